@@ -1,0 +1,1 @@
+from regard import masks, normalizers, reference, statistics  # noqa

@@ -1,0 +1,60 @@
+"""Who may look at whom. Dense bool masks (True = visible) to look at, and the interval form that kernels use.
+
+Causal order, windows and key lengths all leave each query one interval of keys [first, last): no N × N mask is needed.
+
+>>> import regard
+>>> regard.masks.causal(3)
+tensor([[ True, False, False],
+        [ True,  True, False],
+        [ True,  True,  True]])
+>>> regard.masks.padding([1, 3], max_len=3)
+tensor([[ True, False, False],
+        [ True,  True,  True]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def causal(n: int, keys: int | None = None, *, device=None) -> Tensor:
+    """(n, keys): query i sees keys 0 … i, aligned at the top left as in torch."""
+    return window(n, keys, right=0, device=device)
+
+
+def window(n: int, keys: int | None = None, left: int | None = None, right: int | None = None, *, device=None) -> Tensor:
+    """(n, keys): query i sees keys i − left … i + right; None is no limit on that side."""
+    keys = n if keys is None else keys
+    offset = torch.arange(keys, device=device) - torch.arange(n, device=device)[:, None]
+    seen = torch.ones(n, keys, dtype=torch.bool, device=device)
+    if left is not None:
+        seen &= offset >= -left
+    if right is not None:
+        seen &= offset <= right
+    return seen
+
+
+def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:
+    """(B, max_len): the first lengths[b] positions of each row are visible."""
+    lengths = torch.as_tensor(lengths)
+    if lengths.ndim != 1:
+        raise ValueError(f"lengths must have shape (B,), got {tuple(lengths.shape)}")
+    if max_len is None:
+        max_len = int(lengths.max()) if lengths.numel() else 0
+    return torch.arange(max_len, device=lengths.device) < lengths[:, None]
+
+
+def dense(n: int, keys: int, *, is_causal=False, window_=None, key_lengths=None, device=None) -> Tensor | None:
+    """Causal order, window and key lengths as one bool mask, (n, keys) or (B, 1, n, keys); None if all is visible."""
+    seen = None
+    if is_causal or window_ is not None:
+        left, right = window_ or (None, None)
+        right = 0 if is_causal and (right is None or right > 0) else right
+        seen = window(n, keys, left, right, device=device)
+    if key_lengths is not None:
+        lengths = padding(key_lengths.to(device), keys)[:, None, None, :]
+        seen = lengths if seen is None else seen & lengths
+    return seen

@@ -1,0 +1,128 @@
+"""Normalisers: one file each, found by looking.
+
+>>> from regard import normalizers
+>>> "sparsemax" in normalizers.names()
+True
+>>> normalizers.get("entmax(alpha=1.25)").theta
+1.25
+
+A file in this folder, or in a folder given to `discover` or named in the environment variable
+REGARD_NORMALIZERS, that defines `normalizer = Ratio(...)` (or Pointwise, Threshold, Normalizer) is a member:
+rows, attention, the reference, the contract tests, `regard list` and the docs pick it up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from regard.normalizers._families import Normalizer, Parameter, Pointwise, Ratio, Threshold
+
+__all__ = ["Choice", "Normalizer", "Parameter", "Pointwise", "Ratio", "Threshold", "discover", "get", "names"]
+
+_members: dict[str, Normalizer] = {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A normaliser with its parameter filled in: what a name such as "entmax(alpha=1.25)" means."""
+
+    normalizer: Normalizer
+    theta: float | None
+
+    def __getattr__(self, field):  # name, formula, family, … are the normaliser's
+        if field.startswith("__"):
+            raise AttributeError(field)
+        return getattr(self.normalizer, field)
+
+    @property
+    def spec(self) -> str:
+        """The name that `get` reads back as this choice."""
+        parameter = self.normalizer.parameter
+        if parameter is None or self.theta == parameter.default:
+            return self.normalizer.name
+        return f"{self.normalizer.name}({parameter.name}={self.theta!r})"
+
+
+def discover(folder: str | os.PathLike[str]) -> list[str]:
+    """Load every `*.py` file of a folder that defines `normalizer`; the names found."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"folder must be an existing directory, got {str(folder)!r}")
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        if path.stem.startswith("_"):
+            continue
+        if folder == Path(__file__).parent:
+            module = importlib.import_module(f"regard.normalizers.{path.stem}")
+        else:
+            spec = importlib.util.spec_from_file_location(f"regard_normalizer_{path.stem}", path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+        member = getattr(module, "normalizer", None)
+        if not isinstance(member, Normalizer):
+            raise ValueError(f"{path} must define `normalizer`, a Pointwise, Ratio, Threshold or Normalizer record")
+        _members[member.name] = member
+        found.append(member.name)
+    _parsed.clear()
+    return found
+
+
+def names() -> list[str]:
+    """The names of all normalisers known, sorted."""
+    return sorted(_members)
+
+
+_SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?([^()=,]+?)\s*\))?\s*")
+_parsed: dict[str, Choice] = {}
+
+
+def get(spec: str | Choice | Normalizer) -> Choice:
+    """The normaliser called by name, with its parameter: "softmax", "entmax(alpha=1.25)", "sigmoid(bias=-3)"."""
+    if isinstance(spec, Choice):
+        return spec
+    if isinstance(spec, Normalizer):
+        spec = spec.name
+    if not isinstance(spec, str):
+        raise TypeError(f"normalizer must be a name such as 'softmax', got {type(spec).__name__}")
+    if spec not in _parsed:
+        _parsed[spec] = _parse(spec)
+    return _parsed[spec]
+
+
+def _parse(spec: str) -> Choice:
+    match = _SPEC.fullmatch(spec)
+    name = match.group(1) if match else spec.split("(")[0].strip()
+    if name not in _members:
+        near = difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
+        raise ValueError(f"normalizer {spec!r} is unknown; {hint}")
+    member = _members[name]
+    parameter = member.parameter
+    if match is None:
+        form = f"{name}({parameter.name}=…)" if parameter else name
+        raise ValueError(f"normalizer {spec!r} cannot be read; write it as {form!r}")
+    given_name, given = match.group(2), match.group(3)
+    if given is None:
+        return Choice(member, parameter.default if parameter else None)
+    if parameter is None:
+        raise ValueError(f"normalizer {spec!r}: {name} takes no parameter; write {name!r}")
+    if given_name not in (None, parameter.name):
+        raise ValueError(f"normalizer {spec!r}: {name} takes {parameter.name!r}, not {given_name!r}")
+    try:
+        number = float(given)
+    except ValueError:
+        raise ValueError(f"normalizer {spec!r}: {parameter.name} must be a number, got {given!r}") from None
+    return Choice(member, parameter.check(number))
+
+
+discover(Path(__file__).parent)
+for _folder in filter(None, os.environ.get("REGARD_NORMALIZERS", "").split(os.pathsep)):
+    discover(_folder)

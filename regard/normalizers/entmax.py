@@ -1,0 +1,102 @@
+"""entmax_α(s) = argmax_{p ∈ Δ} p·s + H_α(p), solved by p_i = max((α−1)·s_i − τ, 0)^{1/(α−1)} with τ such that Σp = 1.
+
+α = 1 is softmax, α = 2 sparsemax; the larger α, the sparser. Above 2 the solver's Newton steps may overshoot, so the
+fused kernels take 1 < α ≤ 2 and the reference any α ≥ 1.
+
+>>> import regard, torch
+>>> regard.entmax(torch.tensor([-2.0, 0.0, 0.5]), alpha=1.5)
+tensor([0.0000, 0.3260, 0.6740])
+"""
+
+import torch
+
+from regard.normalizers import softmax
+from regard.normalizers._families import Parameter, Threshold
+from regard.normalizers._language import jit, tl
+
+
+def solve(scores, visible, alpha):
+    """p = max((α−1)·s − τ, 0)^{1/(α−1)} by bisection, then two Newton steps that autograd sees.
+
+    Bisection fixes τ without a gradient; one differentiable Newton step gives τ its first derivatives, a second one
+    its second derivatives.
+    """
+    seen = scores > float("-inf") if visible is None else visible & (scores > float("-inf"))
+    seen = seen | (scores.isnan() if visible is None else scores.isnan() & visible)
+    empty = ~seen.any(-1, keepdim=True)
+    gain = alpha - 1.0
+    x = gain * scores.masked_fill(~seen, 0.0)
+    x = x.masked_fill(~seen, float("-inf"))
+    x = x - x.detach().amax(-1, keepdim=True).masked_fill(empty, 0.0)
+
+    def weights(tau):
+        t = (x - tau).clamp_min(0.0)
+        positive = t > 0
+        return torch.where(positive, t.masked_fill(~positive, 1.0) ** (1.0 / gain), 0.0)
+
+    with torch.no_grad():
+        low, high = torch.full_like(x[..., :1], -1.0), torch.zeros_like(x[..., :1])
+        for _ in range(60):
+            middle = (low + high) / 2
+            above = weights(middle).sum(-1, keepdim=True) >= 1.0
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        inside = (x > low) & seen
+    tau = low
+    for _ in range(2):
+        t = torch.where(inside, x - tau, 1.0)
+        missing = torch.where(inside, t ** (1.0 / gain), 0.0).sum(-1, keepdim=True) - 1.0
+        fall = torch.where(inside, t ** (1.0 / gain - 1.0), 0.0).sum(-1, keepdim=True) / gain
+        tau = tau + missing / fall.masked_fill(empty, 1.0)
+    nan = scores.isnan().any(-1, keepdim=True) | (scores == float("inf")).any(-1, keepdim=True)
+    return weights(tau).masked_fill(~inside, 0.0).masked_fill(nan, float("nan"))
+
+
+def reference(scores, visible, theta):
+    if not isinstance(theta, torch.Tensor):
+        return softmax.reference(scores, visible, None) if theta == 1.0 else solve(scores, visible, theta)
+    alpha = theta.to(scores.dtype)
+    if not (alpha == 1.0).any():
+        return solve(scores, visible, alpha)
+    is_soft = alpha == 1.0
+    sparse = solve(scores, visible, alpha.masked_fill(is_soft, 1.5))
+    return torch.where(is_soft, softmax.reference(scores, visible, None), sparse)
+
+
+@jit
+def gain(alpha):
+    return alpha - 1.0
+
+
+@jit
+def power(t, exponent):
+    return tl.where(t > 0.0, tl.exp2(exponent * tl.log2(tl.maximum(t, 1e-37))), 0.0)
+
+
+@jit
+def value(t, alpha):
+    return power(t, 1.0 / (alpha - 1.0))
+
+
+@jit
+def slope(t, alpha):
+    return power(t, (2.0 - alpha) / (alpha - 1.0))
+
+
+@jit
+def slope_of_weight(p, alpha):
+    return power(p, 2.0 - alpha)
+
+
+normalizer = Threshold(
+    name="entmax",
+    formula="max((α−1)·s − τ, 0)^(1/(α−1)), Σ = 1",
+    sums_to="1",
+    sparse=True,
+    paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
+    reference=reference,
+    parameter=Parameter("alpha", default=1.5, low=1.0),
+    gain=gain,
+    value=value,
+    slope=slope,
+    slope_of_weight=slope_of_weight,
+)

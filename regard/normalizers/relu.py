@@ -1,0 +1,54 @@
+"""relu(s)_i = max(s_i, 0) / Σ_j max(s_j, 0): negative scores weigh nothing; a row without a positive score is all zeros.
+
+>>> import regard, torch
+>>> regard.relu_norm(torch.tensor([3.0, 1.0, -2.0]))
+tensor([0.7500, 0.2500, 0.0000])
+"""
+
+from regard.normalizers._families import Ratio
+from regard.normalizers._language import jit, tl
+
+
+def reference(scores, visible, theta):
+    u = scores.clamp_min(0.0)
+    if visible is not None:
+        u = u.masked_fill(~visible, 0.0)
+    z = u.sum(-1, keepdim=True)
+    return u / z.masked_fill(z == 0, 1.0)
+
+
+@jit
+def numerator(e, s, c):
+    return tl.maximum(s, 0.0)
+
+
+@jit
+def numerator_slope(e, s, c):
+    return tl.where(s > 0.0, 1.0, 0.0)
+
+
+@jit
+def slope_of_weight(p, inverse_z):
+    return tl.where(p > 0.0, inverse_z, 0.0)
+
+
+class Relu(Ratio):
+    def cold(self, scores, visible, theta):
+        """The map does not change with the temperature."""
+        return self.reference(scores, visible, theta)
+
+    hot = cold
+
+
+normalizer = Relu(
+    name="relu",
+    formula="max(s, 0) / Σ max(s, 0)",
+    sums_to="1, or 0 where no score is positive",
+    sparse=True,
+    paper="Zhang, Titov & Sennrich 2021, arXiv 2104.07012 (rectified attention)",
+    reference=reference,
+    numerator=numerator,
+    numerator_slope=numerator_slope,
+    slope_of_weight=slope_of_weight,
+    shift="none",
+)

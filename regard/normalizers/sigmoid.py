@@ -1,0 +1,54 @@
+"""sigmoid(s)_i = 1 / (1 + exp(−s_i − bias)): each key is weighed alone; rows need not sum to anything.
+
+>>> import regard, torch
+>>> regard.sigmoid_norm(torch.tensor([0.0, 2.0]))
+tensor([0.5000, 0.8808])
+"""
+
+import torch
+
+from regard.normalizers._families import Parameter, Pointwise
+from regard.normalizers._language import jit, tl
+
+
+def reference(scores, visible, theta):
+    p = torch.sigmoid(scores + theta)
+    return p if visible is None else p.masked_fill(~visible, 0.0)
+
+
+@jit
+def value(s, bias):
+    return 1.0 / (1.0 + tl.exp(-s - bias))
+
+
+@jit
+def slope(s, bias):
+    e = tl.exp(-tl.abs(s + bias))
+    return e / ((1.0 + e) * (1.0 + e))
+
+
+@jit
+def slope_of_weight(p, bias):
+    return p * (1.0 - p)
+
+
+class Sigmoid(Pointwise):
+    def cold(self, scores, visible, theta):
+        """A step: 1 above 0, 0 below, sigmoid(bias) at 0."""
+        step = torch.where(scores > 0, 1.0, 0.0).to(scores.dtype)
+        p = torch.where(scores == 0, torch.sigmoid(scores + theta), step)
+        return p if visible is None else p.masked_fill(~visible, 0.0)
+
+
+normalizer = Sigmoid(
+    name="sigmoid",
+    formula="1 / (1 + exp(−s − bias))",
+    sums_to="anything up to n",
+    sparse=False,
+    paper="Ramapuram et al. 2024, arXiv 2409.04431",
+    reference=reference,
+    parameter=Parameter("bias", default=0.0, low=-1e4, high=1e4),
+    value=value,
+    slope=slope,
+    slope_of_weight=slope_of_weight,
+)

@@ -1,0 +1,87 @@
+"""One attention call after validation: what every backend receives, and what it gives back.
+
+Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N keys, D and E head dims of k and v.
+
+    s_ij = (cap(scale · q_i·k_j) + bias_ij) / temperature_i      over the visible keys j
+    p_i  = normaliser(s_i)                                       with the sink's exp(sink) in the denominator
+    o_i  = Σ_j dropout(p_ij) · v_j
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard.normalizers import Choice
+
+
+@dataclass
+class Problem:
+    q: Tensor  # [B, H, M, D]
+    k: Tensor  # [B, G, N, D]
+    v: Tensor  # [B, G, N, E]
+    choice: Choice
+    scale: float
+    softcap: float | None = None
+    bias: Tensor | None = None  # [B, H, M, N] floats, expanded (strides may be 0); −inf hides a key
+    mask: Tensor | None = None  # [B, H, M, N] bool, expanded; True = visible
+    temperature: Tensor | None = None  # [B, H, M], expanded; > 0
+    sink: Tensor | None = None  # [B, H, M], expanded: a logit, after the temperature
+    key_lengths: Tensor | None = None  # [B] int: keys ≥ key_lengths[b] are hidden
+    causal: bool = False  # query i sees keys ≤ i
+    left: int | None = None  # query i sees keys ≥ i − left
+    right: int | None = None  # query i sees keys ≤ i + right
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # [1] int64, on q's device
+    stats: tuple[str, ...] = ()  # names, in the order of statistics.NAMES
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """(left, right) with causal order folded in: query i sees keys i − left … i + right."""
+        right = self.right
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        return self.left, right
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Forward:
+    """`frame` and `z` are the row state that backward needs.
+
+    ratio: frame = m, z = Z (0 where the row has no weight); threshold: frame = τ (in gain·s), z = Σg′;
+    pointwise: both 0. Rows that see no key: o = 0, frame = 0, z = 0.
+    """
+
+    o: Tensor  # [B, H, M, E], q's dtype
+    frame: Tensor  # [B, H, M], accumulator dtype
+    z: Tensor  # [B, H, M], accumulator dtype
+    stats: Tensor  # [len(problem.stats), B, H, M], accumulator dtype
+
+
+@dataclass
+class Gradients:
+    """What backward returns. Fields that were not asked for, or have no such input, are None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None  # in the shape of the *unexpanded* bias
+    temperature: Tensor | None = None  # [B, H, M]
+    sink: Tensor | None = None  # [B, H, M]
+
+
+@dataclass
+class Upstream:
+    """What backward receives beside the problem and its Forward."""
+
+    o: Tensor  # do, [B, H, M, E]
+    stats: dict[str, Tensor] = field(default_factory=dict)  # gradients of entropy, logsumexp, logit_variance: [B, H, M]
+    bias: bool = False  # is the bias's gradient wanted?
+    temperature: bool = False
+    sink: bool = False

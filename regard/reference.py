@@ -1,0 +1,133 @@
+"""The dense float64 oracle: every option, written as one reads it; autograd is its backward.
+
+It builds the N × N weights and is slow on purpose. Every other path is tested against it.
+
+>>> import regard, torch
+>>> q = k = v = torch.eye(2)[None, None]
+>>> out, weights = regard.reference.attention(q, k, v, is_causal=True)
+>>> weights[0, 0, 0]
+tensor([1., 0.], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard import masks, normalizers, philox, statistics
+from regard.problem import Problem
+from regard.scores import resolve_scale, soft_cap
+
+
+def normalize(scores: Tensor, normalizer="softmax", *, temperature=1.0, mask=None, theta=None) -> Tensor:
+    """p = normaliser(s / temperature) on the last dimension, in float64."""
+    choice = normalizers.get(normalizer)
+    theta = choice.theta if theta is None else theta
+    return choice.reference(scores.double() / temperature, mask, theta)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale=None,
+    enable_gqa: bool = False,
+    *,
+    normalizer="softmax",
+    temperature=None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    return_stats=False,
+    seed: Tensor | None = None,
+):
+    """softmax(scale·q kᵀ)·v and every option of `regard.attention`, dense, in float64: (out, weights[, stats]).
+
+    The weights are those before dropout.
+    """
+    wanted = statistics.resolve(return_stats)
+    choice = normalizers.get(normalizer)
+    n, keys = q.shape[-2], k.shape[-2]
+    q, k, v = (x.double() for x in (q, k, v))
+    if enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scale = resolve_scale(scale, q.shape[-1])
+    if isinstance(scale, Tensor) and scale.ndim:
+        scale = scale.double()[:, None, None]
+    s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
+    visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
+    interval = masks.dense(n, keys, is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device)
+    if interval is not None:
+        visible = visible & (interval if interval.ndim < 4 else interval.reshape(-1, *(1,) * (s.ndim - 3), *interval.shape[-2:]))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        visible = visible & attn_mask
+    elif attn_mask is not None:
+        visible = visible & (attn_mask != -math.inf)
+        s = s + attn_mask.double().masked_fill(attn_mask == -math.inf, 0.0)
+    visible = visible.expand(s.shape)
+    s = s.masked_fill(~visible, 0.0)  # what is hidden cannot leak, not even as NaN
+    if temperature is not None:
+        t = temperature(s, visible) if callable(temperature) else temperature
+        s = s / (t.double() if isinstance(t, Tensor) else t)
+    if sink is not None:
+        sink = sink.double().reshape(*sink.shape, *(1,) * (3 - max(sink.ndim, 1))) if sink.ndim < 3 else sink.double()
+        sink = sink.expand(*s.shape[:-1], 1)
+        p = with_sink(choice, s, visible, sink)
+    else:
+        p = choice.reference(s, visible, choice.theta)
+    hidden = ~visible.any(-2, keepdim=True).transpose(-1, -2)  # keys nobody sees
+    dropped = p
+    if dropout_p > 0.0:
+        keep = philox.keep(seed, p.shape, dropout_p).to(p.device)
+        dropped = p * keep / (1.0 - dropout_p)
+    out = dropped @ v.masked_fill(hidden, 0.0)
+    if not wanted:
+        return out, p
+    stats = statistics.of_scores(s, visible, choice, sink=sink)
+    return out, p, statistics.Statistics({name: stats[name] for name in wanted})
+
+
+def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    """exp(s) / (rest + exp(sink) + Σ exp(s)): the softmax family with one more, silent, key."""
+    joined = torch.cat([s, sink], -1)
+    seen = torch.cat([visible, torch.ones_like(sink, dtype=torch.bool)], -1)
+    return choice.reference(joined, seen, choice.theta)[..., :-1]
+
+
+def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
+    """A validated problem through the oracle: (o, stats stacked), float64, differentiable."""
+    window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
+    result = attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        _joined_mask(problem),
+        problem.dropout_p,
+        problem.causal,
+        problem.scale,
+        enable_gqa=True,
+        normalizer=problem.choice,
+        temperature=None if problem.temperature is None else problem.temperature[..., None],
+        softcap=problem.softcap,
+        sink=None if problem.sink is None else problem.sink[..., None],
+        window=window,
+        key_lengths=problem.key_lengths,
+        return_stats=problem.stats,
+        seed=problem.seed,
+    )
+    stats = result[2] if problem.stats else {}
+    rows = problem.q.shape[:-1]
+    stacked = torch.stack([stats[name] for name in problem.stats]) if stats else result[0].new_zeros((0, *rows))
+    return result[0], stacked
+
+
+def _joined_mask(problem: Problem) -> Tensor | None:
+    if problem.bias is None:
+        return problem.mask
+    return problem.bias if problem.mask is None else problem.bias.masked_fill(~problem.mask, -math.inf)

@@ -1,0 +1,44 @@
+# Every target makes .venv itself: python3.11 (or PYTHON=…) and pip are all a machine needs.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu bench lint format figures clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+setup: $(READY)  ## the environment alone
+
+demo: $(READY)  ## look into two small Transformers, one of them ill
+	$(BIN)/regard demo
+
+test: $(READY)  ## every test a machine without a GPU can run
+	$(BIN)/python -m pytest --quiet --numprocesses 2
+
+test-gpu:  ## the kernels on the GPU of this machine, with its own python3
+	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= tests/gpu
+
+bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
+	$(BIN)/regard bench --markdown benchmarks/results/cpu.md
+
+lint: $(READY)  ## style, imports, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)  ## what lint would have said, done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+figures: $(READY)  ## the pictures of README and docs
+	$(BIN)/python docs/figures/eight.py
+
+clean:  ## everything made here
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build

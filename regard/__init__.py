@@ -1,1 +1,56 @@
-from regard import masks, normalizers, reference, statistics  # noqa
+"""regard: turn query-key scores into weights with any normaliser, measure that step, explain it, repair it.
+
+>>> import regard, torch
+>>> q = k = v = torch.randn(1, 2, 16, 8)
+>>> out, stats = regard.attention(q, k, v, is_causal=True, normalizer="entmax15", return_stats=True)
+>>> stats.entropy.shape
+torch.Size([1, 2, 16])
+"""
+
+from regard import masks, normalizers, reference, statistics, temperature
+from regard._attention import attention, attention_path
+from regard._jacobian import jacobian, vjp
+from regard._normalize import (
+    entmax,
+    entmax15,
+    log_softmax,
+    logsumexp,
+    normalize,
+    relu_norm,
+    sigmoid_norm,
+    softmax,
+    softmax1,
+    softmax_backward,
+    softpick,
+    sparsemax,
+)
+from regard.gumbel import gumbel_softmax
+from regard.online import OnlineSoftmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OnlineSoftmax",
+    "attention",
+    "attention_path",
+    "entmax",
+    "entmax15",
+    "gumbel_softmax",
+    "jacobian",
+    "log_softmax",
+    "logsumexp",
+    "masks",
+    "normalize",
+    "normalizers",
+    "reference",
+    "relu_norm",
+    "sigmoid_norm",
+    "softmax",
+    "softmax1",
+    "softmax_backward",
+    "softpick",
+    "sparsemax",
+    "statistics",
+    "temperature",
+    "vjp",
+]

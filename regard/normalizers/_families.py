@@ -60,6 +60,7 @@ class Normalizer:
     reference: Callable[[Tensor, Tensor | None, Any], Tensor]
     parameter: Parameter | None = None
     fused: bool = True  # False: reference only, and a fused call says so
+    parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
     family: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -79,6 +80,14 @@ class Normalizer:
             for a, b, c in self._tiles_slopes(rows, p, theta):
                 ours = a * dp - b * (c * dp).sum(-1, keepdims=True)
                 self._must(np.allclose(ds, ours, atol=1e-7), "tile slopes ≠ derivative of the reference")
+        if self.parameter_vjp is not None:
+            scores, step = torch.from_numpy(rows), 1e-5
+            grads = torch.ones_like(scores).cumsum(-1)
+            up, down = (self.reference(scores, None, theta + h) for h in (step, -step))
+            slope = ((up - down) * grads).sum(-1) / (2 * step)
+            column = torch.full((len(rows), 1), float(theta), dtype=scores.dtype)
+            ours = self.parameter_vjp(self.reference(scores, None, theta), grads, column)
+            self._must(torch.allclose(slope, ours, atol=1e-5), "parameter_vjp ≠ derivative in the parameter")
 
     def _must(self, holds: Any, what: str) -> None:
         if not holds:

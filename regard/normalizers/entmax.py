@@ -62,6 +62,19 @@ def reference(scores, visible, theta):
     return torch.where(is_soft, softmax.reference(scores, visible, None), sparse)
 
 
+def parameter_vjp(p, dp, alpha):
+    """Σ_i dp_i·∂p_i/∂α, from the weights alone (Correia, Niculae & Martins 2019, arXiv 1909.00015), and its limit at α = 1."""
+    seen = p > 0
+    log = torch.log(p.where(seen, 1.0))
+    share = torch.where(seen, torch.exp((2.0 - alpha) * log), 0.0)
+    share = share / share.sum(-1, keepdim=True).clamp_min(1e-30)
+    surprise = -p * log
+    k = (alpha - 1.0).where(alpha > 1.0, 1.0)
+    sparse = (p - share) / k**2 + (surprise - share * surprise.sum(-1, keepdim=True)) / k
+    soft = 0.5 * p * ((p * log**2).sum(-1, keepdim=True) - log**2)
+    return (dp * torch.where(alpha > 1.0, sparse, soft)).sum(-1)
+
+
 @jit
 def gain(alpha):
     return alpha - 1.0
@@ -95,6 +108,7 @@ normalizer = Threshold(
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
     parameter=Parameter("alpha", default=1.5, low=1.0),
+    parameter_vjp=parameter_vjp,
     gain=gain,
     value=value,
     slope=slope,

@@ -1,0 +1,84 @@
+"""The derivative of a normaliser, in closed form: ∂p_i/∂z_j = (a_i·1{i=j} − c_i·b_j) / T.
+
+    ratio: a = u′/Z, b = v′/Z, c = p;    threshold: a = b = g′, c = g′/Σg′;    pointwise: a = f′, b = 0
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard import _ops, normalizers
+from regard._normalize import _check_scores, check_temperature, choose_rows_backend
+from regard.statistics import Terms, solve_frame
+
+
+def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -> Tensor:
+    """J_ij = ∂p_i/∂z_j: (…, n) → (…, n, n). For softmax diag(p) − p pᵀ, over T.
+
+    >>> import regard, torch
+    >>> regard.jacobian(torch.zeros(2))
+    tensor([[ 0.2500, -0.2500],
+            [-0.2500,  0.2500]])
+    """
+    _check_scores(z, "z")
+    choice = normalizers.get(normalizer)
+    t = check_temperature(temperature)
+    if isinstance(t, Tensor):
+        raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
+    if t == 0.0 or t == math.inf:  # constant almost everywhere
+        return z.new_zeros((*z.shape, z.shape[-1]))
+    if not choice.fused:
+        dense = torch.func.vmap(torch.func.jacrev(lambda row: choice.reference(row / t, None, choice.theta)))
+        return dense(z.double().reshape(-1, z.shape[-1])).reshape(*z.shape, z.shape[-1]).to(z.dtype)
+    if choice.name == "entmax" and choice.theta == 1.0:
+        choice = normalizers.get("softmax")
+    s = z.double() / t
+    seen = s != -math.inf
+    frame = solve_frame(s, seen, choice)
+    terms = Terms(choice)
+    u, v, a, _ = terms(s.masked_fill(~seen, 0.0), frame)
+    u, v, a = (x.masked_fill(~seen, 0.0) for x in (u, v, a))
+    if choice.family == "pointwise":
+        return torch.diag_embed(a / t).to(z.dtype)
+    if choice.family == "threshold":
+        b = a
+        c = a / a.sum(-1, keepdim=True).clamp_min(1e-300)
+    else:
+        norm = v.sum(-1, keepdim=True) + terms.rest(frame)
+        inverse = torch.where(norm > 0, 1.0 / norm, 0.0)
+        e, low = torch.exp(s.masked_fill(~seen, 0.0) - frame), torch.exp(-frame).expand(s.shape)
+        b = terms.tile["denominator_slope"](e, s.masked_fill(~seen, 0.0), low).masked_fill(~seen, 0.0) * inverse
+        a, c = a * inverse, u * inverse
+    poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)[..., None]
+    full = (torch.diag_embed(a) - c[..., :, None] * b[..., None, :]) / t
+    return full.masked_fill(poisoned, math.nan).to(z.dtype)
+
+
+def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float = 1.0, *, backend=None) -> Tensor:
+    """Jᵀ·grad over the last dimension, with no Jacobian built: (a·grad − b·Σ c·grad) / T.
+
+    >>> import regard, torch
+    >>> regard.vjp(torch.zeros(2), torch.tensor([1.0, 0.0]))
+    tensor([ 0.2500, -0.2500])
+    """
+    _check_scores(z, "z")
+    choice = normalizers.get(normalizer)
+    if grad.shape != z.shape:
+        raise ValueError(f"grad must have the shape of z {tuple(z.shape)}, got {tuple(grad.shape)}")
+    t = check_temperature(temperature)
+    if isinstance(t, Tensor):
+        raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
+    if t == 0.0 or t == math.inf:
+        return torch.zeros_like(z)
+    if choice.name == "entmax" and choice.theta == 1.0:
+        choice = normalizers.get("softmax")
+    backend = choose_rows_backend(z.device, backend)
+    if not choice.fused or backend == "reference" or (choice.name == "entmax" and choice.theta > 2.0):
+        return torch.func.vjp(lambda x: choice.reference(x / t, None, choice.theta), z)[1](grad)[0]
+    flat, dp = z.reshape(-1, z.shape[-1]), grad.reshape(-1, z.shape[-1])
+    p, state = _ops.rows(flat, None, None, choice.spec, 1.0 / t, backend)
+    saved = p if choice.slope_of_weight is not None else flat
+    return _ops.rows_backward(dp, saved, state, None, None, choice.spec, 1.0 / t, backend).reshape(z.shape)

@@ -1,0 +1,38 @@
+"""Sampling that can be differentiated: softmax((z + g)/T) with Gumbel noise g = −log(−log U)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard._normalize import _check_dim, _check_scores, softmax
+
+
+def gumbel_softmax(
+    z: Tensor,
+    temperature: float | Tensor = 1.0,
+    hard: bool = False,
+    dim: int = -1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """softmax((z + g)/T), g ~ Gumbel(0, 1): its argmax is a sample of softmax(z).
+
+    `hard` returns the one-hot sample, with the gradient of the soft one (straight-through). The same generator state
+    gives the same sample.
+
+    >>> import regard, torch
+    >>> one = regard.gumbel_softmax(torch.zeros(5), 0.5, hard=True, generator=torch.Generator().manual_seed(0))
+    >>> float(one.sum())
+    1.0
+    """
+    _check_scores(z, "z")
+    axis = _check_dim(z, dim)
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    drawn = torch.empty(z.shape, dtype=wide, device=z.device).exponential_(generator=generator)
+    noise = -torch.log(drawn.clamp_min(torch.finfo(wide).tiny))
+    soft = softmax(z.to(wide) + noise, axis, temperature)
+    if not hard:
+        return soft.to(z.dtype)
+    at = (z.detach().to(wide) + noise).argmax(axis, keepdim=True)
+    one_hot = torch.zeros_like(soft).scatter(axis, at, 1.0)
+    return (one_hot + (soft - soft.detach())).to(z.dtype)

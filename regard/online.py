@@ -1,0 +1,78 @@
+"""Softmax of a row that arrives in pieces: keep (m, ℓ) = (max z, Σ exp(z − m)), and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class OnlineSoftmax:
+    """m ← max(m, max block), ℓ ← ℓ·e^(m_old − m) + Σ exp(block − m): the softmax of all blocks seen so far.
+
+    Blocks are split along the last dimension; any size, any order, merged in any tree: the result is the whole row's.
+
+    >>> import regard, torch
+    >>> z = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    >>> left, right = regard.OnlineSoftmax().update(z[:1]), regard.OnlineSoftmax().update(z[1:])
+    >>> whole = left.merge(right)
+    >>> torch.cat([whole.weights(z[:1]), whole.weights(z[1:])])
+    tensor([0.0871, 0.6439, 0.2369, 0.0321])
+    >>> whole.logsumexp
+    tensor(3.4402)
+    """
+
+    def __init__(self) -> None:
+        self.max: Tensor | None = None  # m, one per row
+        self.sum: Tensor | None = None  # ℓ, one per row
+
+    def update(self, block: Tensor) -> OnlineSoftmax:
+        """Take in a block (…, n); n may be 0."""
+        if not isinstance(block, Tensor) or not block.is_floating_point() or block.ndim == 0:
+            raise TypeError("block must be a floating-point tensor of at least one dimension")
+        z = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32)
+        if z.shape[-1]:
+            m = z.amax(-1)
+        else:
+            m = z.new_full(z.shape[:-1], -math.inf)
+        part = OnlineSoftmax()
+        part.max, part.sum = m, torch.exp(z - _finite(m)[..., None]).sum(-1)
+        return self.merge(part)
+
+    def merge(self, other: OnlineSoftmax) -> OnlineSoftmax:
+        """Take in what another has seen; returns self."""
+        if other.max is None or other.sum is None:
+            return self
+        if self.max is None or self.sum is None:
+            self.max, self.sum = other.max, other.sum
+            return self
+        if self.max.shape != other.max.shape:
+            raise ValueError(f"other must have rows of shape {tuple(self.max.shape)}, got {tuple(other.max.shape)}")
+        m = torch.maximum(self.max, other.max)
+        safe = _finite(m)
+        self.sum = self.sum * torch.exp(self.max - safe) + other.sum * torch.exp(other.max - safe)
+        self.max = m
+        return self
+
+    @property
+    def logsumexp(self) -> Tensor:
+        """m + log ℓ; −inf for rows that saw nothing."""
+        m, total = self._seen()
+        return _finite(m) + torch.log(total)
+
+    def weights(self, block: Tensor) -> Tensor:
+        """exp(block − m) / ℓ: the weights of a block within the whole."""
+        m, total = self._seen()
+        e = torch.exp(block.to(m.dtype) - _finite(m)[..., None])
+        return (e / torch.where(total == 0, 1.0, total)[..., None]).to(block.dtype)
+
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        if self.max is None or self.sum is None:
+            raise ValueError("this OnlineSoftmax has seen no block yet; call update(block) first")
+        return self.max, self.sum
+
+
+def _finite(m: Tensor) -> Tensor:
+    """m with −inf (nothing seen) replaced by 0, so that exp(−inf − m) is 0 and not NaN."""
+    return m.masked_fill(m == -math.inf, 0.0)

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import _ops, normalizers, reference, statistics
@@ -18,6 +19,12 @@ from regard.statistics import DIFFERENTIABLE, Statistics
 from regard.temperature import visible_keys
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
+HOPPER_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,8 @@ class _Call:
 
     @classmethod
     def of(
-        cls, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
-        key_lengths, return_stats, backend,
+        cls, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink,
+        window, key_lengths, return_stats, backend,
     ) -> _Call:  # fmt: skip
         wanted = statistics.resolve(return_stats)
         choice = normalizers.get(normalizer)
@@ -148,8 +155,8 @@ class _Call:
             raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
         if dropout_p and wanted:
             raise ValueError(
-                "return_stats with dropout_p > 0 is undefined: statistics describe the weights used, and dropout uses a "
-                "random part of them; measure with dropout_p=0.0 (evaluation mode)"
+                "return_stats with dropout_p > 0 is undefined: statistics describe the weights used, and dropout uses "
+                "a random part of them; measure with dropout_p=0.0 (evaluation mode)"
             )
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask and is_causal=True cannot go together; fold the causal order into attn_mask")
@@ -176,7 +183,7 @@ class _Call:
             if softcap is None and bias is None:
                 scale = scale / number
             else:
-                tensor = q.new_full((1, 1, 1), number, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+                tensor = q.new_full((1, 1, 1), number, dtype=_ops.accumulator(q.dtype))
         problem = Problem(
             q=q,
             k=k,
@@ -327,7 +334,7 @@ def _check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[flo
         if not bool(((values > 0) & (values < math.inf)).all()):
             raise ValueError("temperature must be positive and finite; the tensor has other entries")
     temperature = temperature.to(q.device)
-    wide = temperature.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    wide = temperature.to(_ops.accumulator(q.dtype))
     return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
 
 
@@ -374,8 +381,8 @@ def _check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
         raise TypeError("sink must be a number or a floating-point tensor with one logit per head")
     if choice.family != "ratio" or not choice.exponential:
-        raise ValueError(f"sink needs normalizer 'softmax' or 'softmax1', whose denominator it joins, got {choice.name!r}")
-    wide = sink.to(q.device, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
+    wide = sink.to(q.device, _ops.accumulator(q.dtype))
     if sink.ndim <= 1:
         if sink.numel() not in (1, heads):
             raise ValueError(f"sink must have one logit per head ({heads}), got {sink.numel()}")
@@ -397,8 +404,9 @@ def _choose(problem: Problem, policy, backend: str | None) -> Path:
     if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if obstacle is None:
-        fast = "cuDNN's, then flash" if device == "cuda" and _is_hopper(problem.q.device) else "torch's own fused kernels"
-        return Path("torch", f"plain softmax without statistics: {fast}")
+        hopper = device == "cuda" and _is_hopper(problem.q.device)
+        kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
+        return Path("torch", f"plain softmax without statistics: {kernels}")
     if device == "cpu":
         return Path("cpu", f"{obstacle}: blocked over queries, BLAS and fused rows")
     if device == "cuda":
@@ -418,7 +426,8 @@ def _not_for_torch(problem: Problem, policy) -> str | None:
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
         (problem.temperature is not None or policy is not None, "a temperature per query"),
-        (problem.key_lengths is not None and (problem.causal or problem.bias is not None), "key lengths beside another mask"),
+        (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
+        (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
     ):
         if given:
             return what
@@ -436,7 +445,7 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
         raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {device}")
     if backend in ("cpu", "triton"):
         if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
-            raise ValueError(f"backend {backend!r} has no fused form of {problem.choice.spec!r}; use backend='reference'")
+            raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
 
@@ -472,12 +481,10 @@ def _run_torch(call: _Call):
         if mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
     grouped = q.shape[1] != k.shape[1]
-    options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
+    options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale)
+    options["enable_gqa"] = grouped
     if q.device.type == "cuda" and _is_hopper(q.device):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(order, set_priority=True):
+        with sdpa_kernel(HOPPER_ORDER, set_priority=True):
             out = scaled_dot_product_attention(q, k, v, **options)
     else:
         out = scaled_dot_product_attention(q, k, v, **options)
@@ -556,7 +563,7 @@ def _run_reference(call: _Call):
     call = _with_policy(call)
     problem = replace(call.problem, seed=_seeded(call.problem))
     out, stacked = reference.of_problem(problem)
-    stats = {name: x.to(problem.accumulator) for name, x in zip(problem.stats, stacked)}
+    stats = {name: x.to(problem.accumulator) for name, x in zip(problem.stats, stacked, strict=False)}
     return out.to(problem.q.dtype), _marked(problem, stats)
 
 

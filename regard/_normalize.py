@@ -215,7 +215,7 @@ def _check_dim(scores: Tensor, dim: int) -> int:
 
 
 def check_temperature(temperature: float | Tensor) -> float | Tensor:
-    """A float ≥ 0 (inf allowed), or a tensor. Tensors are checked where that is free of a device sync or graph break."""
+    """A float ≥ 0 (inf allowed), or a tensor, whose values are checked where that costs no device sync."""
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point():
             raise TypeError(f"temperature must be a number or a floating-point tensor, got {temperature.dtype}")
@@ -272,13 +272,12 @@ def _normalize(scores, choice: Choice, theta, dim, temperature, mask, backend) -
         theta = _check_alpha(theta)
         theta = _column(theta, "alpha", scores.shape, dim)
     z = scores.movedim(dim, -1)
-    scale = 1.0
     if isinstance(t, Tensor):
-        return _with_tensor_temperature(z, choice, theta, _column(t, "temperature", scores.shape, dim), visible, backend).movedim(-1, dim)
+        column = _column(t, "temperature", scores.shape, dim)
+        return _with_tensor_temperature(z, choice, theta, column, visible, backend).movedim(-1, dim)
     if t == 0.0 or t == math.inf:
         return _limit(z, choice, theta, visible, cold=t == 0.0).movedim(-1, dim)
-    scale = 1.0 / t
-    return _rows(z, choice, theta, visible, scale, backend).movedim(-1, dim)
+    return _rows(z, choice, theta, visible, 1.0 / t, backend).movedim(-1, dim)
 
 
 def _check_mask(mask: Tensor, shape: torch.Size) -> Tensor:

@@ -25,7 +25,9 @@ def causal(n: int, keys: int | None = None, *, device=None) -> Tensor:
     return window(n, keys, right=0, device=device)
 
 
-def window(n: int, keys: int | None = None, left: int | None = None, right: int | None = None, *, device=None) -> Tensor:
+def window(
+    n: int, keys: int | None = None, left: int | None = None, right: int | None = None, *, device=None
+) -> Tensor:
     """(n, keys): query i sees keys i − left … i + right; None is no limit on that side."""
     keys = n if keys is None else keys
     offset = torch.arange(keys, device=device) - torch.arange(n, device=device)[:, None]

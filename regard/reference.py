@@ -64,7 +64,9 @@ def attention(
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
     interval = masks.dense(n, keys, is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device)
     if interval is not None:
-        visible = visible & (interval if interval.ndim < 4 else interval.reshape(-1, *(1,) * (s.ndim - 3), *interval.shape[-2:]))
+        if interval.ndim == 4:  # one per batch entry
+            interval = interval.reshape(-1, *(1,) * (s.ndim - 3), *interval.shape[-2:])
+        visible = visible & interval
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:

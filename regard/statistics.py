@@ -260,9 +260,7 @@ class State:
             gradient_gain=gain.clamp_min(0.0),
         )
         bare = {"max_logit": -math.inf, "logsumexp": -math.inf}
-        return Statistics(
-            {name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES}
-        )
+        return Statistics({name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES})
 
 
 class Terms:

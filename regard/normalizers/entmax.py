@@ -63,7 +63,7 @@ def reference(scores, visible, theta):
 
 
 def parameter_vjp(p, dp, alpha):
-    """Σ_i dp_i·∂p_i/∂α, from the weights alone (Correia, Niculae & Martins 2019, arXiv 1909.00015), and its limit at α = 1."""
+    """Σ_i dp_i·∂p_i/∂α from the weights alone (Correia et al. 2019, arXiv 1909.00015), and its limit at α = 1."""
     seen = p > 0
     log = torch.log(p.where(seen, 1.0))
     share = torch.where(seen, torch.exp((2.0 - alpha) * log), 0.0)

@@ -1,4 +1,4 @@
-"""relu(s)_i = max(s_i, 0) / Σ_j max(s_j, 0): negative scores weigh nothing; a row without a positive score is all zeros.
+"""relu(s)_i = max(s_i, 0) / Σ_j max(s_j, 0): negative scores weigh nothing; without a positive score all is zero.
 
 >>> import regard, torch
 >>> regard.relu_norm(torch.tensor([3.0, 1.0, -2.0]))

@@ -1,4 +1,4 @@
-"""softmax1(s)_i = exp(s_i) / (1 + Σ_j exp(s_j)): softmax beside a silent key of score 0, so that a head may say nothing.
+"""softmax1(s)_i = exp(s_i) / (1 + Σ_j exp(s_j)): softmax beside a silent key of score 0: a head may say nothing.
 
 >>> import regard, torch
 >>> regard.softmax1(torch.tensor([0.0, 0.0]))

@@ -1,4 +1,4 @@
-"""Before anything imports Triton: without a GPU its kernels run in the interpreter. Doctests know `regard` and `torch`."""
+"""Without a GPU, Triton's kernels run in its interpreter: chosen here, before Triton is imported."""
 
 import os
 

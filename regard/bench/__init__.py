@@ -1,0 +1,59 @@
+"""regard bench [rows | attention]: how fast, against what torch and others give on this machine.
+
+Every case runs its candidates in turns, round after round, and compares medians within the run: a busy machine slows
+all of them alike. Ratios stand beside the targets that the project set itself, and whether they were reached.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from regard.bench import measure
+
+PARTS = ("rows", "attention")
+
+
+def arguments(parser) -> None:
+    parser.add_argument("part", nargs="?", choices=PARTS, help="one of them; both by default")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds: a look, not a measurement")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the tables there")
+
+
+def main(options) -> int:
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        options.fail("argument --device: torch finds no CUDA device here; use --device cpu")
+    if options.markdown is not None and not options.markdown.parent.is_dir():
+        options.fail(f"argument --markdown: no folder {str(options.markdown.parent)!r}; make it first")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    results = {part: run(part, device, options.quick) for part in PARTS if options.part in (None, part)}
+    machine = measure.machine(device)
+    if options.json:
+        listed = {part: [result.as_dict() for result in found] for part, found in results.items()}
+        print(json.dumps({"machine": machine, **listed}, ensure_ascii=False, indent=2))
+    tables = [measure.table(found, f"regard bench {part}, {device}") for part, found in results.items()]
+    if not options.json:
+        for table in tables:
+            table.show()
+        print("; ".join(f"{key} {value}" for key, value in machine.items()))
+    if options.markdown is not None:
+        text = [f"- {key}: {value}" for key, value in machine.items()]
+        command = "regard bench " + " ".join(word for word in (options.part, options.quick and "--quick") if word)
+        text = [f"# `{command.strip()}`", "", *text, *(f"\n{table.markdown()}" for table in tables)]
+        options.markdown.write_text("\n".join(text) + "\n")
+    failures = [result for found in results.values() for result in found if "regard" in result.failures]
+    for result in failures:
+        print(f"{result.work}: {result.failures['regard']}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def run(part: str, device: str, quick: bool) -> list[measure.Result]:
+    from regard.bench import attention, rows
+
+    cases = {"rows": rows, "attention": attention}[part].cases(device, quick)
+    return measure.run(cases, device, rounds=3 if quick else 15, label=part)

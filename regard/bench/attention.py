@@ -1,0 +1,167 @@
+"""regard bench attention: outputs and statistics in one pass, against torch's backends, FlexAttention and AdaSplash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from regard.bench import memory
+from regard.bench.measure import Case, Target
+
+MEMORY_BUDGET = 256.0  # MiB
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    length: int
+    dim: int
+    causal: bool
+
+    def __str__(self) -> str:
+        order = "causal" if self.causal else "full"
+        return f"B{self.batch} H{self.heads} N{self.length} d{self.dim} {order}"
+
+    def inputs(self, dtype, device, grad=False) -> list[torch.Tensor]:
+        generator = torch.Generator(device).manual_seed(0)
+        size = (self.batch, self.heads, self.length, self.dim)
+        made = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in "qkv"]
+        return [x.requires_grad_() for x in made] if grad else made
+
+
+def cases(device: str, quick: bool) -> list[Case]:
+    return _cpu_cases(quick) if device == "cpu" else _gpu_cases(quick)
+
+
+def _cpu_cases(quick: bool) -> list[Case]:
+    shape = Shape(1, 8, 512 if quick else 2048, 64, causal=True)
+    on_cpu = dict(shape=shape, dtype=torch.float32, device="cpu")
+    plain = [Target("torch sdpa")]
+    found = [
+        Case(f"softmax, no statistics, forward {shape}", partial(_forward, **on_cpu, stats=False), plain),
+        Case(
+            f"softmax + all statistics, forward {shape}",
+            partial(_forward, **on_cpu, dense=True),
+            [Target("torch sdpa", 2.0), Target("weights built", at_least=True)],
+        ),
+        Case(
+            f"softmax + all statistics, forward + backward {shape}",
+            partial(_both, **on_cpu),
+            [Target("torch sdpa", 1.5)],
+        ),
+        Case(
+            f"entmax15 + all statistics, forward {shape}",
+            partial(_forward, **on_cpu, normalizer="entmax15"),
+            [Target("torch sdpa", 3.0)],
+        ),
+        Case(
+            f"entmax15 + all statistics, forward + backward {shape}",
+            partial(_both, **on_cpu, normalizer="entmax15"),
+            plain,
+        ),
+    ]
+    if not quick:
+        work = "memory beyond inputs and outputs, softmax + all statistics, forward + backward B1 H1 N16384 d64"
+        found.append(Case(work, _memory, [Target("allowed", 1.0)], unit="MiB"))
+    return found
+
+
+def _gpu_cases(quick: bool) -> list[Case]:
+    found = []
+    for heads, dim in ((16, 128), (32, 64)):
+        for causal in (True, False):
+            shape = Shape(1, heads, 4096 if quick else 16384, dim, causal)
+            on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda")
+            faster = [Target("torch cuDNN", 0.75, at_least=True), Target("FlexAttention", at_least=True)]
+            found.append(Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_gpu), faster))
+            work = f"softmax + all statistics, forward + backward {shape}"
+            found.append(Case(work, partial(_both, **on_gpu), [Target("torch cuDNN", at_least=True)]))
+    for batch, heads, dim, causal in ((4, 16, 128, True), (4, 32, 64, True), (4, 16, 128, False)):
+        shape = Shape(batch, heads, 4096, dim, causal)
+        on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda", normalizer="entmax15")
+        targets = [Target("AdaSplash", 1.0, at_least=True), Target("torch cuDNN")]
+        found.append(Case(f"entmax15, forward {shape}", partial(_forward, **on_gpu, stats=False, sparse=True), targets))
+    return found
+
+
+def _forward(shape, dtype, device, normalizer="softmax", stats=True, dense=False, sparse=False):
+    import regard
+
+    q, k, v = shape.inputs(dtype, device)
+    options = dict(is_causal=shape.causal, normalizer=normalizer, return_stats=stats)
+    candidates: dict[str, Callable[[], object]] = {"regard": lambda: regard.attention(q, k, v, **options)}
+    candidates |= _torch_backends(q, k, v, shape.causal)
+    if dense:
+        candidates["weights built"] = lambda: _weights_built(q, k, v, shape.causal)
+    if device == "cuda" and not sparse:
+        candidates["FlexAttention"] = _flex_attention(q, k, v, shape.causal)
+    if sparse:
+        candidates |= _adasplash(q, k, v, shape.causal)
+    return candidates
+
+
+def _both(shape, dtype, device, normalizer="softmax"):
+    """Forward and backward in one call, as a training step pays for them."""
+    import regard
+
+    q, k, v = shape.inputs(dtype, device, grad=True)
+    grad = shape.inputs(dtype, device)[0]
+
+    def ours():
+        out, _ = regard.attention(q, k, v, is_causal=shape.causal, normalizer=normalizer, return_stats=True)
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    def differentiated(forward):
+        return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
+
+    theirs = _torch_backends(q, k, v, shape.causal)
+    return {"regard": ours} | {name: differentiated(forward) for name, forward in theirs.items()}
+
+
+def _torch_backends(q, k, v, causal) -> dict[str, Callable[[], torch.Tensor]]:
+    found = {"torch sdpa": lambda: sdpa(q, k, v, is_causal=causal)}
+    if q.device.type == "cuda":
+
+        def cudnn():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return sdpa(q, k, v, is_causal=causal)
+
+        found["torch cuDNN"] = cudnn
+    return found
+
+
+def _weights_built(q, k, v, causal):
+    """What people do without regard: the whole matrix, then entropy and the largest weight from it."""
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if causal:
+        n = q.shape[-2]
+        scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool, device=q.device).tril(), float("-inf"))
+    weights = torch.softmax(scores, -1)
+    return weights @ v, -torch.xlogy(weights, weights).sum(-1), weights.amax(-1)
+
+
+def _flex_attention(q, k, v, causal):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    n = q.shape[-2]
+    order = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=q.device) if causal else None
+    compiled = torch.compile(flex_attention)
+    return lambda: compiled(q, k, v, block_mask=order)
+
+
+def _adasplash(q, k, v, causal) -> dict[str, Callable[[], object]]:
+    try:
+        from adasplash import adasplash
+    except ImportError:
+        return {}
+    return {"AdaSplash": lambda: adasplash(q, k, v, alpha=1.5, is_causal=causal)}
+
+
+def _memory():
+    return {"regard": memory.in_a_fresh_process, "allowed": lambda: MEMORY_BUDGET}

@@ -1,0 +1,215 @@
+"""Time candidates in turns and compare their medians.
+
+In each round every candidate runs once unmeasured, so that caches and idling threads of its predecessor settle, and
+then a few times measured. The ratio of two medians of one run is the result; the milliseconds are only its witnesses.
+
+>>> from regard.bench.measure import Target
+>>> Target("torch", limit=1.1).tell({"regard": 2.0, "torch": 4.0})
+'0.5× torch (≤ 1.1 ✓)'
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.table import Table
+
+PACKAGES = ("regard", "torch", "triton", "numba", "entmax", "adasplash")
+SLOW = 0.25  # seconds; a call that takes longer is measured in few rounds
+BURST = 3
+
+
+@dataclass(frozen=True)
+class Target:
+    """regard's time over another's, at most `limit`; with `at_least`, its speed over the other's, at least that."""
+
+    against: str
+    limit: float | None = None
+    at_least: bool = False
+
+    def ratio(self, times: dict[str, float]) -> float:
+        ours = times["regard"] / times[self.against]
+        return 1.0 / ours if self.at_least else ours
+
+    def reached(self, ratio: float) -> bool | None:
+        if self.limit is None:
+            return None
+        return ratio >= self.limit if self.at_least else ratio <= self.limit
+
+    def tell(self, times: dict[str, float]) -> str:
+        ratio = self.ratio(times)
+        unit = "× as fast as" if self.at_least else "×"
+        if self.limit is None:
+            return f"{ratio:.3g}{unit} {self.against}"
+        sign, mark = "≥" if self.at_least else "≤", "✓" if self.reached(ratio) else "✗"
+        return f"{ratio:.3g}{unit} {self.against} ({sign} {self.limit:g} {mark})"
+
+
+@dataclass
+class Case:
+    """One line of the table: `prepare()` gives the candidates, "regard" among them, each a call without arguments."""
+
+    work: str
+    prepare: Callable[[], dict[str, Callable[[], Any]]]
+    targets: list[Target] = field(default_factory=list)
+    unit: str = "ms"  # "MiB": the candidates return a number themselves
+
+
+@dataclass
+class Result:
+    work: str
+    values: dict[str, float]  # seconds, or what the unit says
+    failures: dict[str, str]
+    targets: list[Target]
+    unit: str = "ms"
+
+    @property
+    def judged(self) -> list[Target]:
+        return [target for target in self.targets if {"regard", target.against} <= self.values.keys()]
+
+    def as_dict(self) -> dict:
+        ratios = []
+        for target in self.judged:
+            ratio = target.ratio(self.values)
+            of, reached = "speed" if target.at_least else "time", target.reached(ratio)
+            ratios.append(dict(against=target.against, of=of, ratio=ratio, target=target.limit, reached=reached))
+        scale = 1e3 if self.unit == "ms" else 1.0
+        values = {name: scale * value for name, value in self.values.items()}
+        return dict(work=self.work, unit=self.unit, values=values, ratios=ratios, failures=self.failures)
+
+
+def run(cases: Iterable[Case], device: str, rounds: int = 15, label: str = "") -> list[Result]:
+    """Measure case after case, with a bar on standard error if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    cases = list(cases)
+    console = Console(stderr=True)
+    now = TextColumn("{task.description}")
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
+    results = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.work)
+            results.append(_measure(case, device, rounds))
+            progress.advance(task)
+    return results
+
+
+def _measure(case: Case, device: str, rounds: int) -> Result:
+    clock = _cuda_clock() if device == "cuda" else _cpu_clock
+    samples: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
+    try:
+        candidates = case.prepare()
+    except Exception as failure:  # whatever cannot run here must not cost the rest of the table
+        return Result(case.work, {}, {"regard": _one_line(failure)}, case.targets, case.unit)
+    for name, call in list(candidates.items()):
+        try:
+            if case.unit == "ms":
+                call()
+            samples[name] = [clock(call) if case.unit == "ms" else call()]
+        except Exception as failure:
+            failures[name] = _one_line(failure)
+            del candidates[name]
+    for turn in range(rounds if case.unit == "ms" else 0):
+        for name, call in candidates.items():
+            slow = samples[name][0] > SLOW
+            if slow and turn >= 2:
+                continue
+            if not slow:
+                call()
+            samples[name] += [clock(call) for _ in range(1 if slow else BURST)]
+    values = {name: statistics.median(found) for name, found in samples.items()}
+    return Result(case.work, values, failures, case.targets, case.unit)
+
+
+def _one_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+
+
+def _cpu_clock(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _cuda_clock() -> Callable[[Callable[[], object]], float]:
+    blank = torch.empty(1 << 28, dtype=torch.int8, device="cuda")  # larger than any L2
+
+    def clock(call):
+        blank.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    return clock
+
+
+def table(results: list[Result], title: str) -> Table:
+    """work, one column per candidate, and the ratios with their targets last."""
+    names = list(dict.fromkeys(name for result in results for name in (*result.values, *result.failures)))
+    names.sort(key=lambda name: name != "regard")
+    rows = []
+    for result in results:
+        cells = [_cell(result, name) for name in names]
+        rows.append([result.work, *cells, ", ".join(target.tell(result.values) for target in result.judged)])
+    return Table(["work", *names, "ratio (target)"], rows, title=title, numbers=names)
+
+
+def _cell(result: Result, name: str) -> str:
+    if name in result.failures:
+        return "failed"
+    if name not in result.values:
+        return ""
+    value = result.values[name] * (1e3 if result.unit == "ms" else 1.0)
+    return f"{value:.3g} {result.unit}" if value < 1000 else f"{value:.0f} {result.unit}"
+
+
+def machine(device: str) -> dict[str, str]:
+    """What the numbers were measured on: device, cores, versions, commit."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
+    found = {"device": name, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["torch"] = torch.__version__
+    found["commit"] = _commit()
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _commit() -> str:
+    """The commit of the checkout that regard was imported from, with + if it was edited since."""
+    here = Path(__file__).parent
+    try:
+        git = dict(cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **git).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no", "--", ".."], **git).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return commit + ("+" if changed.strip() else "")

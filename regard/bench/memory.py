@@ -1,0 +1,51 @@
+"""python -m regard.bench.memory: MiB that attention with statistics needs beyond its inputs, outputs and gradients.
+
+The high-water mark of the process's resident memory is reset before the call and read after it, so Linux only.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+LENGTH, DIM = 16384, 64
+
+
+def in_a_fresh_process() -> float:
+    """MiB, measured where no earlier work has left memory behind to be reused."""
+    command = [sys.executable, "-m", "regard.bench.memory"]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def attention(length: int) -> list[torch.Tensor]:
+    """Forward with all statistics and backward of one head: everything the caller ends up holding."""
+    import regard
+
+    q, k, v = (torch.randn(1, 1, length, DIM).requires_grad_() for _ in "qkv")
+    out, stats = regard.attention(q, k, v, is_causal=True, return_stats=True)
+    out.backward(torch.randn_like(out))
+    return [x for t in (q, k, v) for x in (t, t.grad)] + [out, *stats.values()]
+
+
+def resident(field: str) -> float:
+    """VmRSS (now) or VmHWM (the most so far) in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def main() -> None:
+    attention(256)  # compiles and starts the threads
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = resident("VmRSS")
+    held = attention(LENGTH)
+    most = resident("VmHWM") - before
+    print(most - sum(x.numel() * x.element_size() for x in held) / 2**20)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""regard bench rows: every normaliser on rows of scores, against torch's softmax, the `entmax` package and a copy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from regard import normalizers
+from regard.bench.measure import Case, Target
+
+ELEMENTS = 4096 * 1024  # on the CPU, at every row length
+GPU_BYTES = 1 << 30  # so that a GPU's cache flatters nobody
+
+
+def cases(device: str, quick: bool) -> list[Case]:
+    return _cpu_cases(quick) if device == "cpu" else _gpu_cases(quick)
+
+
+def _cpu_cases(quick: bool) -> list[Case]:
+    found = []
+    for n in (1024,) if quick else (1024, 64, 32768):
+        for name in _by_family():
+            if n == 1024 or name in ("softmax", "sparsemax", "entmax15"):
+                shape, targets = (ELEMENTS // n, n), _cpu_targets(name, n)
+                work = f"{name} forward {shape[0]} × {n}"
+                found.append(Case(work, partial(_forward, name, shape, torch.float32, "cpu"), targets))
+    for name in _by_family():
+        shape = (ELEMENTS // 1024, 1024)
+        prepare = partial(_backward, name, shape, torch.float32, "cpu")
+        found.append(Case(f"{name} backward {shape[0]} × 1024", prepare, [Target("torch softmax", 1.5)]))
+    return found
+
+
+def _cpu_targets(name: str, n: int) -> list[Target]:
+    member = normalizers.get(name)
+    if member.family == "threshold":
+        if member.order == 0:
+            return [Target("torch softmax"), Target("entmax", at_least=True)]
+        return [Target("torch softmax", 2.0), Target("entmax", 25.0, at_least=True)]
+    if n != 1024:
+        return [Target("torch softmax")]
+    return [Target("torch softmax", 1.1 if name == "softmax" else 1.5)]
+
+
+def _gpu_cases(quick: bool) -> list[Case]:
+    found = []
+    for direction, prepare in {"forward": _forward, "backward": _backward}.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            for n in (1024,) if quick else (256, 1024, 8192, 65536):
+                for name in _by_family():
+                    threshold = normalizers.get(name).family == "threshold"
+                    targets = [Target("copy", 0.6 if threshold else 0.85, at_least=True)]
+                    targets.append(Target("torch softmax", at_least=True))
+                    shape = (GPU_BYTES // dtype.itemsize // n, n)
+                    work = f"{name} {direction} {str(dtype).removeprefix('torch.')} {shape[0]} × {n}"
+                    found.append(Case(work, partial(prepare, name, shape, dtype, "cuda"), targets))
+    return found
+
+
+def _by_family() -> list[str]:
+    """Fused members, softmax first, the threshold maps last."""
+    known = [name for name in normalizers.names() if normalizers.get(name).fused]
+    return sorted(known, key=lambda name: (normalizers.get(name).family == "threshold", name != "softmax", name))
+
+
+def _scores(shape, dtype, device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def _forward(name, shape, dtype, device):
+    import regard
+
+    s = _scores(shape, dtype, device)
+    candidates = {"regard": lambda: regard.normalize(s, name), "torch softmax": lambda: torch.softmax(s, -1)}
+    peer = _entmax_package(name)
+    if peer is not None and device == "cpu":
+        candidates["entmax"] = lambda: peer(s)
+    if device == "cuda":
+        out = torch.empty_like(s)
+        candidates["copy"] = lambda: out.copy_(s)
+    return candidates
+
+
+def _backward(name, shape, dtype, device):
+    import regard
+
+    s = _scores(shape, dtype, device).requires_grad_()
+    g = _scores(shape, dtype, device).roll(1, 0)
+    ours, theirs = regard.normalize(s, name), torch.softmax(s, -1)
+    candidates = {
+        "regard": lambda: torch.autograd.grad(ours, s, g, retain_graph=True),
+        "torch softmax": lambda: torch.autograd.grad(theirs, s, g, retain_graph=True),
+    }
+    if device == "cuda":  # backward reads two tensors and writes one: one and a half copies
+        source = torch.empty(3 * s.numel() // 2, dtype=dtype, device=device)
+        out = torch.empty_like(source)
+        candidates["copy"] = lambda: out.copy_(source)
+    return candidates
+
+
+def _entmax_package(name: str):
+    try:
+        import entmax
+    except ImportError:
+        return None
+    peers = {
+        "sparsemax": lambda s: entmax.sparsemax(s, dim=-1),
+        "entmax15": lambda s: entmax.entmax15(s, dim=-1),
+        "entmax": lambda s: entmax.entmax_bisect(s, alpha=normalizers.get("entmax").theta, dim=-1),
+    }
+    return peers.get(name)

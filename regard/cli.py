@@ -1,0 +1,110 @@
+"""regard list | bench | demo | …: the command line.
+
+A command is one line of `COMMANDS` and one module with `main(options)` and, if it takes any, `arguments(parser)`. The
+module is imported only when its command is typed, and a package that it lacks is named together with the extra that
+brings it. `options.fail("what is wrong")` ends a command as a bad command line ends. A command whose module is not in
+this package is not offered.
+
+>>> from regard.cli import main
+>>> main(["lisst"])
+2
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parent
+
+
+class Command(NamedTuple):
+    module: str
+    help: str
+    extra: str | None = None  # the extra that brings what the module imports
+
+    @property
+    def exists(self) -> bool:
+        path = PACKAGE.parent.joinpath(*self.module.split("."))
+        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+COMMANDS = {
+    "demo": Command("regard.health.demo", "look into two small Transformers, one of them ill", "report"),
+    "examine": Command("regard.health.examine", "look into every attention head of a model", "hf"),
+    "compare": Command("regard.health.compare", "two reports side by side", "report"),
+    "lab": Command("regard.lab.command", "put the claims about attention to the test", "lab"),
+    "explore": Command("regard.lab.explorer.command", "turn the knobs of attention in the browser", "lab"),
+    "bench": Command("regard.bench", "rows and attention against torch, on this machine"),
+    "list": Command("regard.listing", "the normalisers: formula, sum, sparsity, paper"),
+}
+
+
+class UsageError(Exception):
+    """What is wrong with the command line, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without α prints ?, it does not fail
+    try:
+        status = dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except UsageError as wrong:
+        print(wrong, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `regard list | head -1`; nothing is left to say, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def dispatch(argv: list[str]) -> int:
+    offered = {name: command for name, command in COMMANDS.items() if command.exists}
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview(offered))
+        return 0
+    if argv[0] in ("-V", "--version"):
+        import regard
+
+        print(f"regard {regard.__version__}")
+        return 0
+    name, *rest = argv
+    if name not in offered:
+        near = difflib.get_close_matches(name, offered, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(offered)}"
+        raise UsageError(f"regard: no command {name!r}; {hint}")
+    command = offered[name]
+    parser = Parser(prog=f"regard {name}", description=command.help, allow_abbrev=False)
+    parser.set_defaults(fail=parser.error)
+    try:
+        module = importlib.import_module(command.module)
+        if hasattr(module, "arguments"):
+            module.arguments(parser)
+        return module.main(parser.parse_args(rest)) or 0
+    except ModuleNotFoundError as missing:
+        if (missing.name or "regard").split(".")[0] == "regard":
+            raise
+        source = f"'regard[{command.extra}]'" if command.extra else missing.name
+        raise UsageError(f"regard {name}: needs {missing.name}; pip install {source}") from None
+
+
+def overview(offered: dict[str, Command]) -> str:
+    lines = [f"  {name:9}{command.help}" for name, command in offered.items()]
+    usage = "usage: regard COMMAND [options]     (regard COMMAND --help tells its options)"
+    return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])

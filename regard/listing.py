@@ -1,0 +1,51 @@
+"""regard list: every normaliser that was found, from its own file.
+
+>>> from regard.listing import rows
+>>> rows()["softmax1"]["sums_to"]
+'< 1'
+"""
+
+from __future__ import annotations
+
+import json
+
+from regard import normalizers
+from regard.table import Table
+
+
+def rows() -> dict[str, dict]:
+    """name → formula, sums_to, sparse, family, parameter, fused, paper."""
+    listed = {}
+    for name in normalizers.names():
+        member = normalizers.get(name).normalizer
+        parameter = member.parameter and {"name": member.parameter.name, "default": member.parameter.default}
+        listed[name] = dict(
+            name=name,
+            formula=member.formula,
+            sums_to=member.sums_to,
+            sparse=member.sparse,
+            family=member.family or "reference only",
+            parameter=parameter,
+            fused=member.fused,
+            paper=member.paper,
+        )
+    return listed
+
+
+def table() -> Table:
+    cells = [
+        [row["name"], row["formula"], row["sums_to"], "yes" if row["sparse"] else "no", row["paper"]]
+        for row in rows().values()
+    ]
+    return Table(["name", "weights p", "rows sum to", "sparse", "paper"], cells)
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(options) -> None:
+    if options.json:
+        print(json.dumps(list(rows().values()), ensure_ascii=False, indent=2))
+    else:
+        table().show()

@@ -1,0 +1,71 @@
+"""A table of text: drawn by rich in a terminal, aligned plain text in a pipe, or Markdown.
+
+>>> from regard.table import Table
+>>> print(Table(["map", "ms"], [["softmax", "1.5"], ["relu", "12.0"]], numbers=["ms"]).plain())
+map        ms
+softmax   1.5
+relu     12.0
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+MARKS = {"✓": "green", "✗": "red"}  # a cell with such a mark takes its colour in a terminal
+
+
+@dataclass
+class Table:
+    """Columns and rows of cells, all strings; `numbers` names the columns that are aligned at the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    numbers: Sequence[str] = field(default_factory=tuple)
+
+    def show(self, file: TextIO | None = None) -> None:
+        """Print it: rich where `file` (standard output) is a terminal, plain elsewhere."""
+        file = sys.stdout if file is None else file
+        if file.isatty():
+            self._draw(file)
+        else:
+            print(self.plain(), file=file)
+
+    def plain(self) -> str:
+        """Two spaces between columns, no lines, nothing cut: for pipes and files."""
+        lines = [list(self.columns), *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(map(self._aligned, line, widths, self.columns)).rstrip() for line in lines]
+        return "\n".join([self.title, *text] if self.title else text)
+
+    def markdown(self) -> str:
+        """The same as a Markdown table, under its title."""
+        rules = ["---:" if column in self.numbers else "---" for column in self.columns]
+        lines = [list(self.columns), rules, *self.rows]
+        text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        return "\n".join([f"## {self.title}", "", *text] if self.title else text)
+
+    def _aligned(self, cell: str, width: int, column: str) -> str:
+        return cell.rjust(width) if column in self.numbers else cell.ljust(width)
+
+    def _draw(self, file: TextIO) -> None:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        drawn = RichTable(title=Text(self.title) if self.title else None, box=box.SIMPLE_HEAD, title_justify="left")
+        for index, column in enumerate(self.columns):
+            justify = "right" if column in self.numbers else "left"
+            drawn.add_column(Text(column), justify=justify, style="bold" if index == 0 else "", overflow="fold")
+        for row in self.rows:
+            drawn.add_row(*(Text(cell, style=_colour(cell)) for cell in row))
+        Console(file=file).print(drawn)
+
+
+def _colour(cell: str) -> str:
+    worst = [colour for mark, colour in MARKS.items() if mark in cell]
+    return worst[-1] if worst else ""

@@ -1,0 +1,265 @@
+"""The command line: what it prints to a pipe and to a terminal, and how it fails."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from regard import bench, cli, listing, normalizers
+from regard.bench import attention, measure, rows
+from regard.bench.measure import Case, Result, Target
+from regard.table import Table
+
+
+def run(*words, **env):
+    command = [sys.executable, "-m", "regard", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | env, timeout=120)
+
+
+def test_list_in_a_pipe_is_one_plain_line_per_normalizer(capsys):
+    assert cli.main(["list"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == normalizers.names()
+    at = head.index("paper")
+    for line, name in zip(lines, normalizers.names(), strict=True):
+        member = normalizers.get(name)
+        assert line[at:] == member.paper
+        assert member.formula in line
+    assert "\x1b" not in head
+
+
+def test_list_json_holds_the_same(capsys):
+    assert cli.main(["list", "--json"]) == 0
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert listed == listing.rows()
+    assert listed["sparsemax"]["sparse"] is True
+    assert listed["sigmoid"]["parameter"] == {"name": "bias", "default": 0.0}
+
+
+def test_a_ninth_normalizer_is_listed_without_another_edit(tmp_path):
+    softmax = normalizers.softmax.__file__
+    with open(softmax) as file:
+        text = file.read().replace('name="softmax"', 'name="ninth"')
+    (tmp_path / "ninth.py").write_text(text)
+    listed = run("list", REGARD_NORMALIZERS=str(tmp_path))
+    assert listed.returncode == 0, listed.stderr
+    assert any(line.startswith("ninth ") for line in listed.stdout.splitlines())
+
+
+def test_a_terminal_gets_colour_and_lines():
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        Table(["map", "ratio"], [["softmax", "0.9 ✓"], ["a[b]", "3 ✗"]]).show(terminal)
+    text = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "\x1b[" in text
+    assert "─" in text
+    assert "a[b]" in text  # never read as markup
+
+
+def test_tables_align_and_escape():
+    table = Table(["map", "ms"], [["a|b", "1.5"], ["relu", "12.0"]], title="times", numbers=["ms"])
+    assert table.plain().splitlines() == ["times", "map     ms", "a|b    1.5", "relu  12.0"]
+    assert table.markdown().splitlines()[2:] == ["| map | ms |", "| --- | ---: |", "| a\\|b | 1.5 |", "| relu | 12.0 |"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lisst"], "did you mean list?"),
+        (["zzz"], "commands: "),
+        (["list", "--wrong"], "--wrong"),
+        (["list", "extra"], "extra"),
+        (["list", "--js"], "--js"),
+        (["bench", "columns"], "rows"),
+        (["bench", "--markdown", "no/such/folder/x.md"], "no/such/folder"),
+    ],
+)
+def test_a_bad_command_line_is_one_line_and_status_2(words, says, capsys):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert says in err
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_names_every_command(words, capsys):
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert (f"  {name} " in out) == command.exists
+
+
+def test_version_has_one_source(capsys):
+    import regard
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"regard {regard.__version__}\n"
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """A function that offers a command `try` made of the given text."""
+
+    def offer(text, extra=None):
+        (tmp_path / "tried_command.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "tried_command", raising=False)
+        monkeypatch.setattr(cli, "PACKAGE", tmp_path / "regard")
+        monkeypatch.setattr(cli, "COMMANDS", {"try": cli.Command("tried_command", "a trial", extra)})
+
+    return offer
+
+
+def test_a_command_is_one_module(command, capsys):
+    command("def arguments(p): p.add_argument('--n', type=int)\ndef main(options): print(options.n + 1)")
+    assert cli.main(["try", "--n", "4"]) == 0
+    assert capsys.readouterr().out == "5\n"
+    assert cli.main(["try", "--n", "four"]) == 2
+    assert "'four'" in capsys.readouterr().err
+
+
+def test_a_status_is_handed_on(command):
+    command("def main(options): return 7")
+    assert cli.main(["try"]) == 7
+
+
+def test_a_command_can_refuse_its_arguments(command, capsys):
+    command("def main(options): options.fail('no such model')")
+    assert cli.main(["try"]) == 2
+    assert capsys.readouterr().err == "regard try: no such model; see regard try --help\n"
+
+
+def test_a_missing_package_names_its_extra(command, capsys):
+    command("import surely_not_installed", extra="lab")
+    assert cli.main(["try"]) == 2
+    assert capsys.readouterr().err == "regard try: needs surely_not_installed; pip install 'regard[lab]'\n"
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug_and_shown_as_one(command):
+    command("import regard.no_such_part")
+    with pytest.raises(ModuleNotFoundError, match="no_such_part"):
+        cli.main(["try"])
+
+
+def test_a_command_whose_module_is_missing_is_not_offered(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "phantom", cli.Command("regard.phantom", "nothing"))
+    assert cli.main(["phantom"]) == 2
+    assert cli.main([]) == 0
+    assert "phantom" not in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(command, capsys):
+    command("def main(options): raise KeyboardInterrupt")
+    assert cli.main(["try"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_closed_pipe_is_no_error(unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    command, env = [sys.executable, "-m", "regard", "list"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=env, timeout=120)
+    os.close(write)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_a_terminal_without_greek_still_lists():
+    found = run("list", PYTHONIOENCODING="ascii")
+    assert found.returncode == 0, found.stderr
+    assert "softmax1" in found.stdout
+
+
+def test_targets_judge_times_and_speeds():
+    times = {"regard": 2.0, "torch": 1.0, "entmax": 60.0}
+    assert Target("torch", 2.0).reached(Target("torch", 2.0).ratio(times)) is True
+    assert Target("torch", 1.9).tell(times) == "2× torch (≤ 1.9 ✗)"
+    assert Target("entmax", 25.0, at_least=True).tell(times) == "30× as fast as entmax (≥ 25 ✓)"
+    assert Target("torch").reached(2.0) is None
+
+
+def fake_case(**candidates):
+    return Case("work", lambda: candidates, [Target("torch", 2.0)], unit="MiB")
+
+
+def test_bench_measures_each_candidate_and_survives_a_failing_one():
+    [result] = measure.run([fake_case(regard=lambda: 3.0, torch=lambda: 2.0, other=lambda: 1 / 0)], "cpu")
+    assert result.values == {"regard": 3.0, "torch": 2.0}
+    assert result.failures == {"other": "ZeroDivisionError: division by zero"}
+    assert result.as_dict()["ratios"] == [dict(against="torch", of="time", ratio=1.5, target=2.0, reached=True)]
+    table = measure.table([result], "title")
+    assert table.columns == ["work", "regard", "torch", "other", "ratio (target)"]
+    assert table.rows == [["work", "3 MiB", "2 MiB", "failed", "1.5× torch (≤ 2 ✓)"]]
+
+
+def test_bench_takes_the_median_of_rounds_that_alternate(monkeypatch):
+    order, ticks = [], iter(range(10_000))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(ticks)) * 1e-3)
+    calls = {name: (lambda name=name: order.append(name)) for name in ("regard", "torch")}
+    [result] = measure.run([Case("work", lambda: calls)], "cpu", rounds=2)
+    assert result.values == pytest.approx({"regard": 1e-3, "torch": 1e-3})
+    burst = 1 + measure.BURST
+    assert order[4:] == (["regard"] * burst + ["torch"] * burst) * 2
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    """`regard bench` with made-up cases in place of minutes of work."""
+    made = {}
+    monkeypatch.setattr(bench, "run", lambda part, device, quick: made[part])
+    return made
+
+
+def test_bench_prints_and_writes_its_tables(tiny_bench, tmp_path, capsys):
+    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
+    tiny_bench["attention"] = [Result("causal", {"regard": 4e-3, "torch": 2e-3}, {}, [Target("torch", 1.5)])]
+    written = tmp_path / "cpu.md"
+    assert cli.main(["bench", "--device", "cpu", "--markdown", str(written)]) == 0
+    out = capsys.readouterr().out
+    assert "0.5× torch (≤ 1.1 ✓)" in out
+    assert "2× torch (≤ 1.5 ✗)" in out
+    text = written.read_text()
+    assert "- torch: " in text
+    assert "- commit: " in text
+    assert "| causal | 4 ms | 2 ms | 2× torch (≤ 1.5 ✗) |" in text
+
+
+def test_bench_json(tiny_bench, capsys):
+    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
+    assert cli.main(["bench", "rows", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"][0]["values"] == {"regard": 1.0, "torch": 2.0}
+    assert "attention" not in found
+    assert {"device", "torch", "commit"} <= found["machine"].keys()
+
+
+def test_bench_fails_when_regard_itself_failed(tiny_bench, capsys):
+    tiny_bench["rows"] = [Result("softmax", {"torch": 2e-3}, {"regard": "RuntimeError: no"}, [Target("torch", 1.1)])]
+    assert cli.main(["bench", "rows", "--device", "cpu"]) == 1
+    assert "RuntimeError: no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["rows", "attention"])
+def test_bench_cases_cover_what_the_targets_speak_of(part):
+    module = {"rows": rows, "attention": attention}[part]
+    work = [case.work for case in module.cases("cpu", quick=False)]
+    if part == "rows":
+        for name in normalizers.names():
+            for direction in ("forward", "backward"):
+                assert any(line.startswith(f"{name} {direction} 4096 × 1024") for line in work)
+        assert {"sparsemax forward 65536 × 64", "entmax15 forward 128 × 32768"} <= set(work)
+    else:
+        assert any("softmax + all statistics, forward B1 H8 N2048 d64 causal" in line for line in work)
+    assert len(module.cases("cpu", quick=True)) < len(work)
+
+
+def test_table_goes_to_the_file_given():
+    file = io.StringIO()
+    Table(["a"], [["1"]]).show(file)
+    assert file.getvalue() == "a\n1\n"

@@ -1,0 +1,96 @@
+"""Imports point one way: normalizers ← {reference, cpu, kernels} ← _ops ← {_normalize, _attention} ← … ← cli."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import regard
+
+PACKAGE = Path(regard.__file__).parent
+
+# Lower layers first; a module may import its own layer and those before it. Longest prefix counts.
+LAYERS = [
+    ["regard.normalizers", "regard.table"],
+    ["regard.masks", "regard.scores", "regard.philox", "regard.problem", "regard.statistics", "regard.temperature"],
+    ["regard.reference"],
+    ["regard.cpu", "regard.kernels"],
+    ["regard._ops"],
+    ["regard._normalize", "regard._attention", "regard._jacobian", "regard.gumbel", "regard.online"],
+    ["regard"],  # __init__: the public names
+    ["regard.nn", "regard.parallel", "regard.health", "regard.listing", "regard.bench"],
+    ["regard.lab"],
+    ["regard.cli"],
+    ["regard.__main__"],
+]
+LEVEL = {prefix: level for level, layer in enumerate(LAYERS) for prefix in layer}
+APART = {"regard.cpu", "regard.kernels"}  # one layer, but neither may know of the other
+# What __init__ hands out from above its own layer.
+PUBLIC_FROM_ABOVE = {"regard.nn", "regard.parallel", "regard.health"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def layer_of(name: str) -> str:
+    """The entry of LAYERS that a module belongs to: its longest prefix there, `regard` only for itself."""
+    parts = name.split(".")
+    for length in range(len(parts), 1 if len(parts) > 1 else 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in LEVEL:
+            return prefix
+    raise LookupError(f"{name} has no layer; give it one in LAYERS of {Path(__file__).name}")
+
+
+def imported(name: str, path: Path, tree: ast.Module) -> set[str]:
+    """The modules of regard that a file imports, at the top or inside functions."""
+    found = set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {module if module in MODULES else base for module in inner}
+    return {module for module in found if module.split(".")[0] == "regard"}
+
+
+def violations(name: str, imports: set[str]) -> list[str]:
+    mine = layer_of(name)
+    wrong = []
+    for module in imports:
+        theirs = layer_of(module)
+        if mine == "regard" and theirs in PUBLIC_FROM_ABOVE:
+            continue
+        if LEVEL[theirs] > LEVEL[mine] or {mine, theirs} == APART:
+            wrong.append(f"{name} imports {module}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    path = MODULES[name]
+    assert violations(name, imported(name, path, ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("regard.normalizers.softmax", "from regard.statistics import NAMES"),
+        ("regard.cpu.rows", "import regard.kernels.rows"),
+        ("regard._ops", "def f():\n    from regard import _attention"),
+        ("regard.reference", "from regard import softmax"),
+        ("regard.statistics", "import regard"),
+    ],
+)
+def test_an_import_that_points_up_is_found(name, text):
+    assert violations(name, imported(name, Path("module.py"), ast.parse(text)))

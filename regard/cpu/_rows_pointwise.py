@@ -1,0 +1,57 @@
+"""p = value(s), ds = scale·slope·dp: each entry alone, but a row with a NaN or +inf score is NaN throughout."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from regard.cpu._compile import real, tile, words
+from regard.cpu._rows_parts import INF, fill, load, nothing_or_nan
+
+
+def tiles(normalizer):
+    return {name: getattr(normalizer, name) for name in ("value", "slope", "slope_of_weight")}
+
+
+def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
+    n = s.shape[1]
+    x = np.empty(n, state.dtype)
+    for i in range(first, last):
+        top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
+        if not (words.abs(top) < INF):
+            fill(p[i], nothing_or_nan(top))
+            state[0, i] = nothing_or_nan(top)
+            continue
+        parameter = theta[i * step]
+        row = p[i]
+        for j in range(n):
+            weight = tile.value(x[j], parameter)
+            row[j] = tile.narrow(weight if x[j] > -INF else 0.0)
+
+
+def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, first, last):
+    n = s.shape[1]
+    x = np.empty(n, state.dtype)
+    for i in range(first, last):
+        top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
+        if not (words.abs(top) < INF):
+            fill(ds[i], nothing_or_nan(top))
+            continue
+        parameter = theta[i * step]
+        given, row = dp[i], ds[i]
+        for j in range(n):
+            slope = tile.slope(x[j], parameter) * real(scale)
+            row[j] = tile.narrow(slope * tile.widen(given[j]) if x[j] > -INF else 0.0)
+
+
+def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, first, last):
+    n = p.shape[1]
+    for i in range(first, last):
+        parameter = theta[i * step]
+        given, weights, row = dp[i], p[i], ds[i]
+        seen = mask[i * stride : i * stride + n]
+        for j in range(n):
+            slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * real(scale)
+            row[j] = tile.narrow(slope * tile.widen(given[j]))
+        if masked:
+            for j in range(n):
+                row[j] = row[j] if seen[j] else tile.narrow(real(0.0))

@@ -1,0 +1,157 @@
+"""p = value(max(gain·s − τ, 0)) with Σp = 1; ds = scale·g·(dp − δ), δ = Σ g·dp / Σ g.
+
+τ is sought relative to the maximum, where subtraction is exact, between −1 and 0. Only entries above −1 can matter:
+they are packed together first. Where value is t or t², the equation on a known support is solved in closed form, and
+a support that repeats proves the solution exact; else Newton's steps from −1 never overshoot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from regard.cpu._compile import real, tile, words
+from regard.cpu._rows_parts import CHUNK, INF, fill, load, load_gradient, nothing_or_nan
+
+LANES = 16
+STEPS = 60  # Newton needs 4 to 14
+CLOSED = 12  # after so many closed-form steps only Newton's
+
+
+def tiles(normalizer):
+    return {name: getattr(normalizer, name) for name in ("gain", "value", "slope", "slope_of_weight", "order")}
+
+
+def moments(y, size, tau):
+    """(count, Σt, Σt²) over t = y − τ > 0."""
+    counts, firsts, seconds = np.float64(0), np.float64(0), np.float64(0)
+    for start in range(0, size, CHUNK):
+        count, first, second = 0.0, 0.0, 0.0
+        for j in range(start, min(start + CHUNK, size)):
+            t = words.maximum(y[j] - tau, 0.0)
+            count = words.accumulate(count, 1.0 if t > 0.0 else 0.0)
+            first = words.accumulate(first, t)
+            second = words.accumulate(second, t * t)
+        counts += count
+        firsts += first
+        seconds += second
+    return counts, firsts, seconds
+
+
+def solve_linear(y, size):
+    """(τ, Σp, Σg) for value = t: τ ← τ + (Σt − 1)/count until the support repeats."""
+    tau, known = -1.0, np.float64(-1)
+    count, first, _ = moments(y, size, tau)
+    for _ in range(STEPS):
+        if count == known:
+            break
+        known = count
+        tau = real(tau + (first - 1) / count)
+        count, first, _ = moments(y, size, tau)
+    return tau, first, count
+
+
+def solve_quadratic(y, size):
+    """(τ, Σp, Σg) for value = t²: the root of Σ(t − δ)² = 1 on the support, or a Newton step on ‖t‖ = 1."""
+    tau, known = -1.0, np.float64(-1)
+    count, first, second = moments(y, size, tau)
+    for trial in range(STEPS):
+        if count == known:
+            break
+        gap = first * first - count * (second - 1)
+        if gap >= 0 and trial < CLOSED:
+            known = count
+            step = (second - 1) / (first + np.sqrt(gap))
+        else:
+            known = np.float64(-1)
+            norm = np.sqrt(second)
+            step = (norm - 1) * norm / first
+        moved = real(tau + step)
+        if moved == tau:
+            break
+        tau = moved
+        count, first, second = moments(y, size, tau)
+    return tau, second, first
+
+
+def sums(y, size, tau, parameter):
+    """(Σp, Σg)."""
+    values, slopes = np.float64(0), np.float64(0)
+    for start in range(0, size, CHUNK):
+        value, slope = 0.0, 0.0
+        for j in range(start, min(start + CHUNK, size)):
+            t = words.maximum(y[j] - tau, 0.0)
+            value = words.accumulate(value, tile.value(t, parameter))
+            slope = words.accumulate(slope, tile.slope(t, parameter) if t > 0.0 else 0.0)
+        values += value
+        slopes += slope
+    return values, slopes
+
+
+def solve_newton(y, size, parameter, gain):
+    """(τ, Σp, Σg): τ ← τ + (Σp − 1)·gain/Σg while that moves τ."""
+    tau = -1.0
+    value, slope = sums(y, size, tau, parameter)
+    for _ in range(STEPS):
+        moved = real(tau + (value - 1) * gain / slope)
+        if not (moved > tau):
+            break
+        tau = moved
+        value, slope = sums(y, size, tau, parameter)
+    return tau, value, slope
+
+
+def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
+    n = s.shape[1]
+    padded = (n + LANES - 1) // LANES * LANES
+    x = np.full(padded, -INF, state.dtype)
+    y = np.empty(padded + LANES, state.dtype)
+    for i in range(first, last):
+        parameter = theta[i * step]
+        gain = tile.gain(parameter)
+        top = load(s[i], x[:n], gain * real(scale), mask[i * stride : i * stride + n], masked)
+        if not (words.abs(top) < INF):
+            fill(p[i], nothing_or_nan(top))
+            state[0, i] = nothing_or_nan(top)
+            state[1, i] = nothing_or_nan(top)
+            continue
+        size = 0
+        for j in range(0, padded, LANES):
+            size = words.compress(x, j, top, -1.0, y, size)
+        if tile.order == 1:
+            tau, total, slopes = solve_linear(y, size)
+        elif tile.order == 2:
+            tau, total, slopes = solve_quadratic(y, size)
+        else:
+            tau, total, slopes = solve_newton(y, size, parameter, gain)
+        state[0, i] = top + tau
+        state[1, i] = slopes
+        inverse = real(1 / total)
+        row = p[i]
+        for j in range(n):
+            t = words.maximum(x[j] - top - tau, 0.0)
+            row[j] = tile.narrow(tile.value(t, parameter) * inverse if t > 0.0 else 0.0)
+
+
+def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, first, last):
+    n = p.shape[1]
+    g = np.empty(n, state.dtype)
+    for i in range(first, last):
+        if not (state[1, i] > 0.0):
+            fill(ds[i], state[1, i])
+            continue
+        parameter = theta[i * step]
+        load_gradient(dp[i], g, mask[i * stride : i * stride + n], masked)
+        weights, row = p[i], ds[i]
+        totals, products = np.float64(0), np.float64(0)
+        for start in range(0, n, CHUNK):
+            total, product = 0.0, 0.0
+            for j in range(start, min(start + CHUNK, n)):
+                slope = tile.slope_of_weight(tile.widen(weights[j]), parameter)
+                total = words.accumulate(total, slope)
+                product = words.accumulate(product, slope * g[j])
+            totals += total
+            products += product
+        delta = real(products / totals)
+        for j in range(n):
+            slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * real(scale)
+            row[j] = tile.narrow(slope * (g[j] - delta))

@@ -1,0 +1,216 @@
+"""One attention problem cut into query blocks, and the logits of a block: s = (cap(scale·q kᵀ) + bias) / temperature.
+
+A task is a run of query blocks of some key heads of one batch entry. Tasks are a function of the problem's shape
+alone, never of the number of cores, and each owns what it writes: the same inputs give the same bits on any machine
+load. Each core works whole tasks, its BLAS on one thread, so that no product ever waits for another core.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.cpu import _threads
+from regard.problem import Problem
+
+SCORES = 1 << 18  # scores in one block: with their weights' gradients they stay in a core's second-level cache
+TASKS = 16  # at least so many, where there is work for them: enough for the cores to share evenly
+PARTIAL_BYTES = 64 << 20  # what backward may spend on partial sums of dk and dv
+FAR = 1 << 62
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries i0 … i1 − 1 of the key heads g0 … g1 − 1 of batch entry b, and the keys j0 … j1 − 1 that they see."""
+
+    b: int
+    g0: int
+    g1: int
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+    h0: int
+    h1: int
+
+    @property
+    def rows(self) -> tuple[int, slice, slice]:
+        """Where the block lies in [B, H, M]."""
+        return self.b, slice(self.h0, self.h1), slice(self.i0, self.i1)
+
+    @property
+    def scores(self) -> tuple[int, slice, slice, slice]:
+        """Where the block lies in [B, H, M, N]."""
+        return *self.rows, slice(self.j0, self.j1)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.j0, self.j1)
+
+
+@dataclass(frozen=True)
+class Task:
+    b: int
+    g0: int
+    g1: int
+    i0: int
+    i1: int
+    part: int  # which of the parts that the queries of these heads are cut into
+
+
+class Scratch:
+    """Buffers that one core uses again and again."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name] = torch.empty(size, dtype=self.dtype)
+        return buffer[:size].view(shape)
+
+
+class Blocks:
+    """The cut of a problem into tasks and blocks.
+
+    >>> import torch
+    >>> from regard import normalizers
+    >>> from regard.cpu.attention_blocks import Blocks
+    >>> from regard.problem import Problem
+    >>> x = torch.zeros(1, 1, 6, 4)
+    >>> blocks = Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=12)
+    >>> [(block.i0, block.i1, block.j1) for task in blocks.tasks for block in blocks.of(task)]
+    [(4, 6, 6), (2, 4, 4), (0, 2, 2)]
+    """
+
+    def __init__(self, problem: Problem, scores: int = SCORES):
+        self.problem = problem
+        self.batch, self.heads, self.queries, self.dim = problem.q.shape
+        self.groups, self.n, self.value_dim = problem.v.shape[1:]
+        self.share = self.heads // self.groups if self.groups else 0  # query heads per key head
+        left, right = problem.reach
+        self.left = FAR if left is None else left
+        self.right = FAR if right is None else right
+        lengths = [self.n] * self.batch if problem.key_lengths is None else problem.key_lengths.tolist()
+        self.limits = [min(max(int(length), 0), self.n) for length in lengths]
+        width = max(1, min(self.n, self.left + self.right + 1))
+        rows = max(16, scores // width) if scores >= SCORES else max(1, scores // width)
+        self.step = max(1, min(self.queries, rows // max(self.share, 1)))
+        self.together = max(1, min(self.groups, rows // max(1, self.share * self.step))) if self.queries <= self.step else 1
+        self.parts = self._parts()
+        self.tasks = self._tasks()
+
+    def _parts(self) -> int:
+        heads = max(1, self.batch * math.ceil(self.groups / self.together))
+        steps = math.ceil(self.queries / self.step) if self.step else 1
+        size = max(1, self.batch * self.groups * self.n * (self.dim + self.value_dim))
+        affordable = PARTIAL_BYTES // (size * self.problem.accumulator.itemsize)
+        return max(1, min(math.ceil(TASKS / heads), steps, affordable))
+
+    def _tasks(self) -> list[Task]:
+        if not (self.batch and self.heads and self.queries):
+            return []
+        steps = math.ceil(self.queries / self.step)
+        cuts = [min(self.queries, self.step * (steps * part // self.parts)) for part in range(self.parts + 1)]
+        cuts[-1] = self.queries
+        return [
+            Task(b, g, min(g + self.together, self.groups), cuts[part], cuts[part + 1], part)
+            for part in reversed(range(self.parts))  # the longest rows of a causal problem first
+            for b in range(self.batch)
+            for g in range(0, self.groups, self.together)
+        ]
+
+    def of(self, task: Task) -> Iterator[Block]:
+        for i0 in reversed(range(task.i0, task.i1, self.step)):
+            i1 = min(i0 + self.step, task.i1)
+            j0 = max(0, i0 - self.left)
+            j1 = max(j0, min(self.limits[task.b], i1 + self.right))
+            yield Block(
+                task.b, task.g0, task.g1, i0, i1, j0, j1, task.g0 * self.share, task.g1 * self.share
+            )
+
+    def run(self, work: Callable[[Task, Scratch], None], tasks: list[Task] | None = None) -> None:
+        """Do every task, on as many cores as torch uses."""
+        queue = deque(self.tasks if tasks is None else tasks)
+        dtype = self.problem.accumulator
+
+        def worker():
+            scratch = Scratch(dtype)
+            while True:
+                try:
+                    task = queue.popleft()
+                except IndexError:
+                    return
+                work(task, scratch)
+
+        size = self.batch * self.heads * self.queries * max(1, min(self.n, self.left + self.right + 1))
+        _threads.each(worker, 1 if size < SCORES // 8 else len(queue))
+
+    def geometry(self, block: Block) -> tuple[int, ...]:
+        """What a row kernel needs to know which keys each of its rows sees."""
+        return block.i0, block.i1 - block.i0, block.j0, self.left, self.right, self.limits[block.b]
+
+    def wide(self, x: Tensor, block: Block) -> Tensor:
+        """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's type."""
+        return x[block.rows].to(self.problem.accumulator).reshape(block.g1 - block.g0, -1, x.shape[-1])
+
+    def keys_of(self, task: Task) -> tuple[Tensor, Tensor]:
+        """k and v of the task's heads, [g, N, D] and [g, N, E], in the accumulator's type.
+
+        Keys that nobody sees count as zeros: in a product 0 · NaN would be NaN. Intervals never reach such keys;
+        behind a mask or a bias they have to be looked for, if they are not finite.
+        """
+        problem = self.problem
+        heads = task.b, slice(task.g0, task.g1)
+        k, v = problem.k[heads].to(problem.accumulator), problem.v[heads].to(problem.accumulator)
+        if problem.mask is None and problem.bias is None:
+            return k, v
+        odd = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
+        if not odd.any():
+            return k, v
+        places = odd.any(0).nonzero().squeeze(-1)
+        unseen = torch.zeros_like(odd)
+        unseen[:, places] = ~self._seen(task, places)
+        return k.masked_fill(unseen[..., None], 0.0), v.masked_fill(unseen[..., None], 0.0)
+
+    def _seen(self, task: Task, places: Tensor) -> Tensor:
+        """Does any query of its heads see the key? [g, len(places)]"""
+        problem = self.problem
+        step = max(1, 4 * SCORES // max(1, self.share * len(places)))
+        seen = torch.zeros(task.g1 - task.g0, len(places), dtype=torch.bool)
+        heads = slice(task.g0 * self.share, task.g1 * self.share)
+        for i0 in range(0, self.queries, step):
+            i = torch.arange(i0, min(i0 + step, self.queries))[:, None]
+            reached = (places >= i - self.left) & (places <= i + self.right) & (places < self.limits[task.b])
+            here = task.b, heads, slice(i0, i0 + step)
+            if problem.mask is not None:
+                reached = reached & problem.mask[here][..., places]
+            if problem.bias is not None:
+                reached = reached & (problem.bias[here][..., places] != -math.inf)
+            seen |= reached.reshape(len(seen), -1, len(places)).any(1)
+        return seen
+
+    def scores(self, block: Block, q: Tensor, k: Tensor, out: Tensor, capped: Tensor | None = None) -> None:
+        """out [g, rows, n] ← the logits of the block; what a mask or a bias hides is −inf. `capped` keeps cap(x)."""
+        problem = self.problem
+        torch.baddbmm(out, q, k[:, block.keys].mT, beta=0, alpha=problem.scale, out=out)
+        s = out.view(block.h1 - block.h0, block.i1 - block.i0, -1)
+        if problem.softcap is not None:
+            s.div_(problem.softcap).tanh_().mul_(problem.softcap)
+            if capped is not None:
+                capped.copy_(out)
+        if problem.bias is not None:
+            bias = problem.bias[block.scores]
+            s.add_(bias).masked_fill_(bias == -math.inf, -math.inf)
+        if problem.mask is not None:
+            s.masked_fill_(~problem.mask[block.scores], -math.inf)
+        if problem.temperature is not None:
+            s.div_(problem.temperature[block.rows][..., None])

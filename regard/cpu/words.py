@@ -1,0 +1,331 @@
+"""The numba dialect of the tile language: `abs exp exp2 log log2 maximum minimum sqrt where`, and words for loops.
+
+    exp(x) = 2ⁿ·P(r),   n = round(x / ln 2),   r = x − n·ln 2        straight-line code: no branch, no call
+
+so that LLVM turns a loop over a row into vectors. Additions keep the order in which they are written, except in
+`accumulate`, which says that a sum may be taken in any order: kernels can lean on s − m being exact and still sum
+sixteen lanes at once.
+
+This module needs numba; only compiled kernels import it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+__all__ = ["abs", "accumulate", "exp", "exp2", "log", "log2", "maximum", "minimum", "sqrt", "where"]
+
+STRICT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
+
+abs = abs
+sqrt = math.sqrt
+
+
+def _extremum(name: str):
+    @intrinsic
+    def word(typing, a, b):
+        real = typing.unify_types(a, b)
+
+        def build(context, builder, signature, args):
+            kind = context.get_value_type(real)
+            function = builder.module.declare_intrinsic(name, [kind], ir.FunctionType(kind, [kind, kind]))
+            values = [context.cast(builder, value, was, real) for value, was in zip(args, signature.args, strict=True)]
+            return builder.call(function, values, fastmath=("nsz",))
+
+        return real(a, b), build
+
+    return word
+
+
+maximum = _extremum("llvm.maximum")  # NaN if either is; a loop of these becomes vectors
+minimum = _extremum("llvm.minimum")
+
+
+@intrinsic
+def accumulate(typing, total, term):
+    """total + term, where the order of the additions does not matter: a loop of these becomes vectors."""
+
+    def build(context, builder, signature, args):
+        term = context.cast(builder, args[1], signature.args[1], signature.args[0])
+        return builder.fadd(args[0], term, flags=("reassoc", "nsz", "contract"))
+
+    return total(total, term), build
+
+
+@intrinsic
+def bits(typing, x):
+    """The bits of a float, as a signed integer of the same width."""
+    whole = types.int32 if x == types.float32 else types.int64
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(whole))
+
+    return whole(x), build
+
+
+@intrinsic
+def from_bits(typing, n):
+    """The float whose bits are those of the signed integer."""
+    real = types.float32 if n == types.int32 else types.float64
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(real))
+
+    return real(n), build
+
+
+LANES = 16
+
+
+@intrinsic
+def compress(typing, x, start, shift, bound, out, count):
+    """Append to out[count:] those of x[start:start + LANES] − shift that exceed bound; returns the new count.
+
+    Writes LANES entries, so `out` needs that much room behind its last entry.
+    """
+
+    def build(context, builder, signature, args):
+        real = context.get_value_type(x.dtype)
+        vector = ir.VectorType(real, LANES)
+
+        def place(kind, array, index):
+            data = context.make_array(kind)(context, builder, array).data
+            return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
+
+        def spread(value):
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+        def call(name, values):  # of the type of its first argument
+            kind = ir.FunctionType(values[0].type, [value.type for value in values])
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+        row = builder.load(place(x, args[0], args[1]), align=1)
+        row = builder.fsub(row, spread(args[2]))
+        kept = builder.fcmp_ordered(">", row, spread(args[3]))
+        packed = call(f"llvm.experimental.vector.compress.v{LANES}f{x.dtype.bitwidth}", [row, kept, row])
+        builder.store(packed, place(out, args[4], args[5]), align=1)
+        number = call(f"llvm.ctpop.i{LANES}", [builder.bitcast(kept, ir.IntType(LANES))])
+        return builder.add(args[5], builder.zext(number, args[5].type))
+
+    index = types.intp
+    return index(x, index, x.dtype, x.dtype, out, index), build
+
+
+@intrinsic
+def widen_float16(typing, n):
+    """The float32 equal to the float16 whose bits are `n`, an int16."""
+
+    def build(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), build
+
+
+@intrinsic
+def narrow_float16(typing, x):
+    """The bits, an int16, of the float16 nearest to a float32."""
+
+    def build(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), build
+
+
+def same(x): ...
+def widen_bfloat16(n): ...
+def narrow_bfloat16(x): ...
+
+
+@overload(same, jit_options=STRICT)
+def _same(x):
+    return lambda x: x
+
+
+@overload(widen_bfloat16, jit_options=STRICT)
+def _widen_bfloat16(n):
+    return lambda n: from_bits(np.int32(np.int32(n) << 16))
+
+
+@overload(narrow_bfloat16, jit_options=STRICT)
+def _narrow_bfloat16(x):
+    def body(x):
+        n = bits(x)
+        nearest = (n + 0x7FFF + ((n >> 16) & 1)) >> 16  # ties to even
+        return np.int16(nearest if x == x else 0x7FC0)
+
+    return body
+
+
+def where(condition, a, b): ...
+def exp(x): ...
+def exp2(x): ...
+def log(x): ...
+def log2(x): ...
+
+
+@overload(where, jit_options=STRICT)
+def _where(condition, a, b):
+    return lambda condition, a, b: a if condition else b
+
+
+# exp(r) = 1 + r + C₂r² + … on |r| ≤ ln 2 / 2, minimax with error 3e-9; doubled, as the power of two is halved
+E32 = tuple(np.float32(2 * c) for c in (1, 1, 0.49999994, 0.16666520, 0.041668393, 0.0083687808, 0.0013814467))
+E64 = tuple(2.0 / math.factorial(k) for k in range(14))
+MAGIC32, MAGIC64 = np.float32(1.5 * 2**23), 1.5 * 2**52  # adding it rounds to an integer, which its low bits then hold
+LOG2E32, LOG2E64 = np.float32(1 / math.log(2)), 1 / math.log(2)
+LN2_32, LN2_64 = np.float32(math.log(2)), math.log(2)
+HIGH32, LOW32 = np.float32(0.693359375), np.float32(-2.12194440e-4)  # ln 2 in two parts; n·HIGH is exact
+HIGH64, LOW64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+INF32, ZERO32 = np.float32(math.inf), np.float32(0)
+SMALL32, LARGE32 = np.float32(-86.98), np.float32(88.722839)  # below: 0 (1.8e-38 is the smallest power); above: inf
+SMALL64, LARGE64 = -707.7, 709.782712893384
+
+
+@overload(exp, jit_options=STRICT)
+def _exp(x):
+    if x == types.float32:
+
+        def body(x):
+            t = x * LOG2E32 + MAGIC32
+            n = t - MAGIC32
+            r = (x - n * HIGH32) - n * LOW32
+            half = from_bits(np.int32((bits(t) + 126) << 23))
+            return _bounded(x, _power_series32(r) * half, SMALL32, LARGE32)
+
+        return body
+
+    def body(x):
+        t = x * LOG2E64 + MAGIC64
+        n = t - MAGIC64
+        r = (x - n * HIGH64) - n * LOW64
+        half = from_bits((bits(t) + 1022) << 52)
+        return _bounded(x, _power_series64(r) * half, SMALL64, LARGE64)
+
+    return body
+
+
+@overload(exp2, jit_options=STRICT)
+def _exp2(x):
+    if x == types.float32:
+
+        def body(x):
+            t = x + MAGIC32
+            half = from_bits(np.int32((bits(t) + 126) << 23))
+            return _bounded(x, _power_series32((x - (t - MAGIC32)) * LN2_32) * half, np.float32(-125.5), np.float32(128))
+
+        return body
+
+    def body(x):
+        t = x + MAGIC64
+        half = from_bits((bits(t) + 1022) << 52)
+        return _bounded(x, _power_series64((x - (t - MAGIC64)) * LN2_64) * half, -1021.5, 1024.0)
+
+    return body
+
+
+def _bounded(x, y, low, high): ...
+def _power_series32(r): ...
+def _power_series64(r): ...
+def _log_parts32(x): ...
+
+
+@overload(_bounded, jit_options=STRICT)
+def _bounded_body(x, y, low, high):
+    zero, infinity = (ZERO32, INF32) if x == types.float32 else (0.0, math.inf)
+
+    def body(x, y, low, high):
+        y = zero if x < low else y
+        return infinity if x >= high else y
+
+    return body
+
+
+@overload(_power_series32, jit_options=STRICT)
+def _power_series32_body(r):
+    def body(r):
+        q = ((((E32[6] * r + E32[5]) * r + E32[4]) * r + E32[3]) * r + E32[2]) * (r * r)
+        return E32[0] + (E32[1] * r + q)
+
+    return body
+
+
+@overload(_power_series64, jit_options=STRICT)
+def _power_series64_body(r):
+    def body(r):
+        q = E64[13]
+        for k in range(12, 1, -1):
+            q = q * r + E64[k]
+        return E64[0] + (E64[1] * r + q * (r * r))
+
+    return body
+
+
+# log(1 + f) = f − f²/2 + f³(…) for 1 + f between √½ and √2, minimax with relative error 6e-9
+L32 = tuple(
+    np.float32(c)
+    for c in (0.33333331, -0.25000820, 0.20001227, -0.16623357, 0.14201757, -0.13160183, 0.12761578, -0.07634497)
+)
+TINY32, LIFT32, LIFTED32 = np.float32(2.0**-126), np.float32(2.0**24), np.float32(24)
+HALF32, ROOT_HALF_BITS = np.float32(0.5), int(np.float32(math.sqrt(0.5)).view(np.int32))
+ONE32, ONE_BITS = np.float32(1), int(np.float32(1).view(np.int32))
+
+
+@overload(_log_parts32, jit_options=STRICT)
+def _log_parts32_body(x):
+    """(n, log(1 + f)) with x = 2ⁿ(1 + f)."""
+
+    def body(x):
+        small = x < TINY32
+        lifted = x * LIFT32 if small else x
+        n = np.int32(bits(lifted) - ROOT_HALF_BITS) >> 23
+        f = from_bits(np.int32(bits(lifted) - (n << 23))) - ONE32
+        p = L32[7]
+        for k in range(6, -1, -1):
+            p = p * f + L32[k]
+        square = f * f
+        return np.float32(np.int32(n)) - (LIFTED32 if small else ZERO32), f + (p * f * square - HALF32 * square)
+
+    return body
+
+
+def _log_edges(x, y): ...
+
+
+@overload(_log_edges, jit_options=STRICT)
+def _log_edges_body(x, y):
+    def body(x, y):
+        y = y if x > ZERO32 else (-INF32 if x == ZERO32 else np.float32(math.nan))
+        return x if x == INF32 else y
+
+    return body
+
+
+@overload(log, jit_options=STRICT)
+def _log(x):
+    if x == types.float32:
+
+        def body(x):
+            n, l = _log_parts32(x)
+            return _log_edges(x, n * HIGH32 + (n * LOW32 + l))
+
+        return body
+    return lambda x: math.log(x)
+
+
+@overload(log2, jit_options=STRICT)
+def _log2(x):
+    if x == types.float32:
+
+        def body(x):
+            n, l = _log_parts32(x)
+            return _log_edges(x, n + l * LOG2E32)
+
+        return body
+    return lambda x: math.log2(x)

@@ -12,7 +12,6 @@ import numpy as np
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, load, load_gradient, nothing_or_nan
 
-LANES = 16
 STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
 
@@ -102,9 +101,9 @@ def solve_newton(y, size, parameter, gain):
 
 def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
     n = s.shape[1]
-    padded = (n + LANES - 1) // LANES * LANES
+    padded = (n + tile.lanes - 1) // tile.lanes * tile.lanes
     x = np.full(padded, -INF, state.dtype)
-    y = np.empty(padded + LANES, state.dtype)
+    y = np.empty(padded + tile.lanes, state.dtype)
     for i in range(first, last):
         parameter = theta[i * step]
         gain = tile.gain(parameter)
@@ -115,7 +114,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
             state[1, i] = nothing_or_nan(top)
             continue
         size = 0
-        for j in range(0, padded, LANES):
+        for j in range(0, padded, tile.lanes):
             size = words.compress(x, j, top, -1.0, y, size)
         if tile.order == 1:
             tau, total, slopes = solve_linear(y, size)

@@ -1,9 +1,6 @@
-"""One pass over each row of a block of logits, in place: weights, row state and the sums that statistics are made of.
+"""s ← u in place, for each row of a block of logits; p = u/Z, and the sums that statistics are made of.
 
-    forward    s ← u (unnormalised), and 1/Z per row, by which the row of the product u·v is then scaled
-    backward   s ← p, dp ← ds = a·dp − b·δ
-
-These are templates: `_compile.kernel` fills in `tile.…` (a normaliser's functions, and flags known when compiling).
+The weights stay unnormalised: the caller scales the row of u·v by `inverse` = 1/Z instead. These are templates: `_compile.kernel` fills in `tile.…` (a normaliser's functions, and flags known when compiling).
 A block holds `rows` queries i0, i0 + 1, … of one or more heads below one another; its columns are the keys from j0
 on. Each row sees one interval of them, and in it −inf is hidden too. What a row does not see becomes 0.
 """
@@ -14,7 +11,8 @@ import math
 
 import numpy as np
 
-from regard.cpu._compile import real, tile, words  # noqa: F401: open names of the templates
+from regard.cpu._compile import real, tile, words
+from regard.cpu._rows_threshold import LANES, solve_linear, solve_newton, solve_quadratic
 
 CHUNK = 2048  # entries summed in the row's own precision before the sum joins a float64
 
@@ -73,7 +71,7 @@ def dead(r, inverse, frame, z, sums):
         sums[FIRST, r] = math.inf
 
 
-def opened(s, r, i, first, last):
+def opened(s, r, first, last):
     """Blank what row r does not see; the rest of it."""
     x = s[r]
     blank(x, 0, first)
@@ -81,12 +79,12 @@ def opened(s, r, i, first, last):
     return x[first:last]
 
 
-def forward_exponential(s, i0, rows, j0, left, right, limit, sink, inverse, frame, z, sums):
+def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
     """u = exp(s − max): the softmax family. The maximum itself stays out of the sums; sink −inf is none."""
     for r in range(s.shape[0]):
         i = i0 + r % rows
         first, last = interval(i, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, i, first, last)
+        x = opened(s, r, first, last)
         top = maximum_of(x)
         if top == real(-math.inf):
             blank(x, 0, len(x))
@@ -154,12 +152,13 @@ def exponential_sums(x, top, mean, offset):
     return total, total - 1.0, log_u, square, np.float64(1.0), m2, distance
 
 
-def forward_summed(s, i0, rows, j0, left, right, limit, sink, inverse, frame, z, sums):
+def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
     """The other ratios, p = u/Z with Z = Σv + rest, and the pointwise maps, where Z = 1."""
+    theta = real(parameter)
     for r in range(s.shape[0]):
         i = i0 + r % rows
         first, last = interval(i, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, i, first, last)
+        x = opened(s, r, first, last)
         top = maximum_of(x)
         if top == real(-math.inf):
             blank(x, 0, len(x))
@@ -169,7 +168,7 @@ def forward_summed(s, i0, rows, j0, left, right, limit, sink, inverse, frame, z,
         if tile.shifted:
             m = words.maximum(top, tile.lowest_shift)
         c = words.exp(-m)
-        total = general_row(x, r, top, m, c, i, j0 + first, sums)
+        total = general_row(x, r, top, m, c, theta, i, j0 + first, sums)
         frame[r] = m
         if tile.ratio:
             total += tile.rest(c)
@@ -182,14 +181,14 @@ def forward_summed(s, i0, rows, j0, left, right, limit, sink, inverse, frame, z,
             z[r], inverse[r] = math.nan, math.nan
 
 
-def general_row(x, r, top, m, c, i, key, sums):
+def general_row(x, r, top, m, c, theta, i, key, sums):
     """x ← u, and its sums; Σv."""
     n, mean, start = np.float64(0.0), np.float64(0.0), 0
     if tile.measured:
         n, mean = count_and_mean(x)
         start = first_seen(x)
-    top_u, top_v = tile.weight(top, m, c), tile.norm(top, m, c)
-    row = general_sums(x, top, real(mean), m, c, real(key - i))
+    top_u, top_v = tile.weight(top, m, c, theta), tile.norm(top, m, c, theta)
+    row = general_sums(x, top, real(mean), m, c, theta, real(key - i))
     u, v, log_u, square, slope, cross, lse, below, m2, distance, support = row
     if tile.measured:
         ties = np.float64(1.0)
@@ -209,7 +208,7 @@ def general_row(x, r, top, m, c, i, key, sums):
     return v
 
 
-def general_sums(x, top, mean, m, c, offset):
+def general_sums(x, top, mean, m, c, theta, offset):
     """x ← u. With `spread` every sum but the last four leaves the maximum out."""
     zero = np.float64(0.0)
     u, v, log_u, square, slope, cross = zero, zero, zero, zero, zero, zero
@@ -220,8 +219,8 @@ def general_sums(x, top, mean, m, c, offset):
         for j in range(start, min(start + CHUNK, len(x))):
             y = x[j]
             hidden = y == real(-math.inf)
-            weight = words.where(hidden, 0.0, tile.weight(y, m, c))
-            norm = words.where(hidden, 0.0, tile.norm(y, m, c))
+            weight = words.where(hidden, 0.0, tile.weight(y, m, c, theta))
+            norm = words.where(hidden, 0.0, tile.norm(y, m, c, theta))
             if tile.moments:
                 gap = words.where(hidden, 0.0, y - mean)
                 m2_ = words.accumulate(m2_, gap * gap)
@@ -235,8 +234,8 @@ def general_sums(x, top, mean, m, c, offset):
                 logarithm = words.log(words.maximum(weight, tile.smallest))
                 log_ = words.accumulate(log_, words.where(lower, weight * logarithm, 0.0))
                 square_ = words.accumulate(square_, words.where(lower, weight * weight, 0.0))
-                slope_ = words.accumulate(slope_, words.where(lower, tile.rise(y, m, c), 0.0))
-                cross_ = words.accumulate(cross_, words.where(lower, tile.cross(y, m, c), 0.0))
+                slope_ = words.accumulate(slope_, words.where(lower, tile.rise(y, m, c, theta), 0.0))
+                cross_ = words.accumulate(cross_, words.where(lower, tile.cross(y, m, c, theta), 0.0))
                 below_ = words.accumulate(below_, words.where(lower, 1.0, 0.0))
                 if tile.lse:
                     lse_ = words.accumulate(lse_, words.where(lower, words.exp(y - top), 0.0))
@@ -260,134 +259,98 @@ def general_sums(x, top, mean, m, c, offset):
     return u, v, log_u, square, slope, cross, lse, below, m2, distance, support
 
 
-def backward_from_weights(s, dp, i0, rows, j0, left, right, limit, frame, z, delta):
-    """s ← p and dp ← a·(dp − δ), where the slope a = b follows from the weight."""
+def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
+    """p = value(max(gain·s − τ, 0)) with Σp = 1, solved by `_rows_threshold` on the entries within 1 of the maximum."""
+    theta = real(parameter)
+    gain = tile.gain(theta)
+    y = np.empty(s.shape[1] + LANES, s.dtype)
+    packed = np.empty(s.shape[1] + 2 * LANES, s.dtype)
     for r in range(s.shape[0]):
-        first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, i0, first, last)
-        g = opened(dp, r, i0, first, last)
-        m, inverse = frame[r], inverted(z[r])
-        c = words.exp(-m)
-        extra = slope_argument(inverse)
-        total = np.float64(0.0)
-        for start in range(0, len(x), CHUNK):
-            part = real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                p = words.where(x[j] == real(-math.inf), 0.0, tile.weight(x[j], m, c)) * scaled(inverse)
-                part = words.accumulate(part, share_of(p, extra) * g[j])
-                x[j] = p
-            total += part
-        shift = real(settled(total, inverse))
-        delta[r] = shift
+        i = i0 + r % rows
+        first, last = interval(i, j0, left, right, limit, s.shape[1])
+        x = opened(s, r, first, last)
+        top = maximum_of(x)
+        if top == real(-math.inf):
+            blank(x, 0, len(x))
+            dead(r, inverse, frame, z, sums)
+            continue
+        high = gain * top
         for j in range(len(x)):
-            g[j] = tile.slope_of_weight(x[j], extra) * (g[j] - shift)
+            y[j] = gain * x[j]
+        for j in range(len(x), len(x) + LANES):
+            y[j] = -math.inf
+        size = 0
+        for j in range(0, len(x), LANES):
+            size = words.compress(y, j, high, -1.0, packed, size)
+        if tile.order == 1:
+            tau, total, slopes = solve_linear(packed, size)
+        elif tile.order == 2:
+            tau, total, slopes = solve_quadratic(packed, size)
+        else:
+            tau, total, slopes = solve_newton(packed, size, theta, gain)
+        general_row(x, r, top, high, tau, theta, i, j0 + first, sums)
+        frame[r] = high + tau
+        z[r] = slopes
+        inverse[r] = 1.0 / total
+        if tile.measured:
+            sums[FRAME, r] = np.float64(high) + np.float64(tau)
+        if not top < real(math.inf):
+            frame[r], z[r], inverse[r] = math.nan, math.nan, math.nan
 
 
-def backward_from_scores(s, dp, i0, rows, j0, left, right, limit, frame, z, delta, upstream, pull):
-    """s ← p and dp ← a·dp − b·δ + what the statistics' gradients add; pull = Σ ds·s.
-
-    upstream [3, rows]: gradients of logit_variance, logsumexp and entropy.
-    """
-    for r in range(s.shape[0]):
-        first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, i0, first, last)
-        g = opened(dp, r, i0, first, last)
-        m, inverse = frame[r], inverted(z[r])
-        c = words.exp(-m)
-        total = np.float64(0.0)
-        for start in range(0, len(x), CHUNK):
-            part = real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                share = tile.share(x[j], m, c, inverse)
-                part = words.accumulate(part, words.where(x[j] == real(-math.inf), 0.0, share) * g[j])
-            total += part
-        shift = real(settled(total, inverse))
-        delta[r] = shift
-        top, log_total, entropy, mean, by_variance = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
-        by_lse, by_entropy = real(0.0), real(0.0)
-        if tile.watched:
-            top = maximum_of(x)
-            n, average = count_and_mean(x)
-            mean = real(average)
-            log_total, entropy = entropy_of(x, top)
-            by_variance = real(2.0 * upstream[0, r] / max(n, np.float64(1.0)))
-            by_lse, by_entropy = upstream[1, r], upstream[2, r]
-        pulled = np.float64(0.0)
-        for start in range(0, len(x), CHUNK):
-            part = real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                y = x[j]
-                hidden = y == real(-math.inf)
-                y = words.where(hidden, 0.0, y)
-                p = tile.weight(y, m, c) * scaled(inverse)
-                d = tile.rise(y, m, c) * scaled(inverse) * g[j] - tile.fall(y, m, c) * scaled(inverse) * shift
-                if tile.watched:
-                    log_p = (y - top) - log_total
-                    d += by_lse * p + by_variance * (y - mean)
-                    d -= by_entropy * words.exp(log_p) * (log_p + entropy)
-                d = words.where(hidden, 0.0, d)
-                part = words.accumulate(part, d * y)
-                g[j] = d
-                x[j] = words.where(hidden, 0.0, p)
-            pulled += part
-        pull[r] = pulled
+def plain_level(x, theta):
+    return x
 
 
-def entropy_of(x, top):
-    """(log Σ exp(x − top), entropy) of the softmax of a row."""
-    total, weighted = np.float64(0.0), np.float64(0.0)
-    for start in range(0, len(x), CHUNK):
-        some, part = real(0.0), real(0.0)
-        for j in range(start, min(start + CHUNK, len(x))):
-            d = words.maximum(x[j] - top, tile.lowest)
-            e = words.exp(d)
-            some = words.accumulate(some, e)
-            part = words.accumulate(part, e * d)
-        total += some
-        weighted += part
-    if total == 0.0:
-        return real(0.0), real(0.0)
-    return real(math.log(total)), real(math.log(total) - weighted / total)
+def threshold_level(x, theta):
+    return tile.gain(theta) * x
 
 
-def inverted(z):
-    return real(1.0) / z if z != real(0.0) else real(0.0)
+def ratio_weight(x, m, c, theta):
+    return tile.numerator(words.exp(x - m), x, c)
 
 
-def scaled(inverse):
-    """What turns u into p: 1/Z for the ratios, nothing for the rest."""
-    if tile.ratio:
-        return inverse
-    return real(1.0)
+def ratio_norm(x, m, c, theta):
+    return tile.denominator(words.exp(x - m), x, c)
 
 
-def slope_argument(inverse):
-    """The second argument of slope_of_weight: 1/Z for the ratios, else the parameter."""
-    if tile.ratio:
-        return inverse
-    return tile.theta
+def ratio_rise(x, m, c, theta):
+    return tile.numerator_slope(words.exp(x - m), x, c)
 
 
-def share_of(p, extra):
-    """c_j of δ = Σ c_j·dp_j, before its division by Σg′ for the threshold maps."""
-    if tile.ratio:
-        return p
-    if tile.coupled:
-        return tile.slope_of_weight(p, extra)
-    return real(0.0)
+def ratio_fall(x, m, c, theta):
+    return tile.denominator_slope(words.exp(x - m), x, c)
 
 
-def settled(total, inverse):
-    """δ from the sum: the threshold maps divide by Σg′."""
-    if tile.ratio:
-        return total
-    return total * inverse
+def ratio_cross(x, m, c, theta):
+    return tile.fall(x, m, c, theta) * tile.weight(x, m, c, theta)
 
 
-def drop(s, i0, rows, j0, base, queries, seed, threshold, factor):
-    """s ← factor·s where the random word of (seed, row, key) is at least the threshold, else 0."""
-    for r in range(s.shape[0]):
-        row = np.uint64(base + (r // rows) * queries + i0 + r % rows)
-        x = s[r]
-        for j in range(len(x)):
-            x[j] = x[j] * factor if random_word(seed, row, np.uint64(j0 + j)) >= threshold else 0.0
+def threshold_above(x, m, c, theta):
+    """t = gain·x − τ, with τ = m + c: the difference from the maximum m is exact."""
+    return words.maximum(tile.gain(theta) * x - m - c, 0.0)
+
+
+def threshold_weight(x, m, c, theta):
+    return tile.value(tile.above(x, m, c, theta), theta)
+
+
+def threshold_rise(x, m, c, theta):
+    t = tile.above(x, m, c, theta)
+    return words.where(t > 0.0, tile.slope(t, theta), 0.0)
+
+
+def threshold_cross(x, m, c, theta):
+    return tile.rise(x, m, c, theta) * tile.rise(x, m, c, theta)
+
+
+def pointwise_weight(x, m, c, theta):
+    return tile.value(x, theta)
+
+
+def pointwise_rise(x, m, c, theta):
+    return tile.slope(x, theta)
+
+
+def pointwise_cross(x, m, c, theta):
+    return 0.0

@@ -72,7 +72,9 @@ def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     storage = _STORAGE.get(dtype)
     tiles = family.tiles(normalizer)
     tiles["widen"], tiles["narrow"] = (f"widen_{storage}", f"narrow_{storage}") if storage else ("same", "same")
-    return kernel(getattr(family, job), tiles, "float64" if dtype == torch.float64 else "float32")
+    precision = "float64" if dtype == torch.float64 else "float32"
+    tiles["lanes"] = 8 if precision == "float64" else 16
+    return kernel(getattr(family, job), tiles, precision)
 
 
 def _accumulator(s: Tensor) -> torch.dtype:

@@ -80,19 +80,17 @@ def from_bits(typing, n):
     return real(n), build
 
 
-LANES = 16
-
-
 @intrinsic
 def compress(typing, x, start, shift, bound, out, count):
-    """Append to out[count:] those of x[start:start + LANES] − shift that exceed bound; returns the new count.
+    """Append to out[count:] those of x[start:start + L] − shift that exceed bound; returns the new count.
 
-    Writes LANES entries, so `out` needs that much room behind its last entry.
+    L is 16 for float32 and 8 for float64. L entries are written, so `out` needs that much room behind its last one.
     """
 
     def build(context, builder, signature, args):
         real = context.get_value_type(x.dtype)
-        vector = ir.VectorType(real, LANES)
+        lanes = 512 // x.dtype.bitwidth
+        vector = ir.VectorType(real, lanes)
 
         def place(kind, array, index):
             data = context.make_array(kind)(context, builder, array).data
@@ -100,7 +98,7 @@ def compress(typing, x, start, shift, bound, out, count):
 
         def spread(value):
             first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
 
         def call(name, values):  # of the type of its first argument
             kind = ir.FunctionType(values[0].type, [value.type for value in values])
@@ -109,9 +107,9 @@ def compress(typing, x, start, shift, bound, out, count):
         row = builder.load(place(x, args[0], args[1]), align=1)
         row = builder.fsub(row, spread(args[2]))
         kept = builder.fcmp_ordered(">", row, spread(args[3]))
-        packed = call(f"llvm.experimental.vector.compress.v{LANES}f{x.dtype.bitwidth}", [row, kept, row])
+        packed = call(f"llvm.experimental.vector.compress.v{lanes}f{x.dtype.bitwidth}", [row, kept, row])
         builder.store(packed, place(out, args[4], args[5]), align=1)
-        number = call(f"llvm.ctpop.i{LANES}", [builder.bitcast(kept, ir.IntType(LANES))])
+        number = call(f"llvm.ctpop.i{lanes}", [builder.bitcast(kept, ir.IntType(lanes))])
         return builder.add(args[5], builder.zext(number, args[5].type))
 
     index = types.intp

@@ -40,14 +40,12 @@ def test_list_json_holds_the_same(capsys):
     assert listed["sigmoid"]["parameter"] == {"name": "bias", "default": 0.0}
 
 
-def test_a_ninth_normalizer_is_listed_without_another_edit(tmp_path):
-    softmax = normalizers.softmax.__file__
-    with open(softmax) as file:
-        text = file.read().replace('name="softmax"', 'name="ninth"')
-    (tmp_path / "ninth.py").write_text(text)
+def test_the_normalizer_of_contributing_md_is_listed_without_another_edit(tmp_path):
+    guide = (cli.PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    (tmp_path / "cubic.py").write_text(guide.split("```python\n")[1].split("```")[0])
     listed = run("list", REGARD_NORMALIZERS=str(tmp_path))
     assert listed.returncode == 0, listed.stderr
-    assert any(line.startswith("ninth ") for line in listed.stdout.splitlines())
+    assert any(line.startswith("cubic ") for line in listed.stdout.splitlines())
 
 
 def test_a_terminal_gets_colour_and_lines():

@@ -205,11 +205,13 @@ def _processor() -> str:
 
 def _commit() -> str:
     """The commit of the checkout that regard was imported from, with + if it was edited since."""
-    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        git = dict(cwd=here, capture_output=True, text=True, check=True, timeout=10)
-        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **git).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no", "--", ".."], **git).stdout
+        commit, changed = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "-uno", "--", ".")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return commit + ("+" if changed.strip() else "")
+    return commit + ("+" if changed else "")

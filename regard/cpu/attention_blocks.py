@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from regard.cpu import _threads
+from regard.cpu import _cores
 from regard.problem import Problem
 
 SCORES = 1 << 18  # scores in one block: with their weights' gradients they stay in a core's second-level cache
@@ -52,6 +53,30 @@ class Block:
     def keys(self) -> slice:
         return slice(self.j0, self.j1)
 
+    @property
+    def count(self) -> int:
+        """How many rows: queries times heads."""
+        return (self.h1 - self.h0) * (self.i1 - self.i0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[key heads, rows of each, keys]: the shape of its scores for BLAS."""
+        groups = self.g1 - self.g0
+        return groups, self.count // groups, self.j1 - self.j0
+
+    def of(self, x: Tensor) -> Tensor:
+        """x, which has a row or an entry for each of the block's rows, as [heads, queries] or [heads, queries, …]."""
+        heads = self.h1 - self.h0, self.i1 - self.i0
+        return x.view(heads) if x.ndim == 1 else x.view(*heads, x.shape[-1])
+
+    def put(self, whole: Tensor, x: Tensor) -> None:
+        """x into the block's place in [B, H, M] or [B, H, M, C]."""
+        whole[self.rows].copy_(self.of(x))
+
+    def flat(self, x: Tensor) -> np.ndarray:
+        """x [key heads, rows of each, n] as the rows of one matrix."""
+        return x.view(self.count, x.shape[-1]).numpy()
+
 
 @dataclass(frozen=True)
 class Task:
@@ -87,12 +112,13 @@ class Blocks:
     >>> from regard.problem import Problem
     >>> x = torch.zeros(1, 1, 6, 4)
     >>> blocks = Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=12)
-    >>> [(block.i0, block.i1, block.j1) for task in blocks.tasks for block in blocks.of(task)]
+    >>> [(block.i0, block.i1, block.j1) for tasks in blocks.tasks for task in tasks for block in blocks.of(task)]
     [(4, 6, 6), (2, 4, 4), (0, 2, 2)]
     """
 
-    def __init__(self, problem: Problem, scores: int = SCORES):
+    def __init__(self, problem: Problem, scores: int = SCORES, owned: Sequence[bool] = (True, True, True)):
         self.problem = problem
+        self.owned = owned
         self.batch, self.heads, self.queries, self.dim = problem.q.shape
         self.groups, self.n, self.value_dim = problem.v.shape[1:]
         self.share = self.heads // self.groups if self.groups else 0  # query heads per key head
@@ -109,24 +135,28 @@ class Blocks:
         self.tasks = self._tasks()
 
     def _parts(self) -> int:
-        heads = max(1, self.batch * math.ceil(self.groups / self.together))
+        batches, heads, _ = (size if own else 1 for size, own in zip((self.batch, math.ceil(self.groups / self.together), 0), self.owned))
+        owners = max(1, batches * heads)
         steps = math.ceil(self.queries / self.step) if self.step else 1
         size = max(1, self.batch * self.groups * self.n * (self.dim + self.value_dim))
         affordable = PARTIAL_BYTES // (size * self.problem.accumulator.itemsize)
-        return max(1, min(math.ceil(TASKS / heads), steps, affordable))
+        return max(1, min(math.ceil(TASKS / owners), steps, affordable))
 
-    def _tasks(self) -> list[Task]:
+    def _tasks(self) -> list[list[Task]]:
+        """Tasks that write to the same place stand in one list: one core does them, in order."""
         if not (self.batch and self.heads and self.queries):
             return []
         steps = math.ceil(self.queries / self.step)
         cuts = [min(self.queries, self.step * (steps * part // self.parts)) for part in range(self.parts + 1)]
         cuts[-1] = self.queries
-        return [
-            Task(b, g, min(g + self.together, self.groups), cuts[part], cuts[part + 1], part)
-            for part in reversed(range(self.parts))  # the longest rows of a causal problem first
-            for b in range(self.batch)
-            for g in range(0, self.groups, self.together)
-        ]
+        lists: dict[tuple, list[Task]] = {}
+        for part in reversed(range(self.parts)):  # the longest rows of a causal problem first
+            for b in range(self.batch):
+                for g in range(0, self.groups, self.together):
+                    owner = tuple(place for place, own in zip((b, g, part), self.owned, strict=True) if own)
+                    task = Task(b, g, min(g + self.together, self.groups), cuts[part], cuts[part + 1], part)
+                    lists.setdefault(owner, []).append(task)
+        return list(lists.values())
 
     def of(self, task: Task) -> Iterator[Block]:
         for i0 in reversed(range(task.i0, task.i1, self.step)):
@@ -137,22 +167,23 @@ class Blocks:
                 task.b, task.g0, task.g1, i0, i1, j0, j1, task.g0 * self.share, task.g1 * self.share
             )
 
-    def run(self, work: Callable[[Task, Scratch], None], tasks: list[Task] | None = None) -> None:
+    def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Do every task, on as many cores as torch uses."""
-        queue = deque(self.tasks if tasks is None else tasks)
+        queue = deque(self.tasks)
         dtype = self.problem.accumulator
 
         def worker():
             scratch = Scratch(dtype)
             while True:
                 try:
-                    task = queue.popleft()
+                    tasks = queue.popleft()
                 except IndexError:
                     return
-                work(task, scratch)
+                for task in tasks:
+                    work(task, scratch)
 
         size = self.batch * self.heads * self.queries * max(1, min(self.n, self.left + self.right + 1))
-        _threads.each(worker, 1 if size < SCORES // 8 else len(queue))
+        _cores.each(worker, 1 if size < SCORES // 8 else len(queue))
 
     def geometry(self, block: Block) -> tuple[int, ...]:
         """What a row kernel needs to know which keys each of its rows sees."""
@@ -170,7 +201,7 @@ class Blocks:
         """
         problem = self.problem
         heads = task.b, slice(task.g0, task.g1)
-        k, v = problem.k[heads].to(problem.accumulator), problem.v[heads].to(problem.accumulator)
+        k, v = (_straight(x[heads].to(problem.accumulator)) for x in (problem.k, problem.v))
         if problem.mask is None and problem.bias is None:
             return k, v
         odd = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
@@ -202,7 +233,7 @@ class Blocks:
         """out [g, rows, n] ← the logits of the block; what a mask or a bias hides is −inf. `capped` keeps cap(x)."""
         problem = self.problem
         torch.baddbmm(out, q, k[:, block.keys].mT, beta=0, alpha=problem.scale, out=out)
-        s = out.view(block.h1 - block.h0, block.i1 - block.i0, -1)
+        s = block.of(out)
         if problem.softcap is not None:
             s.div_(problem.softcap).tanh_().mul_(problem.softcap)
             if capped is not None:
@@ -214,3 +245,8 @@ class Blocks:
             s.masked_fill_(~problem.mask[block.scores], -math.inf)
         if problem.temperature is not None:
             s.div_(problem.temperature[block.rows][..., None])
+
+
+def _straight(x: Tensor) -> Tensor:
+    """x with its last dimension laid out one after another, as BLAS wants it."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu._rows_threshold import LANES, solve_linear, solve_newton, solve_quadratic
+from regard.cpu._rows_threshold import solve_linear, solve_newton, solve_quadratic
 
 CHUNK = 2048  # entries summed in the row's own precision before the sum joins a float64
 
@@ -60,15 +60,14 @@ def first_seen(x):
     return 0
 
 
-def dead(r, inverse, frame, z, sums):
-    """A row that sees no key."""
-    inverse[r] = 0.0
-    frame[r] = 0.0
-    z[r] = 0.0
+def without_weights(x, r, top, inverse, frame, z, sums):
+    """A row that sees no key (its maximum is −inf) weighs nothing; one with a NaN or an infinity is NaN throughout."""
+    blank(x, 0, len(x))
+    value = real(0.0) if top == real(-math.inf) else real(math.nan)
+    inverse[r], frame[r], z[r] = value, value, value
     if tile.measured:
-        sums[:, r] = 0.0
-        sums[TOP, r] = -math.inf
-        sums[FIRST, r] = math.inf
+        sums[:, r] = value
+        sums[TOP, r] = top
 
 
 def opened(s, r, first, last):
@@ -86,9 +85,8 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
         first, last = interval(i, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         top = maximum_of(x)
-        if top == real(-math.inf):
-            blank(x, 0, len(x))
-            dead(r, inverse, frame, z, sums)
+        if not (abs(top) < real(math.inf)):
+            without_weights(x, r, top, inverse, frame, z, sums)
             continue
         n, mean, start = np.float64(0.0), np.float64(0.0), 0
         if tile.measured:
@@ -104,8 +102,6 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
         rest = math.exp(np.float64(sink[r]) - m)
         if tile.silent:
             rest += math.exp(-m)
-        if top == real(math.inf):
-            rest = math.nan
         frame[r] = m
         z[r] = ratio * total + rest
         inverse[r] = ratio / (ratio * total + rest)
@@ -160,9 +156,8 @@ def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse
         first, last = interval(i, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         top = maximum_of(x)
-        if top == real(-math.inf):
-            blank(x, 0, len(x))
-            dead(r, inverse, frame, z, sums)
+        if not (abs(top) < real(math.inf)):
+            without_weights(x, r, top, inverse, frame, z, sums)
             continue
         m = real(0.0)
         if tile.shifted:
@@ -177,8 +172,6 @@ def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse
         else:
             z[r] = 0.0
             inverse[r] = 1.0
-        if not top < real(math.inf):
-            z[r], inverse[r] = math.nan, math.nan
 
 
 def general_row(x, r, top, m, c, theta, i, key, sums):
@@ -263,24 +256,23 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
     """p = value(max(gain·s − τ, 0)) with Σp = 1, solved by `_rows_threshold` on the entries within 1 of the maximum."""
     theta = real(parameter)
     gain = tile.gain(theta)
-    y = np.empty(s.shape[1] + LANES, s.dtype)
-    packed = np.empty(s.shape[1] + 2 * LANES, s.dtype)
+    y = np.empty(s.shape[1] + tile.lanes, s.dtype)
+    packed = np.empty(s.shape[1] + 2 * tile.lanes, s.dtype)
     for r in range(s.shape[0]):
         i = i0 + r % rows
         first, last = interval(i, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         top = maximum_of(x)
-        if top == real(-math.inf):
-            blank(x, 0, len(x))
-            dead(r, inverse, frame, z, sums)
+        if not (abs(top) < real(math.inf)):
+            without_weights(x, r, top, inverse, frame, z, sums)
             continue
         high = gain * top
         for j in range(len(x)):
             y[j] = gain * x[j]
-        for j in range(len(x), len(x) + LANES):
+        for j in range(len(x), len(x) + tile.lanes):
             y[j] = -math.inf
         size = 0
-        for j in range(0, len(x), LANES):
+        for j in range(0, len(x), tile.lanes):
             size = words.compress(y, j, high, -1.0, packed, size)
         if tile.order == 1:
             tau, total, slopes = solve_linear(packed, size)
@@ -294,8 +286,6 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
         inverse[r] = 1.0 / total
         if tile.measured:
             sums[FRAME, r] = np.float64(high) + np.float64(tau)
-        if not top < real(math.inf):
-            frame[r], z[r], inverse[r] = math.nan, math.nan, math.nan
 
 
 def plain_level(x, theta):

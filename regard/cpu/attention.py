@@ -1,0 +1,211 @@
+"""o = normaliser((cap(scale·q kᵀ) + bias) / temperature)·v on the CPU, one block of queries at a time.
+
+    forward    S = q kᵀ by BLAS;  S ← u, row by row;  o = (u·v)/Z by BLAS
+    backward   S and u again, dP = do·vᵀ;  S ← p, dP ← dS, row by row;  dq = dS·k,  dk += dSᵀ·q,  dv += pᵀ·do
+
+No buffer has more than one block of queries' rows. Blocks multiply only the keys that their queries can see.
+
+>>> import torch
+>>> from regard import normalizers
+>>> from regard.cpu import attention
+>>> from regard.problem import Problem
+>>> q = k = torch.zeros(1, 1, 3, 2)
+>>> v = torch.tensor([[[[0.0], [1.0], [5.0]]]])
+>>> problem = Problem(q, k, v, normalizers.get("softmax"), 1.0, causal=True, stats=("entropy",))
+>>> result = attention.forward(problem)
+>>> result.o.flatten(), result.stats.flatten()
+(tensor([0.0000, 0.5000, 2.0000]), tensor([0.0000, 0.6931, 1.0986]))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard import philox
+from regard.cpu import attention_kernels as kernels
+from regard.cpu.attention_blocks import Block, Blocks, Scratch, Task
+from regard.problem import Forward, Gradients, Problem, Upstream
+from regard.statistics import DIFFERENTIABLE, State
+
+FIELDS = tuple(field.name for field in fields(State))
+
+
+def forward(problem: Problem) -> Forward:
+    """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard.problem`."""
+    problem = _detached(problem)
+    blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
+    o = torch.empty((*rows, problem.v.shape[-1]), dtype=problem.q.dtype)
+    frame, z = torch.empty(rows, dtype=wide), torch.empty(rows, dtype=wide)
+    sums = torch.empty((len(FIELDS), *rows) if problem.stats else (0, 0, 0, 0), dtype=torch.float64)
+    kernel = kernels.forward(problem.choice, problem.stats, wide)
+    theta = problem.choice.theta or 0.0
+
+    def work(task: Task, scratch: Scratch) -> None:
+        k, v = blocks.keys_of(task)
+        for block in blocks.of(task):
+            s = scratch("s", *block.shape)  # [g, rows, n]
+            blocks.scores(block, blocks.wide(problem.q, block), k, s)
+            state = scratch("state", 4, block.count)
+            found = torch.empty((len(sums), block.count), dtype=torch.float64)
+            sink, inverse, m, norm = state
+            sink.fill_(-math.inf) if problem.sink is None else block.of(sink).copy_(problem.sink[block.rows])
+            kernel(block.flat(s), *blocks.geometry(block), theta, *state.numpy(), found.numpy())
+            _drop(blocks, block, s)
+            product = scratch("o", *block.shape[:2], v.shape[-1])
+            torch.bmm(s, v[:, block.keys], out=product)
+            product.mul_(inverse.view(*block.shape[:2], 1))
+            block.put(o, product)
+            block.put(frame, m)
+            block.put(z, norm)
+            if problem.stats:
+                sums[:, *block.rows] = found.view(len(sums), *block.of(m).shape)
+
+    blocks.run(work)
+    return Forward(o, frame, z, _statistics(problem, sums))
+
+
+def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
+    """Gradients of q, k and v, and of the bias, temperature and sink where `upstream` asks for them.
+
+    Those of temperature and sink are in the accumulator's type. The bias's has size 1 where the bias has stride 0.
+    """
+    problem, wide = _detached(problem), problem.accumulator
+    db = _zeros_like_unexpanded(problem.bias, wide) if upstream.bias and problem.bias is not None else None
+    owned = (True, True, True) if db is None else [own == all_ for own, all_ in zip(db.shape, problem.q.shape[:3])]
+    blocks = Blocks(problem, owned=owned)
+    dq = torch.empty(problem.q.shape, dtype=problem.q.dtype)
+    dk = torch.zeros((blocks.parts, *problem.k.shape), dtype=wide)
+    dv = torch.zeros((blocks.parts, *problem.v.shape), dtype=wide)
+    rows = Rows(problem, forward, upstream)
+
+    def work(task: Task, scratch: Scratch) -> None:
+        k, v = blocks.keys_of(task)
+        heads = task.part, task.b, slice(task.g0, task.g1)
+        for block in blocks.of(task):
+            q, do = blocks.wide(problem.q, block), blocks.wide(upstream.o, block)
+            p, ds = scratch("p", *block.shape), scratch("ds", *block.shape)  # [g, rows, n]
+            capped = scratch("capped", *block.shape) if problem.softcap is not None else None
+            blocks.scores(block, q, k, p, capped)
+            torch.bmm(do, v[:, block.keys].mT, out=ds)
+            _drop(blocks, block, ds)
+            rows(blocks, block, p, ds, scratch)
+            _drop(blocks, block, p)
+            if problem.temperature is not None:
+                block.of(ds).div_(problem.temperature[block.rows][..., None])
+            if db is not None:
+                _add_to_bias(db, block, block.of(ds))
+            if capped is not None:
+                slope = capped.div_(problem.softcap).square_().neg_().add_(1.0)
+                ds.mul_(slope.masked_fill_(ds == 0.0, 0.0))  # where nothing is seen the score may be NaN
+            product = scratch("dq", *q.shape)
+            torch.baddbmm(product, ds, k[:, block.keys], beta=0, alpha=problem.scale, out=product)
+            block.put(dq, product)
+            dk[heads][:, block.keys].baddbmm_(ds.mT, q, alpha=problem.scale)
+            dv[heads][:, block.keys].baddbmm_(p.mT, do)
+
+    blocks.run(work)
+    return Gradients(
+        q=dq,
+        k=_joined(dk, problem.k.dtype),
+        v=_joined(dv, problem.v.dtype),
+        bias=None if db is None else db.to(problem.bias.dtype),
+        temperature=rows.temperature_gradient() if upstream.temperature and problem.temperature is not None else None,
+        sink=rows.sink_gradient() if upstream.sink and problem.sink is not None else None,
+    )
+
+
+class Rows:
+    """The backward row kernel of a problem, and the row sums that it leaves."""
+
+    def __init__(self, problem: Problem, forward: Forward, upstream: Upstream):
+        self.problem, self.forward = problem, forward
+        wide = problem.accumulator
+        gradients = [upstream.stats.get(name) for name in DIFFERENTIABLE]
+        differentiable = problem.choice.family == "ratio" and problem.choice.exponential
+        self.watched = differentiable and any(g is not None and bool(g.any()) for g in gradients)
+        self.from_scores = self.watched or upstream.temperature or problem.choice.slope_of_weight is None
+        self.kernel = kernels.backward(problem.choice, wide, from_scores=self.from_scores, watched=self.watched)
+        shape = problem.q.shape[:3]
+        self.delta, self.pull = torch.zeros((2, *shape), dtype=wide)
+        self.gradients = None
+        if self.watched:
+            zero = torch.zeros((), dtype=wide).expand(shape)
+            self.gradients = torch.stack([zero if g is None else g.detach().to(wide).expand(shape) for g in gradients])
+
+    def __call__(self, blocks: Blocks, block: Block, s: Tensor, dp: Tensor, scratch: Scratch) -> None:
+        """s ← p, dp ← ds."""
+        state = scratch("state", 7, block.count)
+        frame, z, delta, pull, *upstream = state
+        block.of(frame).copy_(self.forward.frame[block.rows])
+        block.of(z).copy_(self.forward.z[block.rows])
+        theta = self.problem.choice.theta or 0.0
+        arrays = [x.numpy() for x in (frame, z, delta)]
+        if self.from_scores:
+            if self.gradients is not None:
+                for whole, part in zip(self.gradients, upstream, strict=True):
+                    block.of(part).copy_(whole[block.rows])
+            arrays += [state[4:].numpy(), pull.numpy()]
+        self.kernel(block.flat(s), block.flat(dp), *blocks.geometry(block), theta, *arrays)
+        block.put(self.delta, delta)
+        if self.from_scores:
+            block.put(self.pull, pull)
+
+    def temperature_gradient(self) -> Tensor:
+        """s = y/T, so that dT = −Σ ds·s / T."""
+        return -self.pull / self.problem.temperature
+
+    def sink_gradient(self) -> Tensor:
+        """The sink's own weight p_sink = exp(sink − m)/Z takes from all others: −p_sink·Σ p·dp; it joins logsumexp."""
+        z = self.forward.z
+        weight = torch.where(z > 0, torch.exp(self.problem.sink - self.forward.frame) / z.where(z > 0, 1.0), 0.0)
+        own = -self.delta if self.gradients is None else self.gradients[DIFFERENTIABLE.index("logsumexp")] - self.delta
+        return (weight * own).to(self.problem.accumulator)
+
+
+def _statistics(problem: Problem, sums: Tensor) -> Tensor:
+    """[len(stats), B, H, M] from the sums of every row."""
+    rows = problem.q.shape[:3]
+    if not problem.stats:
+        return torch.empty((0, *rows), dtype=problem.accumulator)
+    state = State(**{name: field[..., None] for name, field in zip(FIELDS, sums, strict=True)})
+    sink = None if problem.sink is None else problem.sink.double()[..., None]
+    found = state.finish(problem.choice, sink)
+    return torch.stack([found[name].to(problem.accumulator) for name in problem.stats])
+
+
+def _drop(blocks: Blocks, block: Block, s: Tensor) -> None:
+    """Dropout of weights, or of their gradients, by the words of `regard.philox`."""
+    problem = blocks.problem
+    if problem.dropout_p > 0.0:
+        base = (block.b * blocks.heads + block.h0) * blocks.queries
+        seed = np.uint64(int(problem.seed) & 0xFFFFFFFFFFFFFFFF)
+        bound, factor = np.uint64(philox.threshold(problem.dropout_p)), 1.0 / (1.0 - problem.dropout_p)
+        place = block.i0, block.i1 - block.i0, block.j0, base, blocks.queries
+        kernels.drop(problem.accumulator)(block.flat(s), *place, seed, bound, factor)
+
+
+def _zeros_like_unexpanded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    shape = [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _add_to_bias(db: Tensor, block: Block, ds: Tensor) -> None:
+    """db += ds [heads, rows, n], summed over the dimensions where db has size 1."""
+    here = [slice(None) if size == 1 else place for size, place in zip(db.shape[1:], block.scores[1:], strict=True)]
+    target = db[0 if db.shape[0] == 1 else block.b][*here]
+    target += ds.sum_to_size(target.shape)
+
+
+def _joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    return (parts[0] if len(parts) == 1 else parts.sum(0)).to(dtype)
+
+
+def _detached(problem: Problem) -> Problem:
+    names = ("q", "k", "v", "bias", "mask", "temperature", "sink")
+    given = {name: getattr(problem, name) for name in names}
+    return replace(problem, **{name: x.detach() for name, x in given.items() if x is not None})

@@ -1,0 +1,101 @@
+"""Which compiled row kernel a problem needs: a template of its family, its normaliser's functions, and flags.
+
+Flags are constants of the compiled code: a statistic that is not asked for costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+
+from regard.cpu import attention_rows, attention_rows_backward
+from regard.cpu._compile import kernel
+from regard.normalizers import Choice, Normalizer
+from regard.normalizers._families import nothing
+
+MOMENTS = {"mean_logit", "logit_variance"}
+SPREAD = {"entropy", "effective_keys", "participation", "support", "gradient_gain"}
+
+
+def forward(choice: Choice, stats: Iterable[str], dtype: torch.dtype) -> Callable:
+    """The forward kernel that gathers what these statistics are made of."""
+    stats = set(stats)
+    return _forward(
+        choice.normalizer,
+        _precision(dtype),
+        measured=bool(stats),
+        moments=bool(stats & MOMENTS),
+        spread=bool(stats & SPREAD),
+        travel="distance" in stats,
+        lse="logsumexp" in stats,
+    )
+
+
+def backward(choice: Choice, dtype: torch.dtype, *, from_scores: bool, watched: bool) -> Callable:
+    """The backward kernel; `from_scores` keeps the scores to the end, `watched` adds the statistics' gradients."""
+    return _backward(choice.normalizer, _precision(dtype), from_scores, watched)
+
+
+@functools.cache
+def drop(dtype: torch.dtype) -> Callable:
+    return kernel(attention_rows_backward.drop, {}, _precision(dtype))
+
+
+def needs_scores(choice: Choice) -> bool:
+    return choice.slope_of_weight is None
+
+
+@functools.cache
+def _forward(normalizer: Normalizer, precision: str, **flags: bool) -> Callable:
+    if normalizer.family == "threshold":
+        template = attention_rows.forward_threshold
+    else:
+        template = attention_rows.forward_exponential if _exponential(normalizer) else attention_rows.forward_summed
+    return kernel(template, {**_tiles(normalizer, precision), **flags}, precision)
+
+
+@functools.cache
+def _backward(normalizer: Normalizer, precision: str, from_scores: bool, watched: bool) -> Callable:
+    rows = attention_rows_backward
+    template = rows.backward_from_scores if from_scores else rows.backward_from_weights
+    return kernel(template, {**_tiles(normalizer, precision), "watched": watched}, precision)
+
+
+def _tiles(normalizer: Normalizer, precision: str) -> dict:
+    """The functions (x, m, c, θ) that the templates call, and what they must know of the family."""
+    family, limits = normalizer.family, np.finfo(precision)
+    shift = getattr(normalizer, "shift", "none")
+    tiles = dict(
+        ratio=family == "ratio",
+        coupled=family != "pointwise",
+        sparse=normalizer.sparse,
+        shifted=shift != "none",
+        lowest_shift=0.0 if shift == "max0" else float("-inf"),
+        silent=_exponential(normalizer) and normalizer.rest is not nothing,
+        lowest=float(np.log(limits.tiny)) - 20.0,  # its exp is 0
+        smallest=float(limits.tiny),
+        lanes=512 // limits.bits,
+        order=getattr(normalizer, "order", 0),
+        level=attention_rows.threshold_level if family == "threshold" else attention_rows.plain_level,
+        rest=getattr(normalizer, "rest", nothing),
+    )
+    for name in ("weight", "rise", "cross"):
+        tiles[name] = getattr(attention_rows, f"{family}_{name}")
+    tiles["norm"] = attention_rows.ratio_norm if family == "ratio" else tiles["weight"]
+    falls = {"ratio": attention_rows.ratio_fall, "threshold": tiles["rise"], "pointwise": attention_rows.pointwise_cross}
+    tiles["fall"] = falls[family]
+    tiles["above"] = attention_rows.threshold_above
+    own = ("numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight")
+    tiles.update({name: getattr(normalizer, name) for name in own if getattr(normalizer, name, None) is not None})
+    return tiles
+
+
+def _exponential(normalizer: Normalizer) -> bool:
+    return normalizer.family == "ratio" and normalizer.exponential
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "float64" if dtype == torch.float64 else "float32"

@@ -1,0 +1,161 @@
+"""p = normaliser(scale·s) for every row of s [R, N], and its backward, as Triton kernels.
+
+A row that fits is held in registers by one program. A longer one is shared by several programs that meet once (ratio)
+or once per step (threshold) and so still read it once; where too many would have to meet, two launches read it twice.
+
+    p, state = forward(s, choice)                 # s on a GPU, or on the CPU under TRITON_INTERPRET=1
+    ds = backward(dp, p, state, choice)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.kernels import bundle
+from regard.normalizers import Choice
+
+try:
+    from triton import next_power_of_2
+    from triton.runtime import JITFunction
+
+    from regard.kernels import rows_online, rows_threshold
+except ImportError:  # bundle.of says what is missing, when a kernel is asked for
+    pass
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Plan(NamedTuple):
+    """The tile of a program, how many programs share a row, and whether they can wait for one another."""
+
+    rows: int
+    columns: int
+    parts: int
+    warps: int
+    meets: bool
+
+
+def plan(R: int, N: int, tensors: int, family: str, processors: int) -> Plan:
+    """The launch for R rows of N columns of which a program holds `tensors` tiles, on so many multiprocessors."""
+    columns = max(next_power_of_2(N), 16)
+    most = 16384 // tensors  # a thread then holds 32 numbers of 512 threads, and two programs fit a multiprocessor
+    if columns > most or (columns > 4096 and 2 * R < processors):  # few long rows: shared, to occupy every processor
+        columns = min(8192 // tensors, max(2048, next_power_of_2(N * R // max(2 * processors, 1))))
+    parts = -(-N // columns)
+    rows = max(1, min(2048 // columns, next_power_of_2(R))) if parts == 1 else 1
+    warps = min(max(rows * columns // 512, 4), 16)  # 16 numbers a thread: enough loads in flight, no spills
+    # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
+    return Plan(rows, columns, parts, warps, parts <= processors // 8)
+
+
+def forward(
+    s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """p = normaliser(scale·s), and the row state [2, R] (frame and z, as `problem.Forward` says).
+
+    s: [R, N], contiguous. theta: the normaliser's parameter per row [R], or None for choice.theta.
+    mask: bool [R, N] of any strides, True = visible. scale: > 0.
+    """
+    F = _check(s, choice)
+    R, N = s.shape
+    p = torch.empty_like(s)
+    state = torch.zeros(2, R, dtype=_accumulator(s), device=s.device)
+    if s.numel() == 0:
+        return p, state
+    launch = _Launch(F, s, 1, theta, mask, scale, choice)
+    if F.family == "threshold":
+        kernel, extra, count = rows_threshold.forward_threshold, {"TOLERANCE": _TOLERANCE[state.dtype]}, 8
+    else:
+        kernel, extra, count = rows_online.forward_online, {"EXACT": s.dtype == torch.float32}, 2
+    launch(kernel, (s, p, state), count, extra, solves=F.family == "threshold")
+    return p, state
+
+
+def backward(
+    dp: Tensor,
+    saved: Tensor,
+    state: Tensor,
+    choice: Choice,
+    theta: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """ds = scale·(a·dp − b·δ) [R, N]. saved is p where the choice has a slope_of_weight, else s."""
+    F = _check(dp, choice)
+    ds = torch.empty_like(saved)
+    if dp.numel() == 0:
+        return ds
+    launch = _Launch(F, saved, 2, theta, mask, scale, choice)
+    if F.family == "threshold":
+        launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
+    else:
+        extra = {"EXACT": saved.dtype == torch.float32}
+        launch(rows_online.backward_online, (dp, saved, ds, state), 1, extra, sums=F.family == "ratio")
+    return ds
+
+
+_TOLERANCE = {torch.float32: 5e-7, torch.float64: 1e-14}
+
+
+def _accumulator(s: Tensor) -> torch.dtype:
+    return torch.float64 if s.dtype == torch.float64 else torch.float32
+
+
+def _check(s: Tensor, choice: Choice) -> Any:
+    F = bundle.of(choice)
+    if s.dtype not in DTYPES or s.dim() != 2 or not s.is_contiguous():
+        raise TypeError(
+            f"s must be a contiguous float tensor [R, N], got {s.dtype} of shape {tuple(s.shape)}; use .float()"
+        )
+    if not s.is_cuda and isinstance(rows_online.forward_online, JITFunction):
+        raise ValueError(f"s must be on a CUDA device, got {s.device}; set TRITON_INTERPRET=1 to interpret the kernels")
+    return F
+
+
+class _Launch:
+    """One problem's arguments and plan; called, it runs a kernel in as many launches as the plan takes."""
+
+    def __init__(self, F, s, tensors, theta, mask, scale, choice):
+        self.F, self.s = F, s
+        self.R, self.N = s.shape
+        processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
+        self.plan = plan(self.R, self.N, tensors, F.family, processors)
+        self.theta_rows = s if theta is None else theta.contiguous()
+        self.mask = s if mask is None else mask.view(torch.uint8)
+        self.strides = (0, 0) if mask is None else mask.stride()
+        theta_number = 0.0 if choice.theta is None or theta is not None else float(choice.theta)
+        self.numbers = float(scale), theta_number
+        self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
+
+    def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
+        rows, columns, parts, warps, meets = self.plan
+        R, N, s = self.R, self.N, self.s
+        if parts == 1:
+            stages = ("whole",)
+        elif not sums:
+            stages = ("finish",)
+        else:
+            stages = ("meet",) if meets else ("publish", "finish")
+        accumulator = _accumulator(s)
+        partial = counters = s
+        if parts > 1:
+            partial = torch.empty(R * (count * parts + 4), dtype=accumulator, device=s.device)
+            counters = torch.zeros(1 + R, dtype=torch.int32, device=s.device) if meets else s
+        shape = {"PARTS": next_power_of_2(parts), **self.flags}
+        options = {"num_warps": warps, "enable_fp_fusion": True}
+        grid = (-(-R // rows) * parts,)
+        with torch.cuda.device(s.device) if s.is_cuda else contextlib.nullcontext():
+            for stage in stages:
+                kernel[grid](
+                    *tensors, self.mask, self.theta_rows, partial, counters, R, N, parts, *self.strides, *self.numbers,
+                    F=self.F, ROWS=rows, COLUMNS=columns, **shape, **extra, STAGE=stage, **options,
+                )  # fmt: skip
+                if solves and stage == "publish":
+                    rows_threshold.solve_rows[(R,)](
+                        s, self.mask, self.theta_rows, partial, R, N, parts, *self.strides, *self.numbers,
+                        F=self.F, COLUMNS=columns, **shape, **extra, **options,
+                    )  # fmt: skip

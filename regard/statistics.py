@@ -283,13 +283,14 @@ class Terms:
         if self.family == "ratio":
             c = torch.exp(-frame).expand(s.shape)
             e = torch.exp(s - frame)
-            u, v, du = (tile[name](e, s, c) for name in ("numerator", "denominator", "numerator_slope"))
-            return u, v, du, tile["denominator_slope"](e, s, c) * u
+            names = ("numerator", "denominator", "numerator_slope", "denominator_slope")
+            u, v, du, dv = (tile[name](e, s, c).to(s.dtype) for name in names)
+            return u, v, du, dv * u
         if self.family == "threshold":
             t = (tile["gain"](self.theta) * s - frame).clamp_min(0.0)
-            u, du = tile["value"](t, self.theta), tile["slope"](t, self.theta)
+            u, du = (tile[name](t, self.theta).to(s.dtype) for name in ("value", "slope"))
             return u, u, du, du * du
-        u, du = tile["value"](s, self.theta), tile["slope"](s, self.theta)
+        u, du = (tile[name](s, self.theta).to(s.dtype) for name in ("value", "slope"))
         return u, u, du, du * 0.0
 
     def rest(self, frame: Tensor) -> Tensor:
@@ -375,14 +376,14 @@ def _gain_of_weights(p: Tensor, choice, scores, seen) -> Tensor | None:
     elif choice.slope_of_weight is None:
         return None
     else:
-        slope = torch.where(seen, speak(choice.slope_of_weight, torch_words)(p, theta), 0.0)
+        slope = torch.where(seen, speak(choice.slope_of_weight, torch_words)(p, theta), 0.0).to(p.dtype)
         total = slope.sum(-1, keepdim=True)
         share = slope / torch.where(total > 0, total, 1.0) if choice.family == "threshold" else torch.zeros_like(slope)
     if not p.shape[-1]:
         return p.sum(-1)
     at = share.argmax(-1, keepdim=True)
     others = share.scatter(-1, at, 0.0).sum(-1, keepdim=True)
-    missing = 1.0 - p.sum(-1, keepdim=True) if choice.family == "ratio" and choice.rest(1.0) else 0.0
+    missing = 1.0 - p.sum(-1, keepdim=True) if choice.family == "ratio" and speak(choice.rest)(1.0) else 0.0
     complement = (1.0 - share).scatter(-1, at, others + missing) if choice.family != "pointwise" else 1.0
     return (slope * complement).sum(-1)
 

@@ -5,12 +5,14 @@
 tensor([0.7500, 0.2500, 0.0000])
 """
 
+import torch
+
 from regard.normalizers._families import Ratio
 from regard.normalizers._language import jit, tl
 
 
 def reference(scores, visible, theta):
-    u = scores.clamp_min(0.0)
+    u = torch.relu(scores)  # slope 0 at 0
     if visible is not None:
         u = u.masked_fill(~visible, 0.0)
     z = u.sum(-1, keepdim=True)

@@ -19,7 +19,7 @@ def reference(scores, visible, theta):
     near = s.abs() < 1.0  # exp(s) − 1 without cancellation near 0, without overflow far from it
     grown = torch.where(near, torch.expm1(s.where(near, 0.0)) * torch.exp(-m), torch.exp(s - m) - torch.exp(-m))
     z = grown.abs().sum(-1, keepdim=True)
-    return grown.clamp_min(0.0) / z.masked_fill(z == 0, 1.0)
+    return torch.relu(grown) / z.masked_fill(z == 0, 1.0)
 
 
 @jit

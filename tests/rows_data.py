@@ -1,0 +1,25 @@
+"""Rows worth testing on: sharp and flat, tied, with −inf, huge, nearly one-hot."""
+
+import math
+
+import torch
+
+
+def rows(n: int = 37, *, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
+    """(12, n): each row a kind of its own."""
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(12, n, generator=g, dtype=torch.float64)
+    z[1] *= 10.0  # sharp
+    z[2] *= 1e-3  # flat
+    z[3] = z[3].round()  # ties
+    z[4, ::2] = -math.inf
+    z[5] *= 1e4
+    z[6] = 0.0
+    z[7] = -z[7].abs()  # nothing positive
+    z[8, 0] += 30.0  # nearly one-hot
+    z[9] -= 1e4
+    z[10] += 1e4
+    z[11] = -math.inf
+    if n > 1:
+        z[11, 1] = 2.0
+    return z.to(dtype)

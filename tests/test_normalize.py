@@ -1,0 +1,202 @@
+"""Rows as people call them: limits, gradients in temperature and alpha, exactness, samplers, nonsense."""
+
+import math
+
+import pytest
+import torch
+from rows_data import rows
+
+import regard
+from regard import normalizers
+
+KNOWN = torch.tensor([-2.0, 0.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (regard.softmax, [0.0486, 0.3592, 0.5922]),
+        (regard.sparsemax, [0.0, 0.25, 0.75]),
+        (regard.entmax15, [0.0, 0.3260, 0.6740]),
+        (lambda z: regard.entmax(z, 1.5), [0.0, 0.3260, 0.6740]),
+        (lambda z: regard.entmax(z, 2), [0.0, 0.25, 0.75]),
+        (lambda z: regard.entmax(z, 1), [0.0486, 0.3592, 0.5922]),
+    ],
+)
+def test_published_vectors(function, expected):
+    assert torch.allclose(function(KNOWN), torch.tensor(expected), atol=5e-5)
+
+
+def test_float32_softmax_is_no_less_exact_than_torchs():
+    for scale in (0.01, 1.0, 10.0, 100.0):
+        z = scale * torch.randn(64, 2000, generator=torch.Generator().manual_seed(7))
+        exact = torch.softmax(z.double(), -1)
+        ours = (regard.softmax(z).double() - exact).abs()
+        torchs = (torch.softmax(z, -1).double() - exact).abs()
+        assert ours.max() <= torchs.max() * 1.0 + 1e-12
+        assert ours.mean() <= torchs.mean() * 1.05
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax(alpha=1.25)", "entmax(alpha=1.75)"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("n", [3, 1000, 1_000_000])
+def test_threshold_rows_sum_to_one(name, size, n):
+    z = size * torch.randn(2, n, generator=torch.Generator().manual_seed(n))
+    p = regard.normalize(z, name)
+    assert ((p.double().sum(-1) - 1).abs() <= 2e-6).all()
+    if size > 1 and n > 3:
+        assert (p == 0).any()
+
+
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "entmax15", "entmax"])
+def test_temperature_limits(name):
+    z = torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, -2.0]])
+    assert torch.equal(regard.normalize(z, name, temperature=0), torch.tensor([[0, 0.5, 0.5], [1, 0, 0]]))
+    assert torch.allclose(regard.normalize(z, name, temperature=math.inf), torch.full((2, 3), 1 / 3))
+    mask = torch.tensor([True, False, True])
+    assert torch.equal(regard.normalize(z, name, temperature=0, mask=mask), torch.tensor([[0, 0, 1.0], [1, 0, 0]]))
+    assert torch.equal(regard.normalize(z, name, temperature=math.inf, mask=mask), torch.tensor([[0.5, 0, 0.5]] * 2))
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_limits_are_limits(name):
+    z = rows(9)[[0, 1, 3, 7, 8]]
+    near_zero = normalizers.get(name).reference(z / 1e-5, None, normalizers.get(name).theta)
+    assert torch.allclose(regard.normalize(z, name, temperature=0), near_zero, atol=1e-4)
+    near_inf = normalizers.get(name).reference(z / 1e7, None, normalizers.get(name).theta)
+    assert torch.allclose(regard.normalize(z, name, temperature=math.inf), near_inf, atol=1e-4)
+
+
+def test_a_temperature_per_row_mixes_limits_and_numbers():
+    z = torch.randn(4, 5, requires_grad=True)
+    t = torch.tensor([[0.0], [1.0], [math.inf], [2.0]], requires_grad=True)
+    p = regard.softmax(z, temperature=t)
+    assert torch.allclose(p[1], torch.softmax(z[1], -1)) and torch.allclose(p[3], torch.softmax(z[3] / 2, -1))
+    assert p[0].max() == 1 and torch.allclose(p[2], torch.full((5,), 0.2))
+    p.pow(2).sum().backward()
+    assert z.grad.isfinite().all() and t.grad.isfinite().all()
+    assert (z.grad[[0, 2]] == 0).all() and (t.grad[[0, 2]] == 0).all() and (t.grad[[1, 3]] != 0).all()
+
+
+def test_alpha_per_row_and_its_gradient():
+    z = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    alpha = torch.tensor([[1.0], [1.2], [1.5], [1.9], [2.0]], dtype=torch.float64)
+    p = regard.entmax(z, alpha)
+    for row, a in enumerate((1.0, 1.2, 1.5, 1.9, 2.0)):
+        assert torch.allclose(p[row], regard.entmax(z[row], a), atol=1e-9)
+    inner = alpha[1:4].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda z, a: regard.entmax(z, a), (z.detach()[1:4].requires_grad_(), inner))
+    at_one = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    dp = torch.randn(1, 7, dtype=torch.float64)
+    got = torch.autograd.grad(regard.entmax(z[:1].detach(), at_one), at_one, dp)[0]
+    step = 1e-4
+    rise = (regard.entmax(z[:1].detach(), 1 + step) - regard.entmax(z[:1].detach(), 1.0)) / step
+    assert torch.allclose(got.squeeze(), (rise * dp).sum(), atol=2e-3)
+
+
+def test_alpha_beyond_two_is_the_reference():
+    z = torch.randn(3, 9)
+    p = regard.entmax(z, 3.0)
+    assert torch.allclose(p.sum(-1), torch.ones(3), atol=1e-5) and (p == 0).any()
+
+
+@pytest.mark.parametrize("alpha", [1.01, 1.05, 1.3])
+def test_alpha_near_one_stays_exact(alpha):
+    z = 5 * torch.randn(8, 100, generator=torch.Generator().manual_seed(0))
+    exact = normalizers.get("entmax").reference(z.double(), None, alpha)
+    assert (regard.entmax(z, alpha).double() - exact).abs().max() < 2e-6
+
+
+def test_log_softmax_and_logsumexp():
+    z = 20 * torch.randn(3, 8, dtype=torch.float64)
+    assert torch.allclose(regard.log_softmax(z, temperature=2.0), torch.log(regard.softmax(z, temperature=2.0)))
+    assert torch.allclose(regard.logsumexp(z, dim=0), torch.logsumexp(z, 0))
+    assert torch.allclose(z / 3 - regard.logsumexp(z, temperature=3.0)[:, None], regard.log_softmax(z, temperature=3.0))
+
+
+def test_gumbel_softmax():
+    z = torch.tensor([0.0, 1.0, 2.0]).expand(20000, 3)
+
+    def draw(seed, **kw):
+        return regard.gumbel_softmax(z, 0.7, generator=torch.Generator().manual_seed(seed), **kw)
+
+    assert torch.equal(draw(0), draw(0)) and not torch.equal(draw(0), draw(1))
+    hard = draw(0, hard=True)
+    assert torch.equal(hard.sum(-1), torch.ones(20000)) and set(hard.unique().tolist()) == {0.0, 1.0}
+    assert torch.equal(hard.argmax(-1), draw(0).argmax(-1))
+    assert torch.allclose(hard.mean(0), torch.softmax(z[0], -1), atol=0.02)
+    w = z[:4].clone().requires_grad_()
+    soft_grad = torch.autograd.grad(
+        regard.gumbel_softmax(w, 0.7, generator=torch.Generator().manual_seed(3))[:, 0].sum(), w
+    )[0]
+    hard_grad = torch.autograd.grad(
+        regard.gumbel_softmax(w, 0.7, hard=True, generator=torch.Generator().manual_seed(3))[:, 0].sum(), w
+    )[0]
+    assert torch.equal(soft_grad, hard_grad) and (soft_grad != 0).any()
+
+
+def test_online_softmax_in_any_order_and_tree():
+    generator = torch.Generator().manual_seed(0)
+    z = rows(60)
+    for _ in range(20):
+        cuts = torch.randint(0, 61, (6,), generator=generator).sort().values.tolist()
+        blocks = [z[:, a:b] for a, b in zip([0, *cuts], [*cuts, 60], strict=True)]
+        order = torch.randperm(len(blocks), generator=generator).tolist()
+        parts = [regard.OnlineSoftmax().update(blocks[i]) for i in order]
+        while len(parts) > 1:
+            at = int(torch.randint(0, len(parts) - 1, (1,), generator=generator))
+            parts[at : at + 2] = [parts[at].merge(parts[at + 1])]
+        whole = parts[0]
+        assert torch.allclose(torch.cat([whole.weights(b) for b in blocks], -1), torch.softmax(z, -1), atol=1e-14)
+        assert torch.allclose(whole.logsumexp, torch.logsumexp(z, -1), rtol=1e-14)
+        assert torch.equal(whole.max, z.amax(-1))
+
+
+def test_online_softmax_of_nothing():
+    nothing = regard.OnlineSoftmax().update(torch.full((2, 3), -math.inf)).update(torch.empty(2, 0))
+    assert torch.equal(nothing.weights(torch.full((2, 3), -math.inf)), torch.zeros(2, 3))
+    assert (nothing.logsumexp == -math.inf).all()
+    with pytest.raises(ValueError, match="update"):
+        _ = regard.OnlineSoftmax().logsumexp
+
+
+def test_softmax_backward_is_the_gradient():
+    z = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    p, g = torch.softmax(z, -1), torch.randn(3, 5, dtype=torch.float64)
+    assert torch.allclose(regard.softmax_backward(g, p), torch.autograd.grad(p, z, g)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_as_torchs_softmax(dtype):
+    z = torch.randn(3, 4, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert regard.softmax(z).dtype == torch.softmax(z, -1).dtype
+        assert regard.entmax15(z).dtype == torch.softmax(z, -1).dtype
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: regard.softmax(torch.zeros(3), dim=1), ValueError, "dim"),
+        (lambda: regard.softmax(torch.zeros(3, dtype=torch.int64)), TypeError, "float"),
+        (lambda: regard.softmax([1.0, 2.0]), TypeError, "Tensor"),
+        (lambda: regard.normalize(torch.zeros(3), "sparsemx"), ValueError, "sparsemax"),
+        (lambda: regard.normalize(torch.zeros(3), "entmax(alpha=0.5)"), ValueError, "alpha"),
+        (lambda: regard.normalize(torch.zeros(3), "entmax(alpha=nan)"), ValueError, "alpha"),
+        (lambda: regard.entmax(torch.zeros(3), 0.9), ValueError, "alpha"),
+        (lambda: regard.entmax(torch.zeros(2, 3), torch.tensor([[0.5], [1.5]])), ValueError, "alpha"),
+        (lambda: regard.entmax(torch.zeros(2, 3), torch.tensor([1.5, 1.5, 1.5, 1.5])), ValueError, "alpha"),
+        (lambda: regard.normalize(torch.zeros(3), mask=torch.zeros(3)), TypeError, "mask"),
+        (lambda: regard.normalize(torch.zeros(3), mask=torch.zeros(4, dtype=torch.bool)), ValueError, "mask"),
+        (lambda: regard.softmax(torch.zeros(3), temperature=-1.0), ValueError, "temperature"),
+        (lambda: regard.softmax(torch.zeros(3), temperature=math.nan), ValueError, "temperature"),
+        (lambda: regard.softmax(torch.zeros(3), temperature=torch.tensor([-1.0])), ValueError, "temperature"),
+        (lambda: regard.softmax(torch.zeros(3), temperature=torch.tensor([math.nan])), ValueError, "temperature"),
+        (lambda: regard.softmax(torch.zeros(3), temperature="hot"), TypeError, "temperature"),
+        (lambda: regard.normalize(torch.zeros(3), backend="gpu"), ValueError, "backend"),
+        (lambda: regard.vjp(torch.zeros(3), torch.zeros(4)), ValueError, "grad"),
+    ],
+)
+def test_nonsense_is_named(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()

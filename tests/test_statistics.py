@@ -1,0 +1,137 @@
+"""The statistics: their definitions, their merge laws, and their accuracy where the naive formulas cancel."""
+
+import math
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows_data import rows
+
+import regard
+from regard import normalizers, statistics
+from regard.statistics import State, of_scores, of_weights, solve_frame
+
+
+def by_definition(s, visible, choice, i):
+    """One row, from the table in the docs, with no care for rounding: float64 and moderate logits only."""
+    j = visible.nonzero().squeeze(-1)
+    s, p = s[j], choice.reference(s, visible, choice.theta)[j]
+    share = p / p.sum() if p.sum() > 0 else p * 0
+    jacobian = torch.autograd.functional.jacobian(lambda x: choice.reference(x, None, choice.theta), s)
+    return dict(
+        visible_keys=len(j),
+        max_logit=s.max(),
+        mean_logit=s.mean(),
+        logit_variance=((s - s.mean()) ** 2).mean(),
+        logsumexp=torch.logsumexp(torch.cat([s, s.new_zeros(1)]) if choice.name == "softmax1" else s, 0),
+        mass=p.sum(),
+        entropy=-torch.xlogy(share, share).sum(),
+        effective_keys=torch.exp(-torch.xlogy(share, share).sum()) if p.sum() > 0 else 0.0,
+        participation=1 / (share**2).sum() if p.sum() > 0 else 0.0,
+        max_weight=p.max(),
+        support=(p > 0).sum(),
+        distance=(share * (i - j).abs()).sum(),
+        first_key_mass=share[0],
+        gradient_gain=jacobian.diagonal().sum(),
+    )
+
+
+@pytest.mark.parametrize("name", [*normalizers.names(), "entmax(alpha=1.3)", "sigmoid(bias=-2)"])
+def test_every_statistic_is_its_definition(name):
+    choice = normalizers.get(name)
+    generator = torch.Generator().manual_seed(4)
+    s = torch.randn(6, 11, generator=generator, dtype=torch.float64) * torch.tensor([0.1, 1, 3, 1, 1, 1])[:, None]
+    s[4] = s[4].round()
+    s[5] = -s[5].abs()
+    visible = torch.rand(6, 11, generator=generator) > 0.3
+    stats = of_scores(s, visible, name)
+    assert tuple(stats) == statistics.NAMES
+    for i in range(6):
+        for key, want in by_definition(s[i], visible[i], choice, i).items():
+            assert float(stats[key][i]) == pytest.approx(float(want), rel=1e-8, abs=1e-10), key
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_of_weights_agrees_with_of_scores(name):
+    choice = normalizers.get(name)
+    s = rows(12)[[0, 1, 2, 3, 7, 8]]
+    p = choice.reference(s, None, choice.theta)
+    want = of_scores(s, None, name)
+    for given_scores in (s, None):
+        got = of_weights(p, given_scores, name, visible=torch.ones_like(s, dtype=torch.bool))
+        for key in got:
+            assert torch.allclose(got[key], want[key], rtol=1e-6, atol=1e-9), key
+    assert set(of_weights(p, s, name)) == set(statistics.NAMES)
+
+
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(normalizers.names()), size=st.sampled_from([0.01, 1.0, 30.0]))
+@settings(max_examples=60, deadline=None)
+def test_states_merge_over_any_split(seed, name, size):
+    generator = torch.Generator().manual_seed(seed)
+    choice = normalizers.get(name)
+    s = size * torch.randn(4, 24, generator=generator, dtype=torch.float64)
+    s[1] = s[1].round()
+    visible = torch.rand(4, 24, generator=generator) > 0.4
+    visible[3] = False
+    sink = torch.randn(4, 1, generator=generator, dtype=torch.float64) if name in ("softmax", "softmax1") else None
+    position = torch.arange(4.0, dtype=torch.float64)[:, None]
+    whole = of_scores(s, visible, name, sink=sink)
+    frame = solve_frame(s, visible, choice, sink=sink)
+    owner = torch.randint(0, 4, (24,), generator=generator)
+    parts = []
+    for part in range(4):
+        at = (owner == part).nonzero().squeeze(-1)
+        own = frame if choice.family == "threshold" else solve_frame(s[:, at], visible[:, at], choice, sink=sink)
+        parts.append(State.of(s[:, at], visible[:, at], choice, own, position, at.double()))
+    merged = parts[0].merge(parts[1], choice).merge(parts[3].merge(parts[2], choice), choice).finish(choice, sink)
+    for key in whole:
+        assert torch.allclose(merged[key], whole[key], rtol=1e-9, atol=1e-12), key
+
+
+def test_nearly_one_hot_rows_keep_their_digits():
+    """float32 against 50 digits: 1 − Σp² and lse − E[s] would both be 0."""
+    for gap in (20.0, 40.0, 80.0):
+        s = torch.tensor([[gap, 0.0, 0.5, -1.0]])
+        stats = of_scores(s)
+        with mpmath.workdps(50):
+            e = [mpmath.e ** mpmath.mpf(float(x)) for x in s[0]]
+            p = [x / sum(e) for x in e]
+            gain = float(1 - sum(x**2 for x in p))
+            entropy = float(-sum(x * mpmath.log(x) for x in p))
+        assert float(stats["gradient_gain"][0]) == pytest.approx(gain, rel=1e-5)
+        assert float(stats["entropy"][0]) == pytest.approx(entropy, rel=1e-5)
+
+
+def test_a_row_without_visible_keys():
+    stats = of_scores(torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    for name, x in stats.items():
+        assert (x == (-math.inf if name in ("max_logit", "logsumexp") else 0.0)).all(), name
+    assert of_scores(torch.randn(2, 0))["entropy"].tolist() == [0.0, 0.0]
+
+
+def test_the_notes_functions():
+    w = torch.softmax(torch.randn(5, 5, dtype=torch.float64), -1)
+    stats = of_weights(w)
+    note_entropy = -(w * torch.log(w + 1e-12)).sum(-1)
+    i = torch.arange(5.0, dtype=torch.float64)
+    assert torch.allclose(stats.entropy, note_entropy, atol=1e-9)
+    assert torch.allclose(stats.distance, (w * (i[:, None] - i).abs()).sum(-1))
+
+
+def test_unknown_names_are_named():
+    with pytest.raises(ValueError, match="'entropy'"):
+        statistics.resolve(("entrpy",))
+    with pytest.raises(AttributeError, match="entropy"):
+        _ = of_scores(torch.zeros(1, 2)).nothing
+    with pytest.raises(TypeError, match="weights"):
+        of_weights(torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="scores"):
+        of_weights(torch.zeros(2, 2), torch.zeros(2, 3))
+
+
+def test_a_tuple_names_what_comes_back():
+    q, k, v = torch.randn(3, 1, 1, 4, 8)
+    _, stats = regard.attention(q, k, v, return_stats=("gradient_gain", "entropy"), backend="reference")
+    assert tuple(stats) == ("entropy", "gradient_gain")

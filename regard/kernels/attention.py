@@ -1,0 +1,214 @@
+"""Launch: a `Problem` on CUDA (or interpreted) to a `Forward`, and back to `Gradients`.
+
+Block sizes come from a small table; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from regard import philox
+from regard.kernels import bundle, statistics
+from regard.kernels.backward import State, backward_bias, backward_dkv, backward_dq, backward_rows
+from regard.kernels.forward_online import forward_online
+from regard.kernels.tiles import Options, View
+from regard.problem import Forward, Gradients, Problem, Upstream
+
+TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
+
+
+def forward(problem: Problem) -> Forward:
+    """o, the rows' state and statistics of one call; see `regard.problem`."""
+    p = problem
+    shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
+    o = torch.empty(*shape, p.v.shape[-1], dtype=p.q.dtype, device=p.q.device)
+    frame, z = torch.empty(shape, **like), torch.empty(shape, **like)
+    stats = torch.empty(len(p.stats), *shape, **like)
+    if p.k.shape[-2] == 0:
+        return _unseeing(p, o, frame, z, stats)
+    if o.numel() == 0 and frame.numel() == 0:
+        return Forward(o, frame, z, stats)
+    common, config = _common(p), _forward_config(p)
+    kernel = forward_online
+    kernel[(triton.cdiv(shape[-1], config["BM"]) * shape[0] * shape[1],)](
+        view(p.q), view(p.k), view(p.v), view(o), frame, z, stats, **common, **config
+    )
+    return Forward(o, frame, z, stats)
+
+
+def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
+    """Gradients of q, k, v and of what `upstream` asks for; see `regard.problem`."""
+    p, do = problem, upstream.o
+    shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
+    grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
+    heat = torch.empty(shape, **like) if upstream.temperature and p.temperature is not None else None
+    if forward.frame.numel() == 0 or p.k.shape[-2] == 0:
+        return _nothing_flows(p, upstream, grads, like)
+    common = {name: value for name, value in _common(p).items() if name not in ("NEED", "SLOT", "SPARSE", "BEHIND")}
+    opt, config = common["opt"], _backward_config(p)
+    delta = torch.empty(shape, **like)
+    if p.choice.family != "threshold":
+        sizes = {name: common[name] for name in ("opt", "ACC", "E", "BE")}
+        blocks = triton.cdiv(shape[-1], 32) * shape[0] * shape[1]
+        backward_rows[(blocks,)](view(forward.o), view(do), delta, **sizes, BM=32)
+    product = delta.clone() if upstream.sink and p.sink is not None else delta
+    beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
+    state = State(forward.frame, forward.z, delta, beta, gamma, epsilon)
+    common["TILTED"] = beta is not None
+    inputs = (view(p.q), view(p.k), view(p.v), view(do))
+    blocks = triton.cdiv(shape[-1], config["dq"]["BM"]) * shape[0] * shape[1]
+    backward_dq[(blocks,)](*inputs, view(grads.q), heat, state, **common, HEAT=heat is not None, **config["dq"])
+    blocks = triton.cdiv(p.k.shape[-2], config["dkv"]["BN"]) * p.k.shape[0] * p.k.shape[1]
+    backward_dkv[(blocks,)](*inputs, view(grads.k), view(grads.v), state, **common, **config["dkv"])
+    if upstream.bias and p.bias is not None:
+        grads.bias = _bias_gradient(p, inputs, state, common, config["bias"])
+    grads.temperature = heat
+    if upstream.sink and p.sink is not None:
+        share = torch.exp(p.sink.to(delta.dtype) - forward.frame) / forward.z
+        through = upstream.stats.get("logsumexp", 0.0) - product
+        grads.sink = torch.where(forward.z > 0, share * through, 0.0)
+    return grads
+
+
+def _bias_gradient(p: Problem, inputs, state, common: dict, config: dict) -> torch.Tensor:
+    sizes = [1 if stride == 0 else size for size, stride in zip(p.bias.shape, p.bias.stride(), strict=True)]
+    grad = torch.empty(sizes, dtype=p.bias.dtype, device=p.bias.device)
+    counts = (p.bias.shape[0], p.bias.shape[1], *_tile_counts(p, config))
+    over = [count if size == 1 else 1 for count, size in zip(counts, sizes, strict=True)]
+    programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
+    ones = dict(ONE_M=sizes[2] == 1, ONE_N=sizes[3] == 1)
+    backward_bias[(programs,)](*inputs, view(grad), state, common.pop("opt"), *over, **common, **ones, **config)
+    return grad
+
+
+def _tile_counts(p: Problem, config: dict) -> tuple[int, int]:
+    return triton.cdiv(p.q.shape[-2], config["BM"]), triton.cdiv(p.k.shape[-2], config["BN"])
+
+
+def _tilt(p: Problem, forward: Forward, upstream: Upstream, delta: torch.Tensor):
+    """What the statistics' gradients add to ds, per row: p·(β·log2 e) + γ·y + ε; their part of δ goes into `delta`.
+
+    ds += g_lse·p − g_H·p̄·(log p̄ + H) + 2·g_var·(s − mean)/n, with log p̄ = ln 2·log2 e − log(Z·mass), s = a·y.
+    """
+    if not upstream.stats:
+        return None, None, None
+    stats = dict(zip(p.stats, forward.stats, strict=True))
+    zero = torch.zeros_like(delta)
+    beta, gamma, epsilon = zero, zero, zero
+    if "logsumexp" in upstream.stats:
+        delta -= upstream.stats["logsumexp"]
+    if "entropy" in upstream.stats:
+        mass = stats["mass"]
+        alive = (mass > 0) & (forward.z > 0)
+        pull = torch.where(alive, upstream.stats["entropy"] / torch.where(alive, mass, 1.0), 0.0)
+        delta += pull * (stats["entropy"] - torch.log(torch.where(alive, forward.z * mass, 1.0)))
+        beta = (pull * -math.log(2.0)).contiguous()
+    if "logit_variance" in upstream.stats:
+        n = stats["visible_keys"]
+        pull = torch.where(n > 0, 2.0 * upstream.stats["logit_variance"] / n.clamp_min(1.0), 0.0)
+        a = p.scale if _linear(p) else 1.0
+        a = a if p.temperature is None else a / p.temperature.to(delta.dtype)
+        gamma, epsilon = (pull * a).contiguous(), (-pull * stats["mean_logit"]).contiguous()
+    return beta, gamma, epsilon
+
+
+def _nothing_flows(p: Problem, upstream: Upstream, grads: Gradients, like: dict) -> Gradients:
+    for tensor in (grads.q, grads.k, grads.v):
+        tensor.zero_()
+    if upstream.temperature and p.temperature is not None:
+        grads.temperature = torch.zeros(p.q.shape[:-1], **like)
+    if upstream.sink and p.sink is not None:
+        grads.sink = torch.zeros(p.q.shape[:-1], **like)
+    if upstream.bias and p.bias is not None:
+        sizes = [1 if stride == 0 else size for size, stride in zip(p.bias.shape, p.bias.stride(), strict=True)]
+        grads.bias = torch.zeros(sizes, dtype=p.bias.dtype, device=p.bias.device)
+    return grads
+
+
+def _unseeing(p: Problem, o, frame, z, stats) -> Forward:
+    for tensor in (o, frame, z, stats):
+        tensor.zero_()
+    for row, name in zip(stats, p.stats, strict=True):
+        if name in ("max_logit", "logsumexp"):
+            row.fill_(float("-inf"))
+    return Forward(o, frame, z, stats)
+
+
+def view(tensor: torch.Tensor | None) -> View:
+    return View(None, (0, 0, 0, 0)) if tensor is None else View(tensor, tensor.stride())
+
+
+def pair(number: float | None) -> tuple[float, float]:
+    """A Python float as two float32 numbers: a kernel argument has no more bits."""
+    number = 0.0 if number is None else float(number)
+    high = float(np.float32(number))
+    return high, float(np.float32(number - high))
+
+
+def _limit(reach: int | None, most: int) -> int | None:
+    return None if reach is None else max(-most, min(reach, most))
+
+
+def _options(p: Problem) -> Options:
+    (left, right), (_, heads, m, _), n = p.reach, p.q.shape, p.k.shape[-2]
+    dropout = p.dropout_p > 0.0
+    return Options(
+        bias=view(p.bias),
+        mask=view(None if p.mask is None else p.mask.view(torch.uint8)),
+        temperature=view(p.temperature),
+        sink=view(p.sink),
+        lengths=None if p.key_lengths is None else p.key_lengths.contiguous(),
+        seed=p.seed if dropout else None,
+        left=_limit(left, m + n),
+        right=_limit(right, m + n),
+        scale=pair(p.scale),
+        cap=None if p.softcap is None else pair(p.softcap),
+        theta=pair(p.choice.theta),
+        dropped=philox.threshold(p.dropout_p) if dropout else None,
+        kept=pair(1.0 / (1.0 - p.dropout_p)),
+        heads=heads,
+        group=heads // p.k.shape[1],
+        queries=m,
+        keys=n,
+    )
+
+
+def _common(p: Problem) -> dict:
+    """The arguments that every kernel takes."""
+    dense = p.bias is not None or p.mask is not None
+    right = p.reach[1]
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    return dict(
+        opt=_options(p),
+        F=bundle.of(p.choice),
+        NEED=statistics.needs(p.stats, p.choice, dense),
+        SLOT=statistics.slots(p.stats),
+        SPARSE=p.choice.sparse,
+        LINEAR=_linear(p),
+        BEHIND=right is not None and right <= 0,
+        ACC=TYPES[p.accumulator],
+        D=d,
+        E=e,
+        BD=max(16, triton.next_power_of_2(d)),
+        BE=max(16, triton.next_power_of_2(e)),
+        PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
+    )
+
+
+def _forward_config(p: Problem) -> dict:
+    return dict(BM=16, BN=16, num_warps=4, num_stages=1)
+
+
+def _linear(p: Problem) -> bool:
+    """Is s a positive multiple of q·k? Then the maximum can be taken before scaling."""
+    return p.softcap is None and p.bias is None and p.scale > 0
+
+
+def _backward_config(p: Problem) -> dict:
+    one = dict(BM=16, BN=16, num_warps=4, num_stages=1)
+    return dict(dq=one, dkv=one, bias=one)

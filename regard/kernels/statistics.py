@@ -1,0 +1,208 @@
+"""The statistics of a row inside a kernel: the sums of `regard.statistics.State`, in the frame the kernel runs in.
+
+The maximum stays out of the sums marked ', as there, so that nearly one-hot rows lose nothing. Logarithms are to the
+base 2 until `finish`. Sums that nobody asked for stay 0 and vanish at compile time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from regard.kernels.tiles import HIDDEN, LN2
+from regard.statistics import NAMES
+
+Slots = NamedTuple("Slots", [(name, int) for name in NAMES])  # where each statistic is stored; −1: nowhere
+
+
+class Needs(NamedTuple):
+    """Which sums a set of statistics takes."""
+
+    top: bool
+    shares: bool  # Σ'u, ties
+    log_u: bool
+    square: bool
+    slope: bool
+    lse: bool
+    moments: bool
+    distance: bool
+    support: bool
+    count: bool  # visible keys counted in the loop
+    first: bool
+    track_first: bool  # in the loop: a dense mask decides which key is the first
+
+
+def slots(names: tuple[str, ...]) -> Slots:
+    return Slots(*(names.index(name) if name in names else -1 for name in NAMES))
+
+
+def needs(names: tuple[str, ...], choice, dense: bool) -> Needs:
+    wanted = set(names)
+    entropy = bool(wanted & {"entropy", "effective_keys"})
+    gain, participation = "gradient_gain" in wanted, "participation" in wanted
+    exponential = choice.family == "ratio" and choice.exponential
+    square = participation or (gain and exponential)
+    slope = gain and not exponential
+    lse = "logsumexp" in wanted and not exponential
+    shares = entropy or square or slope or lse or gain or bool(wanted & {"mass", "distance", "first_key_mass"})
+    sparse = choice.sparse and "support" in wanted
+    return Needs(
+        top=bool(wanted),
+        shares=shares,
+        log_u=entropy,
+        square=square,
+        slope=slope,
+        lse=lse,
+        moments=bool(wanted & {"mean_logit", "logit_variance"}),
+        distance="distance" in wanted,
+        support=sparse,
+        count=dense,
+        first="first_key_mass" in wanted,
+        track_first=dense and "first_key_mass" in wanted,
+    )
+
+
+class Sums(NamedTuple):
+    """The running sums of a block of rows, each [M]."""
+
+    top: Any  # max y
+    frame: Any  # log2 of what u is measured in (ratio)
+    z: Any  # Σ v, all keys
+    ties: Any  # keys with y = top
+    u: Any  # Σ' u
+    v: Any  # Σ' v
+    log_u: Any  # Σ' u·log2 u
+    square: Any  # Σ' u²
+    slope: Any  # Σ' u′
+    cross: Any  # Σ' v′·u, threshold: Σ' g′²
+    lse: Any  # Σ' exp(s − top)
+    distance: Any  # Σ u·|i − j|
+    support: Any  # keys with u > 0
+    n: Any  # visible keys
+    first: Any  # the first visible key
+    first_y: Any  # its y
+    pivot: Any
+    mean: Any  # Σ (y − pivot)
+    m2: Any  # Σ (y − pivot)²
+
+
+@triton.jit
+def nothing(SIZE: tl.constexpr, ACC: tl.constexpr, FRAME: tl.constexpr):
+    zero = tl.zeros([SIZE], ACC)
+    hidden = tl.full([SIZE], HIDDEN, ACC)
+    frame = tl.full([SIZE], FRAME, ACC)
+    nowhere = tl.full([SIZE], 2147483647, tl.int32)
+    return Sums(hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere, zero, hidden, zero, zero)  # fmt: skip
+
+
+@triton.jit
+def log2_or_0(u):
+    return tl.log2(tl.where(u > 0.0, u, 1.0))
+
+
+@triton.jit
+def counts(r, y, seen, j, top, u, NEED: tl.constexpr):
+    """What does not depend on the frame: (support, n, first, first_y, pivot, mean, m2) after this tile."""
+    support = r.support
+    n = r.n
+    first = r.first
+    first_y = r.first_y
+    pivot = r.pivot
+    mean = r.mean
+    m2 = r.m2
+    if NEED.support:
+        support += tl.sum(tl.where(u > 0.0, 1.0, 0.0).to(y.dtype), 1)
+    if NEED.count:
+        n += tl.sum(tl.where(seen, 1.0, 0.0).to(y.dtype), 1)
+    if NEED.track_first:
+        here = tl.min(tl.where(seen, j, 2147483647), 1)
+        at = tl.sum(tl.where(seen & (j == here[:, None]), y, 0.0), 1)
+        first_y = tl.where(here < first, at, first_y)
+        first = tl.minimum(first, here)
+    if NEED.moments:
+        pivot = tl.where(pivot <= HIDDEN, top, pivot)  # the first tile's maximum: near enough to the mean
+        d = tl.where(seen, y - pivot[:, None], 0.0)
+        mean += tl.sum(d, 1)
+        m2 += tl.sum(d * d, 1)
+    return support, n, first, first_y, pivot, mean, m2
+
+
+@triton.jit
+def stretch(u, i, j, start, sum_u, BEHIND: tl.constexpr):
+    """Σ_j u·|i − j| of a tile. Where every key lies behind its query, the row's part leaves the inner sum."""
+    if BEHIND:
+        ahead = (i - start).to(u.dtype)
+        moved = ahead * sum_u - tl.sum(u * (j - start).to(u.dtype), 1)
+    else:
+        moved = tl.sum(u * tl.abs((i[:, None] - start).to(u.dtype) - (j - start).to(u.dtype)), 1)
+    return moved
+
+
+@triton.jit
+def put(ptr, row, rows, value, dead, bare, seen, SLOT: tl.constexpr):
+    if SLOT >= 0:
+        tl.store(ptr + SLOT * rows + row, tl.where(dead, bare, value).to(ptr.dtype.element_ty), mask=seen)
+
+
+@triton.jit
+def finish(
+    ptr, row, rows, seen, dead, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse,
+    FAMILY: tl.constexpr, SPARSE: tl.constexpr, SLOT: tl.constexpr, NEED: tl.constexpr,
+):  # fmt: skip
+    """Store every statistic asked for. u1, v1, d1, x1 are u, v, u′ and cross at the maximum, p = u·inverse."""
+    alive = (u1 > 0.0) & (dead == 0)
+    unit = tl.where(u1 > 0.0, u1, 1.0)
+    ties = r.ties
+    w = r.u / unit
+    count = tl.where(alive, ties + w, 1.0)  # Σu / u_max ≥ 1
+    put(ptr, row, rows, n, dead, 0.0, seen, SLOT.visible_keys)
+    put(ptr, row, rows, r.top * a, dead, -float("inf"), seen, SLOT.max_logit)
+    if NEED.moments:
+        many = tl.maximum(n, 1.0)
+        off = r.mean / many
+        put(ptr, row, rows, (r.pivot + off) * a, dead, 0.0, seen, SLOT.mean_logit)
+        spread = tl.maximum(r.m2 / many - off * off, 0.0) * a * a
+        put(ptr, row, rows, spread, dead, 0.0, seen, SLOT.logit_variance)
+    put(ptr, row, rows, lse, dead, -float("inf"), seen, SLOT.logsumexp)
+    put(ptr, row, rows, tl.where(alive, count * unit * inverse, 0.0), dead, 0.0, seen, SLOT.mass)
+    if NEED.log_u:
+        lower = LN2 * (r.log_u - log2_or_0(u1) * r.u) / unit
+        entropy = tl.maximum(log1p((ties - 1.0) + w) - lower / count, 0.0)
+        entropy = tl.where(alive, entropy, 0.0)
+        put(ptr, row, rows, entropy, dead, 0.0, seen, SLOT.entropy)
+        put(ptr, row, rows, tl.where(alive, tl.exp(entropy), 0.0), dead, 0.0, seen, SLOT.effective_keys)
+    if SLOT.participation >= 0:
+        spread = count * count / tl.maximum(ties + r.square / unit / unit, 1.0)
+        put(ptr, row, rows, tl.where(alive, spread, 0.0), dead, 0.0, seen, SLOT.participation)
+    put(ptr, row, rows, tl.where(alive, u1 * inverse, 0.0), dead, 0.0, seen, SLOT.max_weight)
+    if SPARSE:
+        put(ptr, row, rows, r.support, dead, 0.0, seen, SLOT.support)
+    else:
+        put(ptr, row, rows, n, dead, 0.0, seen, SLOT.support)
+    far = tl.where(alive, r.distance / (unit * count), 0.0)
+    put(ptr, row, rows, far, dead, 0.0, seen, SLOT.distance)
+    opening = tl.where(alive, first_u / (unit * count), 0.0)
+    put(ptr, row, rows, opening, dead, 0.0, seen, SLOT.first_key_mass)
+    if SLOT.gradient_gain >= 0:
+        if FAMILY == "ratio":
+            d1 = d1 * inverse
+            v1 = v1 * inverse
+            others = rest * inverse + (ties - 1.0) * v1 + r.v * inverse  # 1 − v1, without the cancellation
+            at_top = ties * (d1 * others + (d1 * v1 - x1 * inverse * inverse))
+            gain = at_top + r.slope * inverse - r.cross * inverse * inverse
+        elif FAMILY == "threshold":
+            g = ties * d1 + r.slope
+            pairs = ties * (ties - 1.0) * x1 + 2.0 * ties * d1 * r.slope + (r.slope * r.slope - r.cross)
+            gain = tl.where(g > 0.0, pairs / tl.where(g > 0.0, g, 1.0), 0.0)
+        else:
+            gain = ties * d1 + r.slope
+        put(ptr, row, rows, tl.maximum(gain, 0.0), dead, 0.0, seen, SLOT.gradient_gain)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x ≥ 0 without losing a small x."""
+    y = 1.0 + x
+    return tl.where(y == 1.0, x, tl.log(y) * x / tl.where(y == 1.0, 1.0, y - 1.0))

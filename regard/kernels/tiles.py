@@ -1,0 +1,233 @@
+"""What every attention kernel does with a tile of scores: s = (cap(scale·qkᵀ) + bias) / T over the visible keys.
+
+Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is exp2 of one multiply-add:
+
+    linear (no soft cap, no bias, scale > 0)    y = q·k                        a = scale / T
+    otherwise                                   y = cap(scale · q·k) + bias    a = 1 / T
+
+Index tiles i and j come expanded, ([M, 1], [1, N]) or transposed, so that one function serves both orientations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+HIDDEN = tl.constexpr(-1e30)  # the score of a key that a row does not see: finite, so that no difference is NaN
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class View(NamedTuple):
+    """A tensor inside a kernel: its pointer (None: there is no such input) and its strides."""
+
+    ptr: Any
+    stride: tuple
+
+
+class Options(NamedTuple):
+    """The options of one call. Absent ones are None and cost nothing; numbers are pairs (float32, remainder)."""
+
+    bias: View
+    mask: View
+    temperature: View
+    sink: View
+    lengths: Any
+    seed: Any
+    left: Any
+    right: Any
+    scale: tuple
+    cap: Any
+    theta: tuple
+    dropped: Any  # keep a key where its random word is at least this
+    kept: tuple  # 1 / (1 − dropout), what kept weights are multiplied by
+    heads: Any
+    group: Any  # query heads per key head
+    queries: Any
+    keys: Any
+
+
+@triton.jit
+def wide(x):
+    """An index in 64 bits: more than 2³¹ elements are allowed."""
+    return tl.to_tensor(x).to(tl.int64)
+
+
+@triton.jit
+def number(pair, like):
+    """A Python float that came as two float32 numbers, in the precision of `like`."""
+    return tl.to_tensor(pair[0]).to(like) + tl.to_tensor(pair[1]).to(like)
+
+
+@triton.jit
+def key_count(opt, b):
+    n = opt.keys
+    if opt.lengths is not None:
+        n = tl.maximum(tl.minimum(tl.load(opt.lengths + b).to(tl.int32), n), 0)
+    return n
+
+
+@triton.jit
+def interval(i, opt, n):
+    """Query i sees keys first ≤ j < last, as far as causal order, window and lengths decide."""
+    first = i * 0
+    last = i * 0 + n
+    if opt.left is not None:
+        first = tl.maximum(i - opt.left, 0)
+    if opt.right is not None:
+        last = tl.minimum(i + opt.right + 1, n)
+    return first, last
+
+
+@triton.jit
+def rows_of(view, b, h, i, seen, other):
+    """A number per row, view[b, h, i]."""
+    where = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
+    return tl.load(where + wide(i) * view.stride[2], mask=seen, other=other)
+
+
+@triton.jit
+def block_of(view, b, h, start, first, last, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ALL: tl.constexpr):
+    """view[b, h, start : start + SIZE, :] as [SIZE, PAD]; rows outside [first, last) are 0 and never read."""
+    base = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
+    base += wide(start) * view.stride[2]
+    r = tl.arange(0, SIZE)
+    d = tl.arange(0, PAD)
+    where = base + r[:, None] * view.stride[2] + d[None, :] * view.stride[3]
+    inside = (start + r >= first) & (start + r < last)
+    if ALL:
+        if DIM == PAD:
+            tile = tl.load(where)
+        else:
+            tile = tl.load(where, mask=d[None, :] < DIM, other=0.0)
+    else:
+        tile = tl.load(where, mask=inside[:, None] & (d[None, :] < DIM), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_block(view, b, h, start, last, tile, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    base = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
+    base += wide(start) * view.stride[2]
+    r = tl.arange(0, SIZE)
+    d = tl.arange(0, PAD)
+    where = base + r[:, None] * view.stride[2] + d[None, :] * view.stride[3]
+    tl.store(where, tile.to(view.ptr.dtype.element_ty), mask=(start + r < last)[:, None] & (d[None, :] < DIM))
+
+
+@triton.jit
+def dense_at(view, b, h, i, j):
+    where = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
+    return where + wide(i) * view.stride[2] + wide(j) * view.stride[3]
+
+
+@triton.jit
+def tanh(x):
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
+    """(y, seen) of a tile of products x = q·k; y is HIDDEN where a key is not seen."""
+    seen = tl.full(x.shape, 1, tl.int1)
+    y = x
+    if EDGE:
+        seen = (j >= first) & (j < last)
+    if not LINEAR:
+        y = x * number(opt.scale, x.dtype)
+        if opt.cap is not None:
+            cap = number(opt.cap, x.dtype)
+            y = cap * tanh(y / cap)
+    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
+        there = (i < opt.queries) & (j < opt.keys)
+        if opt.bias.ptr is not None:
+            bias = tl.load(dense_at(opt.bias, b, h, i, j), mask=there, other=0.0).to(x.dtype)
+            seen = seen & (bias != -float("inf"))
+            y += bias
+        if opt.mask.ptr is not None:
+            seen = seen & (tl.load(dense_at(opt.mask, b, h, i, j), mask=there, other=0) != 0)
+    y = tl.where(seen, y, HIDDEN)
+    return y, seen
+
+
+@triton.jit
+def cap_slope(x, opt):
+    """∂ cap(scale·x) / ∂(scale·x) = 1 − tanh²."""
+    t = tanh(x * number(opt.scale, x.dtype) / number(opt.cap, x.dtype))
+    return 1.0 - t * t
+
+
+@triton.jit
+def row_factor(b, h, i, opt, like, LINEAR: tl.constexpr):
+    """a with s = a·y: scale/T or 1/T, as [rows]."""
+    a = tl.full(i.shape, 1.0, like)
+    if opt.temperature.ptr is not None:
+        a = 1.0 / rows_of(opt.temperature, b, h, i, i < opt.queries, 1.0).to(like)
+    if LINEAR:
+        a = a * number(opt.scale, like)
+    return a
+
+
+@triton.jit
+def keeps(b, h, i, j, opt, seed):
+    """Which weights dropout keeps: the first word of philox(seed; key, row) is at least opt.dropped."""
+    row = (wide(b) * opt.heads + h) * opt.queries + wide(i) + wide(j) * 0
+    low = (row & 0xFFFFFFFF).to(tl.uint32)
+    high = (row >> 32).to(tl.uint32)
+    key = (j + i * 0).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, key, low, high, low * 0)
+    return word >= wide(opt.dropped).to(tl.uint32)
+
+
+@triton.jit
+def positive_part(x):
+    """max(x, 0) that lets NaN through."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def unshift(frame):
+    """c = exp(−m); maps that use it have m ≥ 0, for the others it need only be finite."""
+    return tl.exp2(tl.minimum(-frame, 64.0))
+
+
+@triton.jit
+def visible_tile(b, h, i0, start, opt, BM: tl.constexpr, BN: tl.constexpr):
+    """Does the bool mask show any key of this tile to any of its queries?"""
+    i = (i0 + tl.arange(0, BM))[:, None]
+    j = (start + tl.arange(0, BN))[None, :]
+    there = (i < opt.queries) & (j < opt.keys)
+    return tl.max(tl.max(tl.load(dense_at(opt.mask, b, h, i, j), mask=there, other=0).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
+def key_blocks(i0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
+    """For queries i0 … i0 + BM: (lowest, highest) bound the keys any of them sees, begin is lowest on the grid of
+    blocks, and in the blocks [inner, outer) every query sees every key."""
+    i_last = tl.minimum(i0 + BM, opt.queries) - 1
+    lowest, latest = interval(i0, opt, n)
+    earliest, highest = interval(i_last, opt, n)
+    return lowest, highest, lowest // BN * BN, tl.cdiv(earliest, BN) * BN, tl.maximum(latest, 0) // BN * BN
+
+
+@triton.jit
+def query_blocks(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
+    """For keys j0 … j0 + BN: (begin, inner, outer, end) of the queries that see any of them, all of them inside."""
+    j_last = tl.minimum(j0 + BN, n) - 1
+    begin = j0 * 0
+    inner = j0 * 0
+    outer = j0 * 0 + opt.queries
+    end = j0 * 0 + opt.queries
+    if opt.right is not None:
+        begin = tl.maximum(j0 - opt.right, 0) // BM * BM
+        inner = tl.cdiv(tl.maximum(j_last - opt.right, 0), BM) * BM
+    if opt.left is not None:
+        outer = tl.minimum(outer, tl.maximum(j0 + opt.left + 1, 0))
+        end = tl.minimum(end, tl.maximum(j_last + opt.left + 1, 0))
+    outer = tl.where(j0 + BN > n, 0, outer // BM * BM)  # a cut block is all edge
+    end = tl.where(j0 >= n, 0, end)
+    return begin, inner, outer, end

@@ -48,6 +48,7 @@ def _(dp, saved, state, mask, theta, normalizer, scale, backend):
 
 
 def _rows_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # the state's gradient exists in double backward only
     s, mask, theta, ctx.normalizer, ctx.scale, ctx.backend = inputs
     p, state = output
     choice = normalizers.get(ctx.normalizer)
@@ -58,6 +59,7 @@ def _rows_setup(ctx, inputs, output):
 
 def _rows_backward(ctx, dp, dstate):
     saved, state, mask, theta = ctx.saved_tensors
+    dp = torch.zeros_like(saved) if dp is None else dp
     ds = rows_backward(dp, saved, state, mask, theta, ctx.normalizer, ctx.scale, ctx.backend)
     choice = normalizers.get(ctx.normalizer)
     if dstate is not None and choice.family == "ratio" and ctx.from_weights:

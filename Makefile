@@ -11,7 +11,7 @@ help:  ## this list
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
 setup: $(READY)  ## the environment alone

@@ -42,7 +42,7 @@ from numba import {real} as real, njit
 from regard.cpu import words
 
 tl = words
-strict = dict(fastmath={{"contract"}}, error_model="numpy")
+strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt={nrt})
 inner = njit(forceinline=True, **strict)
 outer = njit(cache=True, nogil=True, **strict)
 
@@ -51,29 +51,30 @@ _kernels: dict[tuple, Callable] = {}
 _lock = threading.RLock()
 
 
-def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str) -> Callable:
+def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str, *, allocates: bool = True) -> Callable:
     """The template with its tile functions (and numbers) filled in, compiled for precision "float32" or "float64".
 
     Compiled at the first call for each set of argument types, or loaded from disk; releases the interpreter lock.
-    Calling it from several threads at once is safe.
+    Calling it from several threads at once is safe. A template that creates no array may say so (allocates=False):
+    its slices then cost no reference counts, which matters when rows are short.
     """
-    key = (template, precision, *sorted((name, plain(value)) for name, value in tiles.items()))
+    key = (template, precision, allocates, *sorted((name, plain(value)) for name, value in tiles.items()))
     found = _kernels.get(key)
     if found is None:
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                found = _kernels[key] = getattr(_module(template, tiles, precision), template.__name__)
+                found = _kernels[key] = getattr(_module(template, text(template, tiles, precision, allocates)), template.__name__)
     return found
 
 
-def text(template: FunctionType, tiles: Mapping[str, Any], precision: str) -> str:
+def text(template: FunctionType, tiles: Mapping[str, Any], precision: str, allocates: bool = True) -> str:
     """The module that `kernel` compiles, as text."""
     writer = _Writer(tiles)
     writer.add(template, template.__name__, "@outer")
     dialect = hashlib.sha256(_dialect().encode()).hexdigest()[:16]
     body = "\n\n".join(writer.parts)
-    return f"# regard.cpu.words {dialect}\n{_HEAD.format(real=precision)}\n{body}\n"
+    return f"# regard.cpu.words {dialect}\n{_HEAD.format(real=precision, nrt=allocates)}\n{body}\n"
 
 
 class _Writer:
@@ -163,9 +164,8 @@ def _dialect() -> str:
     return (Path(__file__).parent / "words.py").read_text(encoding="utf-8")
 
 
-def _module(template: FunctionType, tiles: Mapping[str, Any], precision: str) -> ModuleType:
+def _module(template: FunctionType, content: str) -> ModuleType:
     require_numba()
-    content = text(template, tiles, precision)
     name = f"regard_kernel_{template.__name__}_{hashlib.sha256(content.encode()).hexdigest()[:24]}"
     path = _stored(name, content)
     module = ModuleType(name)

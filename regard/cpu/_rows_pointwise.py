@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import INF, fill, load, nothing_or_nan
 
@@ -12,9 +10,9 @@ def tiles(normalizer):
     return {name: getattr(normalizer, name) for name in ("value", "slope", "slope_of_weight")}
 
 
-def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
+def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = np.empty(n, state.dtype)
+    x = scratch[0, :n]
     for i in range(first, last):
         top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
@@ -28,9 +26,9 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
             row[j] = tile.narrow(weight if x[j] > -INF else 0.0)
 
 
-def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, first, last):
+def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = np.empty(n, state.dtype)
+    x = scratch[0, :n]
     for i in range(first, last):
         top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
@@ -43,7 +41,7 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
             row[j] = tile.narrow(slope * tile.widen(given[j]) if x[j] > -INF else 0.0)
 
 
-def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, first, last):
+def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = p.shape[1]
     for i in range(first, last):
         parameter = theta[i * step]

@@ -26,9 +26,9 @@ def shifted(top):
     return m
 
 
-def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
+def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = np.empty(n, state.dtype)
+    x = scratch[0, :n]
     for i in range(first, last):
         top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
@@ -40,11 +40,11 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
         c = words.minimum(words.exp(-m), HUGE)
         total = np.float64(tile.rest(c))
         for start in range(0, n, CHUNK):
-            part = 0.0
-            for j in range(start, min(start + CHUNK, n)):
-                y = x[j]
+            part, chunk = 0.0, x[start : start + CHUNK]
+            for j in range(chunk.size):
+                y = chunk[j]
                 e = words.exp(y - m)
-                x[j] = tile.numerator(e, y, c) if y > -INF else 0.0
+                chunk[j] = tile.numerator(e, y, c) if y > -INF else 0.0
                 part = words.accumulate(part, tile.denominator(e, y, c) if y > -INF else 0.0)
             total += part
         state[0, i] = m
@@ -57,9 +57,9 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
             row[j] = tile.narrow(x[j] * high + x[j] * low)
 
 
-def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, first, last):
+def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = p.shape[1]
-    g = np.empty(n, state.dtype)
+    g = scratch[0, :n]
     for i in range(first, last):
         z = state[1, i]
         if not (z > 0.0):
@@ -69,9 +69,9 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
         weights, row = p[i], ds[i]
         total = np.float64(0)
         for start in range(0, n, CHUNK):
-            part = 0.0
-            for j in range(start, min(start + CHUNK, n)):
-                part = words.accumulate(part, tile.widen(weights[j]) * g[j])
+            part, chunk, chunk_g = 0.0, weights[start : start + CHUNK], g[start : start + CHUNK]
+            for j in range(chunk.size):
+                part = words.accumulate(part, tile.widen(chunk[j]) * chunk_g[j])
             total += part
         delta = real(total)
         inverse = 1.0 / z
@@ -80,11 +80,9 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
             row[j] = tile.narrow(slope * (g[j] - delta))
 
 
-def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, first, last):
+def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = np.empty(n, state.dtype)
-    g = np.empty(n, state.dtype)
-    exponentials = np.empty(n, state.dtype)
+    x, g, exponentials = scratch[0, :n], scratch[1, :n], scratch[2, :n]
     for i in range(first, last):
         z = state[1, i]
         if not (z > 0.0):
@@ -97,11 +95,13 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
         c = words.minimum(words.exp(-m), HUGE)
         total = np.float64(0)
         for start in range(0, n, CHUNK):
-            part = 0.0
-            for j in range(start, min(start + CHUNK, n)):
-                e = words.exp(x[j] - m)
-                exponentials[j] = e
-                part = words.accumulate(part, tile.numerator(e, x[j], c) * g[j] if x[j] > -INF else 0.0)
+            end = start + CHUNK
+            part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], exponentials[start:end]
+            for j in range(chunk.size):
+                y = chunk[j]
+                e = words.exp(y - m)
+                chunk_e[j] = e
+                part = words.accumulate(part, tile.numerator(e, y, c) * chunk_g[j] if y > -INF else 0.0)
             total += part
         inverse = 1.0 / z
         delta = real(total) * inverse

@@ -25,8 +25,9 @@ def moments(y, size, tau):
     counts, firsts, seconds = np.float64(0), np.float64(0), np.float64(0)
     for start in range(0, size, CHUNK):
         count, first, second = 0.0, 0.0, 0.0
-        for j in range(start, min(start + CHUNK, size)):
-            t = words.maximum(y[j] - tau, 0.0)
+        chunk = y[start : min(start + CHUNK, size)]
+        for j in range(chunk.size):
+            t = words.maximum(chunk[j] - tau, 0.0)
             count = words.accumulate(count, 1.0 if t > 0.0 else 0.0)
             first = words.accumulate(first, t)
             second = words.accumulate(second, t * t)
@@ -77,8 +78,9 @@ def sums(y, size, tau, parameter):
     values, slopes = np.float64(0), np.float64(0)
     for start in range(0, size, CHUNK):
         value, slope = 0.0, 0.0
-        for j in range(start, min(start + CHUNK, size)):
-            t = words.maximum(y[j] - tau, 0.0)
+        chunk = y[start : min(start + CHUNK, size)]
+        for j in range(chunk.size):
+            t = words.maximum(chunk[j] - tau, 0.0)
             value = words.accumulate(value, tile.value(t, parameter))
             slope = words.accumulate(slope, tile.slope(t, parameter) if t > 0.0 else 0.0)
         values += value
@@ -99,11 +101,12 @@ def solve_newton(y, size, parameter, gain):
     return tau, value, slope
 
 
-def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
+def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
     padded = (n + tile.lanes - 1) // tile.lanes * tile.lanes
-    x = np.full(padded, -INF, state.dtype)
-    y = np.empty(padded + tile.lanes, state.dtype)
+    x, y = scratch[0], scratch[1]
+    for j in range(n, padded):
+        x[j] = -INF
     for i in range(first, last):
         parameter = theta[i * step]
         gain = tile.gain(parameter)
@@ -131,9 +134,9 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, first, last):
             row[j] = tile.narrow(tile.value(t, parameter) * inverse if t > 0.0 else 0.0)
 
 
-def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, first, last):
+def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = p.shape[1]
-    g = np.empty(n, state.dtype)
+    g = scratch[0, :n]
     for i in range(first, last):
         if not (state[1, i] > 0.0):
             fill(ds[i], state[1, i])
@@ -143,11 +146,11 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
         weights, row = p[i], ds[i]
         totals, products = np.float64(0), np.float64(0)
         for start in range(0, n, CHUNK):
-            total, product = 0.0, 0.0
-            for j in range(start, min(start + CHUNK, n)):
-                slope = tile.slope_of_weight(tile.widen(weights[j]), parameter)
+            total, product, chunk, chunk_g = 0.0, 0.0, weights[start : start + CHUNK], g[start : start + CHUNK]
+            for j in range(chunk.size):
+                slope = tile.slope_of_weight(tile.widen(chunk[j]), parameter)
                 total = words.accumulate(total, slope)
-                product = words.accumulate(product, slope * g[j])
+                product = words.accumulate(product, slope * chunk_g[j])
             totals += total
             products += product
         delta = real(products / totals)

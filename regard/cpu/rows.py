@@ -24,6 +24,7 @@ from regard.cpu._compile import kernel
 from regard.cpu._threads import over_rows
 from regard.normalizers import Choice, Normalizer
 
+SCRATCH, PADDING = 3, 32  # rows of working space per thread, and room behind each for whole vectors
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
 _STORAGE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -41,7 +42,7 @@ def forward(s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor
         hidden = _mask(mask, s)
         numbers = _theta(choice, theta, state)
         arrays = _array(s), _array(p), _array(state)
-        over_rows(lambda first, last: run(*arrays, *numbers, *hidden, scale, first, last), *s.shape)
+        _run(run, *s.shape, state.dtype, *arrays, *numbers, *hidden, scale)
     return p, state
 
 
@@ -62,8 +63,16 @@ def backward(
         hidden = _mask(mask, saved)
         numbers = _theta(choice, theta, state)
         arrays = _array(dp.to(saved.dtype)), _array(saved), _array(ds), _array(state)
-        over_rows(lambda first, last: run(*arrays, *numbers, *hidden, scale, first, last), *ds.shape)
+        _run(run, *ds.shape, state.dtype, *arrays, *numbers, *hidden, scale)
     return ds
+
+
+def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *arguments) -> None:
+    def work(first: int, last: int) -> None:
+        scratch = torch.empty((SCRATCH, columns + PADDING), dtype=dtype).numpy()
+        compiled(*arguments, scratch, first, last)
+
+    over_rows(work, rows, columns)
 
 
 @functools.lru_cache(maxsize=None)
@@ -74,7 +83,7 @@ def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     tiles["widen"], tiles["narrow"] = (f"widen_{storage}", f"narrow_{storage}") if storage else ("same", "same")
     precision = "float64" if dtype == torch.float64 else "float32"
     tiles["lanes"] = 8 if precision == "float64" else 16
-    return kernel(getattr(family, job), tiles, precision)
+    return kernel(getattr(family, job), tiles, precision, allocates=False)
 
 
 def _accumulator(s: Tensor) -> torch.dtype:

@@ -63,7 +63,7 @@ def of(choice: Choice | Normalizer) -> Bundle:
 
 def _bundle(normalizer: Normalizer) -> Bundle:
     try:
-        import triton  # noqa: F401
+        from triton import knobs
     except ImportError:
         raise ImportError("the Triton kernels need the package triton: pip install triton") from None
     if not normalizer.fused:
@@ -71,13 +71,11 @@ def _bundle(normalizer: Normalizer) -> Bundle:
     members, keys = {}, [normalizer.family]
     for name in Bundle._fields[2:]:
         member = getattr(normalizer, "value" if name == "weigh" else name, None)
-        if not callable(member):
-            keys.append(f"{name}={member}")
-        elif hasattr(member, "cache_key"):
-            keys.append(f"{name}={member.cache_key}")
-        else:  # interpreted: the plain function, with triton.language in its scope whether its file imports it or not
+        if callable(member) and knobs.runtime.interpret:
+            member = speak(member, tl)  # plain Python, with triton.language in scope whether its file imports it or not
             keys.append(f"{name}={source(member)}")
-            member = speak(member, tl)
+        else:
+            keys.append(f"{name}={getattr(member, 'cache_key', member)}")
         members[name] = member
     key = hashlib.sha256("\n".join(keys).encode()).hexdigest()
     return Bundle(family=normalizer.family, cache_key=key, **members)

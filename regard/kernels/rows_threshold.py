@@ -1,8 +1,9 @@
 """Rows of the threshold family: p = value(max(y − τ, 0)) with Σp = 1, y = gain·(s − max); and their backward.
 
-From a point τ the sums over the current support give the next one: Newton's step, and for value = t² the root of the
-quadratic. F is convex, so a Newton step never passes the solution from the left; the quadratic's root may, and then
-comes back from the right, but never behind the last Newton step (`floor`).
+From a point τ the sums over the current support give the next one. F(τ) = Σ value is convex, so Newton's step never
+passes the solution from the left. For value = t² two better ones: √F is a norm, so convex too, and Newton's step on it
+is twice as long where F is large; the root of the quadratic on the current support is exact once the support is, but
+may pass the solution: it then comes back from the right, never behind the last Newton step (`floor`).
 """
 
 import triton
@@ -48,14 +49,16 @@ def advance(tau, floor, total, slope, count, gain, TOLERANCE: tl.constexpr, F: t
     fall = slope / gain
     alive = fall > 0.0
     miss = total - 1.0
-    newton = miss / tl.where(alive, fall, 1.0)
-    floor = tl.where(miss >= 0.0, tl.maximum(floor, tau + newton), floor)
-    move = newton
+    fall = tl.where(alive, fall, 1.0)
     if F.order == 2:
-        half = 0.5 * fall
+        half = 0.5 * fall  # Σ t
+        newton = (total - tl.sqrt(total)) / half
         room = half * half - count * miss
-        root = half + tl.sqrt(tl.maximum(room, 0.0))
-        move = tl.where(alive & (room > 0.0), miss / tl.where(root > 0.0, root, 1.0), newton)
+        move = tl.where(room > 0.0, miss / (half + tl.sqrt(tl.maximum(room, 0.0))), newton)
+    else:
+        newton = miss / fall
+        move = newton
+    floor = tl.where(miss >= 0.0, tl.maximum(floor, tau + newton), floor)
     after = tl.maximum(tau + move, floor)
     far = (tl.abs(miss) > TOLERANCE) & (tl.abs(after - tau) > 0.5 * TOLERANCE * tl.abs(tau))
     return after, floor, (alive & far).to(tl.int32)

@@ -23,7 +23,7 @@ test: $(READY)  ## every test a machine without a GPU can run
 	$(BIN)/python -m pytest --quiet --numprocesses 2
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
-	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= tests/gpu
+	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= -W default tests/gpu
 
 bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
 	$(BIN)/regard bench --markdown benchmarks/results/cpu.md

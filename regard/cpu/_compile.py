@@ -122,7 +122,8 @@ class _Bind(ast.NodeTransformer):
             return ast.Attribute(ast.Name("words", ast.Load()), value, ast.Load())
         if isinstance(value, (bool, int, float)):
             return self.visit_Constant(ast.Constant(value))
-        return ast.Name(self.writer.add(value, f"tile_{node.attr}", is_tile=True), ast.Load())
+        of_template = plain(value).__module__.startswith("regard.cpu.")  # a part of the template that varies
+        return ast.Name(self.writer.add(value, f"tile_{node.attr}", is_tile=not of_template), ast.Load())
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self.calls:

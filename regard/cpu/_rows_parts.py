@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from regard.cpu._compile import real, tile, words
 
 CHUNK = 4096  # summed in the working precision; chunks are added up in float64
@@ -24,6 +26,55 @@ def load(s, x, scale, mask, masked):
     return top
 
 
+def read_loaded(s, x, scale, mask, masked):
+    """(scores, factor, top): the row's scores are factor·scores, their maximum is top."""
+    top = load(s, x, scale, mask, masked)
+    return x, 1.0, top
+
+
+def read_direct(s, x, scale, mask, masked):
+    """The same without a copy, where the scores are stored in the working precision and all visible."""
+    if masked:
+        top = load(s, x, scale, mask, masked)
+        return x, 1.0, top
+    top = -INF
+    for j in range(s.size):
+        top = words.maximum(top, s[j])
+    return s, scale, top * scale
+
+
+def read_gradient_loaded(dp, g, mask, masked):
+    load_gradient(dp, g, mask, masked)
+    return g
+
+
+def read_gradient_direct(dp, g, mask, masked):
+    if masked:
+        load_gradient(dp, g, mask, masked)
+        return g
+    return dp
+
+
+def work_loaded(row, x):
+    """Where intermediate values may lie: beside the result row, or in it."""
+    return x
+
+
+def work_direct(row, x):
+    return row
+
+
+def scale_loaded(row, x, high, low):
+    """row ← (high + low)·x."""
+    for j in range(row.size):
+        row[j] = tile.narrow(x[j] * high + x[j] * low)
+
+
+def scale_direct(row, x, high, low):
+    for j in range(row.size):
+        row[j] = row[j] * high + row[j] * low
+
+
 def load_gradient(dp, g, mask, masked):
     """g ← dp where visible, else 0: what is hidden cannot leak, not even as NaN."""
     if masked:
@@ -42,3 +93,25 @@ def fill(row, value):
 def nothing_or_nan(top):
     """What a row without a finite maximum consists of: 0 if it is empty (−inf), else NaN."""
     return 0.0 if top == -INF else NAN
+
+
+def storage_tiles(dtype):
+    """How rows of a dtype are read and written."""
+    storage = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(dtype)
+    if storage is None:
+        return dict(
+            widen="same",
+            narrow="same",
+            read=read_direct,
+            read_gradient=read_gradient_direct,
+            work=work_direct,
+            scale=scale_direct,
+        )
+    return dict(
+        widen=f"widen_{storage}",
+        narrow=f"narrow_{storage}",
+        read=read_loaded,
+        read_gradient=read_gradient_loaded,
+        work=work_loaded,
+        scale=scale_loaded,
+    )

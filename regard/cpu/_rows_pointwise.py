@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu._rows_parts import INF, fill, load, nothing_or_nan
+from regard.cpu._rows_parts import INF, fill, nothing_or_nan
 
 
 def tiles(normalizer):
@@ -12,9 +12,8 @@ def tiles(normalizer):
 
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = scratch[0, :n]
     for i in range(first, last):
-        top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
+        x, factor, top = tile.read(s[i], scratch[0, :n], real(scale), mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(p[i], nothing_or_nan(top))
             state[0, i] = nothing_or_nan(top)
@@ -22,23 +21,23 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         parameter = theta[i * step]
         row = p[i]
         for j in range(n):
-            weight = tile.value(x[j], parameter)
-            row[j] = tile.narrow(weight if x[j] > -INF else 0.0)
+            y = x[j] * factor
+            row[j] = tile.narrow(tile.value(y, parameter) if y > -INF else 0.0)
 
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = scratch[0, :n]
     for i in range(first, last):
-        top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
+        x, factor, top = tile.read(s[i], scratch[0, :n], real(scale), mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(ds[i], nothing_or_nan(top))
             continue
         parameter = theta[i * step]
         given, row = dp[i], ds[i]
         for j in range(n):
-            slope = tile.slope(x[j], parameter) * real(scale)
-            row[j] = tile.narrow(slope * tile.widen(given[j]) if x[j] > -INF else 0.0)
+            y = x[j] * factor
+            slope = tile.slope(y, parameter) * real(scale)
+            row[j] = tile.narrow(slope * tile.widen(given[j]) if y > -INF else 0.0)
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu._rows_parts import CHUNK, INF, fill, load, load_gradient, nothing_or_nan
+from regard.cpu._rows_parts import CHUNK, INF, fill, nothing_or_nan
 
 SHIFTS = {"max": 0, "max0": 1, "none": 2}
 HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
@@ -28,9 +28,8 @@ def shifted(top):
 
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x = scratch[0, :n]
     for i in range(first, last):
-        top = load(s[i], x, real(scale), mask[i * stride : i * stride + n], masked)
+        x, factor, top = tile.read(s[i], scratch[0, :n], real(scale), mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(p[i], nothing_or_nan(top))
             state[0, i] = nothing_or_nan(top)
@@ -38,34 +37,31 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
             continue
         m = shifted(top)
         c = words.minimum(words.exp(-m), HUGE)
+        u = tile.work(p[i], scratch[1, :n])
         total = np.float64(tile.rest(c))
         for start in range(0, n, CHUNK):
-            part, chunk = 0.0, x[start : start + CHUNK]
+            part, chunk, chunk_u = 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
             for j in range(chunk.size):
-                y = chunk[j]
+                y = chunk[j] * factor
                 e = words.exp(y - m)
-                chunk[j] = tile.numerator(e, y, c) if y > -INF else 0.0
+                chunk_u[j] = tile.numerator(e, y, c) if y > -INF else 0.0
                 part = words.accumulate(part, tile.denominator(e, y, c) if y > -INF else 0.0)
             total += part
         state[0, i] = m
         state[1, i] = total
         inverse = np.float64(1) / total if total > 0 else np.float64(0)
         high = real(inverse)
-        low = real(inverse - high)
-        row = p[i]
-        for j in range(n):
-            row[j] = tile.narrow(x[j] * high + x[j] * low)
+        tile.scale(p[i], u, high, real(inverse - high))
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = p.shape[1]
-    g = scratch[0, :n]
     for i in range(first, last):
         z = state[1, i]
         if not (z > 0.0):
-            fill(ds[i], real(z))
+            fill(ds[i], z)
             continue
-        load_gradient(dp[i], g, mask[i * stride : i * stride + n], masked)
+        g = tile.read_gradient(dp[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         weights, row = p[i], ds[i]
         total = np.float64(0)
         for start in range(0, n, CHUNK):
@@ -82,32 +78,30 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
-    x, g, exponentials = scratch[0, :n], scratch[1, :n], scratch[2, :n]
     for i in range(first, last):
         z = state[1, i]
         if not (z > 0.0):
-            fill(ds[i], real(z))
+            fill(ds[i], z)
             continue
         seen = mask[i * stride : i * stride + n]
-        load(s[i], x, real(scale), seen, masked)
-        load_gradient(dp[i], g, seen, masked)
-        m = state[0, i]
+        x, factor, _ = tile.read(s[i], scratch[0, :n], real(scale), seen, masked)
+        g = tile.read_gradient(dp[i], scratch[1, :n], seen, masked)
+        e, m = scratch[2, :n], state[0, i]
         c = words.minimum(words.exp(-m), HUGE)
         total = np.float64(0)
         for start in range(0, n, CHUNK):
             end = start + CHUNK
-            part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], exponentials[start:end]
+            part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], e[start:end]
             for j in range(chunk.size):
-                y = chunk[j]
-                e = words.exp(y - m)
-                chunk_e[j] = e
-                part = words.accumulate(part, tile.numerator(e, y, c) * chunk_g[j] if y > -INF else 0.0)
+                y = chunk[j] * factor
+                chunk_e[j] = words.exp(y - m)
+                part = words.accumulate(part, tile.numerator(chunk_e[j], y, c) * chunk_g[j] if y > -INF else 0.0)
             total += part
         inverse = 1.0 / z
         delta = real(total) * inverse
         inverse *= real(scale)
         row = ds[i]
         for j in range(n):
-            a = tile.numerator_slope(exponentials[j], x[j], c)
-            b = tile.denominator_slope(exponentials[j], x[j], c)
-            row[j] = tile.narrow((a * g[j] - b * delta) * inverse if x[j] > -INF else 0.0)
+            y = x[j] * factor
+            a, b = tile.numerator_slope(e[j], y, c), tile.denominator_slope(e[j], y, c)
+            row[j] = tile.narrow((a * g[j] - b * delta) * inverse if y > -INF else 0.0)

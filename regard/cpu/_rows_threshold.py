@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu._rows_parts import CHUNK, INF, fill, load, load_gradient, nothing_or_nan
+from regard.cpu._rows_parts import CHUNK, INF, fill, load, nothing_or_nan
 
 STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
@@ -136,13 +136,12 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = p.shape[1]
-    g = scratch[0, :n]
     for i in range(first, last):
         if not (state[1, i] > 0.0):
             fill(ds[i], state[1, i])
             continue
         parameter = theta[i * step]
-        load_gradient(dp[i], g, mask[i * stride : i * stride + n], masked)
+        g = tile.read_gradient(dp[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         weights, row = p[i], ds[i]
         totals, products = np.float64(0), np.float64(0)
         for start in range(0, n, CHUNK):

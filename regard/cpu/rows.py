@@ -21,12 +21,12 @@ from torch import Tensor
 
 from regard.cpu import _rows_pointwise, _rows_ratio, _rows_threshold
 from regard.cpu._compile import kernel
+from regard.cpu._rows_parts import storage_tiles
 from regard.cpu._threads import over_rows
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING = 3, 32  # rows of working space per thread, and room behind each for whole vectors
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
-_STORAGE = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def forward(s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0):
@@ -78,11 +78,8 @@ def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *argum
 @functools.lru_cache(maxsize=None)
 def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family = _FAMILIES[normalizer.family]
-    storage = _STORAGE.get(dtype)
-    tiles = family.tiles(normalizer)
-    tiles["widen"], tiles["narrow"] = (f"widen_{storage}", f"narrow_{storage}") if storage else ("same", "same")
     precision = "float64" if dtype == torch.float64 else "float32"
-    tiles["lanes"] = 8 if precision == "float64" else 16
+    tiles = {**family.tiles(normalizer), **storage_tiles(dtype), "lanes": 8 if precision == "float64" else 16}
     return kernel(getattr(family, job), tiles, precision, allocates=False)
 
 
@@ -92,7 +89,7 @@ def _accumulator(s: Tensor) -> torch.dtype:
 
 def _array(x: Tensor):
     x = x.detach().contiguous()
-    return (x.view(torch.int16) if x.dtype in _STORAGE else x).numpy()
+    return (x.view(torch.int16) if x.dtype in (torch.bfloat16, torch.float16) else x).numpy()
 
 
 def _theta(choice: Choice, theta: Tensor | None, state: Tensor):

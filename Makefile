@@ -26,7 +26,7 @@ test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= -W default tests/gpu
 
 bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
-	$(BIN)/regard bench --markdown benchmarks/results/cpu.md
+	$(BIN)/regard bench --device cpu --markdown benchmarks/results/cpu.md
 
 lint: $(READY)  ## style, imports, types
 	$(BIN)/ruff check .

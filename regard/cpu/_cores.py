@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _pool: ThreadPoolExecutor | None = None
 _size = 0
@@ -20,27 +24,35 @@ _lock = threading.Lock()
 _here = threading.local()
 
 
-def each(worker: Callable[[], None], limit: int) -> None:
-    """Call worker() on as many threads as torch uses here, at most `limit`; returns when all of them have.
+def each(items: Iterable[T], work: Callable[[T, dict], None], cores: int | None = None) -> None:
+    """Call work(item, own) for every item, first ones first, on as many threads as torch uses here (at most `cores`).
+
+    `own` is a dict of the thread's own that lasts as long as the call: a place for buffers.
 
     >>> from regard.cpu._cores import each
-    >>> todo, done = list(range(100)), []
-    >>> each(lambda: [done.append(todo.pop()) for _ in range(10)], limit=1)
-    >>> len(done)
-    10
+    >>> done = []
+    >>> each(range(100), lambda item, own: done.append(item))
+    >>> sorted(done) == list(range(100))
+    True
     """
-    count = 1 if getattr(_here, "alone", False) else min(torch.get_num_threads(), limit)
+    queue = deque(items)
+    count = min(torch.get_num_threads(), len(queue), len(queue) if cores is None else cores)
     inference = torch.is_inference_mode_enabled()
 
-    def quietly():
+    def worker() -> None:
+        own: dict = {}
         with torch.inference_mode(inference), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            worker()
+            while True:
+                try:
+                    item = queue.popleft()
+                except IndexError:
+                    return
+                work(item, own)
 
-    if count <= 1:
-        quietly()
+    if count <= 1 or getattr(_here, "alone", False):
+        worker()
         return
-    pool = _executor(count)
-    futures = [pool.submit(quietly) for _ in range(count)]
+    futures = [_executor(count).submit(worker) for _ in range(count)]
     failures = [future.exception() for future in futures]  # waits for all of them
     for failure in failures:
         if failure is not None:

@@ -27,12 +27,14 @@ import torch
 from torch import Tensor
 
 from regard import philox
+from regard.cpu import _cores
 from regard.cpu import attention_kernels as kernels
 from regard.cpu.attention_blocks import Block, Blocks, Scratch, Task
 from regard.problem import Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, State
 
 FIELDS = tuple(field.name for field in fields(State))
+ROWS = 4096  # whose statistics are finished together
 
 
 def forward(problem: Problem) -> Forward:
@@ -170,12 +172,21 @@ class Rows:
 def _statistics(problem: Problem, sums: Tensor) -> Tensor:
     """[len(stats), B, H, M] from the sums of every row."""
     rows = problem.q.shape[:3]
-    if not problem.stats:
-        return torch.empty((0, *rows), dtype=problem.accumulator)
-    state = State(**{name: field[..., None] for name, field in zip(FIELDS, sums, strict=True)})
-    sink = None if problem.sink is None else problem.sink.double()[..., None]
-    found = state.finish(problem.choice, sink)
-    return torch.stack([found[name].to(problem.accumulator) for name in problem.stats])
+    stats = torch.empty((len(problem.stats), *rows), dtype=problem.accumulator)
+    if not problem.stats or not rows.numel():
+        return stats
+    sums, flat = sums.view(len(FIELDS), -1, 1), stats.view(len(problem.stats), -1)
+    sink = None if problem.sink is None else problem.sink.double().reshape(-1, 1)
+
+    def work(start: int, own: dict) -> None:
+        here = slice(start, start + ROWS)
+        state = State(**{name: field[here] for name, field in zip(FIELDS, sums, strict=True)})
+        found = state.finish(problem.choice, None if sink is None else sink[here])
+        for name, values in zip(problem.stats, flat, strict=True):
+            values[here] = found[name]
+
+    _cores.each(range(0, rows.numel(), ROWS), work)
+    return stats
 
 
 def _drop(blocks: Blocks, block: Block, s: Tensor) -> None:

@@ -8,7 +8,6 @@ load. Each core works whole tasks, its BLAS on one thread, so that no product ev
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from regard.problem import Problem
 SCORES = 1 << 18  # scores in one block: with their weights' gradients they stay in a core's second-level cache
 TASKS = 16  # at least so many, where there is work for them: enough for the cores to share evenly
 PARTIAL_BYTES = 64 << 20  # what backward may spend on partial sums of dk and dv
+SMALL = 1 << 15  # scores in all, below which one core is enough
 FAR = 1 << 62
 
 
@@ -169,21 +169,15 @@ class Blocks:
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Do every task, on as many cores as torch uses."""
-        queue = deque(self.tasks)
         dtype = self.problem.accumulator
 
-        def worker():
-            scratch = Scratch(dtype)
-            while True:
-                try:
-                    tasks = queue.popleft()
-                except IndexError:
-                    return
-                for task in tasks:
-                    work(task, scratch)
+        def in_order(tasks: list[Task], own: dict) -> None:
+            scratch = own.setdefault("scratch", Scratch(dtype))
+            for task in tasks:
+                work(task, scratch)
 
         size = self.batch * self.heads * self.queries * max(1, min(self.n, self.left + self.right + 1))
-        _cores.each(worker, 1 if size < SCORES // 8 else len(queue))
+        _cores.each(self.tasks, in_order, 1 if size < SMALL else None)
 
     def geometry(self, block: Block) -> tuple[int, ...]:
         """What a row kernel needs to know which keys each of its rows sees."""

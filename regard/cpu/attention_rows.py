@@ -43,11 +43,12 @@ def count_and_mean(x):
     """(number of entries above −inf, their mean)."""
     n, total = np.float64(0.0), np.float64(0.0)
     for start in range(0, len(x), CHUNK):
+        chunk = x[start : start + CHUNK]
         some, part = real(0.0), real(0.0)
-        for j in range(start, min(start + CHUNK, len(x))):
-            seen = x[j] > real(-math.inf)
+        for j in range(len(chunk)):
+            seen = chunk[j] > real(-math.inf)
             some = words.accumulate(some, words.where(seen, 1.0, 0.0))
-            part = words.accumulate(part, words.where(seen, x[j], 0.0))
+            part = words.accumulate(part, words.where(seen, chunk[j], 0.0))
         n += some
         total += part
     return n, total / max(n, np.float64(1.0))
@@ -119,15 +120,16 @@ def exponential_sums(x, top, mean, offset):
     zero = np.float64(0.0)
     total, below, log_u, square, ties, m2, distance = zero, zero, zero, zero, zero, zero, zero
     for start in range(0, len(x), CHUNK):
+        chunk, away = x[start : start + CHUNK], offset + real(start)
         total_, log_, square_, ties_, m2_, distance_ = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
-        for j in range(start, min(start + CHUNK, len(x))):
-            d = words.maximum(x[j] - top, tile.lowest)
+        for j in range(len(chunk)):
+            d = words.maximum(chunk[j] - top, tile.lowest)
             e = words.exp(d)
             if tile.moments:
-                gap = words.where(x[j] > real(-math.inf), x[j] - mean, 0.0)
+                gap = words.where(chunk[j] > real(-math.inf), chunk[j] - mean, 0.0)
                 m2_ = words.accumulate(m2_, gap * gap)
             if tile.travel:
-                distance_ = words.accumulate(distance_, e * abs(real(np.int32(j)) + offset))
+                distance_ = words.accumulate(distance_, e * abs(real(np.int32(j)) + away))
             if tile.spread:
                 lower = words.where(d < 0.0, e, 0.0)
                 total_ = words.accumulate(total_, lower)
@@ -136,7 +138,7 @@ def exponential_sums(x, top, mean, offset):
                 ties_ = words.accumulate(ties_, words.where(d < 0.0, 0.0, 1.0))
             else:
                 total_ = words.accumulate(total_, e)
-            x[j] = e
+            chunk[j] = e
         total += total_
         log_u += log_
         square += square_
@@ -207,10 +209,11 @@ def general_sums(x, top, mean, m, c, theta, offset):
     u, v, log_u, square, slope, cross = zero, zero, zero, zero, zero, zero
     lse, below, m2, distance, support = zero, zero, zero, zero, zero
     for start in range(0, len(x), CHUNK):
+        chunk, away = x[start : start + CHUNK], offset + real(start)
         u_, v_, log_, square_, slope_, cross_ = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
         lse_, below_, m2_, distance_, support_ = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
-        for j in range(start, min(start + CHUNK, len(x))):
-            y = x[j]
+        for j in range(len(chunk)):
+            y = chunk[j]
             hidden = y == real(-math.inf)
             weight = words.where(hidden, 0.0, tile.weight(y, m, c, theta))
             norm = words.where(hidden, 0.0, tile.norm(y, m, c, theta))
@@ -218,7 +221,7 @@ def general_sums(x, top, mean, m, c, theta, offset):
                 gap = words.where(hidden, 0.0, y - mean)
                 m2_ = words.accumulate(m2_, gap * gap)
             if tile.travel:
-                distance_ = words.accumulate(distance_, weight * abs(real(np.int32(j)) + offset))
+                distance_ = words.accumulate(distance_, weight * abs(real(np.int32(j)) + away))
             if tile.spread:
                 lower = (y < top) & (not hidden)
                 support_ = words.accumulate(support_, words.where(weight > 0.0, 1.0, 0.0))
@@ -237,7 +240,7 @@ def general_sums(x, top, mean, m, c, theta, offset):
                 v_ = words.accumulate(v_, norm)
                 if tile.lse:
                     lse_ = words.accumulate(lse_, words.exp(y - top))
-            x[j] = weight
+            chunk[j] = weight
         u += u_
         v += v_
         log_u += log_

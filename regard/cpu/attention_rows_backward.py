@@ -27,11 +27,12 @@ def backward_from_weights(s, dp, i0, rows, j0, left, right, limit, parameter, fr
         extra = slope_argument(inverse, theta)
         total = np.float64(0.0)
         for start in range(0, len(x), CHUNK):
+            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part = real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                p = words.where(x[j] == real(-math.inf), 0.0, tile.weight(x[j], m, c, theta)) * scaled(inverse)
-                part = words.accumulate(part, share_of(p, extra) * g[j])
-                x[j] = p
+            for j in range(len(chunk)):
+                p = words.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta)) * scaled(inverse)
+                part = words.accumulate(part, share_of(p, extra) * dchunk[j])
+                chunk[j] = p
             total += part
         shift = real(settled(total, inverse))
         delta[r] = shift
@@ -53,10 +54,11 @@ def backward_from_scores(s, dp, i0, rows, j0, left, right, limit, parameter, fra
         m, c = framed(x, frame[r], theta)
         total = np.float64(0.0)
         for start in range(0, len(x), CHUNK):
+            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part = real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                share = share_of_score(x[j], m, c, theta, inverse)
-                part = words.accumulate(part, words.where(x[j] == real(-math.inf), 0.0, share) * g[j])
+            for j in range(len(chunk)):
+                share = share_of_score(chunk[j], m, c, theta, inverse)
+                part = words.accumulate(part, words.where(chunk[j] == real(-math.inf), 0.0, share) * dchunk[j])
             total += part
         shift = real(settled(total, inverse))
         delta[r] = shift
@@ -71,21 +73,22 @@ def backward_from_scores(s, dp, i0, rows, j0, left, right, limit, parameter, fra
             by_lse, by_entropy = upstream[1, r], upstream[2, r]
         pulled = np.float64(0.0)
         for start in range(0, len(x), CHUNK):
+            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part = real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                y = x[j]
+            for j in range(len(chunk)):
+                y = chunk[j]
                 hidden = y == real(-math.inf)
                 y = words.where(hidden, 0.0, y)
                 p = tile.weight(y, m, c, theta) * scaled(inverse)
-                d = tile.rise(y, m, c, theta) * scaled(inverse) * g[j] - tile.fall(y, m, c, theta) * scaled(inverse) * shift
+                d = tile.rise(y, m, c, theta) * scaled(inverse) * dchunk[j] - tile.fall(y, m, c, theta) * scaled(inverse) * shift
                 if tile.watched:
                     log_p = (y - top) - log_total
                     d += by_lse * p + by_variance * (y - mean)
                     d -= by_entropy * words.exp(log_p) * (log_p + entropy)
                 d = words.where(hidden, 0.0, d)
                 part = words.accumulate(part, d * y)
-                g[j] = d
-                x[j] = words.where(hidden, 0.0, p)
+                dchunk[j] = d
+                chunk[j] = words.where(hidden, 0.0, p)
             pulled += part
         pull[r] = pulled
 
@@ -94,9 +97,10 @@ def entropy_of(x, top):
     """(log Σ exp(x − top), entropy) of the softmax of a row."""
     total, weighted = np.float64(0.0), np.float64(0.0)
     for start in range(0, len(x), CHUNK):
+        chunk = x[start : start + CHUNK]
         some, part = real(0.0), real(0.0)
-        for j in range(start, min(start + CHUNK, len(x))):
-            d = words.maximum(x[j] - top, tile.lowest)
+        for j in range(len(chunk)):
+            d = words.maximum(chunk[j] - top, tile.lowest)
             e = words.exp(d)
             some = words.accumulate(some, e)
             part = words.accumulate(part, e * d)
@@ -120,10 +124,11 @@ def framed(x, frame, theta):
     if abs(frame) > 4.0:
         values, slopes = np.float64(0.0), np.float64(0.0)
         for start in range(0, len(x), CHUNK):
+            chunk = x[start : start + CHUNK]
             value, slope = real(0.0), real(0.0)
-            for j in range(start, min(start + CHUNK, len(x))):
-                value = words.accumulate(value, tile.weight(x[j], high, tau, theta))
-                slope = words.accumulate(slope, tile.rise(x[j], high, tau, theta))
+            for j in range(len(chunk)):
+                value = words.accumulate(value, tile.weight(chunk[j], high, tau, theta))
+                slope = words.accumulate(slope, tile.rise(chunk[j], high, tau, theta))
             values += value
             slopes += slope
         tau = real(tau + (values - 1.0) * tile.level(1.0, theta) / slopes)

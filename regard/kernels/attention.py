@@ -16,9 +16,12 @@ from regard import philox
 from regard.kernels import bundle, statistics
 from regard.kernels.backward import State, backward_bias, backward_dkv, backward_dq, backward_rows
 from regard.kernels.forward_online import forward_online
-from regard.kernels.tiles import Options, View
+from regard.kernels.forward_threshold import forward_threshold
+from regard.kernels.tiles import Config, Options, View
 from regard.problem import Forward, Gradients, Problem, Upstream
 
+# (most steps, |Σp − 1| from which the last step leaves nothing to mend) of the threshold solver
+SOLVER = {torch.float64: (64, 1e-7), torch.float32: (40, 1e-3), torch.float16: (40, 1e-2), torch.bfloat16: (40, 1e-2)}
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
@@ -33,11 +36,13 @@ def forward(problem: Problem) -> Forward:
         return _unseeing(p, o, frame, z, stats)
     if o.numel() == 0 and frame.numel() == 0:
         return Forward(o, frame, z, stats)
-    common, config = _common(p), _forward_config(p)
-    kernel = forward_online
-    kernel[(triton.cdiv(shape[-1], config["BM"]) * shape[0] * shape[1],)](
-        view(p.q), view(p.k), view(p.v), view(o), frame, z, stats, **common, **config
-    )
+    kernel = forward_threshold if p.choice.family == "threshold" else forward_online
+    config, launch = _config(p, kernel.__name__)
+    blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
+    arguments = (view(p.q), view(p.k), view(p.v), view(o), frame, z, stats, _options(p), config)
+    if kernel is forward_threshold:
+        arguments += SOLVER[p.q.dtype]
+    kernel[(blocks,)](*arguments, **launch)
     return Forward(o, frame, z, stats)
 
 
@@ -49,24 +54,23 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     heat = torch.empty(shape, **like) if upstream.temperature and p.temperature is not None else None
     if forward.frame.numel() == 0 or p.k.shape[-2] == 0:
         return _nothing_flows(p, upstream, grads, like)
-    common = {name: value for name, value in _common(p).items() if name not in ("NEED", "SLOT", "SPARSE", "BEHIND")}
-    opt, config = common["opt"], _backward_config(p)
+    opt, rows = _options(p), shape[0] * shape[1]
     delta = torch.empty(shape, **like)
     if p.choice.family != "threshold":
-        sizes = {name: common[name] for name in ("opt", "ACC", "E", "BE")}
-        blocks = triton.cdiv(shape[-1], 32) * shape[0] * shape[1]
-        backward_rows[(blocks,)](view(forward.o), view(do), delta, **sizes, BM=32)
+        config, launch = _config(p, "backward_rows")
+        backward_rows[(triton.cdiv(shape[-1], config.BM) * rows,)](view(forward.o), view(do), delta, opt, config, **launch)
     product = delta.clone() if upstream.sink and p.sink is not None else delta
     beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
     state = State(forward.frame, forward.z, delta, beta, gamma, epsilon)
-    common["TILTED"] = beta is not None
+    flags = dict(TILTED=beta is not None, HEAT=heat is not None)
     inputs = (view(p.q), view(p.k), view(p.v), view(do))
-    blocks = triton.cdiv(shape[-1], config["dq"]["BM"]) * shape[0] * shape[1]
-    backward_dq[(blocks,)](*inputs, view(grads.q), heat, state, **common, HEAT=heat is not None, **config["dq"])
-    blocks = triton.cdiv(p.k.shape[-2], config["dkv"]["BN"]) * p.k.shape[0] * p.k.shape[1]
-    backward_dkv[(blocks,)](*inputs, view(grads.k), view(grads.v), state, **common, **config["dkv"])
+    config, launch = _config(p, "backward_dq", **flags)
+    backward_dq[(triton.cdiv(shape[-1], config.BM) * rows,)](*inputs, view(grads.q), heat, state, opt, config, **launch)
+    config, launch = _config(p, "backward_dkv", **flags)
+    blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
+    backward_dkv[(blocks,)](*inputs, view(grads.k), view(grads.v), state, opt, config, **launch)
     if upstream.bias and p.bias is not None:
-        grads.bias = _bias_gradient(p, inputs, state, common, config["bias"])
+        grads.bias = _bias_gradient(p, inputs, state, opt, *_config(p, "backward_bias", **flags))
     grads.temperature = heat
     if upstream.sink and p.sink is not None:
         share = torch.exp(p.sink.to(delta.dtype) - forward.frame) / forward.z
@@ -75,19 +79,21 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     return grads
 
 
-def _bias_gradient(p: Problem, inputs, state, common: dict, config: dict) -> torch.Tensor:
-    sizes = [1 if stride == 0 else size for size, stride in zip(p.bias.shape, p.bias.stride(), strict=True)]
+def _bias_gradient(p: Problem, inputs, state, opt, config: Config, launch: dict) -> torch.Tensor:
+    sizes = _given_sizes(p.bias)
     grad = torch.empty(sizes, dtype=p.bias.dtype, device=p.bias.device)
-    counts = (p.bias.shape[0], p.bias.shape[1], *_tile_counts(p, config))
-    over = [count if size == 1 else 1 for count, size in zip(counts, sizes, strict=True)]
+    (b, h, m, n), over = p.bias.shape, []
+    counts = (b, h, triton.cdiv(m, config.BM), triton.cdiv(n, config.BN))
+    for count, size in zip(counts, sizes, strict=True):
+        over.append(count if size == 1 else 1)
     programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
-    ones = dict(ONE_M=sizes[2] == 1, ONE_N=sizes[3] == 1)
-    backward_bias[(programs,)](*inputs, view(grad), state, common.pop("opt"), *over, **common, **ones, **config)
+    backward_bias[(programs,)](*inputs, view(grad), state, opt, *over, config, sizes[2] == 1, sizes[3] == 1, **launch)
     return grad
 
 
-def _tile_counts(p: Problem, config: dict) -> tuple[int, int]:
-    return triton.cdiv(p.q.shape[-2], config["BM"]), triton.cdiv(p.k.shape[-2], config["BN"])
+def _given_sizes(bias: torch.Tensor) -> list[int]:
+    """The shape of an expanded tensor before it was expanded."""
+    return [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
 
 
 def _tilt(p: Problem, forward: Forward, upstream: Upstream, delta: torch.Tensor):
@@ -125,8 +131,7 @@ def _nothing_flows(p: Problem, upstream: Upstream, grads: Gradients, like: dict)
     if upstream.sink and p.sink is not None:
         grads.sink = torch.zeros(p.q.shape[:-1], **like)
     if upstream.bias and p.bias is not None:
-        sizes = [1 if stride == 0 else size for size, stride in zip(p.bias.shape, p.bias.stride(), strict=True)]
-        grads.bias = torch.zeros(sizes, dtype=p.bias.dtype, device=p.bias.device)
+        grads.bias = torch.zeros(_given_sizes(p.bias), dtype=p.bias.dtype, device=p.bias.device)
     return grads
 
 
@@ -178,37 +183,40 @@ def _options(p: Problem) -> Options:
     )
 
 
-def _common(p: Problem) -> dict:
-    """The arguments that every kernel takes."""
-    dense = p.bias is not None or p.mask is not None
-    right = p.reach[1]
-    d, e = p.q.shape[-1], p.v.shape[-1]
-    return dict(
-        opt=_options(p),
-        F=bundle.of(p.choice),
-        NEED=statistics.needs(p.stats, p.choice, dense),
-        SLOT=statistics.slots(p.stats),
-        SPARSE=p.choice.sparse,
-        LINEAR=_linear(p),
-        BEHIND=right is not None and right <= 0,
-        ACC=TYPES[p.accumulator],
-        D=d,
-        E=e,
-        BD=max(16, triton.next_power_of_2(d)),
-        BE=max(16, triton.next_power_of_2(e)),
-        PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
-    )
-
-
-def _forward_config(p: Problem) -> dict:
-    return dict(BM=16, BN=16, num_warps=4, num_stages=1)
-
-
 def _linear(p: Problem) -> bool:
     """Is s a positive multiple of q·k? Then the maximum can be taken before scaling."""
     return p.softcap is None and p.bias is None and p.scale > 0
 
 
-def _backward_config(p: Problem) -> dict:
-    one = dict(BM=16, BN=16, num_warps=4, num_stages=1)
-    return dict(dq=one, dkv=one, bias=one)
+def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False) -> tuple[Config, dict]:
+    """What a kernel is compiled for, and its launch options."""
+    forwards = kernel.startswith("forward")
+    stats = p.stats if forwards else ()
+    dense = p.bias is not None or p.mask is not None
+    right = p.reach[1]
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    m, n, launch = _blocks(p, kernel)
+    config = Config(
+        F=bundle.of(p.choice),
+        NEED=statistics.needs(stats, p.choice, dense),
+        SLOT=statistics.slots(stats),
+        SPARSE=p.choice.sparse,
+        LINEAR=_linear(p),
+        BEHIND=right is not None and right <= 0,
+        TILTED=TILTED,
+        HEAT=HEAT,
+        ACC=TYPES[p.accumulator],
+        PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
+        D=d,
+        E=e,
+        BD=max(16, triton.next_power_of_2(d)),
+        BE=max(16, triton.next_power_of_2(e)),
+        BM=m,
+        BN=n,
+    )
+    return config, launch
+
+
+def _blocks(p: Problem, kernel: str) -> tuple[int, int, dict]:
+    """(queries, keys) per block and the launch options."""
+    return 16, 16, dict(num_warps=4, num_stages=1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from regard.kernels import tiles
 from regard.kernels.tiles import HIDDEN, LN2
 from regard.statistics import NAMES
 
@@ -89,12 +90,28 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def nothing(SIZE: tl.constexpr, ACC: tl.constexpr, FRAME: tl.constexpr):
-    zero = tl.zeros([SIZE], ACC)
-    hidden = tl.full([SIZE], HIDDEN, ACC)
-    frame = tl.full([SIZE], FRAME, ACC)
-    nowhere = tl.full([SIZE], 2147483647, tl.int32)
-    return Sums(hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere, zero, hidden, zero, zero)  # fmt: skip
+def nothing(frame, C: tl.constexpr):
+    """The sums of no key at all."""
+    zero = tl.zeros([C.BM], C.ACC)
+    hidden = tl.full([C.BM], HIDDEN, C.ACC)
+    nowhere = tl.full([C.BM], 2147483647, tl.int32)
+    return Sums(
+        hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere, zero, hidden,
+        zero, zero,
+    )  # fmt: skip
+
+
+@triton.jit
+def first_scores(scene, opt, C: tl.constexpr):
+    """y of each row's first key, where an interval decides which that is: one dot product per row."""
+    d = tl.arange(0, C.BD)
+    k = scene.k
+    base = k.ptr + tiles.wide(scene.b) * k.stride[0] + tiles.wide(scene.h // opt.group) * k.stride[1]
+    there = (scene.first < scene.last)[:, None] & (d[None, :] < C.D)
+    where = base + tiles.wide(scene.first)[:, None] * k.stride[2] + d[None, :] * k.stride[3]
+    x = tl.sum(scene.q.to(C.ACC) * tl.load(where, mask=there, other=0.0).to(C.ACC), 1)
+    y, _ = tiles.scores(x, scene.b, scene.h, scene.i, scene.first, scene.first, scene.last, opt, C.LINEAR, False)
+    return y
 
 
 @triton.jit
@@ -148,10 +165,12 @@ def put(ptr, row, rows, value, dead, bare, seen, SLOT: tl.constexpr):
 
 @triton.jit
 def finish(
-    ptr, row, rows, seen, dead, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse,
-    FAMILY: tl.constexpr, SPARSE: tl.constexpr, SLOT: tl.constexpr, NEED: tl.constexpr,
+    ptr, row, seen, dead, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C: tl.constexpr
 ):  # fmt: skip
     """Store every statistic asked for. u1, v1, d1, x1 are u, v, u′ and cross at the maximum, p = u·inverse."""
+    SLOT: tl.constexpr = C.SLOT
+    NEED: tl.constexpr = C.NEED
+    rows = tl.num_programs(0) // tl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
     alive = (u1 > 0.0) & (dead == 0)
     unit = tl.where(u1 > 0.0, u1, 1.0)
     ties = r.ties
@@ -177,7 +196,7 @@ def finish(
         spread = count * count / tl.maximum(ties + r.square / unit / unit, 1.0)
         put(ptr, row, rows, tl.where(alive, spread, 0.0), dead, 0.0, seen, SLOT.participation)
     put(ptr, row, rows, tl.where(alive, u1 * inverse, 0.0), dead, 0.0, seen, SLOT.max_weight)
-    if SPARSE:
+    if C.SPARSE:
         put(ptr, row, rows, r.support, dead, 0.0, seen, SLOT.support)
     else:
         put(ptr, row, rows, n, dead, 0.0, seen, SLOT.support)
@@ -186,13 +205,13 @@ def finish(
     opening = tl.where(alive, first_u / (unit * count), 0.0)
     put(ptr, row, rows, opening, dead, 0.0, seen, SLOT.first_key_mass)
     if SLOT.gradient_gain >= 0:
-        if FAMILY == "ratio":
+        if C.F.family == "ratio":
             d1 = d1 * inverse
             v1 = v1 * inverse
             others = rest * inverse + (ties - 1.0) * v1 + r.v * inverse  # 1 − v1, without the cancellation
             at_top = ties * (d1 * others + (d1 * v1 - x1 * inverse * inverse))
             gain = at_top + r.slope * inverse - r.cross * inverse * inverse
-        elif FAMILY == "threshold":
+        elif C.F.family == "threshold":
             g = ties * d1 + r.slope
             pairs = ties * (ties - 1.0) * x1 + 2.0 * ties * d1 * r.slope + (r.slope * r.slope - r.cross)
             gain = tl.where(g > 0.0, pairs / tl.where(g > 0.0, g, 1.0), 0.0)

@@ -49,6 +49,45 @@ class Options(NamedTuple):
     keys: Any
 
 
+class Config(NamedTuple):
+    """What a kernel is compiled for."""
+
+    F: Any  # the normaliser's tile functions
+    NEED: Any
+    SLOT: Any
+    SPARSE: bool
+    LINEAR: bool
+    BEHIND: bool  # no query sees a key after itself
+    TILTED: bool  # statistics have gradients
+    HEAT: bool  # the temperature's gradient is wanted
+    ACC: Any
+    PRECISION: str
+    D: int
+    E: int
+    BD: int
+    BE: int
+    BM: int
+    BN: int
+
+
+class Scene(NamedTuple):
+    """A block of queries and what it looks at."""
+
+    q: Any  # [M, D]
+    k: View
+    v: View
+    b: Any
+    h: Any
+    i: Any  # [M]
+    first: Any  # [M], the row's interval of keys
+    last: Any
+    lowest: Any  # the block's interval of keys
+    highest: Any
+    a: Any  # [M], s = a·y
+    theta: Any
+    seed: Any
+
+
 @triton.jit
 def wide(x):
     """An index in 64 bits: more than 2³¹ elements are allowed."""
@@ -206,12 +245,10 @@ def visible_tile(b, h, i0, start, opt, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def key_blocks(i0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
-    """For queries i0 … i0 + BM: (lowest, highest) bound the keys any of them sees, begin is lowest on the grid of
-    blocks, and in the blocks [inner, outer) every query sees every key."""
-    i_last = tl.minimum(i0 + BM, opt.queries) - 1
+    """(begin, inner, outer) of queries i0 … i0 + BM: they see keys from block begin on, all of [inner, outer)."""
     lowest, latest = interval(i0, opt, n)
-    earliest, highest = interval(i_last, opt, n)
-    return lowest, highest, lowest // BN * BN, tl.cdiv(earliest, BN) * BN, tl.maximum(latest, 0) // BN * BN
+    earliest, _ = interval(tl.minimum(i0 + BM, opt.queries) - 1, opt, n)
+    return lowest // BN * BN, tl.cdiv(earliest, BN) * BN, tl.maximum(latest, 0) // BN * BN
 
 
 @triton.jit
@@ -231,3 +268,81 @@ def query_blocks(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
     outer = tl.where(j0 + BN > n, 0, outer // BM * BM)  # a cut block is all edge
     end = tl.where(j0 >= n, 0, end)
     return begin, inner, outer, end
+
+
+@triton.jit
+def scene_of(q, k, v, opt, C: tl.constexpr):
+    """(scene, i0) of this program: one block of queries of one head, the longest causal rows first."""
+    blocks = tl.cdiv(opt.queries, C.BM)
+    pid = tl.program_id(0)
+    i0 = (blocks - 1 - pid % blocks) * C.BM
+    h = (pid // blocks) % opt.heads
+    b = pid // blocks // opt.heads
+    i = i0 + tl.arange(0, C.BM)
+    n = key_count(opt, b)
+    first, last = interval(i, opt, n)
+    lowest, _ = interval(i0, opt, n)
+    _, highest = interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
+    rows = block_of(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
+    a = row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+    theta = number(opt.theta, C.ACC)
+    return Scene(rows, k, v, b, h, i, first, last, lowest, highest, a, theta, load_seed(opt)), i0
+
+
+@triton.jit
+def load_seed(opt):
+    seed = 0
+    if opt.seed is not None:
+        seed = tl.load(opt.seed)
+    return seed
+
+
+@triton.jit
+def sweep(state, scene, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
+    """state = TILE(state, …) for every key block that a query of this block sees; whole ones carry no masking code."""
+    begin, inner, outer = key_blocks(i0, opt, key_count(opt, scene.b), C.BM, C.BN)
+    if opt.left is not None:
+        for start in tl.range(begin, tl.minimum(inner, scene.highest), C.BN):
+            state = visit(state, scene, i0, start, opt, TILE, C, True)
+    for start in tl.range(inner, outer, C.BN):
+        state = visit(state, scene, i0, start, opt, TILE, C, False)
+    for start in tl.range(tl.maximum(inner, outer), scene.highest, C.BN):
+        state = visit(state, scene, i0, start, opt, TILE, C, True)
+    return state
+
+
+@triton.jit
+def visit(state, scene, i0, start, opt, TILE: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr):
+    if opt.mask.ptr is not None:
+        if visible_tile(scene.b, scene.h, i0, start, opt, C.BM, C.BN):
+            state = TILE(state, scene, start, opt, C, EDGE)
+    else:
+        state = TILE(state, scene, start, opt, C, EDGE)
+    return state
+
+
+@triton.jit
+def look(scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """(keys, x, y, seen, j) of one key block: x = q·kᵀ [M, N], scores y, who sees what, key positions [1, N]."""
+    j = (start + tl.arange(0, C.BN))[None, :]
+    g = scene.h // opt.group
+    keys = block_of(scene.k, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.D, C.BD, not EDGE)
+    x = tl.dot(scene.q, tl.trans(keys), input_precision=C.PRECISION, out_dtype=C.ACC)
+    first, last = scene.first[:, None], scene.last[:, None]
+    y, seen = scores(x, scene.b, scene.h, scene.i[:, None], j, first, last, opt, C.LINEAR, EDGE)
+    return keys, x, y, seen, j
+
+
+@triton.jit
+def values_of(scene, start, seen, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """v's block [N, E]; where a dense mask hides a key from every row it is blank, as 0·NaN is NaN."""
+    g = scene.h // opt.group
+    values = block_of(scene.v, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.E, C.BE, not EDGE)
+    return blank(values, seen, opt)
+
+
+@triton.jit
+def blank(block, seen, opt):
+    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
+        block = tl.where(tl.max(seen.to(tl.int32), 0)[:, None] != 0, block, 0.0)
+    return block

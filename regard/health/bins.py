@@ -1,0 +1,115 @@
+"""Where a value falls among 512 fixed bins: fixed, so that the histograms of two batches, or two ranks, just add.
+
+Each statistic has a scale on which its bins are even: linear for entropies, log₁₀ for what spans decades, asinh for
+logits, which may be negative and large, and for shares the fourth root, fine near 0 and near 1, then slowly log₁₀.
+
+>>> from regard.health.bins import edges
+>>> edges("entropy_ratio")[[0, 256, 512]]
+tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from regard import statistics
+
+BINS = 512
+DERIVED = ("entropy_ratio", "gain_ratio")
+NAMES = (*statistics.NAMES, *DERIVED)
+
+# statistic -> (scale, first edge, last edge), the edges on that scale
+LAYOUT = dict(
+    visible_keys=("log", -2.0, 7.0),
+    max_logit=("asinh", -15.0, 15.0),
+    mean_logit=("asinh", -15.0, 15.0),
+    logit_variance=("log", -8.0, 8.0),
+    logsumexp=("asinh", -15.0, 15.0),
+    mass=("share", 0.0, 1.28),
+    entropy=("linear", 0.0, 16.0),
+    effective_keys=("log", -2.0, 7.0),
+    participation=("log", -2.0, 7.0),
+    max_weight=("share", 0.0, 1.28),
+    support=("log", -2.0, 7.0),
+    distance=("log", -2.0, 7.0),
+    first_key_mass=("share", 0.0, 1.28),
+    gradient_gain=("share", 0.0, 1.28),
+    entropy_ratio=("linear", 0.0, 1.0),
+    gain_ratio=("share", 0.0, 1.28),
+)
+SHARE_SLOPE = 0.07  # of the share scale above 1: 10⁴ lands on 1.28, and 10⁻⁴ on an edge
+
+
+def _from_share(x: Tensor) -> Tensor:
+    x = x.clamp_min(0.0)
+    return torch.where(x <= 1.0, x.sqrt().sqrt(), 1.0 + SHARE_SLOPE * torch.log10(x))
+
+
+def _to_share(t: Tensor) -> Tensor:
+    return torch.where(t <= 1.0, t**4, 10.0 ** ((t - 1.0) / SHARE_SLOPE))
+
+
+SCALES = dict(linear=lambda x: x, log=lambda x: torch.log10(x.clamp_min(0.0)), asinh=torch.asinh, share=_from_share)
+INVERSES = dict(linear=lambda t: t, log=lambda t: 10.0**t, asinh=torch.sinh, share=_to_share)
+
+
+def place(values: Tensor) -> Tensor:
+    """The bin of each value, values [S, H, R] in the order of NAMES; values beyond the ends go to the end bins."""
+    t = torch.empty_like(values)
+    for scale, rows in _rows_by_scale(values.device).items():
+        t[rows] = SCALES[scale](values[rows])
+    low, width = _origin(values.device, values.dtype)
+    return ((t - low) / width).clamp_(0, BINS - 1).nan_to_num_(0.0).long()
+
+
+@cache
+def _rows_by_scale(device) -> dict[str, Tensor]:
+    groups: dict[str, list[int]] = {}
+    for row, name in enumerate(NAMES):
+        groups.setdefault(LAYOUT[name][0], []).append(row)
+    return {scale: torch.tensor(rows, device=device) for scale, rows in groups.items()}
+
+
+@cache
+def _origin(device, dtype) -> tuple[Tensor, Tensor]:
+    low = torch.tensor([LAYOUT[name][1] for name in NAMES], device=device, dtype=dtype)
+    high = torch.tensor([LAYOUT[name][2] for name in NAMES], device=device, dtype=dtype)
+    return low[:, None, None], ((high - low) / BINS)[:, None, None]
+
+
+def edges(name: str) -> Tensor:
+    """The 513 edges of a statistic's bins, as values; the first edge of a log scale stands for 0."""
+    scale, low, high = LAYOUT[name]
+    values = INVERSES[scale](torch.linspace(low, high, BINS + 1, dtype=torch.float64))
+    if scale == "log":
+        values[0] = 0.0
+    return values
+
+
+def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -> float:
+    """The value below which `share` of the counts lie, interpolated on the statistic's scale, within [low, high]."""
+    total = float(counts.sum())
+    if not total:
+        return math.nan
+    running = counts.cumsum(0).double()
+    at = int(torch.searchsorted(running, torch.tensor(share * total, dtype=torch.float64)).clamp_max(BINS - 1))
+    before = float(running[at - 1]) if at else 0.0
+    inside = (share * total - before) / max(float(counts[at]), 1.0)
+    scale, first, last = LAYOUT[name]
+    t = first + (at + min(max(inside, 0.0), 1.0)) * (last - first) / BINS
+    value = float(INVERSES[scale](torch.tensor(t, dtype=torch.float64)))
+    return min(max(value, low), high)
+
+
+def share_below(name: str, counts: Tensor, value: float) -> float:
+    """The share of the counts below a value; exact where the value is an edge."""
+    scale, first, last = LAYOUT[name]
+    t = float(SCALES[scale](torch.tensor(value, dtype=torch.float64)))
+    position = min(max((t - first) / (last - first) * BINS, 0.0), float(BINS))
+    whole = min(int(round(position, 6)), BINS - 1)
+    below = float(counts[:whole].sum()) + float(counts[whole]) * round(position - whole, 6)
+    return below / max(float(counts.sum()), 1.0)

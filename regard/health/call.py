@@ -1,0 +1,149 @@
+"""One attention call seen inside a model: its inputs in `regard.attention`'s terms, and the model's own way to do it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
+
+
+@dataclass
+class Call:
+    """q, k, v as [B, H, M, D], [B, G, N, D], [B, G, N, E]; `own(rows)` gives the model's output for these query rows."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    own: Callable[[Tensor | None], Tensor]  # rows (None: all) -> [B, H, rows, E]; no dropout
+    kind: str  # how it was caught: "sdpa", "eager", … or "regard"
+    mask: Tensor | None = None  # bool (True = visible) or additive, broadcasting to [B, H, M, N]
+    causal: bool = False
+    options: dict = field(default_factory=dict)  # more keyword arguments of regard.attention
+    dropout: float = 0.0  # what the model's own way drops while it runs
+    sliceable: bool = True  # may `own` be asked for a few rows only?
+    obstacle: str | None = None  # why it cannot be measured, where that is plain from the outside
+
+    @property
+    def arguments(self) -> dict:
+        """Keyword arguments of `regard.attention` beside q, k, v."""
+        return dict(attn_mask=self.mask, is_causal=self.causal, enable_gqa=True, **self.options)
+
+    def with_options(self, **changes) -> Call:
+        return replace(self, options={**self.options, **changes})
+
+
+def as_four(x: Tensor) -> Tensor:
+    """[…, L, D] as [B, H, L, D]: three dims are a batch of single heads, more than four share the batch."""
+    if x.ndim == 4:
+        return x
+    if x.ndim < 4:
+        return x.reshape(*(1,) * (3 - x.ndim), *x.shape).unsqueeze(1)
+    return x.flatten(0, x.ndim - 4)
+
+
+def causal_rows(rows: Tensor, keys: int) -> Tensor:
+    """The rows of torch's causal mask, [1, 1, rows, keys]: query i sees keys ≤ i."""
+    return (torch.arange(keys, device=rows.device) <= rows[:, None])[None, None]
+
+
+def rows_of(mask: Tensor | None, rows: Tensor) -> Tensor | None:
+    """The rows of a mask or bias, which may broadcast over them."""
+    if mask is None or mask.ndim < 2 or mask.shape[-2] == 1:
+        return mask
+    return mask.index_select(-2, rows)
+
+
+def cleaned(mask: Tensor | None) -> Tensor | None:
+    """The same mask as regard takes it: bool where it only hides, else additive with −inf for what is hidden.
+
+    >>> from regard.health.call import cleaned
+    >>> cleaned(torch.tensor([[0.0, -1e9]]))
+    tensor([[ True, False]])
+    """
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    for raw, version, clean in _CLEANED:  # layers share their mask
+        if raw is mask and version == mask._version:
+            return clean
+    if mask.is_floating_point():
+        hidden = mask <= max(HIDDEN, torch.finfo(mask.dtype).min / 2)
+        clean = ~hidden if bool((hidden | (mask == 0)).all()) else mask.masked_fill(hidden, -math.inf)
+    else:
+        clean = mask != 0
+    _CLEANED.append((mask, mask._version, clean))
+    return clean
+
+
+_CLEANED: deque = deque(maxlen=4)
+
+
+def forget_masks() -> None:
+    _CLEANED.clear()
+
+
+def joined(mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int, keys: int) -> tuple[Tensor | None, bool]:
+    """A clean mask, a bias and causal order as one (mask, causal) pair, since regard takes one of them at a time."""
+    if bias is None:
+        return mask, causal and mask is None
+    if causal and mask is None:
+        mask = causal_rows(torch.arange(queries, device=bias.device), keys)
+    if mask is None:
+        return bias, False
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, -math.inf), False
+    return bias + mask.to(bias.dtype), False
+
+
+class Rows:
+    """Which query rows count: not those of padding. Masks are shared by layers, so what was found is kept for a while."""
+
+    def __init__(self) -> None:
+        self._masks: list[tuple[Tensor, Tensor | None]] = []
+        self._last: dict[tuple[int, int], Tensor | None] = {}
+
+    def forget(self) -> None:
+        self._masks.clear()
+        self._last.clear()
+
+    def of(self, call: Call) -> Tensor | None:
+        """[B, M] bool, or None if every row counts.
+
+        A key that no query sees is padding, and in self-attention so is the query at its place. Cross-attention has
+        its queries' padding from the self-attention before it.
+        """
+        batch, _, queries, _ = call.q.shape
+        keys = call.k.shape[2]
+        if call.mask is None and call.options.get("key_lengths") is None:
+            return self._last.get((batch, queries)) if queries != keys else None
+        if call.mask is None:
+            lengths = call.options["key_lengths"]
+            seen = torch.arange(keys, device=lengths.device) < lengths[:, None]
+            alive = (lengths > 0)[:, None].expand(batch, queries)
+        else:
+            seen, alive = self._seen(call.mask, batch, queries, keys)
+        if queries == keys:
+            rows = seen & alive
+            self._last[batch, queries] = rows
+            return rows
+        before = self._last.get((batch, queries))
+        return alive if before is None else alive & before
+
+    def _seen(self, mask: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+        """([B, N]: somebody sees this key, [B, M]: this query sees some key)."""
+        for known, found in self._masks:
+            if known is mask:
+                return found
+        shown = mask if mask.dtype == torch.bool else mask != -math.inf
+        while shown.ndim < 4:
+            shown = shown[None]
+        shown = shown.any(1)  # [B or 1, M or 1, N]
+        found = shown.any(1).expand(batch, keys), shown.any(2).expand(batch, queries)
+        self._masks.append((mask, found))
+        return found

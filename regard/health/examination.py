@@ -1,0 +1,146 @@
+"""Examine a model: run it as it runs, measure every attention head on the way, say what is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.health import findings
+from regard.health.call import forget_masks
+from regard.health.heads import heads_if, heads_of
+from regard.health.intercept import Interception
+from regard.health.measure import Layer, Recorder
+from regard.health.report import Report, WhatIfReading, how_measured
+from regard.health.what_if import parse_all
+
+
+def examine(
+    model: nn.Module,
+    batches: Any,
+    what_if: str | Iterable[str] = (),
+    *,
+    progress: Callable[[int], None] | None = None,
+    backend: str | None = None,
+) -> Report:
+    """Every attention head of `model` over `batches`: readings, findings and, for each what-if, the readings it would have.
+
+    >>> encoder = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+    >>> report = regard.examine(encoder, [torch.randn(2, 10, 32)], what_if=["temperature=2"])
+    >>> len(report.heads), report.heads[0].layer, report.unmeasured
+    (4, 'self_attn', [])
+    >>> report.what_if["temperature=2"].heads[0].statistics["entropy"].mean >= report.heads[0].statistics["entropy"].mean
+    True
+
+    Args:
+        model: any nn.Module: a transformers model, torch's own layers, or anything that calls
+            `scaled_dot_product_attention`. It is run in evaluation mode without gradients, and left as it was.
+        batches: an iterable of batches: a mapping goes in as keywords, a tuple or list as arguments, a tensor as the one
+            argument; a function is called with the model (`lambda m: m.generate(ids)`).
+        what_if: changes to try on the same scores: "temperature=2", "scale=inverse", "qk_norm", "softcap=50",
+            "normalizer=entmax15", "ssmax"; several joined by + are one change.
+        progress: called with the number of batches done.
+        backend: as in `regard.attention`.
+
+    A batch that fails, or Ctrl-C, ends the examination: if anything was measured before, the report covers that and
+    `report.interrupted` says why it is not all.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    changes = parse_all(what_if)
+    batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
+    model = getattr(model, "_orig_mod", model)  # a compiled model is examined as it was written
+    recorder = Recorder(changes, backend)
+    training = {module: module.training for module in model.modules()}
+    interception = Interception(model, observe=recorder)
+    opened = model.register_forward_pre_hook(lambda *_: recorder.begin(), prepend=True)
+    started, done, failure = time.perf_counter(), 0, None
+    try:
+        model.eval()
+        with interception, torch.no_grad(), interception.torch_calls():
+            for batch in batches:
+                _run(model, batch)
+                done += 1
+                if progress is not None:
+                    progress(done)
+    except (Exception, KeyboardInterrupt) as error:
+        failure = error
+    finally:
+        opened.remove()
+        forget_masks()
+        for module, was in training.items():
+            module.training = was
+    layers = list(recorder.layers.values())
+    if failure is not None and not any(layer.reading for layer in layers):
+        raise failure
+    if not done and failure is None:
+        raise ValueError("batches is empty; there is nothing to examine")
+    if not layers:
+        raise ValueError(
+            f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
+            "torch.nn.MultiheadAttention, regard.attention or a transformers attention function"
+        )
+    return _report(model, layers, changes, done, failure, time.perf_counter() - started)
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
+        batch(model)
+        return
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def moved(x):
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    if isinstance(batch, Mapping):
+        model(**{key: moved(value) for key, value in batch.items()})
+    elif isinstance(batch, (tuple, list)):
+        model(*map(moved, batch))
+    else:
+        model(moved(batch))
+
+
+def _report(model, layers: list[Layer], changes, done: int, failure, seconds: float) -> Report:
+    heads = heads_of(layers)
+    what_if = {}
+    for change in changes:
+        changed = heads_if(layers, change.name)
+        refused = [(layer.name, layer.refused[change.name]) for layer in layers if change.name in layer.refused]
+        what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
+    unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
+    unmeasured += [(name, "no attention call was seen in it") for name in _silent(model, layers)]
+    interrupted = None
+    if failure is not None:
+        said = str(failure).strip().splitlines()
+        interrupted = f"{type(failure).__name__}{f': {said[0]}' if said else ''} (after {done} whole batches)"
+    return Report(
+        title=_title(model),
+        heads=heads,
+        findings=findings.find_all(heads),
+        unmeasured=unmeasured,
+        what_if=what_if,
+        how=how_measured(model, layers, done, seconds),
+        interrupted=interrupted,
+    )
+
+
+def _silent(model: nn.Module, layers: list[Layer]) -> list[str]:
+    """Modules that are attention by name, in which nothing was caught."""
+    seen = {layer.name for layer in layers}
+    names = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Attention", "Attn"))]
+
+    def related(name: str) -> bool:
+        return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
+
+    silent = [name for name in names if name and not related(name)]
+    return [name for name in silent if not any(other.startswith(f"{name}.") for other in silent)]
+
+
+def _title(model: nn.Module) -> str:
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+    return name.rstrip("/").rsplit("/", 1)[-1] or type(model).__name__

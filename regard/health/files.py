@@ -1,0 +1,24 @@
+"""Write beside, then rename: a report is there whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write(path: str | os.PathLike, content: str | bytes) -> Path:
+    """Write text (UTF-8) or bytes to `path`; what stood there stays until the new file is complete."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"path: there is no folder {str(path.parent)!r}; make it first")
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+    return path

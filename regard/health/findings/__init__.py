@@ -1,0 +1,35 @@
+"""What can be wrong with a head: one file each, found by looking at this folder.
+
+A file has `find(heads) -> list[Finding]`. Its thresholds stand in it, with where they come from; docs/health.md tells
+how often they cry wolf.
+
+>>> from regard.health import findings
+>>> findings.kinds()
+['collapsed', 'diffuse', 'duplicate heads', 'dying gradient', 'exploding logits', 'positional', 'scale off', 'sink-dormant']
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from regard.health.findings._finding import SEVERITIES, Finding
+
+__all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
+
+
+def _modules() -> list[ModuleType]:
+    stems = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
+    return [importlib.import_module(f"{__name__}.{stem}") for stem in stems]
+
+
+def kinds() -> list[str]:
+    return sorted(module.KIND for module in _modules())
+
+
+def find_all(heads: Sequence) -> list[Finding]:
+    """Every finding, the gravest first."""
+    found = [finding for module in _modules() for finding in module.find(heads)] if heads else []
+    return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), -len(finding.heads), finding.kind))

@@ -1,0 +1,30 @@
+"""Collapsed: nearly every row puts nearly all its weight on one key, whatever the input says.
+
+The bound is on the 95th percentile of entropy / ln(keys): a healthy sharp head (an identity or previous-token head of a
+trained encoder) has rows that spread; a collapsed one has none. At 128 keys a ratio of 0.02 is an entropy of 0.1 nats,
+about 98 % of the weight on one key. The pathology: Zhai et al. 2023, arXiv 2303.06296.
+"""
+
+from __future__ import annotations
+
+from regard.health.findings._finding import can_be_judged, finding
+
+KIND = "collapsed"
+RATIO = 0.02
+
+
+def find(heads):
+    found = []
+    for head in filter(can_be_judged, heads):
+        high = head.statistics["entropy_ratio"].quantile(0.95)
+        if high < RATIO:
+            found.append((head, high))
+    return finding(
+        KIND,
+        "critical",
+        found,
+        "95 % of the rows have an entropy below {low} to {high} of ln(keys): one key takes all.",
+        f"95th percentile of entropy_ratio < {RATIO} (entropy collapse, arXiv 2303.06296)",
+        "Bound the logits: QK-norm, a soft cap or a higher temperature (try what_if=['qk_norm', 'softcap=30']), and a "
+        "lower learning rate or weight decay on the query and key projections.",
+    )

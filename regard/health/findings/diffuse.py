@@ -1,0 +1,28 @@
+"""Diffuse: every row is nearly uniform, so the head averages its values and its scores decide nothing.
+
+For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a standard deviation of the logits under 0.3.
+"""
+
+from __future__ import annotations
+
+from regard.health.findings._finding import can_be_judged, finding
+
+KIND = "diffuse"
+MEAN, LOW = 0.99, 0.98
+
+
+def find(heads):
+    found = []
+    for head in filter(can_be_judged, heads):
+        ratio = head.statistics["entropy_ratio"]
+        if ratio.mean > MEAN and ratio.quantile(0.05) > LOW:
+            found.append((head, ratio.mean))
+    return finding(
+        KIND,
+        "warning",
+        found,
+        "The mean entropy is {low} to {high} of ln(keys): close to uniform on every row.",
+        f"mean entropy_ratio > {MEAN} with 5th percentile > {LOW} (Gaussian logits: H ≈ ln n − σ²/2)",
+        "If the model is trained: the scale is too small or the head is unused; try what_if=['temperature=0.5', "
+        "'ssmax'] or prune it. If it is freshly initialised, this is how it starts.",
+    )

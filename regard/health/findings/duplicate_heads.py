@@ -1,0 +1,29 @@
+"""Duplicate heads: two heads of a layer with the same distribution on row after row.
+
+Rows are told by entropy ratio, sharpness and logit variance; heads are twins if on each of the three
+
+    Σ (f_g − f_h)² < 0.005 · mean of Σ (f − f̄)²  over the rows,
+
+0 for copies and about 2 for strangers; 0.005 leaves 0.25 % of unshared variance, a correlation above 0.997. Heads in
+one layer of trained models are often prunable (arXiv 1905.10650), but seldom equal row by row.
+"""
+
+from __future__ import annotations
+
+from regard.health.findings._finding import can_be_judged, finding
+
+KIND = "duplicate heads"
+
+
+def find(heads):
+    found = [(head, len(head.twins)) for head in heads if head.twins and can_be_judged(head)]
+    pairs = sorted({(head.index, *sorted((head.head, twin))) for head, _ in found for twin in head.twins})
+    shown = ", ".join(f"layer {index} heads {a} and {b}" for index, a, b in pairs[:4]) + (", …" if len(pairs) > 4 else "")
+    return finding(
+        KIND,
+        "warning",
+        found,
+        f"The same distribution row by row: {shown}.",
+        "squared difference < 0.005 of the rows' own variation, in entropy ratio, sharpness and logit variance",
+        "Remove one of each pair, or break the symmetry: check that heads were not initialised or tied alike.",
+    )

@@ -1,0 +1,67 @@
+"""One head as a report tells it: `.layer`, `.index`, `.head`, `.statistics["entropy"].mean`, …"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from regard.health.bins import NAMES
+from regard.health.measure import Layer
+from regard.health.readings import CURVES, LayerReading, Spread
+
+TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
+
+
+@dataclass(frozen=True)
+class HeadReading:
+    """The readings of one head over everything that was examined."""
+
+    layer: str
+    index: int  # of the layer, in order of execution
+    head: int
+    statistics: dict[str, Spread]
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # name -> [(position, mean)]
+    predicted_variance: float = math.nan  # of the logits, from the norms of q and k
+    dtype: str = ""
+    twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
+
+    def to_json(self) -> dict:
+        predicted = self.predicted_variance
+        return dict(
+            layer=self.layer,
+            index=self.index,
+            head=self.head,
+            statistics={name: spread.to_json() for name, spread in self.statistics.items()},
+            predicted_logit_variance=predicted if math.isfinite(predicted) else None,
+        )
+
+
+def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
+    """Every head that was measured, layer by layer."""
+    return [head for layer in layers if layer.reading is not None for head in _heads(layer, layer.reading.cpu())]
+
+
+def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
+    """The same heads under a what-if."""
+    return [head for layer in layers if name in layer.what_if for head in _heads(layer, layer.what_if[name].cpu())]
+
+
+def _heads(layer: Layer, reading: LayerReading) -> list[HeadReading]:
+    likeness = reading.likeness()
+    found = []
+    for head in range(reading.heads):
+        alike = (likeness[head] < TWINS).nonzero().flatten().tolist()
+        found.append(
+            HeadReading(
+                layer=layer.name,
+                index=layer.index,
+                head=head,
+                statistics={name: reading.spread(name, head) for name in NAMES},
+                curves={name: reading.curve_of(name, head) for name in CURVES},
+                predicted_variance=reading.predicted_variance(head),
+                dtype=str(layer.dtype).removeprefix("torch."),
+                twins=tuple(other for other in alike if other != head),
+            )
+        )
+    return [head for head in found if head.statistics["entropy"].count]

@@ -1,0 +1,91 @@
+"""The door to transformers: its registry hands every attention layer a function, and here that function is wrapped.
+
+Only what the registry returns is wrapped. The configuration stays as it is, so masks are made as for the model's own
+implementation, and eager, sdpa and custom functions, with soft caps, sinks and position biases, stay what they are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from regard.health.call import Call, causal_rows, cleaned, joined, rows_of
+from regard.health.intercept import attend, watched
+
+_KEPT: dict[str, object] = {}
+
+
+def open_door() -> None:
+    if _KEPT:
+        return
+    for name in ("get_interface", "__getitem__"):
+        if hasattr(AttentionInterface, name):
+            _KEPT[name] = AttentionInterface.__dict__.get(name)
+            setattr(AttentionInterface, name, _wrapping(getattr(AttentionInterface, name)))
+
+
+def close_door() -> None:
+    for name, kept in _KEPT.items():
+        if kept is None:
+            delattr(AttentionInterface, name)
+        else:
+            setattr(AttentionInterface, name, kept)
+    _KEPT.clear()
+
+
+def _wrapping(lookup):
+    def found(self, *args, **kwargs):
+        own = lookup(self, *args, **kwargs)
+        return own if isinstance(own, partial) and own.func is _called else partial(_called, own)
+
+    return found
+
+
+def _called(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
+    if args or not watched(module) or kwargs.get("cache") is not None:
+        return own(module, query, key, value, attention_mask, *args, **kwargs)
+    weights = None
+
+    def otherwise():
+        nonlocal weights
+        out, weights = own(module, query, key, value, attention_mask, **kwargs)
+        return out.transpose(1, 2)
+
+    out = attend(_as_call(own, module, query, key, value, attention_mask, kwargs), otherwise)
+    return out.transpose(1, 2), weights
+
+
+def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
+    name = getattr(own, "__name__", type(own).__name__)
+    eager = name == "eager_attention_forward"
+    sdpa = name == "sdpa_attention_forward"
+    queries, keys = query.shape[2], key.shape[2]
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    causal = bool(causal) and queries > 1 and attention_mask is None and not eager
+    obstacle, mask = None, attention_mask
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
+        shape = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        obstacle = f"its mask ({shape}) belongs to {name}; load the model with attn_implementation='sdpa' or 'eager'"
+        mask = None
+    elif mask is not None and mask.shape[-1] > keys:
+        mask = mask[..., :keys]
+    bias = kwargs.get("position_bias")
+
+    def run(rows):
+        quiet = {**kwargs, "dropout": 0.0}
+        if rows is None:
+            return own(module, query, key, value, attention_mask, **quiet)[0].transpose(1, 2)
+        shown = causal_rows(rows, keys) if causal else rows_of(attention_mask, rows)
+        if bias is not None:
+            quiet["position_bias"] = rows_of(bias, rows)
+        return own(module, query.index_select(2, rows), key, value, shown, **quiet)[0].transpose(1, 2)
+
+    mask, causal = joined(cleaned(mask), bias, causal, queries, keys)
+    options = dict(scale=kwargs.get("scaling"), softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"))
+    return Call(
+        module, query, key, value, own=run, kind=name.removesuffix("_attention_forward"), mask=mask, causal=causal,
+        options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=eager or sdpa, obstacle=obstacle,
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""Catch every attention call inside a model, on the path that the model takes anyway.
+
+Three doors, all shut again afterwards: transformers' attention registry (`huggingface.py`), torch's
+`scaled_dot_product_attention` and `multi_head_attention_forward` (a torch function mode), and regard's own op. A call
+becomes a `Call`; swaps may change it, then an observer gives the output, or the model's own way does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+PLAIN = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)  # no attention inside
+
+
+class Interception:
+    """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output)."""
+
+    def __init__(self, model: nn.Module, *, swap: Callable | None = None, observe: Callable | None = None) -> None:
+        self.model, self.swap, self.observe = model, swap, observe
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self._hooks: list = []
+        self._mode: TorchFunctionMode | None = None
+
+    def start(self) -> None:
+        ACTIVE.append(self)
+        for module in self.model.modules():
+            if not isinstance(module, PLAIN):
+                self._hooks.append(module.register_forward_pre_hook(_enter))
+                self._hooks.append(module.register_forward_hook(_leave, always_call=True))
+        if "transformers" in sys.modules:
+            from regard.health import huggingface
+
+            huggingface.open_door()
+
+    def stop(self) -> None:
+        ACTIVE.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not ACTIVE and "transformers" in sys.modules:
+            from regard.health import huggingface
+
+            huggingface.close_door()
+
+    @contextlib.contextmanager
+    def torch_calls(self):
+        """Catch torch's own attention functions too, in this thread."""
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        depth = len(_STACK)
+        try:
+            with _Mode():
+                yield
+        finally:
+            del _STACK[depth:]
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    def __enter__(self) -> Interception:
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+
+ACTIVE: list[Interception] = []
+_STACK: list[nn.Module] = []  # the modules whose forward is running
+_BUSY = [False]  # inside a caught call: what it calls is not caught again
+
+
+def _enter(module, inputs) -> None:
+    _STACK.append(module)
+
+
+def _leave(module, inputs, output) -> None:
+    if _STACK and _STACK[-1] is module:
+        _STACK.pop()
+
+
+def watched(module: nn.Module | None) -> list[Interception]:
+    return [] if _BUSY[0] or module is None else [one for one in ACTIVE if id(module) in one.names]
+
+
+def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
+    """The output of a caught call: swaps first, then the observers; `otherwise` is the model's own way, dropout and all."""
+    before, _BUSY[0] = _BUSY[0], True
+    try:
+        swapped = call
+        for one in ACTIVE:
+            if one.swap is not None and id(call.module) in one.names:
+                swapped = one.swap(swapped)
+        if swapped is not call:
+            otherwise = lambda: swapped.own(None)
+        for one in ACTIVE:
+            if one.observe is not None and id(call.module) in one.names:
+                return one.observe(swapped, one.names[id(call.module)], otherwise)
+        return otherwise()
+    finally:
+        _BUSY[0] = before
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is SDPA:
+            return _sdpa(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _multi_head(func, args, kwargs)
+        if func is _regard_op():
+            return _regard(func, args)
+        return func(*args, **kwargs)
+
+
+def _regard_op():
+    return torch.ops.regard.attention.default
+
+
+def _top() -> nn.Module | None:
+    return _STACK[-1] if _STACK else None
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    def run(q, mask, causal, dropout):
+        return SDPA(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
+
+    def otherwise():
+        return run(query, attn_mask, is_causal, dropout_p)
+
+    module = _top()
+    if not watched(module) or query.is_nested:
+        return otherwise()
+
+    def own(rows):
+        if rows is None:
+            return as_four(run(query, attn_mask, is_causal, 0.0))
+        mask = causal_rows(rows, key.shape[-2])[0, 0] if is_causal else rows_of(attn_mask, rows)
+        return as_four(run(query.index_select(-2, rows), mask, False, 0.0))
+
+    call = Call(
+        module=module,
+        q=as_four(query),
+        k=as_four(key),
+        v=as_four(value),
+        own=own,
+        kind="sdpa",
+        mask=cleaned(_mask_like(attn_mask, query)),
+        causal=is_causal,
+        options=dict(scale=scale),
+        dropout=dropout_p,
+    )
+    return attend(call, otherwise).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask of (…, L, S) beside a query of (…, L, D), as one that broadcasts to [B, H, L, S]."""
+    if mask is None or mask.ndim == 4 or query.ndim == 4:
+        return mask
+    if mask.ndim == 3 and query.ndim == 3:
+        return mask[:, None]
+    return mask if mask.ndim <= 2 else mask.expand(*query.shape[:-2], *mask.shape[-2:]).flatten(0, query.ndim - 4)
+
+
+def _multi_head(func, args, kwargs):
+    """torch's multi-head function looks its sdpa up by name: hand it ours; keep its own result if it gives weights."""
+    if not watched(_top()):
+        return func(*args, **kwargs)
+    wants_weights = kwargs.get("need_weights", True)
+    swapped = any(one.swap is not None for one in watched(_top()))
+    if wants_weights and swapped:
+        raise ValueError("need_weights=True cannot be served under regard.using; call the module with need_weights=False")
+    result = func(*args, **kwargs) if wants_weights else None
+    F.scaled_dot_product_attention = _sdpa
+    try:
+        measured = func(*args, **{**kwargs, "need_weights": False})
+    finally:
+        F.scaled_dot_product_attention = SDPA
+    return measured if result is None else result
+
+
+def _regard(func, args):
+    """regard's own op: [o, frame, z, stats] of exactly the distribution it names."""
+    module = _top()
+    if not watched(module):
+        return func(*args)
+    q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
+    results = func(*args)
+    joint = mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
+    options["temperature"] = None if temperature is None else temperature[..., None]
+    options["sink"] = None if sink is None else sink[..., None]
+    options["window"] = None if left < 0 and right < 0 else tuple(None if side < 0 else side for side in (left, right))
+    call = Call(
+        module, q, k, v, own=lambda rows: results[0] if rows is None else results[0].index_select(-2, rows),
+        kind="regard", mask=joint, causal=causal, options=options,
+        obstacle="it drops weights at random (dropout in training)" if dropout else None,
+    )  # fmt: skip
+    attend(call, lambda: results[0])
+    return results

@@ -1,0 +1,151 @@
+"""What a caught call is told by: the statistics of its distribution, once the output rebuilt from it is the model's own.
+
+A layer whose rebuilt output differs from the model's own is not measured, with the reason, never with numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.health.call import Call, Rows
+from regard.health.readings import LayerReading
+from regard.health.what_if import WhatIf
+from regard.scores import resolve_scale
+
+WHOLE = 1024  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
+SAMPLED = 128
+# relative difference of one head's output, as the square root of the sums of squares
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+GPU_FLOAT32 = 5e-3  # products in TF32
+
+
+@dataclass
+class Layer:
+    name: str
+    index: int
+    reading: LayerReading | None = None
+    reason: str | None = None  # why it is not measured
+    what_if: dict[str, LayerReading] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # what-if -> why it cannot be
+    kind: str = ""
+    dtype: torch.dtype | None = None
+    scale: float | None = None
+    error: float = 0.0  # largest relative difference seen
+    sampled: bool = False
+
+
+class Recorder:
+    """An observer that measures: one Layer per module and, where a module is used again, per use within a forward."""
+
+    def __init__(self, what_if: Sequence[WhatIf] = (), backend: str | None = None) -> None:
+        self.layers: dict[tuple[str, int], Layer] = {}
+        self.what_if, self.backend = what_if, backend
+        self.rows = Rows()
+        self._uses: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """A new forward: uses count from 0, masks are new."""
+        self._uses.clear()
+        self.rows.forget()
+
+    def __call__(self, call: Call, name: str, otherwise: Callable[[], Tensor]) -> Tensor:
+        use = self._uses.get(name, 0)
+        self._uses[name] = use + 1
+        layer = self.layers.setdefault((name, use), Layer(name, len(self.layers)))
+        if layer.reason is not None:
+            return otherwise()
+        if call.obstacle is not None:
+            return self._give_up(layer, call.obstacle, otherwise)
+        try:
+            with torch.no_grad():
+                rebuilt, stats = self._measure(call)
+                rows = self.rows.of(call)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            return self._give_up(layer, f"regard.attention cannot compute it: {error}", otherwise)
+        sampled = call.sliceable and call.q.shape[2] > WHOLE and not call.dropout and not call.q.requires_grad
+        output = None if sampled else otherwise()
+        with torch.no_grad():
+            error = self._difference(call, rebuilt, output, rows, sampled)
+            limit = GPU_FLOAT32 if (call.q.dtype, call.q.is_cuda) == (torch.float32, True) else TOLERANCE[call.q.dtype]
+            if not error <= limit:
+                what = "is not finite" if error != error else f"differs by {error:.2g} (limit {limit:g})"
+                reason = f"the output rebuilt from the measured weights {what} from the model's own"
+                return self._give_up(layer, reason.replace("finite from the model's own", "finite"), otherwise, output)
+            layer.error = max(layer.error, error)
+            layer.sampled |= sampled
+            self._record(layer, call, stats, rows)
+        return rebuilt.to(call.q.dtype) if sampled else output
+
+    def _measure(self, call: Call):
+        q, k, v = (x.detach() for x in (call.q, call.k, call.v))
+        return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
+
+    def _difference(self, call: Call, rebuilt: Tensor, output: Tensor | None, rows: Tensor | None, sampled: bool) -> float:
+        """The largest relative difference over heads, on the rows that count."""
+        if sampled:
+            queries = call.q.shape[2]
+            at = torch.linspace(0, queries - 1, SAMPLED, device=call.q.device).round().long()
+            own, rebuilt = call.own(at), rebuilt.index_select(2, at)
+            rows = None if rows is None else rows[:, at]
+        else:
+            own = call.own(None) if call.dropout else output
+        own, rebuilt = own.detach().float(), rebuilt.float()
+        if rows is not None:
+            hidden = ~rows[:, None, :, None]
+            own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)
+        size = own.square().sum((0, 2, 3)).sqrt()
+        apart = (own - rebuilt).square().sum((0, 2, 3)).sqrt()
+        return (apart / torch.where(size > 0, size, 1.0)).max().item() if own.numel() else 0.0
+
+    def _record(self, layer: Layer, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
+        heads, queries, keys = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+        cached = queries < keys and bool(getattr(call.module, "is_causal", False))
+        start = keys - queries if cached else 0
+        if layer.reading is None:
+            layer.reading = LayerReading(heads, call.q.device)
+            layer.kind, layer.dtype = call.kind, call.q.dtype
+        elif layer.reading.heads != heads:
+            layer.reason = f"its number of heads changes from call to call ({layer.reading.heads}, then {heads})"
+            layer.reading = None
+            return
+        scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
+        layer.scale = None if isinstance(scale, Tensor) else scale
+        layer.reading.update(stats, rows, predicted_variance(call, rows, scale), start)
+        for change in self.what_if:
+            if change.name in layer.refused:
+                continue
+            try:
+                other = self._measure(change(call))[1]
+            except (ValueError, TypeError, NotImplementedError) as error:
+                layer.refused[change.name] = str(error)
+                continue
+            layer.what_if.setdefault(change.name, LayerReading(heads, call.q.device)).update(other, rows, None, start)
+
+    def _give_up(self, layer: Layer, reason: str, otherwise: Callable[[], Tensor], output: Tensor | None = None) -> Tensor:
+        layer.reason, layer.reading = reason, None
+        layer.what_if.clear()
+        return otherwise() if output is None else output
+
+
+def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:
+    """scale²·E‖q‖²·E‖k − k̄‖²/d per head: the variance of the logits if no query knew of any key's direction."""
+    q, k = call.q.detach().float(), call.k.detach().float()
+    norm = q.square().sum(-1)  # [B, H, M]
+    if rows is None:
+        q_norm = norm.mean((0, 2))
+    else:
+        q_norm = norm.masked_fill(~rows[:, None], 0.0).sum((0, 2)) / rows.sum().clamp_min(1)
+    if rows is not None and rows.shape[1] == k.shape[2]:
+        weight = rows[:, None, :, None].float()
+        count = weight.sum(2, keepdim=True).clamp_min(1)
+        k = k - (k * weight).sum(2, keepdim=True) / count
+        k_norm = ((k * weight).square().sum((2, 3)) / count[..., 0, 0]).mean(0)
+    else:
+        k_norm = (k - k.mean(2, keepdim=True)).square().sum(-1).mean((0, 2))
+    k_norm = k_norm.repeat_interleave(q_norm.shape[0] // k_norm.shape[0])
+    return scale**2 * q_norm * k_norm / q.shape[-1]

@@ -1,0 +1,209 @@
+"""Per-head readings over any number of batches, in constant memory: count, mean, Σ(x − mean)², extremes, histogram.
+
+Two readings of the same layer merge: counts and histograms add, means and squares by Chan's rule,
+
+    M = M_a + M_b + δ²·n_a·n_b/n,   δ = mean_b − mean_a,
+
+so that batches, or ranks, may come in any order and any tree.
+
+>>> import regard, torch
+>>> from regard.health.readings import LayerReading
+>>> q = k = v = torch.randn(1, 2, 16, 8)
+>>> _, stats = regard.attention(q, k, v, return_stats=True)
+>>> reading = LayerReading(heads=2).update(stats)
+>>> bool((reading.spread("entropy", head=0).mean - stats.entropy[0, 0].mean()).abs() < 1e-6)
+True
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard import statistics
+from regard.health import bins
+from regard.health.bins import BINS, NAMES
+
+CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
+POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2²⁰
+FINGERPRINT = 3  # features per row that tell one head's distribution from another's
+LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One statistic of one head over all counted rows: .mean, .std, .min, .max, .quantile(0.5)."""
+
+    name: str
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    histogram: Tensor
+
+    def quantile(self, share: float) -> float:
+        """The value below which this share of the rows lies, from the histogram."""
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"share must lie in [0, 1], got {share!r}")
+        return bins.quantile(self.name, self.histogram, share, self.min, self.max)
+
+    def share_below(self, value: float) -> float:
+        """The share of the rows whose value is below this one."""
+        return bins.share_below(self.name, self.histogram, value)
+
+    def to_json(self) -> dict[str, float | None]:
+        numbers = dict(mean=self.mean, std=self.std, min=self.min, max=self.max)
+        numbers.update({f"q{round(100 * share):02d}": self.quantile(share) for share in (0.05, 0.5, 0.95)})
+        return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+
+
+class LayerReading:
+    """The sums of one layer, [S, H] and [S, H, 512] on the device of its batches."""
+
+    def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
+        rows = (len(NAMES), heads)
+        wide = dict(dtype=torch.float64, device=device)
+        self.heads = heads
+        self.count = torch.zeros(rows, **wide)
+        self.mean = torch.zeros(rows, **wide)
+        self.square = torch.zeros(rows, **wide)  # Σ (x − mean)²
+        self.low = torch.full(rows, math.inf, **wide)
+        self.high = torch.full(rows, -math.inf, **wide)
+        self.histogram = torch.zeros((*rows, BINS), dtype=torch.int64, device=device)
+        self.curve = torch.zeros((len(CURVES), heads, POSITIONS), **wide)
+        self.curve_count = torch.zeros((len(CURVES), heads, POSITIONS), **wide)
+        self.products = torch.zeros((FINGERPRINT, heads, heads), **wide)  # Σ f_g·f_h over rows
+        self.totals = torch.zeros((FINGERPRINT, heads), **wide)
+        self.compared = torch.zeros((), **wide)  # rows behind products
+        self.predicted = torch.zeros(heads, **wide)  # Σ over calls of the logit variance that the norms predict
+        self.calls = 0
+
+    def update(self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0):
+        """Add statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
+        queries = stats["entropy"].shape[-1]
+        x = torch.stack([stats[name] for name in statistics.NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
+        position = torch.arange(start, start + queries, device=x.device).repeat(stats["entropy"].shape[0])
+        if rows is not None:
+            kept = rows.flatten().nonzero().squeeze(-1)
+            x, position = x[..., kept], position[kept]
+        if not x.shape[-1]:
+            return self
+        x = torch.cat([x, _derived(x)])
+        there = ~x.isnan()
+        filled = x.nan_to_num(0.0, posinf=None, neginf=None)
+        count = there.sum(-1).double()
+        mean = filled.sum(-1, dtype=torch.float64) / count.clamp_min(1)
+        deviation = (filled - mean.to(x.dtype)[..., None]).masked_fill_(~there, 0.0)
+        correction = deviation.sum(-1, dtype=torch.float64) / count.clamp_min(1)  # what rounding the mean left over
+        square = deviation.square_().sum(-1, dtype=torch.float64) - correction.square() * count
+        self._moments(count, mean, square.clamp_min(0.0))
+        self.low = torch.minimum(self.low, x.nan_to_num(math.inf, posinf=math.inf).amin(-1).double())
+        self.high = torch.maximum(self.high, x.nan_to_num(-math.inf, neginf=-math.inf).amax(-1).double())
+        self._count_bins(filled, there)
+        self._follow(x, position)
+        self._compare(x)
+        if predicted is not None:
+            self.predicted += predicted.double()
+            self.calls += 1
+        return self
+
+    def _moments(self, count: Tensor, mean: Tensor, square: Tensor) -> None:
+        total = self.count + count
+        weight = count / total.clamp_min(1)
+        gap = mean - self.mean
+        self.square = self.square + square + gap.square() * self.count * weight
+        self.mean = self.mean + gap * weight
+        self.count = total
+
+    def _count_bins(self, x: Tensor, there: Tensor) -> None:
+        offset = torch.arange(len(NAMES) * self.heads, device=x.device).reshape(len(NAMES), self.heads, 1) * BINS
+        flat = self.histogram.view(-1)
+        flat.scatter_add_(0, (bins.place(x) + offset).flatten(), there.flatten().long())
+
+    def _follow(self, x: Tensor, position: Tensor) -> None:
+        wanted = x[[NAMES.index(name) for name in CURVES]]
+        at = position_bin(position)
+        self.curve_count.index_add_(-1, at, (~wanted.isnan()).double())
+        self.curve.index_add_(-1, at, wanted.nan_to_num(0.0).double())
+
+    def _compare(self, x: Tensor) -> None:
+        n, top, variance, ratio = (x[NAMES.index(i)] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio"))
+        useful = n.amin(0) >= LEAST_KEYS  # [R]
+        sharpness = torch.log((top * n).clamp_min(1e-30)) / torch.log(n.clamp_min(2.0))
+        f = torch.stack([ratio, sharpness, torch.log1p(variance.clamp_min(0.0))]).masked_fill(~useful, 0.0).double()
+        self.products += f @ f.transpose(-1, -2)
+        self.totals += f.sum(-1)
+        self.compared += useful.sum()
+
+    def merge(self, other: LayerReading) -> LayerReading:
+        """Both readings together; neither is changed."""
+        if other.heads != self.heads:
+            raise ValueError(f"readings of {self.heads} and {other.heads} heads cannot be merged")
+        merged = LayerReading(self.heads, self.count.device)
+        for part in (self, other):
+            merged._moments(part.count, part.mean, part.square)
+        merged.low, merged.high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
+        for name in ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls"):
+            setattr(merged, name, getattr(self, name) + getattr(other, name))
+        return merged
+
+    def cpu(self) -> LayerReading:
+        moved = LayerReading(self.heads)
+        for name, value in vars(self).items():
+            setattr(moved, name, value.cpu() if isinstance(value, Tensor) else value)
+        return moved
+
+    def spread(self, name: str, head: int) -> Spread:
+        row = NAMES.index(name)
+        count = self.count[row, head].item()
+        return Spread(
+            name=name,
+            count=int(count),
+            mean=self.mean[row, head].item() if count else math.nan,
+            std=math.sqrt(self.square[row, head].item() / count) if count else math.nan,
+            min=self.low[row, head].item() if count else math.nan,
+            max=self.high[row, head].item() if count else math.nan,
+            histogram=self.histogram[row, head],
+        )
+
+    def curve_of(self, name: str, head: int) -> list[tuple[int, float]]:
+        """[(position, mean)]: a statistic against the query's position, where any row was counted."""
+        row = CURVES.index(name)
+        count, total = self.curve_count[row, head], self.curve[row, head]
+        return [(position_of(at), (total[at] / count[at]).item()) for at in count.nonzero().flatten().tolist()]
+
+    def predicted_variance(self, head: int) -> float:
+        """The logit variance that the norms of q and k predict for directions that know nothing of one another."""
+        return self.predicted[head].item() / self.calls if self.calls else math.nan
+
+    def likeness(self) -> Tensor:
+        """[H, H]: Σ (f_g − f_h)² over the rows, relative to how much f varies over them: 0 for twins, about 2 for strangers."""
+        own = self.products.diagonal(dim1=-2, dim2=-1)  # [F, H]
+        apart = own[:, :, None] + own[:, None, :] - 2.0 * self.products
+        varies = own - self.totals.square() / self.compared.clamp_min(1)
+        mean = (varies[:, :, None] + varies[:, None, :]) / 2.0
+        relative = apart.clamp_min(0.0) / mean.clamp_min(1e-12 * self.compared.clamp_min(1.0))
+        return relative.amax(0)  # every feature must agree
+
+
+def _derived(x: Tensor) -> Tensor:
+    """entropy / ln n and gain / (1 − 1/n), [2, H, R]; NaN, so not counted, where one key leaves no choice."""
+    n, entropy, gain = (x[NAMES.index(name)] for name in ("visible_keys", "entropy", "gradient_gain"))
+    alone = n < 2
+    n = n.masked_fill(alone, 2.0)
+    ratio, gain = entropy / torch.log(n), gain / (1.0 - 1.0 / n)
+    return torch.stack([ratio, gain]).masked_fill_(alone, math.nan)
+
+
+def position_bin(position: Tensor) -> Tensor:
+    log = 16 + torch.floor(8.0 * torch.log2(position.clamp_min(1).double() / 16.0) + 1e-9)
+    return torch.where(position < 16, position.double(), log).clamp_max(POSITIONS - 1).long()
+
+
+def position_of(at: int) -> int:
+    """The first position of a bin."""
+    return at if at < 16 else math.ceil(16 * 2 ** ((at - 16) / 8) - 1e-6)

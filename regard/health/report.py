@@ -1,0 +1,134 @@
+"""What an examination found: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`; as HTML, JSON, PNG or text."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import regard
+from regard.health import files
+from regard.health.findings import Finding
+from regard.health.heads import HeadReading
+from regard.health.measure import SAMPLED, WHOLE, Layer
+
+
+@dataclass(frozen=True)
+class WhatIfReading:
+    """The heads as they would read under a change, and what would be found wrong with them."""
+
+    heads: list[HeadReading]
+    findings: list[Finding]
+    refused: list[tuple[str, str]] = field(default_factory=list)  # (layer, why the change cannot be made there)
+
+    def to_json(self) -> dict:
+        return dict(
+            heads=[head.to_json() for head in self.heads],
+            findings=[finding.to_json() for finding in self.findings],
+            refused=[list(pair) for pair in self.refused],
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `regard.examine`."""
+
+    title: str
+    heads: list[HeadReading]
+    findings: list[Finding]
+    unmeasured: list[tuple[str, str]]  # (layer, reason)
+    what_if: dict[str, WhatIfReading]
+    how: dict
+    interrupted: str | None = None  # why the report does not cover everything that was asked
+
+    def to_json(self) -> dict:
+        """Plain numbers, lists and dicts, as regard/health/schema.json describes them."""
+        return dict(
+            title=self.title,
+            heads=[head.to_json() for head in self.heads],
+            findings=[finding.to_json() for finding in self.findings],
+            unmeasured=[dict(layer=layer, reason=reason) for layer, reason in self.unmeasured],
+            what_if={name: reading.to_json() for name, reading in self.what_if.items()},
+            how=self.how,
+            interrupted=self.interrupted,
+        )
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Write the report; the name's end says how: .html, .json or .png."""
+        suffix = Path(path).suffix.lower()
+        if suffix == ".json":
+            return files.write(path, json.dumps(self.to_json(), ensure_ascii=False, indent=1, allow_nan=False) + "\n")
+        if suffix in (".html", ".htm"):
+            from regard.health.page import render
+
+            return files.write(path, render(self))
+        if suffix == ".png":
+            from regard.health.figures import png
+
+            return files.write(path, png(self))
+        raise ValueError(f"path must end in .html, .json or .png, got {str(path)!r}")
+
+    def show(self, file=None) -> None:
+        """Print it: a table of layers, the findings and what remains unmeasured."""
+        from regard.health.terminal import show
+
+        show(self, file)
+
+    def summary(self) -> list[str]:
+        """The report in a few sentences."""
+        return summarize(self)
+
+
+def summarize(report: Report) -> list[str]:
+    layers = {head.index for head in report.heads}
+    ill = {head for finding in report.findings for head in finding.heads}
+    rows = max((head.statistics["entropy"].count for head in report.heads), default=0)
+    said = [f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')} measured on up to {rows:,} rows each."]
+    if not report.findings:
+        said.append("No findings: no head passed a threshold.")
+    for finding in report.findings:
+        said.append(f"{finding.kind.capitalize()} ({finding.severity}): {_count(len(finding.heads), 'head')}. {finding.evidence}")
+    if report.findings:
+        said.append(f"{_count(len(report.heads) - len(ill & {(h.layer, h.head) for h in report.heads}), 'head')} without findings.")
+    if report.unmeasured:
+        said.append(f"{_count(len(report.unmeasured), 'layer')} not measured; the reasons are below.")
+    if report.interrupted:
+        said.append(f"The examination did not finish: {report.interrupted}.")
+    return said
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, seconds: float) -> dict:
+    measured = [layer for layer in layers if layer.reading is not None]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    checked = f"on {SAMPLED} rows of each call" if any(layer.sampled for layer in measured) else "on every counted row"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return dict(
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        batches=batches,
+        seconds=round(seconds, 3),
+        device=f"{device.type}: {name}",
+        dtypes=sorted({str(layer.dtype).removeprefix("torch.") for layer in measured}),
+        paths=dict(Counter(layer.kind for layer in measured)),
+        faithful=dict(
+            checked=f"the output rebuilt from the measured weights against the model's own, {checked}",
+            largest_relative_difference=max((layer.error for layer in measured), default=0.0),
+            goes_on_with="the model's own output; beyond {} queries the rebuilt one, once it agrees".format(WHOLE),
+        ),
+        counted="rows of padding queries and rows that see no key are left out",
+        quantiles="from histograms of 512 fixed bins, within one bin's width",
+        versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,97 @@
+"""What a head's readings would be, had its scores been treated otherwise: the same q, k and mask, another road.
+
+>>> from regard.health.what_if import parse
+>>> parse("temperature=2").options, parse("qk_norm").name
+({'temperature': 2.0}, 'qk_norm')
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from regard import normalizers
+from regard.health.call import Call
+from regard.scores import SCALES
+from regard.temperature import SSMax
+
+FORMS = ("temperature=2", "scale=inverse", "qk_norm", "softcap=50", "normalizer=entmax15", "ssmax")
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change of a call: options of `regard.attention` and, for qk_norm, of q and k themselves."""
+
+    name: str
+    options: dict = field(default_factory=dict)
+    of_call: Callable[[Call], Call] | None = None
+
+    def __call__(self, call: Call) -> Call:
+        changes = dict(self.options)
+        if "normalizer" in changes and call.options.get("sink") is not None:
+            choice = normalizers.get(changes["normalizer"])
+            if choice.family != "ratio" or not choice.exponential:
+                changes["sink"] = None  # a learned sink joins an exponential denominator, and there is none
+        changed = call.with_options(**changes)
+        return self.of_call(changed) if self.of_call else changed
+
+
+def parse_all(wanted: str | Iterable[str]) -> list[WhatIf]:
+    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+    return [parse(one) for one in wanted]
+
+
+def parse(text: str) -> WhatIf:
+    """`name=value`, or a bare name; several joined by + are one change."""
+    if not isinstance(text, str):
+        raise TypeError(f"what_if must hold strings such as {FORMS[0]!r}, got {type(text).__name__}")
+    parts = [_one(part.strip(), text) for part in text.split("+")]
+    options: dict = {}
+    for part in parts:
+        options.update(part.options)
+    steps = [part.of_call for part in parts if part.of_call]
+    return WhatIf(text, options, _composed(steps) if steps else None)
+
+
+def _composed(steps):
+    def of_call(call):
+        for step in steps:
+            call = step(call)
+        return call
+
+    return of_call
+
+
+def _one(part: str, text: str) -> WhatIf:
+    key, _, value = part.partition("=")
+    if key == "qk_norm" and not value:
+        return WhatIf(part, dict(scale=None), _qk_norm)
+    if key == "ssmax":
+        return WhatIf(part, dict(temperature=SSMax(_number(value, text)) if value else SSMax()))
+    if key in ("temperature", "softcap") and value:
+        return WhatIf(part, {key: _number(value, text)})
+    if key == "scale" and value:
+        return WhatIf(part, dict(scale=value if value in SCALES else _number(value, text)))
+    if key == "normalizer" and value:
+        return WhatIf(part, dict(normalizer=normalizers.get(value).spec))
+    known = [form.partition("=")[0] for form in FORMS]
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near and near[0] != key else ""
+    raise ValueError(f"what_if: {text!r} is not understood; {hint}known forms: {', '.join(FORMS)}")
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0.0 < number < float("inf"):
+        raise ValueError(f"what_if: {text!r} needs a positive number after '=', got {value!r}")
+    return number
+
+
+def _qk_norm(call: Call) -> Call:
+    """q and k divided by their root mean square, then 1/√d: logits of √d·cos, whatever the norms were."""
+    q, k = (x / x.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6).to(x.dtype) for x in (call.q, call.k))
+    return replace(call, q=q, k=k)

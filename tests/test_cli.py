@@ -48,6 +48,15 @@ def test_the_normalizer_of_contributing_md_is_listed_without_another_edit(tmp_pa
     assert any(line.startswith("cubic ") for line in listed.stdout.splitlines())
 
 
+def test_readme_says_of_each_normalizer_what_its_file_says():
+    readme = (cli.PACKAGE.parent / "README.md").read_text().replace("\\|", "¦")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("| ")]
+    told = {cells[0].split("(")[0]: cells[1:3] for cells in rows if cells[0].split("(")[0] in normalizers.names()}
+    assert len(told) >= 8
+    for name, (formula, sums_to) in told.items():
+        assert (formula.replace("¦", "|"), sums_to) == (normalizers.get(name).formula, normalizers.get(name).sums_to)
+
+
 def test_a_terminal_gets_colour_and_lines():
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w") as terminal:

@@ -1,0 +1,13 @@
+"""The lab: every claim of the study notes put to the test.
+
+>>> from regard import lab
+>>> result = lab.run("e24")
+>>> result.verdict, round(result.measured / 1e10, 2)
+('holds', 2.65)
+>>> "scaled-example" in lab.names()
+True
+"""
+
+from regard.lab.run import Result, names, run, run_all, waiting
+
+__all__ = ["Result", "names", "run", "run_all", "waiting"]

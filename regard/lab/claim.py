@@ -1,0 +1,129 @@
+"""A claim, the checks that put it to the test, and the rule from numbers to verdict.
+
+A check says which numbers the claim allows, [low, high], and what was measured. Its interval decides: inside agrees,
+outside disagrees, and one that straddles an edge decides nothing, which is an error of the experiment (`Undecided`).
+
+    holds      every check of the claim agrees
+    holds_if   the core agrees, and what lies beyond the named condition does not
+    wrong      the core disagrees
+
+Checks marked OURS are not the claim's: they hold our own derivation to the measurement, and fail the run if it misses.
+
+>>> from regard.lab.claim import Check, Finding, near
+>>> from regard.lab.estimate import exact
+>>> finding = Finding([near("one and one", 3.0, exact(2.0), 0.5)], figure=None, right="one and one are two")
+>>> finding.verdict
+'wrong'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from regard.lab.estimate import Estimate
+
+if TYPE_CHECKING:
+    from regard.lab.bench import Bench
+    from regard.lab.figure import Figure
+
+CORE, BEYOND, OURS = "core", "beyond", "ours"
+HOLDS, HOLDS_IF, WRONG = "holds", "holds_if", "wrong"
+
+
+class Undecided(Exception):
+    """An interval is too wide for its question, or the measurement contradicts our own derivation."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """`measured` must lie in [low, high] for the claim to be right here; `predicted` is the number it names."""
+
+    what: str
+    predicted: float
+    measured: Estimate
+    low: float
+    high: float
+    role: str = CORE
+
+    @property
+    def agrees(self) -> bool:
+        if self.low <= self.measured.low and self.measured.high <= self.high:
+            return True
+        if self.measured.high < self.low or self.high < self.measured.low:
+            return False
+        raise Undecided(f"{self.what}: {self.measured} neither within nor outside [{self.low:g}, {self.high:g}]")
+
+    @property
+    def allowed(self) -> str:
+        """What the claim predicts, as text: "0.5", "0.5 ± 0.1", "> 0.01"."""
+        if self.high == math.inf:
+            return f"> {self.predicted:.4g}"
+        if self.low == -math.inf:
+            return f"< {self.predicted:.4g}"
+        half = (self.high - self.low) / 2
+        return f"{self.predicted:.4g} ± {half:.2g}"
+
+    def beyond(self) -> Check:
+        """The same check, of what the statement covers and its condition leaves out."""
+        return replace(self, role=BEYOND)
+
+    def ours(self) -> Check:
+        """The same check, of our own derivation."""
+        return replace(self, role=OURS)
+
+
+def near(what: str, predicted: float, measured: Estimate, tolerance: float) -> Check:
+    """measured = predicted ± tolerance."""
+    return Check(what, predicted, measured, predicted - tolerance, predicted + tolerance)
+
+
+def above(what: str, bound: float, measured: Estimate) -> Check:
+    """measured > bound."""
+    return Check(what, bound, measured, math.nextafter(bound, math.inf), math.inf)
+
+
+def below(what: str, bound: float, measured: Estimate) -> Check:
+    """measured < bound."""
+    return Check(what, bound, measured, -math.inf, math.nextafter(bound, -math.inf))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a claim's `measure` returns. The first check is the headline: its numbers stand in tables and JSON."""
+
+    checks: Sequence[Check]
+    figure: Callable[[], Figure] | None
+    condition: str = ""
+    right: str = ""
+    remark: str = ""
+
+    @property
+    def verdict(self) -> str:
+        agreed: dict[str, list[bool]] = {CORE: [], BEYOND: [], OURS: []}
+        for check in self.checks:
+            agreed[check.role].append(check.agrees)
+        if not all(agreed[OURS]):
+            missed = next(check for check in self.checks if check.role == OURS and not check.agrees)
+            raise Undecided(f"our own derivation is off: {missed.what}: {missed.allowed}, measured {missed.measured}")
+        if not all(agreed[CORE]):
+            return WRONG
+        if all(agreed[BEYOND]):
+            return HOLDS
+        if not self.condition:
+            raise Undecided("a check beyond the condition disagrees, but no condition is named")
+        return HOLDS_IF
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of the notes. `derivation` is LaTeX, a line each; `rule` says in words how the checks decide."""
+
+    id: str
+    note: str
+    statement: str
+    derivation: Sequence[str]
+    rule: str
+    measure: Callable[[Bench], Finding]

@@ -1,0 +1,43 @@
+"""The mean of q·k for independent entries."""
+
+from regard.lab.claim import Claim, Finding, near
+from regard.lab.estimate import mean
+from regard.lab.figure import Figure
+
+DIMS = [4, 16, 64, 256]
+
+
+def measure(bench):
+    means = [mean(bench.dots(d, 400).mean((-1, -2)) / d**0.5) for d in DIMS]
+    q, k = bench.normal(400, 32, 64) + 0.5, bench.normal(400, 64, 32) + 0.5
+    shifted = mean((q @ k).mean((-1, -2)))
+    return Finding(
+        [
+            *(near(f"E[q·k]/√d_k, d_k = {d}", 0.0, m, 0.05) for d, m in zip(DIMS, means, strict=True)),
+            near("E[q·k] at d_k = 64 when entries have mean ½ (d_k·μ²)", 16.0, shifted, 0.5).ours(),
+        ],
+        remark="The note assumes mean 0, and needs it: entries of mean μ give E[q·k] = d_k·μ², which no division by √d_k "
+        "removes. Softmax ignores a constant, but |q| and Σk then shift rows apart.",
+        figure=lambda: Figure(
+            "bands",
+            "d_k",
+            "E[q·k] / √d_k",
+            {"mean and 99.99 % interval": (DIMS, [m.low for m in means], [m.value for m in means], [m.high for m in means])},
+            log_x=True,
+            guides={"predicted": 0.0},
+            alt="The mean of q·k, in standard deviations, is 0 within its interval for d_k from 4 to 256.",
+        ),
+    )
+
+
+claim = Claim(
+    id="dot-mean",
+    note="001",
+    statement="E[q·k] = 0 for independent unit-variance entries (of mean 0, as the note assumes).",
+    derivation=[
+        r"\mathbb{E}[q \cdot k] = \sum_i \mathbb{E}[q_i]\,\mathbb{E}[k_i] = 0",
+        r"\text{with means } \mu: \quad \mathbb{E}[q \cdot k] = d_k\,\mu_q \mu_k",
+    ],
+    rule="Holds if the mean is within 0.05 standard deviations of 0 at every d_k.",
+    measure=measure,
+)

@@ -1,0 +1,45 @@
+"""Weights are probabilities in the order of the scores, and smooth."""
+
+import torch
+
+import regard
+from regard.lab.claim import Claim, Finding, above, below, near
+from regard.lab.estimate import exact, share
+from regard.lab.figure import Figure
+
+
+def measure(bench):
+    z = 3.0 * bench.normal(500, 12).double()
+    w = regard.softmax(z)
+    ordered = (w.argsort(-1) == z.argsort(-1)).all(-1)
+    line = torch.linspace(-6, 6, 49, dtype=torch.float64)
+    moved = regard.softmax(torch.stack([line, torch.zeros_like(line), torch.ones_like(line)], -1))
+    bend = (moved[2:] - 2 * moved[1:-1] + moved[:-2]).abs().max() / (line[1] - line[0]) ** 2
+    return Finding(
+        [
+            below("largest |Σw − 1|", 1e-14, exact((w.sum(-1) - 1).abs().max())),
+            above("smallest weight", 0.0, exact(w.min())),
+            near("share of rows whose weights have the scores' order", 1.0, share(ordered), 0.05),
+            below("largest second difference quotient along one score", 0.2, exact(bend)),
+        ],
+        figure=lambda: Figure(
+            "lines",
+            "first score",
+            "weight",
+            {f"score {name}": (line.tolist(), moved[:, i].tolist()) for i, name in enumerate(("moving", "0", "1"))},
+            alt="As one of three scores moves from −6 to 6 its weight rises smoothly from 0 to 1 and the others fall.",
+        ),
+    )
+
+
+claim = Claim(
+    id="probability",
+    note="004",
+    statement="Weights sum to 1, are ≥ 0, keep the order of the scores, and are smooth.",
+    derivation=[
+        r"\sum_i e^{z_i}/Z = 1, \quad z_i < z_j \Rightarrow e^{z_i}/Z < e^{z_j}/Z",
+        r"|\partial^2 w_i/\partial z_i^2| = w_i (1 - w_i) |1 - 2 w_i| \le \tfrac{1}{6\sqrt 3} = 0.096",
+    ],
+    rule="Holds if rows sum to 1 to rounding, no weight is negative, all orders agree and second derivatives are bounded.",
+    measure=measure,
+)

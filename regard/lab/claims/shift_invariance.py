@@ -1,0 +1,42 @@
+"""softmax(z + c) = softmax(z); in floating point as far as z + c keeps the digits of z."""
+
+import regard
+from regard.lab.claim import Claim, Finding, above, below
+from regard.lab.estimate import exact
+from regard.lab.figure import Figure
+
+SHIFTS = [1.0, 1e2, 1e4, 1e6, 1e8]
+
+
+def measure(bench):
+    z = bench.normal(200, 16).double()
+    double = [float((regard.softmax(z + c) - regard.softmax(z)).abs().max()) for c in SHIFTS]
+    single = [float((regard.softmax(z.float() + c) - regard.softmax(z.float())).abs().max()) for c in SHIFTS]
+    return Finding(
+        [
+            below("largest change of a weight, float64, c = 100", 1e-13, exact(double[1])),
+            below("largest change of a weight, float32, c = 100", 1e-5, exact(single[1])),
+            above("largest change of a weight, float32, c = 1e8", 0.1, exact(single[-1])).ours(),
+        ],
+        remark=f"The map is invariant; the addition is not exact. In float32 z + 1e8 rounds z away (a weight changes by "
+        f"{single[-1]:.2f}).",
+        figure=lambda: Figure(
+            "lines",
+            "shift c",
+            "largest change of a weight",
+            {"float64": (SHIFTS, [max(x, 1e-17) for x in double]), "float32": (SHIFTS, [max(x, 1e-17) for x in single])},
+            log_x=True,
+            log_y=True,
+            alt="The change of the weights is rounding only; it grows with c because z + c loses digits of z.",
+        ),
+    )
+
+
+claim = Claim(
+    id="shift-invariance",
+    note="002",
+    statement="softmax(z + c) = softmax(z).",
+    derivation=[r"\frac{e^{z_i + c}}{\sum_j e^{z_j + c}} = \frac{e^c e^{z_i}}{e^c \sum_j e^{z_j}} = \frac{e^{z_i}}{\sum_j e^{z_j}}"],
+    rule="Holds if shifts by 100 change weights by rounding only, in float64 and float32.",
+    measure=measure,
+)

@@ -1,0 +1,37 @@
+"""The three-dimensional example, recomputed."""
+
+import torch
+
+import regard
+from regard.lab.claim import Claim, Finding, near
+from regard.lab.estimate import exact
+from regard.lab.figure import Figure
+
+Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
+
+
+def measure(bench):
+    q, k = (torch.tensor(x, dtype=torch.float64).reshape(1, 1, 1, 3) for x in (Q, K))
+    logits = [
+        float(regard.attention(q, k, k, scale=scale, return_stats=("max_logit",))[1].max_logit) for scale in ("none", "sqrt")
+    ]
+    return Finding(
+        [near("q·k", 0.61, exact(logits[0]), 0.005), near("q·k/√3", 0.35, exact(logits[1]), 0.005)],
+        figure=lambda: Figure(
+            "bars",
+            "entry",
+            "q_i·k_i",
+            {"products": (["1", "2", "3", "sum", "sum/√3"], [*(a * b for a, b in zip(Q, K, strict=True)), *logits])},
+            alt="The products −0.35, −0.12 and 1.08, their sum 0.61 and the scaled sum 0.35.",
+        ),
+    )
+
+
+claim = Claim(
+    id="worked-example",
+    note="003",
+    statement="The 3-dimensional example: q·k = 0.61, scaled 0.35.",
+    derivation=[r"-0.35 - 0.12 + 1.08 = 0.61, \quad 0.61/\sqrt 3 = 0.352"],
+    rule="Holds if both numbers agree to half a unit of the last digit.",
+    measure=measure,
+)

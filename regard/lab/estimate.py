@@ -1,0 +1,84 @@
+"""A measured number and the interval that holds it: value ± z·s/√n, z = 3.89 (99.99 %).
+
+The level is high on purpose: the lab makes some two hundred comparisons, and none of them should go astray by chance.
+
+>>> import torch
+>>> from regard.lab.estimate import exact, mean
+>>> mean(torch.tensor([1.0, 2.0, 3.0, 2.0]))
+2 [0.412, 3.588]
+>>> exact(0.25)
+0.25
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LEVEL = 0.9999
+Z = 3.8906  # the normal quantile of (1 + LEVEL) / 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """low ≤ value ≤ high."""
+
+    value: float
+    low: float
+    high: float
+
+    def __repr__(self) -> str:
+        if self.low == self.high:
+            return f"{self.value:.4g}"
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def exact(value: float | Tensor) -> Estimate:
+    """A number that was computed, not sampled."""
+    value = float(value)
+    return Estimate(value, value, value)
+
+
+def printed(value: float, digit: float) -> Estimate:
+    """A number read in a table: value ± half of its last printed digit."""
+    return Estimate(value, value - digit / 2, value + digit / 2)
+
+
+def mean(samples: Tensor) -> Estimate:
+    """Mean of independent samples (N,). Samples that share a query or a key are averaged per block first."""
+    x = samples.double().flatten()
+    half = Z * float(x.std()) / math.sqrt(len(x))
+    return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half)
+
+
+def share(hits: Tensor) -> Estimate:
+    """How often a bool is True (Wilson's interval, right also at 0 and 1)."""
+    n, p = hits.numel(), float(hits.double().mean())
+    middle = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
+    return Estimate(p, min(p, middle - half), max(p, middle + half))
+
+
+def quantile(samples: Tensor, q: float) -> Estimate:
+    """The q-quantile of independent samples, its interval from order statistics: true for every distribution."""
+    x = samples.double().flatten().sort().values
+    n = len(x)
+    half = Z * math.sqrt(n * q * (1 - q))
+    low, high = math.floor(n * q - half), math.ceil(n * q + half)
+    if low < 0 or high >= n:
+        raise ValueError(f"samples: {n} are too few for the {q}-quantile at this level; draw more")
+    return Estimate(float(x[round(q * (n - 1))]), float(x[low]), float(x[high]))
+
+
+def exponent(x: list[float], y: Tensor) -> Estimate:
+    """b of y ∝ x^b: the least-squares slope of log mean(y) against log x, for y (len(x), N), N independent samples each."""
+    log_x = torch.tensor(x, dtype=torch.float64).log()
+    y = y.double()
+    centred = (log_x - log_x.mean()) / ((log_x - log_x.mean()) ** 2).sum()
+    error = y.std(-1) / y.mean(-1) / math.sqrt(y.shape[-1])  # of log mean(y)
+    slope = float((centred * y.mean(-1).log()).sum())
+    half = Z * float(((centred * error) ** 2).sum().sqrt())
+    return Estimate(slope, slope - half, slope + half)

@@ -1,0 +1,145 @@
+"""Find the claims, run them, collect the results.
+
+A claim is a file in `claims/` that defines `claim = Claim(...)`; the file's name is the id with _ for -.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from regard.lab.bench import Bench
+from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding
+
+# Asked by the notes, answered by training a model: no verdict without the experiment.
+TRAINING = {
+    "additive-vs-dot": "For small d_k unscaled dot product does as well as additive attention, for large d_k worse",
+    "collapse-remedies": "Temperature or attention dropout relieves collapse",
+    "compare-normalizers": "How do the normalisers compare in a trained model: loss, sharpness, speed?",
+    "sharpness-vs-quality": "How does attention sharpness relate to model quality?",
+    "adaptive-temperature": "Can an adaptive temperature keep attention sharp on lengths never trained on?",
+    "patterns-by-layer": "What do layers and heads of a trained model do: sharp, diffuse, local, sink?",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A claim with what became of it."""
+
+    claim: Claim
+    finding: Finding
+    verdict: str
+    seed: int
+    seconds: float
+
+    @property
+    def measured(self) -> float:
+        return self.finding.checks[0].measured.value
+
+    @property
+    def condition(self) -> str:
+        return self.finding.condition if self.verdict == HOLDS_IF else ""
+
+    @property
+    def right(self) -> str:
+        """What is true instead, for a wrong claim."""
+        if self.verdict != WRONG:
+            return ""
+        missed = [check for check in self.finding.checks if not check.agrees]
+        return self.finding.right or "; ".join(f"{check.what}: {check.measured}" for check in missed)
+
+    def to_dict(self) -> dict:
+        """The JSON record; `predicted`, `measured` and `interval` are those of the first check."""
+        checks = [
+            dict(
+                what=check.what,
+                role=check.role,
+                predicted=_number(check.predicted),
+                allowed=[_number(check.low), _number(check.high)],
+                measured=_number(check.measured.value),
+                interval=[_number(check.measured.low), _number(check.measured.high)],
+                agrees=check.agrees,
+            )
+            for check in self.finding.checks
+        ]
+        return dict(
+            id=self.claim.id,
+            note=self.claim.note,
+            statement=self.claim.statement,
+            verdict=self.verdict,
+            condition=self.condition or None,
+            right=self.right or None,
+            predicted=checks[0]["predicted"],
+            measured=checks[0]["measured"],
+            interval=checks[0]["interval"],
+            rule=self.claim.rule,
+            derivation=list(self.claim.derivation),
+            remark=self.finding.remark or None,
+            checks=checks,
+            seed=self.seed,
+            seconds=round(self.seconds, 3),
+        )
+
+
+def _number(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+@cache
+def claims() -> dict[str, Claim]:
+    """id → claim, for every file of `claims/`, in the order of the notes."""
+    found = []
+    for path in sorted((Path(__file__).parent / "claims").glob("*.py")):
+        if path.stem.startswith("_"):
+            continue
+        claim = getattr(importlib.import_module(f"regard.lab.claims.{path.stem}"), "claim", None)
+        if not isinstance(claim, Claim) or claim.id != path.stem.replace("_", "-"):
+            raise ValueError(f"{path.name} must define `claim = Claim(id={path.stem.replace('_', '-')!r}, …)`")
+        found.append(claim)
+    return {claim.id: claim for claim in sorted(found, key=lambda claim: (claim.note[:3], claim.id))}
+
+
+def names() -> list[str]:
+    """The ids of all claims that can be run."""
+    return list(claims())
+
+
+def waiting() -> dict[str, str]:
+    """id → statement of the questions that only training can answer and that nobody has run yet."""
+    return {name: text for name, text in TRAINING.items() if name not in claims()}
+
+
+def run(name: str, seed: int = 0) -> Result:
+    """Put one claim to the test.
+
+    >>> from regard import lab
+    >>> lab.run("power-order").condition
+    'a > 1 (the first score is the larger one)'
+    """
+    if name in waiting():
+        raise ValueError(f"claim {name!r} waits for training; it has no experiment yet")
+    if name not in claims():
+        near = difflib.get_close_matches(name, names(), n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
+        raise ValueError(f"claim {name!r} is unknown; {hint}")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
+    start = time.perf_counter()
+    claim = claims()[name]
+    finding = claim.measure(Bench(seed, name))
+    return Result(claim, finding, finding.verdict, seed, time.perf_counter() - start)
+
+
+def run_all(chosen: Sequence[str] = (), seed: int = 0) -> Iterator[tuple[str, Result | Exception]]:
+    """(id, result) one by one; an experiment that fails yields its exception, and the others go on."""
+    for name in chosen or names():
+        try:
+            yield name, run(name, seed)
+        except Exception as failure:
+            yield name, failure

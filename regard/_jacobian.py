@@ -1,6 +1,6 @@
 """The derivative of a normaliser, in closed form: ∂p_i/∂z_j = (a_i·1{i=j} − c_i·b_j) / T.
 
-    ratio: a = u′/Z, b = v′/Z, c = p;    threshold: a = b = g′, c = g′/Σg′;    pointwise: a = f′, b = 0
+ratio: a = u′/Z, b = v′/Z, c = p;    threshold: a = b = g′, c = g′/Σg′;    pointwise: a = f′, b = 0
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def _limit(z: Tensor, choice: Choice, theta, visible, cold: bool) -> Tensor:
     theta = choice.theta if theta is None else theta
     limit = choice.normalizer.cold if cold else choice.normalizer.hot
     bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
-    p = limit(z.detach(), visible, theta)
+    p = limit(z.detach().double(), visible, theta).to(z.dtype)
     return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
 
 

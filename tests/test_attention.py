@@ -30,7 +30,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])
-@pytest.mark.parametrize(("mask", "keys", "heads"), itertools.product(MASKS, (9, 5, 14), (4, 2)))
+@pytest.mark.parametrize(("mask", "keys", "heads"), list(itertools.product(MASKS, (9, 5, 14), (4, 2))))
 def test_equal_to_torch(backend, mask, keys, heads):
     q, k, v = qkv(2, 4, 9, 8, dtype=torch.float64, keys=keys, kv_heads=heads, value_dim=6)
     options = MASKS[mask](9, keys)

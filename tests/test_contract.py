@@ -19,7 +19,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def plain(choice, z):
-    """The family's formula in plain torch, in the precision of z: what the same mathematics costs without our kernels."""
+    """The family's formula in plain torch, in the precision of z: the same mathematics without our kernels."""
     seen = z > -math.inf
     frame = solve_frame(z, seen, choice)
     terms = Terms(choice)

@@ -15,7 +15,7 @@ def load(s, x, scale, mask, masked):
     top = -INF
     if masked:
         for j in range(x.size):
-            y = tile.widen(s[j]) * scale if mask[j] else -INF
+            y = words.where(mask[j], tile.widen(s[j]) * scale, -INF)
             x[j] = y
             top = words.maximum(top, y)
     else:
@@ -79,7 +79,7 @@ def load_gradient(dp, g, mask, masked):
     """g ← dp where visible, else 0: what is hidden cannot leak, not even as NaN."""
     if masked:
         for j in range(g.size):
-            g[j] = tile.widen(dp[j]) if mask[j] else 0.0
+            g[j] = words.where(mask[j], tile.widen(dp[j]), 0.0)
     else:
         for j in range(g.size):
             g[j] = tile.widen(dp[j])

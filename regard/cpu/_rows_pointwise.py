@@ -22,7 +22,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         row = p[i]
         for j in range(n):
             y = x[j] * factor
-            row[j] = tile.narrow(tile.value(y, parameter) if y > -INF else 0.0)
+            row[j] = tile.narrow(words.where(y > -INF, tile.value(y, parameter), 0.0))
 
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -37,7 +37,7 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
         for j in range(n):
             y = x[j] * factor
             slope = tile.slope(y, parameter) * real(scale)
-            row[j] = tile.narrow(slope * tile.widen(given[j]) if y > -INF else 0.0)
+            row[j] = tile.narrow(words.where(y > -INF, slope * tile.widen(given[j]), 0.0))
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -51,4 +51,4 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
             row[j] = tile.narrow(slope * tile.widen(given[j]))
         if masked:
             for j in range(n):
-                row[j] = row[j] if seen[j] else tile.narrow(real(0.0))
+                row[j] = words.where(seen[j], row[j], tile.narrow(real(0.0)))

@@ -44,8 +44,8 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
             for j in range(chunk.size):
                 y = chunk[j] * factor
                 e = words.exp(y - m)
-                chunk_u[j] = tile.numerator(e, y, c) if y > -INF else 0.0
-                part = words.accumulate(part, tile.denominator(e, y, c) if y > -INF else 0.0)
+                chunk_u[j] = words.where(y > -INF, tile.numerator(e, y, c), 0.0)
+                part = words.accumulate(part, words.where(y > -INF, tile.denominator(e, y, c), 0.0))
             total += part
         state[0, i] = m
         state[1, i] = total
@@ -94,8 +94,9 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
             part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], e[start:end]
             for j in range(chunk.size):
                 y = chunk[j] * factor
+                u = tile.numerator(words.exp(y - m), y, c)
                 chunk_e[j] = words.exp(y - m)
-                part = words.accumulate(part, tile.numerator(chunk_e[j], y, c) * chunk_g[j] if y > -INF else 0.0)
+                part = words.accumulate(part, words.where(y > -INF, u * chunk_g[j], 0.0))
             total += part
         inverse = 1.0 / z
         delta = real(total) * inverse
@@ -104,4 +105,4 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
         for j in range(n):
             y = x[j] * factor
             a, b = tile.numerator_slope(e[j], y, c), tile.denominator_slope(e[j], y, c)
-            row[j] = tile.narrow((a * g[j] - b * delta) * inverse if y > -INF else 0.0)
+            row[j] = tile.narrow(words.where(y > -INF, (a * g[j] - b * delta) * inverse, 0.0))

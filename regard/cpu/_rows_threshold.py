@@ -12,6 +12,7 @@ import numpy as np
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, load, nothing_or_nan
 
+SHORT, SIDE = 128, 16
 STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
 
@@ -28,7 +29,7 @@ def moments(y, size, tau):
         chunk = y[start : min(start + CHUNK, size)]
         for j in range(chunk.size):
             t = words.maximum(chunk[j] - tau, 0.0)
-            count = words.accumulate(count, 1.0 if t > 0.0 else 0.0)
+            count = words.accumulate(count, words.where(t > 0.0, 1.0, 0.0))
             first = words.accumulate(first, t)
             second = words.accumulate(second, t * t)
         counts += count
@@ -82,7 +83,7 @@ def sums(y, size, tau, parameter):
         for j in range(chunk.size):
             t = words.maximum(chunk[j] - tau, 0.0)
             value = words.accumulate(value, tile.value(t, parameter))
-            slope = words.accumulate(slope, tile.slope(t, parameter) if t > 0.0 else 0.0)
+            slope = words.accumulate(slope, words.where(t > 0.0, tile.slope(t, parameter), 0.0))
         values += value
         slopes += slope
     return values, slopes
@@ -101,7 +102,89 @@ def solve_newton(y, size, parameter, gain):
     return tau, value, slope
 
 
+def side_step(tau, sums, known):
+    """One step of `solve_linear` or `solve_quadratic` for SIDE rows at once; True while a support still changes."""
+    changes = 0.0
+    for lane in range(SIDE):
+        count, first, second = sums[lane], sums[SIDE + lane], sums[2 * SIDE + lane]
+        if tile.order == 1:
+            delta = (first - 1.0) / count
+            closed = True
+        else:
+            gap = first * first - count * (second - 1.0)
+            closed = gap >= 0.0
+            norm = words.sqrt(second)
+            root = (second - 1.0) / (first + words.sqrt(words.maximum(gap, 0.0)))
+            delta = words.where(closed, root, (norm - 1.0) * norm / first)
+        repeats = (count == known[lane]) | (delta != delta)
+        known[lane] = words.where(closed, count, -1.0)
+        tau[lane] = words.where(repeats, tau[lane], tau[lane] + delta)
+        changes = words.maximum(changes, words.where(repeats, 0.0, 1.0))
+    return changes > 0.0
+
+
+def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
+    """SIDE rows at once, interleaved: short rows spend their time in the sums of the solver, here one lane each."""
+    n = s.shape[1]
+    x = scratch[0]
+    top, tau, known, sums = scratch[1, :SIDE], scratch[1, SIDE:], scratch[1, 2 * SIDE :], scratch[1, 3 * SIDE :]
+    factor = tile.gain(theta[0]) * real(scale)
+    for block in range(first, last, SIDE):
+        for lane in range(SIDE):
+            i = min(block + lane, last - 1)
+            row, seen = s[i], mask[i * stride : i * stride + n]
+            if masked:
+                for j in range(n):
+                    x[j * SIDE + lane] = words.where(seen[j], tile.widen(row[j]) * factor, -INF)
+            else:
+                for j in range(n):
+                    x[j * SIDE + lane] = tile.widen(row[j]) * factor
+        words.side_maximum(x, n, top)
+        for j in range(n):
+            for lane in range(SIDE):
+                x[j * SIDE + lane] -= top[lane]
+        for lane in range(SIDE):
+            tau[lane] = -1.0
+            known[lane] = -1.0
+        words.side_moments(x, n, tau, sums)
+        for _ in range(STEPS):
+            if not side_step(tau, sums, known):
+                break
+            words.side_moments(x, n, tau, sums)
+        for lane in range(min(SIDE, last - block)):
+            i = block + lane
+            if not (words.abs(top[lane]) < INF):
+                fill(p[i], nothing_or_nan(top[lane]))
+                state[0, i] = nothing_or_nan(top[lane])
+                state[1, i] = nothing_or_nan(top[lane])
+                continue
+            state[0, i] = top[lane] + tau[lane]
+            state[1, i] = sums[(tile.order - 1) * SIDE + lane]
+            write_row(s[i], p[i], mask[i * stride : i * stride + n], masked, factor, top[lane], tau[lane],
+                      1.0 / sums[tile.order * SIDE + lane], theta[0])
+
+
+def write_row(s, row, mask, masked, factor, top, tau, inverse, parameter):
+    """row ← value(max(factor·s − top − τ, 0))·inverse."""
+    if masked:
+        for j in range(row.size):
+            t = words.maximum(words.where(mask[j], tile.widen(s[j]) * factor, -INF) - top - tau, 0.0)
+            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
+    else:
+        for j in range(row.size):
+            t = words.maximum(tile.widen(s[j]) * factor - top - tau, 0.0)
+            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
+
+
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
+    n = s.shape[1]
+    if tile.order > 0 and n <= SHORT:
+        forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last)
+    else:
+        forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last)
+
+
+def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
     padded = (n + tile.lanes - 1) // tile.lanes * tile.lanes
     x, y = scratch[0], scratch[1]
@@ -131,7 +214,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         row = p[i]
         for j in range(n):
             t = words.maximum(x[j] - top - tau, 0.0)
-            row[j] = tile.narrow(tile.value(t, parameter) * inverse if t > 0.0 else 0.0)
+            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):

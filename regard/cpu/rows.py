@@ -25,7 +25,7 @@ from regard.cpu._rows_parts import storage_tiles
 from regard.cpu._threads import over_rows
 from regard.normalizers import Choice, Normalizer
 
-SCRATCH, PADDING = 3, 32  # rows of working space per thread, and room behind each for whole vectors
+SCRATCH, PADDING, LEAST = 3, 32, 2048  # rows of working space per thread; room behind each for whole vectors
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
 
 
@@ -69,7 +69,7 @@ def backward(
 
 def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *arguments) -> None:
     def work(first: int, last: int) -> None:
-        scratch = torch.empty((SCRATCH, columns + PADDING), dtype=dtype).numpy()
+        scratch = torch.empty((SCRATCH, max(columns + PADDING, LEAST)), dtype=dtype).numpy()
         compiled(*arguments, scratch, first, last)
 
     over_rows(work, rows, columns)

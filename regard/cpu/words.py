@@ -48,6 +48,18 @@ minimum = _extremum("llvm.minimum")
 
 
 @intrinsic
+def where(typing, condition, a, b):
+    """a if condition else b, both computed: never a branch."""
+    kind = typing.unify_types(a, b)
+
+    def build(context, builder, signature, args):
+        values = [context.cast(builder, value, was, kind) for value, was in zip(args[1:], (a, b), strict=True)]
+        return builder.select(args[0], *values)
+
+    return kind(types.boolean, a, b), build
+
+
+@intrinsic
 def accumulate(typing, total, term):
     """total + term, where the order of the additions does not matter: a loop of these becomes vectors."""
 
@@ -116,6 +128,77 @@ def compress(typing, x, start, shift, bound, out, count):
     return index(x, index, x.dtype, x.dtype, out, index), build
 
 
+SIDE = 16  # rows side by side in the two words below
+
+
+def _side_by_side(context, builder, kind, x, n, totals, step):
+    """Fold step(totals, entry) over the n entries of SIDE interleaved rows; the totals stay in registers."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
+    data = context.make_array(kind)(context, builder, x).data
+    places = [cgutils.alloca_once_value(builder, total) for total in totals]
+    with cgutils.for_range(builder, n) as loop:
+        entry = builder.gep(data, [builder.mul(loop.index, ir.Constant(n.type, SIDE))])
+        entry = builder.load(builder.bitcast(entry, vector.as_pointer()), align=4)
+        for place, total in zip(places, step([builder.load(place) for place in places], entry), strict=True):
+            builder.store(total, place)
+    return [builder.load(place) for place in places]
+
+
+def _lanes(context, builder, kind, array, row):
+    """Where row `row` of SIDE entries lies in an array, as a vector."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(64), row * SIDE)]), vector.as_pointer())
+
+
+def _vector_call(builder, name, kind, values):
+    name = f"{name}.v{SIDE}f{kind.bitwidth}"
+    function = ir.FunctionType(values[0].type, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), values, fastmath=("nsz",))
+
+
+@intrinsic
+def side_maximum(typing, x, n, out):
+    """out[l] ← max_j x[j·SIDE + l], NaN if any is."""
+
+    def build(context, builder, signature, args):
+        vector = ir.VectorType(context.get_value_type(x.dtype), SIDE)
+        low = ir.Constant(vector, [float("-inf")] * SIDE)
+
+        def step(totals, entry):
+            return [_vector_call(builder, "llvm.maximum", x.dtype, [totals[0], entry])]
+
+        (top,) = _side_by_side(context, builder, x, args[0], args[1], [low], step)
+        builder.store(top, _lanes(context, builder, out, args[2], 0), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, out), build
+
+
+@intrinsic
+def side_moments(typing, x, n, tau, out):
+    """out[k·SIDE + l] ← Σ_j tᵏ for k = 0, 1, 2 over the t = x[j·SIDE + l] − tau[l] that are positive."""
+
+    def build(context, builder, signature, args):
+        vector = ir.VectorType(context.get_value_type(x.dtype), SIDE)
+        zero, one = ir.Constant(vector, [0.0] * SIDE), ir.Constant(vector, [1.0] * SIDE)
+        level = builder.load(_lanes(context, builder, tau, args[2], 0), align=4)
+
+        def step(totals, entry):
+            t = builder.fsub(entry, level)
+            above = builder.fcmp_ordered(">", t, zero)
+            t = builder.select(above, t, zero)
+            square = _vector_call(builder, "llvm.fma", x.dtype, [t, t, totals[2]])
+            return [builder.fadd(totals[0], builder.select(above, one, zero)), builder.fadd(totals[1], t), square]
+
+        totals = _side_by_side(context, builder, x, args[0], args[1], [zero] * 3, step)
+        for row, total in enumerate(totals):
+            builder.store(total, _lanes(context, builder, out, args[3], row), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, tau, out), build
+
+
 @intrinsic
 def widen_float16(typing, n):
     """The float32 equal to the float16 whose bits are `n`, an int16."""
@@ -161,16 +244,10 @@ def _narrow_bfloat16(x):
     return body
 
 
-def where(condition, a, b): ...
 def exp(x): ...
 def exp2(x): ...
 def log(x): ...
 def log2(x): ...
-
-
-@overload(where, jit_options=STRICT)
-def _where(condition, a, b):
-    return lambda condition, a, b: a if condition else b
 
 
 # exp(r) = 1 + r + C₂r² + … on |r| ≤ ln 2 / 2, minimax with error 3e-9; doubled, as the power of two is halved

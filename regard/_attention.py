@@ -88,7 +88,7 @@ def attention(
     out = out.reshape(*call.lead, *out.shape[-2:])
     if not call.wanted:
         return out
-    return out, Statistics({name: stats[name].reshape(*call.lead, -1) for name in call.wanted})
+    return out, Statistics({name: stats[name].reshape(out.shape[:-1]) for name in call.wanted})
 
 
 def attention_path(

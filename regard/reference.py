@@ -60,20 +60,24 @@ def attention(
     scale = resolve_scale(scale, q.shape[-1])
     if isinstance(scale, Tensor) and scale.ndim:
         scale = scale.double()[:, None, None]
-    s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
     interval = masks.dense(n, keys, is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device)
     if interval is not None:
         if interval.ndim == 4:  # one per batch entry
-            interval = interval.reshape(-1, *(1,) * (s.ndim - 3), *interval.shape[-2:])
+            interval = interval.reshape(-1, *(1,) * (q.ndim - 3), *interval.shape[-2:])
         visible = visible & interval
+    bias = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         visible = visible & attn_mask
     elif attn_mask is not None:
         visible = visible & (attn_mask != -math.inf)
-        s = s + attn_mask.double().masked_fill(attn_mask == -math.inf, 0.0)
+        bias = attn_mask.double().masked_fill(attn_mask == -math.inf, 0.0)
+    unseen = ~visible.any(-2).unsqueeze(-1)  # what no query sees cannot leak, not even as NaN
+    k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
+    s = s if bias is None else s + bias
     visible = visible.expand(s.shape)
-    s = s.masked_fill(~visible, 0.0)  # what is hidden cannot leak, not even as NaN
+    s = s.masked_fill(~visible, 0.0)
     if temperature is not None:
         t = temperature(s, visible) if callable(temperature) else temperature
         s = s / (t.double() if isinstance(t, Tensor) else t)
@@ -83,12 +87,11 @@ def attention(
         p = with_sink(choice, s, visible, sink)
     else:
         p = choice.reference(s, visible, choice.theta)
-    hidden = ~visible.any(-2, keepdim=True).transpose(-1, -2)  # keys nobody sees
     dropped = p
     if dropout_p > 0.0:
         keep = philox.keep(seed, p.shape, dropout_p).to(p.device)
         dropped = p * keep / (1.0 - dropout_p)
-    out = dropped @ v.masked_fill(hidden, 0.0)
+    out = dropped @ v
     if not wanted:
         return out, p
     stats = statistics.of_scores(s, visible, choice, sink=sink)

@@ -164,7 +164,7 @@ def test_scales():
     per_head = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
     out = regard.attention(q, k, v, scale=per_head)
     for head in range(3):
-        want = sdpa(q[:, head], k[:, head], v[:, head], scale=float(per_head[head]))
+        want = sdpa(q[:, head], k[:, head], v[:, head], scale=per_head[head].item())
         assert torch.allclose(out[:, head], want, atol=1e-6)
     assert torch.autograd.grad(out.sum(), per_head)[0].shape == (3,)
 

@@ -71,7 +71,6 @@ def discover(folder: str | os.PathLike[str]) -> list[str]:
             raise ValueError(f"{path} must define `normalizer`, a Pointwise, Ratio, Threshold or Normalizer record")
         _members[member.name] = member
         found.append(member.name)
-    _parsed.clear()
     return found
 
 
@@ -81,7 +80,6 @@ def names() -> list[str]:
 
 
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?([^()=,]+?)\s*\))?\s*")
-_parsed: dict[str, Choice] = {}
 
 
 def get(spec: str | Choice | Normalizer) -> Choice:
@@ -92,12 +90,6 @@ def get(spec: str | Choice | Normalizer) -> Choice:
         spec = spec.name
     if not isinstance(spec, str):
         raise TypeError(f"normalizer must be a name such as 'softmax', got {type(spec).__name__}")
-    if spec not in _parsed:
-        _parsed[spec] = _parse(spec)
-    return _parsed[spec]
-
-
-def _parse(spec: str) -> Choice:
     match = _SPEC.fullmatch(spec)
     name = match.group(1) if match else spec.split("(")[0].strip()
     if name not in _members:

@@ -11,7 +11,7 @@ SHIFTS = {"max": 0, "max0": 1, "none": 2}
 HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
 
 
-def tiles(normalizer):
+def tiles(normalizer, direct):
     names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight"
     return {"shift": SHIFTS[normalizer.shift], **{name: getattr(normalizer, name) for name in names}}
 

@@ -17,8 +17,10 @@ STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
 
 
-def tiles(normalizer):
-    return {name: getattr(normalizer, name) for name in ("gain", "value", "slope", "slope_of_weight", "order")}
+def tiles(normalizer, direct):
+    names = "gain", "value", "slope", "slope_of_weight", "order"
+    interleave = interleave_direct if direct else interleave_loaded
+    return {"interleave": interleave, **{name: getattr(normalizer, name) for name in names}}
 
 
 def moments(y, size, tau):
@@ -38,6 +40,21 @@ def moments(y, size, tau):
     return counts, firsts, seconds
 
 
+def shrink(y, size, tau):
+    """Keep only the entries above τ, in place; returns how many."""
+    kept = 0
+    for j in range(0, size, tile.lanes):
+        kept = words.compress(y, j, 0.0, tau, y, kept)
+    seal(y, kept)
+    return kept
+
+
+def seal(y, size):
+    """Fill up the last vector with entries that can never count."""
+    for j in range(size, size + tile.lanes):
+        y[j] = -INF
+
+
 def solve_linear(y, size):
     """(τ, Σp, Σg) for value = t: τ ← τ + (Σt − 1)/count until the support repeats."""
     tau, known = -1.0, np.float64(-1)
@@ -47,6 +64,8 @@ def solve_linear(y, size):
             break
         known = count
         tau = real(tau + (first - 1) / count)
+        if 2 * count < size:
+            size = shrink(y, size, tau)
         count, first, _ = moments(y, size, tau)
     return tau, first, count
 
@@ -70,6 +89,8 @@ def solve_quadratic(y, size):
         if moved == tau:
             break
         tau = moved
+        if 2 * count < size and known < 0:  # a closed-form step may overshoot
+            size = shrink(y, size, tau)
         count, first, second = moments(y, size, tau)
     return tau, second, first
 
@@ -123,6 +144,23 @@ def side_step(tau, sums, known):
     return changes > 0.0
 
 
+def interleave_loaded(s, block, x):
+    """x ← SIDE rows from `block` on, their entries side by side."""
+    for lane in range(SIDE):
+        row = s[block + lane]
+        for j in range(row.size):
+            x[j * SIDE + lane] = tile.widen(row[j])
+
+
+def interleave_direct(s, block, x):
+    n = s.shape[1]
+    words.side_interleave(s.reshape(s.size), block * n, n, x)
+    for lane in range(SIDE):
+        row = s[block + lane]
+        for j in range(n // SIDE * SIDE, n):
+            x[j * SIDE + lane] = row[j]
+
+
 def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     """SIDE rows at once, interleaved: short rows spend their time in the sums of the solver, here one lane each."""
     n = s.shape[1]
@@ -130,19 +168,21 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
     top, tau, known, sums = scratch[1, :SIDE], scratch[1, SIDE:], scratch[1, 2 * SIDE :], scratch[1, 3 * SIDE :]
     factor = tile.gain(theta[0]) * real(scale)
     for block in range(first, last, SIDE):
-        for lane in range(SIDE):
-            i = min(block + lane, last - 1)
-            row, seen = s[i], mask[i * stride : i * stride + n]
-            if masked:
+        if masked or last - block < SIDE:
+            for lane in range(SIDE):
+                i = min(block + lane, last - 1)
+                row, seen = s[i], mask[i * stride : i * stride + n]
                 for j in range(n):
-                    x[j * SIDE + lane] = words.where(seen[j], tile.widen(row[j]) * factor, -INF)
-            else:
-                for j in range(n):
-                    x[j * SIDE + lane] = tile.widen(row[j]) * factor
+                    visible = seen[j] if masked else True
+                    x[j * SIDE + lane] = words.where(visible, tile.widen(row[j]), -INF)
+        else:
+            tile.interleave(s, block, x)
         words.side_maximum(x, n, top)
+        for lane in range(SIDE):
+            top[lane] *= factor
         for j in range(n):
             for lane in range(SIDE):
-                x[j * SIDE + lane] -= top[lane]
+                x[j * SIDE + lane] = words.multiply_add(x[j * SIDE + lane], factor, -top[lane])
         for lane in range(SIDE):
             tau[lane] = -1.0
             known[lane] = -1.0
@@ -160,19 +200,20 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
                 continue
             state[0, i] = top[lane] + tau[lane]
             state[1, i] = sums[(tile.order - 1) * SIDE + lane]
-            write_row(s[i], p[i], mask[i * stride : i * stride + n], masked, factor, top[lane], tau[lane],
-                      1.0 / sums[tile.order * SIDE + lane], theta[0])
+            inverse, seen = 1.0 / sums[tile.order * SIDE + lane], mask[i * stride : i * stride + n]
+            write_row(s[i], p[i], seen, masked, factor, top[lane], tau[lane], inverse, theta[0])
 
 
 def write_row(s, row, mask, masked, factor, top, tau, inverse, parameter):
     """row ← value(max(factor·s − top − τ, 0))·inverse."""
     if masked:
         for j in range(row.size):
-            t = words.maximum(words.where(mask[j], tile.widen(s[j]) * factor, -INF) - top - tau, 0.0)
+            y = words.multiply_add(tile.widen(s[j]), factor, -top)
+            t = words.maximum(words.where(mask[j], y, -INF) - tau, 0.0)
             row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
     else:
         for j in range(row.size):
-            t = words.maximum(tile.widen(s[j]) * factor - top - tau, 0.0)
+            t = words.maximum(words.multiply_add(tile.widen(s[j]), factor, -top) - tau, 0.0)
             row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
 
 
@@ -202,6 +243,7 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
         size = 0
         for j in range(0, padded, tile.lanes):
             size = words.compress(x, j, top, -1.0, y, size)
+        seal(y, size)
         if tile.order == 1:
             tau, total, slopes = solve_linear(y, size)
         elif tile.order == 2:

@@ -26,6 +26,7 @@ from regard.cpu._threads import over_rows
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, LEAST = 3, 32, 2048  # rows of working space per thread; room behind each for whole vectors
+_HALF = (torch.bfloat16, torch.float16)
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
 
 
@@ -79,7 +80,7 @@ def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *argum
 def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family = _FAMILIES[normalizer.family]
     precision = "float64" if dtype == torch.float64 else "float32"
-    tiles = {**family.tiles(normalizer), **storage_tiles(dtype), "lanes": 8 if precision == "float64" else 16}
+    tiles = {**family.tiles(normalizer, dtype not in _HALF), **storage_tiles(dtype), "lanes": 8 if precision == "float64" else 16}
     return kernel(getattr(family, job), tiles, precision, allocates=False)
 
 
@@ -89,7 +90,7 @@ def _accumulator(s: Tensor) -> torch.dtype:
 
 def _array(x: Tensor):
     x = x.detach().contiguous()
-    return (x.view(torch.int16) if x.dtype in (torch.bfloat16, torch.float16) else x).numpy()
+    return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()
 
 
 def _theta(choice: Choice, theta: Tensor | None, state: Tensor):

@@ -71,6 +71,18 @@ def accumulate(typing, total, term):
 
 
 @intrinsic
+def multiply_add(typing, a, b, c):
+    """a·b + c, rounded once."""
+
+    def build(context, builder, signature, args):
+        kind = context.get_value_type(a)
+        function = builder.module.declare_intrinsic("llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3))
+        return builder.call(function, args)
+
+    return a(a, a, a), build
+
+
+@intrinsic
 def bits(typing, x):
     """The bits of a float, as a signed integer of the same width."""
     whole = types.int32 if x == types.float32 else types.int64
@@ -155,6 +167,46 @@ def _vector_call(builder, name, kind, values):
     name = f"{name}.v{SIDE}f{kind.bitwidth}"
     function = ir.FunctionType(values[0].type, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, function, name), values, fastmath=("nsz",))
+
+
+@intrinsic
+def side_interleave(typing, x, start, n, out):
+    """out[j·SIDE + l] ← x[start + l·n + j] for the columns j in whole blocks of SIDE; the rest is left to the caller."""
+
+    def build(context, builder, signature, args):
+        array, start, n, target = args
+        real, whole = context.get_value_type(x.dtype), start.type
+        vector = ir.VectorType(real, SIDE)
+        data = context.make_array(x)(context, builder, array).data
+        place = context.make_array(out)(context, builder, target).data
+        side = ir.Constant(whole, SIDE)
+
+        def vector_at(pointer, index):
+            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+
+        with cgutils.for_range(builder, builder.sdiv(n, side)) as loop:
+            column = builder.mul(loop.index, side)
+            rows = []
+            for lane in range(SIDE):
+                index = builder.add(builder.add(start, column), builder.mul(n, ir.Constant(whole, lane)))
+                rows.append(builder.load(vector_at(data, index), align=4))
+            for half in (1, 2, 4, 8):  # swap ever larger off-diagonal blocks
+                swapped = list(rows)
+                for a in range(SIDE):
+                    if a & half:
+                        continue
+                    low = [lane if not lane & half else SIDE + lane - half for lane in range(SIDE)]
+                    high = [lane + half if not lane & half else SIDE + lane for lane in range(SIDE)]
+                    for into, order in ((a, low), (a + half, high)):
+                        chosen = ir.Constant(ir.VectorType(ir.IntType(32), SIDE), order)
+                        swapped[into] = builder.shuffle_vector(rows[a], rows[a + half], chosen)
+                rows = swapped
+            for lane, row in enumerate(rows):
+                index = builder.mul(builder.add(column, ir.Constant(whole, lane)), side)
+                builder.store(row, vector_at(place, index), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.intp, out), build
 
 
 @intrinsic

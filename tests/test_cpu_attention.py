@@ -1,0 +1,398 @@
+"""The CPU attention against the dense float64 oracle: outputs, statistics and every gradient, on random options."""
+
+import dataclasses
+import math
+import random
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from regard import normalizers, philox, reference
+from regard.cpu import attention, attention_blocks
+from regard.problem import Problem, Upstream
+from regard.statistics import DIFFERENTIABLE, NAMES
+
+FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
+EXPONENTIAL = [name for name in FUSED if getattr(normalizers.get(name), "exponential", False)]
+INPUTS = ("q", "k", "v", "bias", "temperature", "sink")
+
+
+def draw(name, seed, dtype=torch.float64, **fixed):
+    """A random problem: sharp or flat, with a random subset of all options, and gradients to pull on it."""
+    chance = random.Random(f"{name} {seed}")
+    generator = torch.Generator().manual_seed(chance.getrandbits(31))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def often(p):
+        return chance.random() < p
+
+    batch, groups, share = chance.choice([1, 2]), chance.choice([1, 2]), chance.choice([1, 1, 3])
+    m, n = chance.choice([1, 7, 33]), chance.choice([1, 5, 40])
+    d, e = chance.choice([1, 3, 16]), chance.choice([1, 8, 17])
+    heads, rows = groups * share, (batch, groups * share, m)
+    options = dict(
+        scale=chance.choice([0.1, 1.0, 3.0]) / math.sqrt(d),
+        softcap=chance.choice([None, None, 2.0]),
+        causal=often(0.4),
+        left=chance.choice([None, None, 0, 4]),
+        right=chance.choice([None, None, 3]),
+        key_lengths=torch.tensor([chance.randint(0, n + 1) for _ in range(batch)]) if often(0.3) else None,
+        stats=NAMES,
+    )
+    if often(0.4):
+        shape = chance.choice([(batch, heads, m, n), (1, 1, m, n), (batch, 1, 1, n)])
+        options["mask"] = (torch.rand(shape, generator=generator) < 0.7).expand(*rows, n)
+    if often(0.4):
+        shape = chance.choice([(batch, heads, m, n), (1, heads, m, n), (1, 1, m, n), (batch, 1, 1, n), (1, 1, m, 1)])
+        bias = normal(*shape)
+        options["bias"] = bias.masked_fill(torch.rand(shape, generator=generator) < 0.1, -math.inf).expand(*rows, n)
+    if often(0.4):
+        options["temperature"] = (normal(*chance.choice([rows, (1, heads, 1)])).abs() + 0.3).expand(rows)
+    if often(0.5) and name in EXPONENTIAL:
+        options["sink"] = normal(*chance.choice([rows, (1, heads, 1)])).expand(rows)
+    if often(0.3):
+        options.update(dropout_p=0.3, seed=torch.tensor([chance.getrandbits(62)]))
+    options.update(fixed)
+    q, k, v = normal(*rows, d), normal(batch, groups, n, d), normal(batch, groups, n, e)
+    problem = Problem(q, k, v, normalizers.get(name), **options)
+    pulled = DIFFERENTIABLE if name in EXPONENTIAL and often(0.6) else ()
+    upstream = Upstream(
+        o=normal(*rows, e),
+        stats={statistic: normal(*rows) for statistic in pulled},
+        bias=problem.bias is not None,
+        temperature=problem.temperature is not None,
+        sink=problem.sink is not None,
+    )
+    return problem, upstream
+
+
+def oracle(problem, upstream):
+    """(o, stats, gradients by name) in float64 through autograd; the bias's summed over what was broadcast."""
+    given = {name: getattr(problem, name) for name in INPUTS if getattr(problem, name) is not None}
+    leaves = {name: x.detach().double().clone().requires_grad_() for name, x in given.items()}
+    o, stats = reference.of_problem(dataclasses.replace(problem, **leaves))
+    loss = (o * upstream.o.double()).sum()
+    for name, gradient in upstream.stats.items():
+        values = stats[problem.stats.index(name)]
+        seen = stats[problem.stats.index("visible_keys")] > 0
+        loss = loss + (torch.where(seen, values, 0.0) * gradient.double()).sum()
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves.values(), strict=True)]
+    gradients = dict(zip(leaves, found, strict=True))
+    if problem.bias is not None:
+        kept = [1 if stride == 0 else size for size, stride in zip(problem.bias.shape, problem.bias.stride(), strict=True)]
+        gradients["bias"] = gradients["bias"].sum_to_size(kept)
+    return o.detach(), stats.detach(), gradients
+
+
+def close(ours, exact, relative, what, size=1e-3):
+    """Within `relative` of the largest entry, or of `size` where the terms are that large and cancel."""
+    assert ours.shape == exact.shape, what
+    size = max(size, exact.abs().where(exact.isfinite(), 0.0).max().item()) if exact.numel() else size
+    torch.testing.assert_close(ours.double(), exact.double(), rtol=relative, atol=relative * size, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What is allocated without being filled holds NaN."""
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        x = real(*args, **kwargs)
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_random_options_against_the_oracle(name, poisoned):
+    for seed in range(12):
+        problem, upstream = draw(name, seed)
+        result = attention.forward(problem)
+        gradients = attention.backward(problem, result, upstream)
+        o, stats, exact = oracle(problem, upstream)
+        close(result.o, o, 1e-10, f"{name} {seed} o")
+        for statistic, ours, theirs in zip(NAMES, result.stats, stats, strict=True):
+            close(ours, theirs, 1e-9, f"{name} {seed} {statistic}")
+        for argument, gradient in exact.items():
+            close(getattr(gradients, argument), gradient, 1e-8, f"{name} {seed} d{argument}")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_single_precision(name, poisoned):
+    for seed in range(6):
+        problem, upstream = draw(name, seed, torch.float32, temperature=None)
+        upstream = dataclasses.replace(upstream, temperature=False, stats={})
+        result = attention.forward(problem)
+        gradients = attention.backward(problem, result, upstream)
+        o, stats, exact = oracle(problem, upstream)
+        assert result.o.dtype == result.stats.dtype == gradients.q.dtype == torch.float32
+        close(result.o, o, 2e-5, f"{name} {seed} o")
+        for statistic, ours, theirs in zip(NAMES, result.stats, stats, strict=True):
+            close(ours, theirs, 1e-4, f"{name} {seed} {statistic}")
+        pull = (upstream.o.abs().max() * problem.v.abs().max()).item()  # how large dp can be, and with it terms of ds
+        for argument, gradient in exact.items():
+            close(getattr(gradients, argument), gradient, 2e-5, f"{name} {seed} d{argument}", pull)
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 8.0])
+def test_error_is_no_larger_than_torchs(sharpness):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2, 200, 32, generator=generator) for _ in range(4))
+    q = q * sharpness
+    problem = Problem(q, k, v, normalizers.get("softmax"), 1 / math.sqrt(32), causal=True)
+    result = attention.forward(problem)
+    ours = attention.backward(problem, result, Upstream(do))
+    o, _, exact = oracle(problem, Upstream(do))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+    theirs.backward(do)
+    pairs = [(result.o, theirs.detach(), o)]
+    pairs += [(getattr(ours, name), leaf.grad, exact[name]) for name, leaf in zip("qkv", leaves, strict=True)]
+    for mine, torchs, truth in pairs:
+        rounding = torch.finfo(torch.float32).eps * truth.abs().max()
+        assert (mine - truth).abs().max() <= 2 * ((torchs - truth).abs().max() + rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_once(dtype):
+    for name in ("softmax", "entmax15"):
+        problem, upstream = draw(name, 3, dtype, temperature=None)
+        upstream = dataclasses.replace(upstream, temperature=False, stats={})
+        result = attention.forward(problem)
+        gradients = attention.backward(problem, result, upstream)
+        o, _, exact = oracle(problem, upstream)
+        assert result.o.dtype == gradients.k.dtype == dtype and result.stats.dtype == torch.float32
+        close(result.o, o, 0.6 * torch.finfo(dtype).eps, name)
+        for argument, gradient in exact.items():
+            close(getattr(gradients, argument), gradient, 0.6 * torch.finfo(dtype).eps, f"{name} d{argument}")
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_huge_logits_stay_finite(size):
+    for name in ("softmax", "softmax1", "sparsemax", "entmax15", "relu"):
+        q = torch.tensor([[[[size], [0.0], [-size]]]], dtype=torch.bfloat16)
+        k = torch.tensor([[[[1.0], [-1.0], [0.5], [1.0]]]], dtype=torch.bfloat16)
+        v = torch.arange(4.0).to(torch.bfloat16).view(1, 1, 4, 1)
+        problem = Problem(q, k, v, normalizers.get(name), 1.0, stats=NAMES)
+        result = attention.forward(problem)
+        gradients = attention.backward(problem, result, Upstream(torch.ones_like(result.o)))
+        assert all(x.isfinite().all() for x in (result.o, result.stats, gradients.q, gradients.k, gradients.v))
+        close(result.o, reference.of_problem(problem)[0], 0.01, name)
+
+
+def test_nearly_one_hot_rows_keep_entropy_and_gain():
+    q = torch.tensor([[[[1.0]]]])
+    k = torch.tensor([30.0, 0.0, 0.0]).view(1, 1, 3, 1)
+    problem = Problem(q, k, torch.zeros(1, 1, 3, 1), normalizers.get("softmax"), 1.0, stats=NAMES)
+    found = dict(zip(NAMES, attention.forward(problem).stats.flatten().tolist(), strict=True))
+    small = 2 * math.exp(-30.0)
+    assert found["gradient_gain"] == pytest.approx(2 * small, rel=1e-5)
+    assert found["entropy"] == pytest.approx(small + 30 * small, rel=1e-5)
+
+
+def test_a_row_of_a_million_keys():
+    n = 1_000_000
+    generator = torch.Generator().manual_seed(1)
+    k = torch.randn(1, 1, n, 1, generator=generator) * 0.01 + 3.0
+    q = torch.ones(1, 1, 1, 1)
+    problem = Problem(q, k, torch.ones(1, 1, n, 1), normalizers.get("softmax"), 1.0, stats=NAMES)
+    result = attention.forward(problem)
+    _, stats = reference.of_problem(problem)
+    assert result.o.item() == pytest.approx(1.0, abs=2e-6)
+    for statistic, ours, theirs in zip(NAMES, result.stats.flatten().tolist(), stats.flatten().tolist(), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4), statistic
+
+
+HIDING = {
+    "key_lengths": (dict(key_lengths=torch.tensor([6, 6])), slice(6, None)),
+    "causal edge": (dict(causal=True), slice(8, None)),
+    "window": (dict(left=2, right=1), slice(9, None)),
+    "mask": (dict(mask=(torch.arange(12) < 6).expand(2, 4, 8, 12)), slice(6, None)),
+    "mask and causal": (dict(mask=torch.ones(8, 12, dtype=torch.bool).triu().expand(2, 4, 8, 12), causal=True), slice(8, None)),
+    "bias": (dict(bias=torch.zeros(12).masked_fill(torch.arange(12) >= 6, -math.inf).expand(2, 4, 8, 12)), slice(6, None)),
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_what_nobody_sees_changes_nothing(how, poison, name):
+    options, unseen = HIDING[how]
+    generator = torch.Generator().manual_seed(2)
+    q, do = (torch.randn(2, 4, 8, 4, generator=generator) for _ in range(2))
+    k, v = (torch.randn(2, 2, 12, 4, generator=generator) for _ in range(2))
+    bad_k, bad_v = k.clone(), v.clone()
+    bad_k[:, :, unseen] = bad_v[:, :, unseen] = poison
+    results = []
+    for keys, values in ((k, v), (bad_k, bad_v)):
+        problem = Problem(q, keys, values, normalizers.get(name), 0.5, stats=NAMES, softcap=3.0, **options)
+        upstream = Upstream(do, bias="bias" in options)
+        result = attention.forward(problem)
+        gradients = vars(attention.backward(problem, result, upstream)).values()
+        results.append((result.o, result.stats, *(x for x in gradients if x is not None)))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned) and clean.isfinite().all()
+
+
+def test_a_row_without_keys_gives_zeros():
+    problem, upstream = draw("softmax1", 0, key_lengths=None, left=None, right=None, dropout_p=0.0)
+    mask = torch.ones(*problem.q.shape[:3], problem.k.shape[2], dtype=torch.bool)
+    mask[:, :, 0] = False
+    problem.mask = mask
+    result = attention.forward(problem)
+    stats = dict(zip(NAMES, result.stats[..., 0], strict=True))
+    assert (result.o[:, :, 0] == 0).all() and (attention.backward(problem, result, upstream).q[:, :, 0] == 0).all()
+    for name, values in stats.items():
+        assert (values == (-math.inf if name in ("max_logit", "logsumexp") else 0.0)).all(), name
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)])
+def test_empty_problems(shape):
+    batch, heads, m, n = shape
+    q, k, v = torch.ones(batch, heads, m, 5), torch.ones(batch, heads, n, 5), torch.ones(batch, heads, n, 6)
+    problem = Problem(q, k, v, normalizers.get("softmax"), 1.0, stats=NAMES)
+    result = attention.forward(problem)
+    gradients = attention.backward(problem, result, Upstream(torch.ones_like(result.o)))
+    assert result.o.shape == (batch, heads, m, 6) and (result.o == 0).all()
+    assert gradients.k.shape == k.shape and (gradients.k == 0).all() and (gradients.q == 0).all()
+    assert not result.stats.isnan().any()
+
+
+def test_strides_do_not_matter():
+    problem, upstream = draw("softmax", 5, torch.float32)
+    expected = attention.forward(problem)
+    expected_gradients = attention.backward(problem, expected, upstream)
+    for layout in (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT, spaced):
+        changed = dataclasses.replace(problem, q=layout(problem.q), k=layout(problem.k), v=layout(problem.v))
+        result = attention.forward(changed)
+        gradients = attention.backward(changed, result, dataclasses.replace(upstream, o=layout(upstream.o)))
+        torch.testing.assert_close(result.o, expected.o)
+        for name in "qkv":
+            torch.testing.assert_close(getattr(gradients, name), getattr(expected_gradients, name))
+
+
+def spaced(x):
+    return torch.stack([x, x + 1], -1)[..., 0]
+
+
+def test_expanded_keys_and_a_constant_gradient():
+    problem, _ = draw("softmax", 9, key_lengths=None)
+    k = problem.k[:, :, :1, :1].expand(problem.k.shape)
+    problem = dataclasses.replace(problem, k=k)
+    upstream = Upstream(torch.ones((), dtype=torch.float64).expand(attention.forward(problem).o.shape))
+    o, _, exact = oracle(problem, upstream)
+    result = attention.forward(problem)
+    close(result.o, o, 1e-10, "o")
+    close(attention.backward(problem, result, upstream).k, exact["k"], 1e-9, "dk")
+
+
+def test_more_blocks_than_one(monkeypatch):
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, do = (torch.randn(2, 6, 50, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    bias = torch.randn(1, 6, 50, 45, generator=generator, dtype=torch.float64)
+    problem = Problem(q, k[:, :3, :45], v[:, :3, :45], normalizers.get("softmax"), 0.3, causal=True, left=20, stats=NAMES)
+    for given in (problem, dataclasses.replace(problem, bias=bias.expand(2, 6, 50, 45))):
+        upstream = Upstream(do, bias=given.bias is not None)
+        whole = attention.forward(given)
+        o, stats, exact = oracle(given, upstream)
+        monkeypatch.setattr(attention_blocks, "SMALL", 0)
+        monkeypatch.setattr(attention.Blocks.__init__, "__defaults__", (210, (True, True, True)))
+        blocks = attention.Blocks(given)
+        assert blocks.parts > 1 and len(list(blocks.of(blocks.tasks[0][0]))) > 1
+        result = attention.forward(given)
+        gradients = attention.backward(given, result, upstream)
+        close(result.o, o, 1e-10, "o")
+        close(result.stats, stats, 1e-9, "stats")
+        torch.testing.assert_close(whole.o, result.o)
+        for name, gradient in exact.items():
+            close(getattr(gradients, name), gradient, 1e-9, f"d{name}")
+
+
+def test_the_same_bits_every_time_and_on_any_number_of_threads():
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, do = (torch.randn(1, 2, 700, 16, generator=generator) for _ in range(4))
+    problem = Problem(q, k, v, normalizers.get("softmax"), 0.25, causal=True, stats=NAMES)
+
+    def bits():
+        result = attention.forward(problem)
+        gradients = attention.backward(problem, result, Upstream(do))
+        return result.o, result.stats, gradients.q, gradients.k, gradients.v
+
+    first, threads = bits(), torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert all(torch.equal(a, b) for a, b in zip(first, bits(), strict=True))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    found = []
+    callers = [threading.Thread(target=lambda: found.append(bits())) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(found) == 3 and all(torch.equal(a, b) for other in found for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("names", [("entropy",), ("logit_variance",), ("distance",), ("visible_keys", "logsumexp", "mass")])
+@pytest.mark.parametrize("normalizer", ["softmax", "sparsemax"])
+def test_a_few_statistics_equal_the_same_of_all(names, normalizer):
+    problem, _ = draw(normalizer, 1)
+    every = dict(zip(NAMES, attention.forward(problem).stats, strict=True))
+    found = attention.forward(dataclasses.replace(problem, stats=names)).stats
+    assert found.shape == (len(names), *problem.q.shape[:3])
+    for name, values in zip(names, found, strict=True):
+        close(values, every[name], 1e-12, name)
+
+
+def test_dropout_is_philox():
+    q = k = torch.zeros(2, 3, 5, 2)
+    v = torch.eye(5).expand(2, 3, 5, 5)
+    seed = torch.tensor([-123456789012345])
+    problem = Problem(q, k, v, normalizers.get("softmax"), 1.0, dropout_p=0.4, seed=seed)
+    kept = attention.forward(problem).o > 0
+    assert torch.equal(kept, philox.keep(seed, (2, 3, 5, 5), 0.4))
+
+
+def test_gradients_and_modes_of_the_caller_are_left_alone():
+    problem, _ = draw("softmax", 2, torch.float32)
+    expected = attention.forward(problem).o
+    tracked = dataclasses.replace(problem, q=problem.q.clone().requires_grad_())
+    assert not attention.forward(tracked).o.requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention.forward(problem).o, expected)
+    with torch.inference_mode():
+        assert torch.equal(attention.forward(problem).o, expected)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux's /proc")
+def test_memory_stays_far_from_the_square():
+    n = 16384
+    generator = torch.Generator().manual_seed(6)
+    q, k, v, do = (torch.randn(1, 1, n, 64, generator=generator) for _ in range(4))
+
+    def run(length):
+        problem = Problem(q[:, :, :length], k[:, :, :length], v[:, :, :length], normalizers.get("softmax"), 0.125, stats=NAMES)
+        result = attention.forward(problem)
+        return result, attention.backward(problem, result, Upstream(do[:, :, :length]))
+
+    run(64)  # compile first
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    except OSError:
+        pytest.skip("the peak of memory cannot be reset here")
+    before = _kib("VmRSS")
+    result, gradients = run(n)
+    outputs = sum(x.nbytes for x in (result.o, result.frame, result.z, result.stats, gradients.q, gradients.k, gradients.v))
+    assert _kib("VmHWM") - before < 256 * 1024 + outputs // 1024
+
+
+def _kib(name):
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))

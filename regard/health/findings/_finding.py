@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 SEVERITIES = ("critical", "warning", "note")
 LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
 LEAST_KEYS = 4
+SHARP, STEADY = 0.9, 0.75  # mean largest weight, share of rows within half a token of the median distance
+CROWD = 1 / 8  # of a layer's heads
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,29 @@ def can_be_judged(head) -> bool:
     """Enough rows with enough keys that the shape of the distribution says something."""
     keys = head.statistics["visible_keys"]
     return keys.count >= LEAST_ROWS and keys.mean >= LEAST_KEYS
+
+
+def looks_at_offset(head) -> bool:
+    """Sharp, and at one distance from the query on three rows of four: a positional head."""
+    distance, middle = head.statistics["distance"], head.statistics["distance"].quantile(0.5)
+    inside = distance.share_below(middle + 0.5) - distance.share_below(max(middle - 0.5, 0.0))
+    return head.statistics["max_weight"].mean > SHARP and inside >= STEADY
+
+
+def positional_heads(heads: Sequence) -> tuple[list, list]:
+    """(those of layers where they crowd, the few that trained layers ordinarily keep: arXiv 1905.09418)."""
+    layers: dict[int, list] = {}
+    for head in heads:
+        layers.setdefault(head.index, []).append(head)
+    crowd, few = [], []
+    for members in layers.values():
+        found = [head for head in members if can_be_judged(head) and looks_at_offset(head)]
+        (crowd if len(found) >= len(members) * CROWD else few).extend(found)
+    return crowd, few
+
+
+def free_heads(heads: Sequence) -> list:
+    """The heads that can be judged by how sharp they are: without the few positional ones, which are sharp by trade."""
+    few = positional_heads(heads)[1]
+    exempt = {id(head) for head in few if head.statistics["max_logit"].max <= 100.0}
+    return [head for head in heads if can_be_judged(head) and id(head) not in exempt]

@@ -6,7 +6,7 @@ below what Adam's ε or bfloat16 sums keep beside the gradients of other paths.
 
 from __future__ import annotations
 
-from regard.health.findings._finding import can_be_judged, finding
+from regard.health.findings._finding import finding, free_heads
 
 KIND = "dying gradient"
 GAIN = 1e-4
@@ -15,7 +15,7 @@ SHARE = 0.5
 
 def find(heads):
     found = []
-    for head in filter(can_be_judged, heads):
+    for head in free_heads(heads):
         share = head.statistics["gain_ratio"].share_below(GAIN)
         if share > SHARE:
             found.append((head, share))

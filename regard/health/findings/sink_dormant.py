@@ -9,7 +9,7 @@ from __future__ import annotations
 from regard.health.findings._finding import can_be_judged, finding
 
 KIND = "sink-dormant"
-PARKED = 0.95
+PARKED = 0.98
 
 
 def find(heads):

@@ -26,11 +26,11 @@ def causal(n: int, keys: int | None = None, *, device=None) -> Tensor:
 
 
 def window(
-    n: int, keys: int | None = None, left: int | None = None, right: int | None = None, *, device=None
+    n: int, keys: int | None = None, left: int | None = None, right: int | None = None, *, first: int = 0, device=None
 ) -> Tensor:
-    """(n, keys): query i sees keys i − left … i + right; None is no limit on that side."""
+    """(n, keys): query i sees keys i − left … i + right; None is no limit on that side. Queries count from `first`."""
     keys = n if keys is None else keys
-    offset = torch.arange(keys, device=device) - torch.arange(n, device=device)[:, None]
+    offset = torch.arange(keys, device=device) - torch.arange(first, first + n, device=device)[:, None]
     seen = torch.ones(n, keys, dtype=torch.bool, device=device)
     if left is not None:
         seen &= offset >= -left
@@ -49,13 +49,15 @@ def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tens
     return torch.arange(max_len, device=lengths.device) < lengths[:, None]
 
 
-def dense(n: int, keys: int, *, is_causal=False, window_=None, key_lengths=None, device=None) -> Tensor | None:
+def dense(
+    n: int, keys: int, *, is_causal=False, window_=None, key_lengths=None, first: int = 0, device=None
+) -> Tensor | None:
     """Causal order, window and key lengths as one bool mask, (n, keys) or (B, 1, n, keys); None if all is visible."""
     seen = None
     if is_causal or window_ is not None:
         left, right = window_ or (None, None)
         right = 0 if is_causal and (right is None or right > 0) else right
-        seen = window(n, keys, left, right, device=device)
+        seen = window(n, keys, left, right, first=first, device=device)
     if key_lengths is not None:
         lengths = padding(key_lengths.to(device), keys)[:, None, None, :]
         seen = lengths if seen is None else seen & lengths

@@ -34,8 +34,13 @@ def threshold(dropout_p: float) -> int:
     return min(int(dropout_p * 2**32), 2**32 - 1)
 
 
-def keep(seed: Tensor, shape: tuple[int, ...], dropout_p: float) -> Tensor:
-    """The kept entries, bool, of weights of the given shape (…, queries, keys)."""
-    rows = np.arange(int(np.prod(shape[:-1])), dtype=np.uint64)[:, None]
+def keep(seed: Tensor, shape: tuple[int, ...], dropout_p: float, first: int = 0, total: int | None = None) -> Tensor:
+    """The kept entries, bool, of weights of the given shape (…, queries, keys).
+
+    The queries may be a block of `total`, beginning at `first`: rows are counted in the whole.
+    """
+    queries = shape[-2]
+    lead = np.arange(int(np.prod(shape[:-2])), dtype=np.uint64)[:, None] * np.uint64(total or queries)
+    rows = (lead + np.arange(first, first + queries, dtype=np.uint64)).reshape(-1, 1)
     drawn = words(int(seed), rows, np.arange(shape[-1], dtype=np.uint64)[None, :])
     return torch.from_numpy(drawn >= threshold(dropout_p)).reshape(shape)

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class Problem:
         if self.causal:
             right = 0 if right is None else min(right, 0)
         return self.left, right
+
+    def block(self, first: int, last: int) -> Problem:
+        """The same problem for the queries first … last − 1 alone (their positions are the caller's to remember)."""
+        rows = {"q": self.q[:, :, first:last]}
+        for name in ("bias", "mask", "temperature", "sink"):
+            whole = getattr(self, name)
+            rows[name] = None if whole is None else whole[:, :, first:last]
+        return replace(self, **rows)
 
     @property
     def accumulator(self) -> torch.dtype:

@@ -15,6 +15,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from regard import masks, normalizers, philox, statistics
 from regard.problem import Problem
@@ -46,10 +47,13 @@ def attention(
     key_lengths: Tensor | None = None,
     return_stats=False,
     seed: Tensor | None = None,
+    first_query: int = 0,
+    queries: int | None = None,
 ):
     """softmax(scale·q kᵀ)·v and every option of `regard.attention`, dense, in float64: (out, weights[, stats]).
 
-    The weights are those before dropout.
+    The weights are those before dropout, which `seed` decides. q may be a block of `queries` that begins at
+    `first_query`.
     """
     wanted = statistics.resolve(return_stats)
     choice = normalizers.get(normalizer)
@@ -61,7 +65,8 @@ def attention(
     if isinstance(scale, Tensor) and scale.ndim:
         scale = scale.double()[:, None, None]
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
-    interval = masks.dense(n, keys, is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device)
+    order = dict(is_causal=is_causal, window_=window, key_lengths=key_lengths, first=first_query)
+    interval = masks.dense(n, keys, **order, device=q.device)
     if interval is not None:
         if interval.ndim == 4:  # one per batch entry
             interval = interval.reshape(-1, *(1,) * (q.ndim - 3), *interval.shape[-2:])
@@ -89,12 +94,12 @@ def attention(
         p = choice.reference(s, visible, choice.theta)
     dropped = p
     if dropout_p > 0.0:
-        keep = philox.keep(seed, p.shape, dropout_p).to(p.device)
+        keep = philox.keep(seed, p.shape, dropout_p, first_query, queries).to(p.device)
         dropped = p * keep / (1.0 - dropout_p)
     out = dropped @ v
     if not wanted:
         return out, p
-    stats = statistics.of_scores(s, visible, choice, sink=sink)
+    stats = statistics.of_scores(s, visible, choice, sink=sink, first=first_query)
     return out, p, statistics.Statistics({name: stats[name] for name in wanted})
 
 
@@ -105,8 +110,25 @@ def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     return choice.reference(joined, seen, choice.theta)[..., :-1]
 
 
+BLOCK = 512  # queries
+
+
 def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
-    """A validated problem through the oracle: (o, stats stacked), float64, differentiable."""
+    """A validated problem through the oracle: (o, stats stacked), float64, differentiable.
+
+    Long sequences go block by block, each recomputed in backward, so that memory stays O(BLOCK · N).
+    """
+    total = problem.q.shape[2]
+    if total <= BLOCK:
+        return _of_block(problem, 0, total)
+    blocks = [
+        checkpoint(_of_block, problem.block(first, first + BLOCK), first, total, use_reentrant=False)
+        for first in range(0, total, BLOCK)
+    ]
+    return torch.cat([o for o, _ in blocks], -2), torch.cat([stats for _, stats in blocks], -1)
+
+
+def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]:
     window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
     result = attention(
         problem.q,
@@ -125,6 +147,8 @@ def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
         key_lengths=problem.key_lengths,
         return_stats=problem.stats,
         seed=problem.seed,
+        first_query=first,
+        queries=total,
     )
     stats = result[2] if problem.stats else {}
     rows = problem.q.shape[:-1]

@@ -297,11 +297,11 @@ class Terms:
         return self.tile["rest"](torch.exp(-frame)) if self.family == "ratio" else torch.zeros_like(frame)
 
 
-def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None) -> Statistics:
+def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None, first=0) -> Statistics:
     """All statistics of dense rows of logits (…, Lq, n): s after scale, soft cap, bias and temperature.
 
     `visible` is a bool mask that broadcasts (True = visible; −inf scores are hidden too), `sink` a logit that joins
-    the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is its index in dim −2.
+    the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is `first` + its index in dim −2.
 
     >>> regard.statistics.of_scores(torch.zeros(2, 4), normalizer="sparsemax").entropy
     tensor([1.3863, 1.3863])
@@ -311,7 +311,7 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
     seen = seen if visible is None else seen & visible
     if sink is not None:
         sink = sink.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    rows = _positions(scores)
+    rows = first + _positions(scores)
     frame = solve_frame(scores, seen, choice, theta, sink)
     return State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
@@ -294,3 +295,20 @@ Q = torch.randn(1, 4, 6, 8)
 def test_nonsense_is_named_before_any_work(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_the_reference_path_never_builds_the_whole_matrix(monkeypatch):
+    """Long sequences go block by block: the same result, gradients, statistics and dropout as in one piece."""
+    q, k, v = qkv(1, 2, 11, 4, dtype=torch.float64)
+    options = dict(is_causal=True, normalizer="softmax1", temperature=torch.rand(11, 1) + 0.5, backend="reference")
+
+    def run():
+        torch.manual_seed(0)
+        out, stats = regard.attention(q, k, v, return_stats=True, **options)
+        dropped = regard.attention(q, k, v, dropout_p=0.4, **options)
+        grads = torch.autograd.grad(out.square().sum() + dropped.square().sum() + stats.entropy.sum(), (q, k, v))
+        return [out, dropped, *stats.values(), *grads]
+
+    whole = run()
+    monkeypatch.setattr(regard.reference, "BLOCK", 4)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(whole, run(), strict=True))

@@ -88,21 +88,31 @@ class Report:
 
 
 def summarize(report: Report) -> list[str]:
-    layers = {head.index for head in report.heads}
-    ill = {head for finding in report.findings for head in finding.heads}
+    layers = sorted({head.index for head in report.heads})
     rows = max((head.statistics["entropy"].count for head in report.heads), default=0)
-    said = [f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')} measured on up to {rows:,} rows each."]
-    if not report.findings:
-        said.append("No findings: no head passed a threshold.")
-    for finding in report.findings:
-        said.append(f"{finding.kind.capitalize()} ({finding.severity}): {_count(len(finding.heads), 'head')}. {finding.evidence}")
+    said = [f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}, measured on {_count(rows, 'row')} each."]
     if report.findings:
-        said.append(f"{_count(len(report.heads) - len(ill & {(h.layer, h.head) for h in report.heads}), 'head')} without findings.")
+        ill = {head for finding in report.findings for head in finding.heads}
+        where = sorted({head.index for head in report.heads if (head.layer, head.head) in ill})
+        spread = "" if len(layers) == 1 else " in every layer" if where == layers else f" in {_named(where)}"
+        kinds = _listed([f"{finding.kind} ({len(finding.heads)})" for finding in report.findings])
+        said.append(f"{len(ill)} of {_count(len(report.heads), 'head')} have findings{spread}: {kinds}.")
+    elif report.heads:
+        said.append("No head passed a threshold.")
     if report.unmeasured:
-        said.append(f"{_count(len(report.unmeasured), 'layer')} not measured; the reasons are below.")
+        said.append(f"{_count(len(report.unmeasured), 'layer')} could not be measured; the reasons are given.")
     if report.interrupted:
         said.append(f"The examination did not finish: {report.interrupted}.")
     return said
+
+
+def _named(layers: list[int]) -> str:
+    shown = [str(layer) for layer in layers[:8]] + (["…"] if len(layers) > 8 else [])
+    return f"layer{'' if len(layers) == 1 else 's'} {_listed(shown)}"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -37,11 +37,12 @@ class Finding:
 
 
 def finding(kind: str, severity: str, found: Sequence[tuple[object, float]], evidence: str, threshold: str, remedy: str) -> list[Finding]:
-    """[Finding] about the (head, number) pairs, or [] if there are none; `evidence` may name {low}, {high} and {count}."""
+    """[Finding] about the (head, number) pairs, or [] if there are none; `evidence` may name their {range}."""
     if not found:
         return []
     numbers = tuple(float(number) for _, number in found)
-    told = evidence.format(low=f"{min(numbers):.3g}", high=f"{max(numbers):.3g}", count=len(numbers))
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    told = evidence.format(range=low if low == high else f"{low} to {high}")
     heads = tuple((head.layer, head.head) for head, _ in found)
     return [Finding(kind, severity, heads, told, threshold, remedy, numbers)]
 

@@ -23,7 +23,7 @@ def find(heads):
         KIND,
         "critical",
         found,
-        "95 % of the rows have an entropy below {low} to {high} of ln(keys): one key takes all.",
+        "One key takes all: the 95th percentile of entropy / ln(keys) is {range}.",
         f"95th percentile of entropy_ratio < {RATIO} (entropy collapse, arXiv 2303.06296)",
         "Bound the logits: QK-norm, a soft cap or a higher temperature (try what_if=['qk_norm', 'softcap=30']), and a "
         "lower learning rate or weight decay on the query and key projections.",

@@ -21,7 +21,7 @@ def find(heads):
         KIND,
         "warning",
         found,
-        "The mean entropy is {low} to {high} of ln(keys): close to uniform on every row.",
+        "The mean entropy is {range} of ln(keys): close to uniform on every row.",
         f"mean entropy_ratio > {MEAN} with 5th percentile > {LOW} (Gaussian logits: H ≈ ln n − σ²/2)",
         "If the model is trained: the scale is too small or the head is unused; try what_if=['temperature=0.5', "
         "'ssmax'] or prune it. If it is freshly initialised, this is how it starts.",

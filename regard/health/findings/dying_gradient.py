@@ -24,7 +24,7 @@ def find(heads):
         KIND,
         severity,
         found,
-        f"The gradient gain is under {GAIN:g} of a uniform row's on a share of {{low}} to {{high}} of the rows.",
+        f"The gradient gain is under {GAIN:g} of a uniform row's on a share of {{range}} of the rows.",
         f"gradient gain < {GAIN:g} of a uniform row's on more than {SHARE:.0%} of the rows (below bfloat16's and Adam's ε reach)",
         "Make the rows less one-hot while training: check the 1/√d scale, add QK-norm or a soft cap, or train with a "
         "temperature above 1 that is lowered later.",

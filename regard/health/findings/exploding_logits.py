@@ -29,7 +29,7 @@ def find(heads):
         KIND,
         severity,
         found,
-        "The largest logit reaches {low} to {high}.",
+        "The largest logit reaches {range}.",
         f"max_logit > {CLIP:g} (QK-clip, Kimi K2); critical beyond {DIVERGED:g} (arXiv 2309.14322) or 1/ε of the dtype",
         "Bound q·k: QK-norm, a soft cap (try what_if=['softcap=50', 'qk_norm']), QK-clip, a z-loss on logsumexp, or a "
         "lower learning rate; keep scores in float32.",

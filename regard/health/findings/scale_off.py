@@ -36,7 +36,7 @@ def find(heads):
             KIND,
             "warning",
             high,
-            "The logits' variance is {low} to {high} where 1/√d aims at 1, and the norms of q and k predict it: too large a scale.",
+            "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: too large a scale.",
             threshold,
             "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=inverse', 'qk_norm', 'temperature=4'].",
         ),
@@ -44,7 +44,7 @@ def find(heads):
             KIND,
             "warning",
             low,
-            "The logits' variance is {low} to {high} where 1/√d aims at 1, and the norms of q and k predict it: too small a scale.",
+            "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: too small a scale.",
             threshold,
             "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'], or larger "
             "initial query and key weights.",

@@ -22,7 +22,7 @@ def find(heads):
         KIND,
         "note",
         found,
-        "On average {low} to {high} of the weight rests on the first key or in the sink.",
+        "On average {range} of the weight rests on the first key or in the sink.",
         f"mean first_key_mass, or mean weight left to a sink, > {PARKED} (active-dormant heads, arXiv 2410.13835)",
         "Harmless where it is meant; otherwise give the head a way to do nothing (what_if=['normalizer=softmax1']), "
         "examine on other text, or prune it.",

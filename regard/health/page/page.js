@@ -1,0 +1,247 @@
+"use strict";
+(async () => {
+  const byId = (id) => document.getElementById(id);
+  const bytes = Uint8Array.from(atob(byId("numbers").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const data = JSON.parse(await new Response(stream).text());
+  const KEYS = ["mean", "std", "min", "q05", "q50", "q95", "max"];
+  const state = { statistic: 0, treatment: 0, layer: 0, head: 0 };
+  const name = (statistic) => data.statistics[statistic].replaceAll("_", " ");
+
+  const SVG = "http://www.w3.org/2000/svg";
+  const draw = (tag, attributes, parent, text) => {
+    const node = document.createElementNS(SVG, tag);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (text !== undefined) node.textContent = text;
+    if (parent) parent.appendChild(node);
+    return node;
+  };
+  const make = (tag, parent, text, className) => {
+    const node = document.createElement(tag);
+    if (text !== undefined) node.textContent = text;
+    if (className) node.className = className;
+    if (parent) parent.appendChild(node);
+    return node;
+  };
+
+  const show = (x) => {
+    if (x === null || x === undefined) return "–";
+    const size = Math.abs(x);
+    if (x === 0) return "0";
+    if (size >= 1e5 || size < 1e-3) return x.toExponential(2);
+    return String(Number(x.toPrecision(4)));
+  };
+
+  // a perceptually even ramp from dark blue to yellow
+  const RAMP = [[31, 31, 78], [45, 66, 120], [38, 103, 138], [39, 138, 141], [67, 171, 126], [139, 199, 96], [219, 216, 87], [250, 235, 160]];
+  const colour = (t) => {
+    if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
+    const at = Math.min(Math.max(t, 0), 1) * (RAMP.length - 1);
+    const low = Math.floor(at), high = Math.min(low + 1, RAMP.length - 1), part = at - low;
+    return `rgb(${RAMP[low].map((c, i) => Math.round(c + (RAMP[high][i] - c) * part)).join(" ")})`;
+  };
+
+  // heads by treatment, layer and number
+  const ill = new Set(data.ill.map(([layer, head]) => `${layer} ${head}`));
+  const layerAt = new Map(data.layers.map((layer, row) => [layer.index, row]));
+  const tables = data.treatments.map((treatment) => {
+    const table = data.layers.map(() => []);
+    for (const head of treatment.heads) table[layerAt.get(head.layer)][head.head] = head;
+    return table;
+  });
+  const widest = Math.max(...tables[0].map((row) => row.length));
+  const headOf = (treatment, row, head) => (tables[treatment][row] || [])[head];
+
+  // one colour range per statistic, shared by all treatments; the far tail is cut where it would hide the rest
+  const UNIT = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
+  const ranges = data.statistics.map((statistic, s) => {
+    if (UNIT.has(statistic)) return { low: 0, high: 1, log: false };
+    const values = data.treatments.flatMap((t) => t.heads.map((h) => h.numbers[s][0])).filter((x) => x !== null);
+    const low = Math.min(...values), high = Math.max(...values);
+    return { low, high, log: low > 0 && high / low > 50 };
+  });
+  const place = (x, range) => {
+    if (x === null || x === undefined) return null;
+    if (range.high === range.low) return 0.5;
+    const [a, b, v] = range.log ? [range.low, range.high, x].map(Math.log) : [range.low, range.high, x];
+    return (v - a) / (b - a);
+  };
+
+  const fill = (select, items) => items.forEach((text, value) => { make("option", select, text).value = value; });
+  fill(byId("statistic"), data.statistics.map((_, s) => name(s)));
+  fill(byId("treatment"), data.treatments.map((t) => t.name));
+  fill(byId("layer"), data.layers.map((layer) => `${layer.index} ${layer.name}`));
+  for (const key of ["statistic", "treatment", "layer", "head"]) {
+    byId(key).addEventListener("change", (event) => choose({ [key]: Number(event.target.value) }));
+  }
+
+  // the map, with a cell to click, or to reach with the arrow keys
+  const CELL = Math.max(16, Math.min(46, Math.floor(900 / widest)));
+  const LEFT = 34, TOP = 20;
+  const cells = [];
+  const buildMap = () => {
+    const width = LEFT + widest * CELL + 4, height = TOP + data.layers.length * CELL + 4;
+    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
+      "aria-label": "Layer by head map; arrow keys choose a head" });
+    data.layers.forEach((layer, row) => {
+      const y = TOP + row * CELL;
+      draw("text", { x: LEFT - 7, y: y + CELL / 2 + 4, "text-anchor": "end" }, svg, layer.index);
+      cells.push([]);
+      for (let head = 0; head < tables[0][row].length; head++) {
+        const cell = draw("rect", { x: LEFT + head * CELL + 1, y: y + 1, width: CELL - 2, height: CELL - 2, rx: 3, class: "cell",
+          "data-layer": layer.index, "data-head": head }, svg);
+        draw("title", {}, cell);
+        cell.addEventListener("click", () => choose({ layer: row, head }));
+        cells[row][head] = cell;
+        if (ill.has(`${layer.name} ${head}`)) {
+          draw("circle", { cx: LEFT + (head + 0.5) * CELL, cy: y + CELL / 2, r: Math.max(2, CELL / 9), class: "ill" }, svg);
+        }
+      }
+    });
+    const step = widest > 24 ? 8 : widest > 12 ? 4 : 1;
+    for (let head = 0; head < widest; head += step) {
+      draw("text", { x: LEFT + (head + 0.5) * CELL, y: TOP - 6, "text-anchor": "middle" }, svg, head);
+    }
+    svg.addEventListener("keydown", (event) => {
+      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const row = Math.min(Math.max(state.layer + step[0], 0), data.layers.length - 1);
+      choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), tables[0][row].length - 1) });
+    });
+    byId("map").appendChild(svg);
+    if (widest > 40) byId("map").classList.add("wide");
+  };
+
+  const thumbs = data.statistics.map((_, s) => {
+    const button = make("button", byId("gallery"), undefined, "thumb");
+    button.type = "button";
+    const canvas = make("canvas", button);
+    make("span", button, name(s));
+    button.addEventListener("click", () => choose({ statistic: s }));
+    return { button, canvas };
+  });
+  const paintThumb = (s) => {
+    const { canvas } = thumbs[s], rows = data.layers.length, unit = 8;
+    canvas.width = widest * unit;
+    canvas.height = rows * unit;
+    const brush = canvas.getContext("2d");
+    for (let row = 0; row < rows; row++) {
+      for (let head = 0; head < tables[0][row].length; head++) {
+        const one = headOf(state.treatment, row, head);
+        brush.fillStyle = colour(one ? place(one.numbers[s][0], ranges[s]) : null);
+        brush.fillRect(head * unit, row * unit, unit, unit);
+      }
+    }
+    brush.strokeStyle = "#f0562f";
+    brush.lineWidth = 2;
+    brush.strokeRect(state.head * unit + 1, state.layer * unit + 1, unit - 2, unit - 2);
+  };
+
+  const paintMap = () => {
+    const s = state.statistic, range = ranges[s];
+    data.layers.forEach((layer, row) => cells[row].forEach((cell, head) => {
+      const one = headOf(state.treatment, row, head);
+      const value = one ? one.numbers[s][0] : null;
+      cell.setAttribute("fill", colour(place(value, range)));
+      cell.classList.toggle("chosen", row === state.layer && head === state.head);
+      cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${name(s)} ${show(value)}`;
+    }));
+    const scale = byId("scale");
+    scale.replaceChildren();
+    make("span", scale, show(range.low));
+    const canvas = make("canvas", scale);
+    canvas.width = 128;
+    canvas.height = 1;
+    const brush = canvas.getContext("2d");
+    for (let x = 0; x < 128; x++) { brush.fillStyle = colour(x / 127); brush.fillRect(x, 0, 1, 1); }
+    make("span", scale, `${show(range.high)}${range.log ? " (log)" : ""}`);
+    if (ill.size) make("span", scale, "○ in a finding");
+    byId("meaning").textContent = data.meaning[s];
+  };
+
+  const frame = (parent, label) => {
+    parent.replaceChildren();
+    return draw("svg", { viewBox: "0 0 480 210", role: "img", "aria-label": label }, parent);
+  };
+  const paintHistogram = (one, before) => {
+    const s = state.statistic, edges = data.axes[s], shape = one.shapes[s];
+    byId("histogram-title").textContent = `${name(s)}: share of rows`;
+    const svg = frame(byId("histogram"), `Distribution of ${name(s)}: median ${show(one.numbers[s][4])}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
+    if (!shape.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "left out: too many heads"); return; }
+    const top = Math.max(...shape, ...(before ? before.shapes[s] : [0]), 1), width = 470 / shape.length;
+    const bars = (values, className) => values.forEach((value, i) => {
+      if (value) draw("rect", { x: 5 + i * width, y: 175 - 160 * value / top, width: Math.max(width - 1, 0.8), height: 160 * value / top, class: className }, svg);
+    });
+    if (before) bars(before.shapes[s], "bar before");
+    bars(shape, "bar");
+    draw("line", { x1: 5, x2: 475, y1: 175, y2: 175, class: "axis" }, svg);
+    for (const part of [0, 0.25, 0.5, 0.75, 1]) {
+      const anchor = part === 0 ? "start" : part === 1 ? "end" : "middle";
+      draw("text", { x: 5 + 470 * part, y: 192, "text-anchor": anchor }, svg, show(edges[Math.round(part * shape.length)]));
+    }
+    draw("text", { x: 5, y: 12 }, svg, `${(top / 10).toPrecision(2)} %`);
+  };
+  const paintCurve = (one, before) => {
+    byId("curve-title").textContent = "entropy ratio against the query's position";
+    const svg = frame(byId("curve"), "Mean entropy ratio by query position");
+    const last = Math.max(...one.curve.map(([position]) => position), 1);
+    const x = (position) => 30 + 440 * Math.log2(1 + position) / Math.log2(1 + last);
+    const y = (value) => 175 - 160 * value;
+    for (const value of [0, 0.5, 1]) {
+      draw("line", { x1: 30, x2: 470, y1: y(value), y2: y(value), class: "axis" }, svg);
+      draw("text", { x: 25, y: y(value) + 4, "text-anchor": "end" }, svg, value);
+    }
+    for (let mark = 1; mark <= last; mark *= 4) draw("text", { x: x(mark), y: 192, "text-anchor": "middle" }, svg, mark);
+    const path = (curve, className) => {
+      const points = curve.filter(([, value]) => value !== null);
+      draw("polyline", { points: points.map(([p, v]) => `${x(p).toFixed(1)},${y(v).toFixed(1)}`).join(" "), class: className }, svg);
+    };
+    if (before) path(before.curve, "line before");
+    path(one.curve, "line");
+  };
+  const paintTable = (one) => {
+    const table = byId("numbers-table");
+    table.querySelectorAll("thead, tbody").forEach((part) => part.remove());
+    const headRow = make("tr", make("thead", table));
+    ["", ...KEYS].forEach((key) => make("th", headRow, key));
+    const body = make("tbody", table);
+    data.statistics.forEach((statistic, s) => {
+      const row = make("tr", body, undefined, s === state.statistic ? "now" : "");
+      row.dataset.statistic = statistic;
+      make("th", row, name(s));
+      one.numbers[s].forEach((x, i) => { make("td", row, show(x)).dataset.key = KEYS[i]; });
+    });
+  };
+
+  const choose = (changes) => {
+    Object.assign(state, changes);
+    const heads = tables[0][state.layer].length;
+    state.head = Math.min(state.head, heads - 1);
+    if (byId("head").childElementCount !== heads) {
+      byId("head").replaceChildren();
+      fill(byId("head"), Array.from({ length: heads }, (_, head) => head));
+    }
+    for (const key of Object.keys(state)) byId(key).value = state[key];
+    thumbs.forEach(({ button }, s) => { button.setAttribute("aria-pressed", s === state.statistic); paintThumb(s); });
+    paintMap();
+    const layer = data.layers[state.layer];
+    const one = headOf(state.treatment, state.layer, state.head);
+    const before = state.treatment ? headOf(0, state.layer, state.head) : null;
+    const rows = headOf(0, state.layer, state.head).rows;
+    const under = state.treatment ? `, had the scores been treated by ${data.treatments[state.treatment].name}` : "";
+    byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}${under}`;
+    byId("chosen").title = `${rows} rows`;
+    if (one) { paintHistogram(one, before); paintCurve(one, before); paintTable(one); }
+  };
+
+  document.querySelectorAll(".chip").forEach((chip) => chip.addEventListener("click", () => {
+    choose({ layer: layerAt.get(Number(chip.dataset.layer)), head: Number(chip.dataset.head) });
+    byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
+  }));
+
+  buildMap();
+  const first = document.querySelector(".chip");
+  choose(first ? { layer: layerAt.get(Number(first.dataset.layer)), head: Number(first.dataset.head) } : {});
+  document.body.dataset.ready = "true";
+})();

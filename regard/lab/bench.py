@@ -7,7 +7,7 @@ torch.Size([2, 3])
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ class Bench:
     """Random numbers that depend on the seed and the claim's name only, not on which claims ran before."""
 
     def __init__(self, seed: int, name: str) -> None:
-        self.generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        digest = hashlib.blake2b(
+            f"{name} {seed}".encode(), digest_size=4
+        ).digest()  # torch's CPU generator takes 32 bits
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest))
 
     def normal(self, *shape: int, dtype=torch.float32) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=dtype)

@@ -10,8 +10,8 @@ DIMS = [16, 64, 256]
 
 
 def spread(bench, d, v_scale, blocks=300):
-    """The standard deviation of vᵀ tanh(W₁q + W₂k) over 64 pairs, per block; W₁q and W₂k have unit variance."""
-    hidden = torch.tanh(bench.normal(blocks, 64, d) + bench.normal(blocks, 64, d))
+    """The standard deviation of vᵀ tanh(W₁q + W₂k) over 16 pairs, per block; W₁q and W₂k have unit variance."""
+    hidden = torch.tanh(bench.normal(blocks, 16, d) + bench.normal(blocks, 16, d))
     return (hidden @ (v_scale * bench.normal(blocks, d, 1))).std((-1, -2))
 
 

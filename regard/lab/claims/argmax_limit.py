@@ -23,13 +23,20 @@ def measure(bench):
         [
             below("distance from one-hot at τ = 0.01", 1e-12, exact(off[-1])),
             below("distance from (½, ½) on two tied maxima at τ = 0.01", 1e-12, exact(off_tied[-1])),
-            below("distance at τ = 0, the limit itself", 1e-300, exact((regard.softmax(tied, temperature=0) - half).abs().max())),
+            below(
+                "distance at τ = 0, the limit itself",
+                1e-300,
+                exact((regard.softmax(tied, temperature=0) - half).abs().max()),
+            ),
         ],
         figure=lambda: Figure(
             "lines",
             "temperature τ",
             "distance from the limit",
-            {"one maximum": (TEMPERATURES, [max(x, 1e-18) for x in off]), "two tied": (TEMPERATURES, [max(x, 1e-18) for x in off_tied])},
+            {
+                "one maximum": (TEMPERATURES, [max(x, 1e-18) for x in off]),
+                "two tied": (TEMPERATURES, [max(x, 1e-18) for x in off_tied]),
+            },
             log_x=True,
             log_y=True,
             alt="The distance from the shared one-hot falls exponentially as the temperature goes to 0.",

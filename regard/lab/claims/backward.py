@@ -22,7 +22,11 @@ def measure(bench):
         [
             below("largest |s(g − Σsg) − Jᵀg|", 1e-14, exact((closed - dense).abs().max())),
             below("largest |s(g − Σsg) − differences|", 1e-8, exact((closed - slopes).abs().max())),
-            below("largest |s(g − Σsg) − regard.softmax_backward|", 1e-14, exact((closed - regard.softmax_backward(g, s)).abs().max())),
+            below(
+                "largest |s(g − Σsg) − regard.softmax_backward|",
+                1e-14,
+                exact((closed - regard.softmax_backward(g, s)).abs().max()),
+            ),
             below("largest |s(g − Σsg) − regard.vjp|", 1e-13, exact((closed - regard.vjp(z, g)).abs().max())),
         ],
         figure=lambda: Figure(

@@ -16,13 +16,20 @@ def measure(bench):
     w = regard.softmax(s, mask=causal & padding)
     hidden = ~(causal & padding)
     q = bench.normal(3, 1, n, 8)
-    _, stats = regard.attention(q, q, q, is_causal=True, key_lengths=torch.tensor(lengths), return_stats=("visible_keys",))
+    _, stats = regard.attention(
+        q, q, q, is_causal=True, key_lengths=torch.tensor(lengths), return_stats=("visible_keys",)
+    )
     counted = (causal & padding).sum(-1)
     return Finding(
         [
             near("largest weight at a masked position", 0.0, exact(w[hidden].max()), 1e-300),
             below("largest |Σ w − 1| over what is visible", 1e-6, exact((w.sum(-1) - 1).abs().max())),
-            near("keys counted by regard.attention, minus the mask's", 0.0, exact((stats.visible_keys[:, 0] - counted).abs().max()), 1e-6).ours(),
+            near(
+                "keys counted by regard.attention, minus the mask's",
+                0.0,
+                exact((stats.visible_keys[:, 0] - counted).abs().max()),
+                1e-6,
+            ).ours(),
         ],
         remark="A row of which nothing is visible is NaN with −inf in plain softmax; regard gives it zeros.",
         figure=lambda: Figure(

@@ -22,7 +22,14 @@ def measure(bench):
             "bands",
             "d_k",
             "E[q·k] / √d_k",
-            {"mean and 99.99 % interval": (DIMS, [m.low for m in means], [m.value for m in means], [m.high for m in means])},
+            {
+                "mean and 99.99 % interval": (
+                    DIMS,
+                    [m.low for m in means],
+                    [m.value for m in means],
+                    [m.high for m in means],
+                )
+            },
             log_x=True,
             guides={"predicted": 0.0},
             alt="The mean of q·k, in standard deviations, is 0 within its interval for d_k from 4 to 256.",

@@ -27,7 +27,9 @@ def measure(bench):
             below("largest |with ε − entropy|, 64 keys, float64", 1e-10, exact((with_epsilon(w) - truth).abs().max())),
             near("uniform over 64 keys, nats (ln 64)", 4.1589, exact(with_epsilon(uniform)), 1e-3),
             below("one-hot, nats", 1e-6, exact(with_epsilon(focused).abs())),
-            above("finite in float16, a row with zero weights (1: yes)", 0.5, exact(half.isfinite().double().mean())).beyond(),
+            above(
+                "finite in float16, a row with zero weights (1: yes)", 0.5, exact(half.isfinite().double().mean())
+            ).beyond(),
         ],
         condition="not in float16, where 1e−12 is 0 and a zero weight gives 0·log 0 = NaN; elsewhere it is low by at most n·1e−12",
         figure=lambda: Figure(

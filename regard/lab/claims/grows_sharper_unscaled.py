@@ -22,7 +22,12 @@ def measure(bench):
     return Finding(
         [
             above("unscaled: mean largest weight, d_k = 2048", 0.9, mean(wide)),
-            near("unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16", -0.5, exponent(DIMS[2:], 1.0 - unscaled[2:]), 0.15).ours(),
+            near(
+                "unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16",
+                -0.5,
+                exponent(DIMS[2:], 1.0 - unscaled[2:]),
+                0.15,
+            ).ours(),
             near("scaled: largest weight, d_k = 64 minus d_k = 256", 0.0, change[3], 0.03),
             near("scaled: largest weight, d_k = 16 minus d_k = 256", 0.0, change[2], 0.03),
             near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.03).beyond(),

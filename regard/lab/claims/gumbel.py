@@ -11,7 +11,7 @@ Z = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
 
 def measure(bench):
-    rows = Z.expand(60000, 4)
+    rows = Z.expand(25000, 4)
     hard = regard.gumbel_softmax(rows, 0.5, hard=True, generator=bench.generator)
     cold = regard.gumbel_softmax(rows[:4000], 0.02, generator=bench.generator)
     soft = regard.gumbel_softmax(rows, 1.0, generator=bench.generator)
@@ -22,7 +22,10 @@ def measure(bench):
     labels = [f"{z:g}" for z in Z]
     return Finding(
         [
-            *(near(f"frequency of the sample {labels[i]}", float(w[i]), share(hard[:, i] == 1), 0.02) for i in range(4)),
+            *(
+                near(f"frequency of the sample {labels[i]}", float(w[i]), share(hard[:, i] == 1), 0.02)
+                for i in range(4)
+            ),
             above("share of soft samples at T = 0.02 with a weight above 0.9", 0.9, share(cold.amax(-1) > 0.9)),
             above("mean |gradient| through the hard sample", 1e-3, exact(gradient.abs().mean())),
             near("mean soft weight of the first score at T = 1 (softmax: 0.644)", 0.53, mean(soft[:, 0]), 0.03).ours(),

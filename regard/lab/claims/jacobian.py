@@ -24,7 +24,9 @@ def measure(bench):
     return Finding(
         [
             below("largest |diag(s) − s sᵀ − measured|", 1e-8, exact((formula - measured).abs().max())),
-            below("largest |regard.jacobian − measured|", 1e-8, exact((regard.jacobian(z) - measured).abs().max())).ours(),
+            below(
+                "largest |regard.jacobian − measured|", 1e-8, exact((regard.jacobian(z) - measured).abs().max())
+            ).ours(),
             below("largest |∂ lse/∂z_j − s_j|", 1e-8, exact((lse - s).abs().max())).ours(),
             below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, exact((printed - measured).abs().max())).beyond(),
             below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, exact((lse - s.roll(1)).abs().max())).beyond(),

@@ -36,7 +36,10 @@ def measure(bench):
             "bars",
             "key",
             "weight in a row that sees no key",
-            {"filled with −1e9": (list(range(8)), blind[0].tolist()), "masked (regard)": (list(range(8)), truth[0].tolist())},
+            {
+                "filled with −1e9": (list(range(8)), blind[0].tolist()),
+                "masked (regard)": (list(range(8)), truth[0].tolist()),
+            },
             alt="In a row that sees no key, −1e9 gives every hidden key one eighth; masking gives zeros.",
         ),
     )

@@ -34,7 +34,9 @@ def measure(bench):
         [
             below("largest |online − whole| weight, ten equal blocks", 1e-14, exact((even - whole).abs().max())),
             below("|m − max z|, blocks of 1, 17, 2, 30, 10", 1e-300, exact((ragged.max - z.max()).abs())),
-            below("relative error of ℓ, blocks of 1, 17, 2, 30, 10", 1e-14, exact((ragged.sum / denominator - 1).abs())),
+            below(
+                "relative error of ℓ, blocks of 1, 17, 2, 30, 10", 1e-14, exact((ragged.sum / denominator - 1).abs())
+            ),
             below("relative error of ℓ, the block not summed (as printed)", 1e-3, exact(printed.max())).beyond(),
         ],
         condition="the block's term is summed, ℓ_i = e^{m_{i−1}−m_i}·ℓ_{i−1} + Σ_j exp(zⁱ_j − m_i); equal blocks are not needed",

@@ -22,7 +22,9 @@ def measure(bench):
     return Finding(
         [
             below("largest |Σw − 1| where a score is positive", 1e-6, exact((w[alive].sum(-1) - 1).abs().max())),
-            below("largest |naive − regard.relu_norm| there", 1e-6, exact((w - regard.relu_norm(s))[alive].abs().max())),
+            below(
+                "largest |naive − regard.relu_norm| there", 1e-6, exact((w - regard.relu_norm(s))[alive].abs().max())
+            ),
             below("share of NaN rows, 4 normal scores", 1e-3, share(w.isnan().any(-1))).beyond(),
             near("the same, 2^−4", 1 / 16, share(w.isnan().any(-1)), 0.03).ours(),
             near("NaN in regard.relu_norm", 0.0, exact(regard.relu_norm(s).isnan().sum()), 0.5).ours(),

@@ -16,7 +16,10 @@ def measure(bench):
     listed = ", ".join(f"{p:.3f}" for p in w)
     return Finding(
         [
-            *(near(f"weight of {z:g}", c, exact(p), 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),
+            *(
+                near(f"weight of {z:g}", c, exact(p), 0.0005)
+                for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))
+            ),
             near("sum of the printed weights", 1.0, exact(sum(CLAIMED)), 0.0025),
         ],
         right=f"softmax(−3, −1, 0, 1, 3) = ({listed}); the printed five sum to {sum(CLAIMED):.3f} and are no weights.",

@@ -5,13 +5,16 @@ from regard.lab.estimate import mean
 from regard.lab.figure import Figure
 
 DIMS = [1, 4, 16, 64, 256]
-BLOCKS = {1: 16000, 4: 4000, 16: 1500, 64: 500, 256: 300}
+BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
 
 
 def measure(bench):
-    variances = [mean((bench.dots(d, BLOCKS[d]) / d**0.5).square().mean((-1, -2))) for d in DIMS]
+    variances = [mean((bench.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
     return Finding(
-        [near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06) for d, v in reversed(list(zip(DIMS, variances, strict=True)))],
+        [
+            near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06)
+            for d, v in reversed(list(zip(DIMS, variances, strict=True)))
+        ],
         figure=lambda: Figure(
             "bands",
             "d_k",

@@ -24,7 +24,10 @@ def measure(bench):
             "lines",
             "shift c",
             "largest change of a weight",
-            {"float64": (SHIFTS, [max(x, 1e-17) for x in double]), "float32": (SHIFTS, [max(x, 1e-17) for x in single])},
+            {
+                "float64": (SHIFTS, [max(x, 1e-17) for x in double]),
+                "float32": (SHIFTS, [max(x, 1e-17) for x in single]),
+            },
             log_x=True,
             log_y=True,
             alt="The change of the weights is rounding only; it grows with c because z + c loses digits of z.",
@@ -36,7 +39,9 @@ claim = Claim(
     id="shift-invariance",
     note="002",
     statement="softmax(z + c) = softmax(z).",
-    derivation=[r"\frac{e^{z_i + c}}{\sum_j e^{z_j + c}} = \frac{e^c e^{z_i}}{e^c \sum_j e^{z_j}} = \frac{e^{z_i}}{\sum_j e^{z_j}}"],
+    derivation=[
+        r"\frac{e^{z_i + c}}{\sum_j e^{z_j + c}} = \frac{e^c e^{z_i}}{e^c \sum_j e^{z_j}} = \frac{e^{z_i}}{\sum_j e^{z_j}}"
+    ],
     rule="Holds if shifts by 100 change weights by rounding only, in float64 and float32.",
     measure=measure,
 )

@@ -21,8 +21,12 @@ def measure(bench):
     return Finding(
         [
             above("largest weight, d = 4 minus d = 256, the same scores", 0.2, _minus(held[1], held[4])),
-            above("largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, _minus(drawn[1], drawn[4])).beyond(),
-            near("largest weight, d = 16 minus d = 256, unit-variance q and k", 0.0, _minus(drawn[2], drawn[4]), 0.03).ours(),
+            above(
+                "largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, _minus(drawn[1], drawn[4])
+            ).beyond(),
+            near(
+                "largest weight, d = 16 minus d = 256, unit-variance q and k", 0.0, _minus(drawn[2], drawn[4]), 0.03
+            ).ours(),
         ],
         condition="QKᵀ is held fixed while d changes; with unit-variance entries QKᵀ grows as √d and cancels it",
         remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then varies more.",

@@ -23,10 +23,22 @@ def measure(bench):
     return Finding(
         [
             above("mean share of exact zeros, 16 normal scores", 0.5, mean(zeros)),
-            below("largest |entmax(α = 1) − softmax|", 1e-14, exact((regard.entmax(z, 1.0) - regard.softmax(z)).abs().max())),
+            below(
+                "largest |entmax(α = 1) − softmax|",
+                1e-14,
+                exact((regard.entmax(z, 1.0) - regard.softmax(z)).abs().max()),
+            ),
             below("largest |entmax(α = 1.001) − softmax|", 1e-2, exact(towards)),
-            below("largest |entmax(α = 2) − sparsemax|", 1e-12, exact((regard.entmax(z, 2.0) - regard.sparsemax(z)).abs().max())),
-            below("steps in α at which the support grows", 0.5, exact(sum(b > a for a, b in zip(kept, kept[1:], strict=False)))),
+            below(
+                "largest |entmax(α = 2) − sparsemax|",
+                1e-12,
+                exact((regard.entmax(z, 2.0) - regard.sparsemax(z)).abs().max()),
+            ),
+            below(
+                "steps in α at which the support grows",
+                0.5,
+                exact(sum(b > a for a, b in zip(kept, kept[1:], strict=False))),
+            ),
             near("zeros in rows with Σ(z − min z) < 1", 0.0, exact((regard.sparsemax(flat) == 0).sum()), 0.5).ours(),
         ],
         remark="Zeros are not forced: a row with Σ(z − min z) < 1 keeps every weight positive.",

@@ -7,7 +7,7 @@ from regard.lab.estimate import mean
 from regard.lab.figure import Figure
 
 DIMS = [2, 8, 32, 256]
-BLOCKS = {2: 4000, 8: 2000, 32: 1500, 256: 600}
+BLOCKS = {2: 1500, 8: 500, 32: 300, 256: 300}
 NORMAL = math.erfc(3 / math.sqrt(2))  # P(|x| > 3) = 0.0027
 
 

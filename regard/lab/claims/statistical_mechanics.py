@@ -28,8 +28,12 @@ def measure(bench):
     f, u, s, c = table.T
     t, step = torch.tensor(TEMPERATURES, dtype=torch.float64), 1e-4
     warmer, colder = ([thermodynamics(z, x * (1 + h)) for x in TEMPERATURES] for h in (step, -step))
-    by_differences = torch.tensor([(a[1] - b[1]) / (2 * step * x) for a, b, x in zip(warmer, colder, TEMPERATURES, strict=True)])
-    entropy_from_f = torch.tensor([-(a[0] - b[0]) / (2 * step * x) for a, b, x in zip(warmer, colder, TEMPERATURES, strict=True)])
+    by_differences = torch.tensor(
+        [(a[1] - b[1]) / (2 * step * x) for a, b, x in zip(warmer, colder, TEMPERATURES, strict=True)]
+    )
+    entropy_from_f = torch.tensor(
+        [-(a[0] - b[0]) / (2 * step * x) for a, b, x in zip(warmer, colder, TEMPERATURES, strict=True)]
+    )
     return Finding(
         [
             below("largest |C − dU/dT|", 1e-5, exact((c - by_differences).abs().max())),

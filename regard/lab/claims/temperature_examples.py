@@ -25,8 +25,12 @@ def measure(bench):
         [
             above("largest weight at τ = 0.1, the note's scores", 0.99, exact(largest(SCORES, 0.1))),
             below("1 − entropy/ln 4 at τ = 10, the note's scores", 0.02, exact(unevenness(SCORES, 10.0))),
-            above("largest weight at τ = 0.1, scores 100 times as close", 0.99, exact(largest(SCORES / 100, 0.1))).beyond(),
-            below("1 − entropy/ln 4 at τ = 10, scores 100 times as far", 0.02, exact(unevenness(SCORES * 100, 10.0))).beyond(),
+            above(
+                "largest weight at τ = 0.1, scores 100 times as close", 0.99, exact(largest(SCORES / 100, 0.1))
+            ).beyond(),
+            below(
+                "1 − entropy/ln 4 at τ = 10, scores 100 times as far", 0.02, exact(unevenness(SCORES * 100, 10.0))
+            ).beyond(),
         ],
         condition="the scores lie a few units apart: what counts is the gap over τ (≫ 1 for one-hot, ≪ 1 for uniform)",
         figure=lambda: Figure(
@@ -35,7 +39,11 @@ def measure(bench):
             "largest weight",
             {
                 name: (TEMPERATURES, [largest(factor * SCORES[:1], t) for t in TEMPERATURES])
-                for name, factor in (("the note's scores", 1.0), ("100 times as close", 0.01), ("100 times as far", 100.0))
+                for name, factor in (
+                    ("the note's scores", 1.0),
+                    ("100 times as close", 0.01),
+                    ("100 times as far", 100.0),
+                )
             },
             log_x=True,
             alt="The note's scores go from one-hot at 0.1 to near uniform at 10; closer or farther scores do not.",

@@ -16,13 +16,20 @@ def measure(bench):
         [
             below("largest |w − 1/K| at τ = 1e6", 1e-5, exact(off[-1])),
             near("τ·|w − 1/K| at τ = 1e6 over its first order", 1.0, exact(off[-1] * 1e6 / first_order), 1e-3).ours(),
-            below("largest |w − 1/K| at τ = ∞", 1e-15, exact((regard.softmax(z, temperature=float("inf")) - 1 / 8).abs().max())),
+            below(
+                "largest |w − 1/K| at τ = ∞",
+                1e-15,
+                exact((regard.softmax(z, temperature=float("inf")) - 1 / 8).abs().max()),
+            ),
         ],
         figure=lambda: Figure(
             "lines",
             "temperature τ",
             "largest |w − 1/K|",
-            {"measured": (TEMPERATURES, off), "|z − mean| / Kτ": (TEMPERATURES, [first_order / t for t in TEMPERATURES])},
+            {
+                "measured": (TEMPERATURES, off),
+                "|z − mean| / Kτ": (TEMPERATURES, [first_order / t for t in TEMPERATURES]),
+            },
             log_x=True,
             log_y=True,
             alt="The distance from uniform falls as one over the temperature.",

@@ -13,7 +13,10 @@ SCORES, CLAIMED = [-24.0, -10.0, 0.0, 10.0, 24.0], [0.0, 0.0, 0.0, 0.0, 1.0]
 def measure(bench):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     return Finding(
-        [near(f"weight of {z:g}", c, exact(p), 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))],
+        [
+            near(f"weight of {z:g}", c, exact(p), 0.0005)
+            for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))
+        ],
         figure=lambda: Figure(
             "bars",
             "score",

@@ -13,7 +13,8 @@ Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 def measure(bench):
     q, k = (torch.tensor(x, dtype=torch.float64).reshape(1, 1, 1, 3) for x in (Q, K))
     logits = [
-        float(regard.attention(q, k, k, scale=scale, return_stats=("max_logit",))[1].max_logit) for scale in ("none", "sqrt")
+        float(regard.attention(q, k, k, scale=scale, return_stats=("max_logit",))[1].max_logit)
+        for scale in ("none", "sqrt")
     ]
     return Finding(
         [near("q·k", 0.61, exact(logits[0]), 0.005), near("q·k/√3", 0.35, exact(logits[1]), 0.005)],

@@ -1,0 +1,108 @@
+"""regard lab [CLAIM …]: run the claims, show the verdicts, write lab.html."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+
+from regard.lab.run import Result, names, run_all, waiting
+from regard.table import Table
+
+MARKS = {"holds": "✓ holds", "holds_if": "≈ holds if", "wrong": "✗ wrong"}
+
+
+def arguments(parser) -> None:
+    parser.add_argument("claims", nargs="*", metavar="CLAIM", help="ids to run; all without")
+    parser.add_argument("--seed", type=int, default=0, help="of every experiment (default 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON, write no page")
+    parser.add_argument("--html", metavar="PATH", help="where the page goes (default lab.html when all claims run)")
+
+
+def main(options) -> int:
+    for name in options.claims:
+        if name in waiting():
+            options.fail(f"claim {name!r} waits for training; it has no experiment yet")
+        if name not in names():
+            options.fail(f"claim {name!r} is unknown; claims: {', '.join(names())}")
+    if not 0 <= options.seed < 2**31:
+        options.fail(f"--seed must lie in [0, 2**31), got {options.seed}")
+    results, failures = [], []
+    for name, outcome in _with_progress(options.claims or names(), options.seed):
+        if isinstance(outcome, Result):
+            results.append(outcome)
+        else:
+            failures.append(f"{name}: {type(outcome).__name__}: {outcome}")
+    if options.json:
+        print(json.dumps([result.to_dict() for result in results], ensure_ascii=False, indent=2))
+    elif len(options.claims) == 1:
+        print("\n\n".join(whole(result) for result in results))
+    else:
+        table(results, everything=not options.claims).show()
+        print(summary(results))
+    path = options.html or (None if options.json or options.claims else "lab.html")
+    if path and results:
+        from regard.lab.page import write
+
+        write(path, results, options.seed)
+        print(f"wrote {path}", file=sys.stderr)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def table(results: list[Result], everything: bool = True) -> Table:
+    """Verdicts, one row per claim; what waits for training stands below, without a verdict."""
+    rows = [
+        [result.claim.id, MARKS[result.verdict], check.allowed, repr(check.measured), check.what]
+        for result in results
+        for check in [result.finding.checks[0]]
+    ]
+    if everything:
+        rows += [[name, "waits for training", "", "", text] for name, text in waiting().items()]
+    return Table(["claim", "verdict", "predicted", "measured [99.99 %]", "what"], rows)
+
+
+def summary(results: list[Result]) -> str:
+    counts = [f"{sum(r.verdict == verdict for r in results)} {name}" for verdict, name in MARKS.items()]
+    return f"{len(results)} claims: {', '.join(counts)}"
+
+
+def whole(result: Result) -> str:
+    """One claim in full, as text."""
+    claim, finding = result.claim, result.finding
+
+    def paragraph(label, text):
+        return textwrap.fill(f"{label}{text}", 100, subsequent_indent=" " * len(label))
+
+    lines = [
+        f"{claim.id}: {MARKS[result.verdict]}",
+        "",
+        paragraph("claim      ", f"{claim.statement} (note {claim.note})"),
+    ]
+    lines += [f"{'derivation' if i == 0 else '':11}{line}" for i, line in enumerate(claim.derivation)]
+    lines += [paragraph("rule       ", claim.rule), ""]
+    checks = [
+        [check.what, check.allowed, repr(check.measured), "✓" if check.agrees else "✗", check.role]
+        for check in finding.checks
+    ]
+    lines += [Table(["check", "predicted", "measured [99.99 %]", "", "part"], checks).plain(), ""]
+    for label, text in (
+        ("holds if   ", result.condition),
+        ("right      ", result.right),
+        ("remark     ", finding.remark),
+    ):
+        if text:
+            lines.append(paragraph(label, text))
+    return "\n".join(lines)
+
+
+def _with_progress(chosen, seed):
+    outcomes = run_all(chosen, seed)
+    if not sys.stderr.isatty():
+        yield from outcomes
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(outcomes, "running", total=len(chosen), console=Console(stderr=True), transient=True)

@@ -38,6 +38,11 @@ class Plan(NamedTuple):
     warps: int
     meets: bool
 
+    def groups(self, vector: int) -> int:
+        """How many maxima of a tile's row say enough of it: one per thread, and no more than 8192 of all parts."""
+        threads = 32 * self.warps if self.rows == 1 else 32
+        return max(1, min(self.columns // vector, threads, 8192 // next_power_of_2(self.parts)))
+
 
 def plan(R: int, N: int, tensors: int, family: str, processors: int) -> Plan:
     """The launch for R rows of N columns of which a program holds `tensors` tiles, on so many multiprocessors."""
@@ -68,10 +73,12 @@ def forward(
         return p, state
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     if F.family == "threshold":
-        kernel, extra, count = rows_threshold.forward_threshold, {"TOLERANCE": _TOLERANCE[state.dtype]}, 8
+        vector = min(16 // s.element_size(), launch.plan.columns)
+        groups = launch.plan.groups(vector)
+        extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[state.dtype]}
+        launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
     else:
-        kernel, extra, count = rows_online.forward_online, {"EXACT": s.dtype == torch.float32}, 2
-    launch(kernel, (s, p, state), count, extra, solves=F.family == "threshold")
+        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": s.dtype == torch.float32})
     return p, state
 
 
@@ -144,7 +151,7 @@ class _Launch:
         partial = counters = s
         if parts > 1:
             partial = torch.empty(R * (count * parts + 4), dtype=accumulator, device=s.device)
-            counters = torch.zeros(1 + R, dtype=torch.int32, device=s.device) if meets else s
+            counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
         options = {"num_warps": warps, "enable_fp_fusion": True}
         grid = (-(-R // rows) * parts,)

@@ -8,6 +8,7 @@ from regard.kernels.rows_tiles import (
     finite,
     gather,
     highest,
+    larger,
     load,
     load_scores,
     meet,
@@ -24,13 +25,13 @@ from regard.kernels.rows_tiles import (
 
 @triton.jit
 def shift_of(m, F: tl.constexpr):
-    """What a ratio subtracts from scores whose maximum is m."""
-    if F.shift == "none":
-        return m * 0.0
+    """What a map subtracts from scores whose maximum is m."""
+    if F.shift == "max":
+        return m
     elif F.shift == "max0":
         return tl.maximum(m, 0.0)
     else:
-        return m
+        return m * 0.0
 
 
 @triton.jit
@@ -41,37 +42,41 @@ def forward_online(
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, part = place(counters, parts, ROWS, COLUMNS, STAGE)
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    top = highest(x)  # [ROWS, 1], before the scale, so that the difference below is exact near the maximum
-    seen = x > float("-inf")
+    top = highest(x)  # [ROWS, 1], of the bare scores: their difference from it is exact where weights are large
+    shift = shift_of(finite(top), F)
+    z = finite(top) * 0.0
     if F.family == "ratio":
-        shift = shift_of(finite(top), F)
-        e = exponential((x - shift) * scale, EXACT)
+        e = exponential(x, shift, scale, EXACT)
         c = tl.exp(-shift * scale)
-        u = tl.where(seen, F.numerator(e, x * scale, c), 0.0)
-        z = tl.sum(tl.where(seen, F.denominator(e, x * scale, c), 0.0), 1, keep_dims=True)
+        u = F.numerator(e, x * scale, c)
+        v = F.denominator(e, x * scale, c)
+        if not F.exponential:  # an exponential is 0 there by itself
+            u = tl.where(x > float("-inf"), u, 0.0)
+            v = tl.where(x > float("-inf"), v, 0.0)
+        z = tl.sum(v, 1, keep_dims=True)
     else:
-        shift = finite(top) * 0.0
-        u = tl.where(seen, F.weigh(x * scale, theta), 0.0)
-        z = shift
-    fall = shift * 0.0 + 1.0
+        u = tl.where(x > float("-inf"), F.weigh(x * scale, theta), 0.0)
+    fall = z * 0.0 + 1.0
     if STAGE != "whole":
+        partial += row * 2 * parts
         if STAGE != "finish":
-            publish(partial, top, 0, rows, part, parts, 2)
-            publish(partial, z, 1, rows, part, parts, 2)
+            publish(partial, top, 0, part, parts)
+            publish(partial, z, 1, part, parts)
         if STAGE == "meet":
-            meet(counters + 1 + tl.max(rows), parts)
+            meet(counters + row, parts)
         if STAGE != "publish":
-            tops = gather(partial, 0, rows, parts, float("-inf"), 2, PARTS)
-            sums = gather(partial, 1, rows, parts, 0.0, 2, PARTS)
-            top = tl.max(tops, 1, keep_dims=True)
+            tops = gather(partial, 0, parts, float("-inf"), PARTS)
+            sums = gather(partial, 1, parts, 0.0, PARTS)
+            top = tl.zeros([1, 1], ACC) + tl.reduce(tops, 0, larger)
             if F.family == "ratio":
                 common = shift_of(finite(top), F)
+                falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
+                z = tl.zeros([1, 1], ACC) + tl.sum(sums * falls, 0)
                 fall = tl.exp((shift - common) * scale)
-                z = tl.sum(sums * tl.exp((shift_of(finite(tops), F) - common) * scale), 1, keep_dims=True)
                 shift = common
     if STAGE != "publish":
         if F.family == "ratio":
@@ -80,11 +85,13 @@ def forward_online(
         else:
             inverse = fall
         inverse = tl.where(top < float("inf"), inverse, float("nan"))
+        if STAGE != "whole":
+            u = u * fall
         if EXACT and F.family == "ratio":  # what 1/z lost to rounding is put back
             lost = tl.where(z == 0.0, 0.0, tl.fma(-z, inverse, 1.0) * inverse)
-            weight = tl.fma(u, inverse, u * lost) * fall
+            weight = tl.fma(u, inverse, u * lost)
         else:
-            weight = u * (inverse * fall)
+            weight = u * inverse
         store(p, weight, rows, columns, R, N)
         store_state(state, shift * scale, z, rows, part, R)
 
@@ -98,20 +105,19 @@ def backward_online(
 ):  # fmt: skip
     """ds = scale·(a·dp − b·δ) with δ = Σ p·dp for ratios, δ = 0 for pointwise maps."""
     ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, part = place(counters, parts, ROWS, COLUMNS, STAGE)
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     above = load(dp, rows, columns, R, N, 0.0, ACC)
     if F.slope_of_weight is not None:
         x = load(saved, rows, columns, R, N, 0.0, ACC)
-        seen = columns < N
+        if HAS_MASK:
+            seen = visible(mask, rows, columns, R, N, mask_row, mask_column)
+            above = tl.where(seen, above, 0.0)
     else:
-        x = load(saved, rows, columns, R, N, float("-inf"), ACC)
+        x = load_scores(saved, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
         seen = x != float("-inf")
-    if HAS_MASK:
-        shown = visible(mask, rows, columns, R, N, mask_row, mask_column)
-        seen = seen & shown
-        above = tl.where(shown, above, 0.0)
+        above = tl.where(seen, above, 0.0)
     if F.family == "ratio":
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         inverse = reciprocal(z)
@@ -122,7 +128,7 @@ def backward_online(
         else:
             m = tl.load(state + rows, mask=rows < R, other=0.0)
             x = x * scale
-            e = exponential(x - m, EXACT)
+            e = exponential(x, m, 1.0, EXACT)
             c = tl.exp(-m)
             p = tl.where(seen, F.numerator(e, x, c) * inverse, 0.0)
             a = tl.where(seen, F.numerator_slope(e, x, c) * inverse, 0.0)
@@ -130,11 +136,11 @@ def backward_online(
         delta = tl.sum(p * above, 1, keep_dims=True)
         if STAGE != "whole":
             if STAGE != "finish":
-                publish(partial, delta, 0, rows, part, parts, 1)
+                publish(partial + row * parts, delta, 0, part, parts)
             if STAGE == "meet":
-                meet(counters + 1 + tl.max(rows), parts)
+                meet(counters + row, parts)
             if STAGE != "publish":
-                delta = tl.sum(gather(partial, 0, rows, parts, 0.0, 1, PARTS), 1, keep_dims=True)
+                delta = tl.sum(gather(partial + row * parts, 0, parts, 0.0, PARTS), 0)
         below = (a * above - b * delta) * scale
     else:
         if F.slope_of_weight is not None:
@@ -142,4 +148,6 @@ def backward_online(
         else:
             below = F.slope(x * scale, theta) * above * scale
     if STAGE != "publish":
-        store(ds, tl.where(seen, below, 0.0), rows, columns, R, N)
+        if HAS_MASK or F.slope_of_weight is None:
+            below = tl.where(seen, below, 0.0)
+        store(ds, below, rows, columns, R, N)

@@ -4,6 +4,9 @@ From a point τ the sums over the current support give the next one. F(τ) = Σ 
 passes the solution from the left. For value = t² two better ones: √F is a norm, so convex too, and Newton's step on it
 is twice as long where F is large; the root of the quadratic on the current support is exact once the support is, but
 may pass the solution: it then comes back from the right, never behind the last Newton step (`floor`).
+
+The solution for some of the scores is a lower bound for all. So the few maxima of groups of scores are solved first;
+the many then need one or two steps more, which is what a row costs.
 """
 
 import triton
@@ -12,7 +15,7 @@ import triton.language as tl
 from regard.kernels.rows_tiles import (
     finite,
     gather,
-    highest,
+    larger,
     load,
     load_scores,
     meet,
@@ -27,8 +30,16 @@ from regard.kernels.rows_tiles import (
 )
 
 LIMIT = tl.constexpr(40)  # steps; rows of random scores take 3 to 8
-COUNT = tl.constexpr(8)  # numbers that a part publishes: its maximum and τ, and two rounds of three sums in turn
+SUMS = tl.constexpr(6)  # partial sums that a part publishes beside its maxima: three, in two buffers that take turns
 FOUND = tl.constexpr(4)  # numbers that `solve_rows` finds: max, τ, Σ value, Σ slope
+
+
+@triton.jit
+def maxima(x, GROUPS: tl.constexpr, VECTOR: tl.constexpr):
+    """The largest score of each of GROUPS groups, [ROWS, GROUPS]: of what a thread holds, so that nothing moves."""
+    parts: tl.constexpr = x.shape[1] // (GROUPS * VECTOR)
+    grouped = tl.reshape(x, [x.shape[0], parts, GROUPS, VECTOR])
+    return tl.reduce(tl.reduce(grouped, 3, larger), 1, larger)
 
 
 @triton.jit
@@ -65,50 +76,59 @@ def advance(tau, floor, total, slope, count, gain, TOLERANCE: tl.constexpr, F: t
 
 
 @triton.jit
-def solve(y, tau, theta, gain, partial, counter, row, part, parts, TOLERANCE: tl.constexpr, F: tl.constexpr,
+def solve(y, tau, theta, gain, partial, counter, part, parts, TOLERANCE: tl.constexpr, F: tl.constexpr,
           PARTS: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """τ with Σ value = 1, and the sums there. SHARED: over all parts of the row, which meet at every step."""
     floor = tau * 0.0 - 1.0
     total, slope, count = sums(y, tau, theta, F)
     if SHARED:
-        total, slope, count = share(total, slope, count, 0, partial, counter, row, part, parts, PARTS, F)
+        total, slope, count = share(total, slope, count, 0, partial, counter, part, parts, PARTS, F)
     after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
     step = 1
     while (tl.max(far) > 0) & (step < LIMIT):
         tau = after
         total, slope, count = sums(y, tau, theta, F)
         if SHARED:
-            total, slope, count = share(total, slope, count, step, partial, counter, row, part, parts, PARTS, F)
+            total, slope, count = share(total, slope, count, step, partial, counter, part, parts, PARTS, F)
         after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
         step += 1
     return tau, total, slope
 
 
 @triton.jit
-def share(total, slope, count, step, partial, counter, row, part, parts, PARTS: tl.constexpr, F: tl.constexpr):
+def share(total, slope, count, step, partial, counter, part, parts, PARTS: tl.constexpr, F: tl.constexpr):
     """The three sums over all parts. Steps take turns in two buffers, so that none is overwritten while read."""
-    which = 2 + 3 * (step % 2)
-    publish(partial, total, which, row, part, parts, COUNT)
-    publish(partial, slope, which + 1, row, part, parts, COUNT)
+    which = 3 * (step % 2)
+    publish(partial, total, which, part, parts)
+    publish(partial, slope, which + 1, part, parts)
     if F.order == 2:
-        publish(partial, count, which + 2, row, part, parts, COUNT)
+        publish(partial, count, which + 2, part, parts)
     meet(counter, (step + 2) * parts)
-    total = tl.sum(gather(partial, which, row, parts, 0.0, COUNT, PARTS), 1, keep_dims=True)
-    slope = tl.sum(gather(partial, which + 1, row, parts, 0.0, COUNT, PARTS), 1, keep_dims=True)
+    none = total * 0.0
+    total = none + tl.sum(gather(partial, which, parts, 0.0, PARTS), 0)
+    slope = none + tl.sum(gather(partial, which + 1, parts, 0.0, PARTS), 0)
     count = total
     if F.order == 2:
-        count = tl.sum(gather(partial, which + 2, row, parts, 0.0, COUNT, PARTS), 1, keep_dims=True)
+        count = none + tl.sum(gather(partial, which + 2, parts, 0.0, PARTS), 0)
     return total, slope, count
 
 
 @triton.jit
-def start(partial, row, parts, factor, PARTS: tl.constexpr):
-    """The row's maximum, and τ to start from: a part's own τ, where its own weights sum to 1, is a lower bound."""
-    tops = gather(partial, 0, row, parts, float("-inf"), COUNT, PARTS)
-    taus = gather(partial, 1, row, parts, -1.0, COUNT, PARTS)
-    top = tl.max(tops, 1, keep_dims=True)
-    bounds = tl.where(tops > float("-inf"), (finite(tops) - finite(top)) * factor + taus, -1.0)
-    return top, tl.minimum(tl.maximum(tl.max(bounds, 1, keep_dims=True), -1.0), 0.0)
+def start(few, theta, gain, factor, partial, TOLERANCE: tl.constexpr, F: tl.constexpr):
+    """The maximum of a few scores [ROWS, n], and the τ at which they alone would sum to 1."""
+    top = tl.reduce(few, 1, larger, keep_dims=True)
+    y = (few - finite(top)) * factor
+    tau, total, slope = solve(
+        y, finite(top) * 0.0 - 1.0, theta, gain, partial, partial, 0, 1, TOLERANCE, F, 1, False
+    )
+    return top, tau
+
+
+@triton.jit
+def gather_maxima(partial, parts, GROUPS: tl.constexpr, PARTS: tl.constexpr):
+    """The maxima that the row's parts have published, [1, PARTS·GROUPS]."""
+    which = tl.arange(0, PARTS * GROUPS)[None, :]
+    return tl.load(partial + which, mask=which < parts * GROUPS, other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
@@ -116,87 +136,108 @@ def forward_threshold(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, part = place(counters, parts, ROWS, COLUMNS, STAGE)
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
     x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    if STAGE == "finish":  # solve_rows has been here
-        found = partial + R * COUNT * parts + rows * FOUND
-        top, tau, total, slope = tl.load(found), tl.load(found + 1), tl.load(found + 2), tl.load(found + 3)
+    scratch = partial + row * (GROUPS + SUMS) * parts
+    if STAGE == "whole":
+        top, tau = start(maxima(x, GROUPS, VECTOR), theta, gain, factor, partial, TOLERANCE, F)
         y = (x - finite(top)) * factor
-    else:
-        counter = counters + 1 + tl.max(rows)
-        top = highest(x)
+        tau, total, slope = solve(y, tau, theta, gain, partial, counters, part, parts, TOLERANCE, F, PARTS, False)
+    if STAGE == "meet" or STAGE == "publish":
+        tl.store(scratch + part * GROUPS + tl.arange(0, GROUPS)[None, :], maxima(x, GROUPS, VECTOR))
+    if STAGE == "meet":
+        meet(counters + row, parts)
+        few = gather_maxima(scratch, parts, GROUPS, PARTS)
+        top, tau = start(few, theta, gain, factor, partial, TOLERANCE, F)
+        top, tau = alone(top), alone(tau)
         y = (x - finite(top)) * factor
-        tau = tl.full([ROWS, 1], -1.0, ACC)
         tau, total, slope = solve(
-            y, tau, theta, gain, partial, counter, rows, part, parts, TOLERANCE, F, PARTS, False
+            y, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F, PARTS, True
         )
-        if STAGE != "whole":
-            publish(partial, top, 0, rows, part, parts, COUNT)
-            publish(partial, tau, 1, rows, part, parts, COUNT)
-        if STAGE == "meet":
-            meet(counter, parts)
-            top, tau = start(partial, rows, parts, factor, PARTS)
-            y = (x - finite(top)) * factor
-            tau, total, slope = solve(
-                y, tau, theta, gain, partial, counter, rows, part, parts, TOLERANCE, F, PARTS, True
-            )
+    if STAGE == "finish":  # solve_rows has been here
+        found = partial + R * (GROUPS + SUMS) * parts + row * FOUND
+        top, tau, total, slope = one(found, ACC), one(found + 1, ACC), one(found + 2, ACC), one(found + 3, ACC)
+        y = (x - finite(top)) * factor
     if STAGE != "publish":
-        inverse = reciprocal(total)
-        inverse = tl.where(top < float("inf"), inverse, float("nan"))
-        weight = F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse
-        store(p, weight, rows, columns, R, N)
-        empty = top == float("-inf")
-        frame = tl.where(empty, 0.0, finite(top) * factor + tau)
+        inverse = tl.where(top < float("inf"), reciprocal(total), float("nan"))
+        store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, columns, R, N)
+        frame = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
         store_state(state, frame, tl.where(top < float("inf"), slope, float("nan")), rows, part, R)
+
+
+@triton.jit
+def alone(x):
+    """[1, 1] again from a scalar, so that no tile takes over the layout of what x was reduced from."""
+    return tl.zeros([1, 1], x.dtype) + tl.sum(x)
+
+
+@triton.jit
+def one(pointer, ACC: tl.constexpr):
+    return tl.zeros([1, 1], ACC) + tl.load(pointer)
 
 
 @triton.jit
 def solve_rows(
     s, mask, theta_rows, partial, R, N, parts, mask_row, mask_column, scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, TOLERANCE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """Between "publish" and "finish": one program per row reads it as often as τ takes steps."""
+    """Between "publish" and "finish": one program per row reads it once per step of τ."""
     ACC: tl.constexpr = partial.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    rows = row + tl.arange(0, 1)[:, None]
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
-    top, tau = start(partial, rows, parts, factor, PARTS)
+    few = gather_maxima(partial + row * (GROUPS + SUMS) * parts, parts, GROUPS, PARTS)
+    top, tau = start(few, theta, gain, factor, partial, TOLERANCE, F)
+    top, tau = alone(top), alone(tau)
     floor = tau * 0.0 - 1.0
-    after = tau
-    total, slope, count = tau * 0.0, tau * 0.0, tau * 0.0
-    far = tl.full([1, 1], 1, tl.int32)
-    step = 0
+    total, slope, count = read_sums(
+        s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F, COLUMNS, HAS_MASK, ACC
+    )
+    after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
+    step = 1
     while (tl.max(far) > 0) & (step < LIMIT):
         tau = after
-        total, slope, count = tau * 0.0, tau * 0.0, tau * 0.0
-        lost_total, lost_slope = tau * 0.0, tau * 0.0
-        for first in range(0, N, COLUMNS):
-            columns = first + tl.arange(0, COLUMNS)[None, :]
-            x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            more_total, more_slope, more_count = sums((x - finite(top)) * factor, tau, theta, F)
-            total, lost_total = add(total, lost_total, more_total)
-            slope, lost_slope = add(slope, lost_slope, more_slope)
-            count += more_count
+        total, slope, count = read_sums(
+            s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F, COLUMNS, HAS_MASK, ACC
+        )
         after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
         step += 1
-    found = partial + R * COUNT * parts + rows * FOUND
-    tl.store(found, top)
-    tl.store(found + 1, tau)
-    tl.store(found + 2, total)
-    tl.store(found + 3, slope)
+    found = partial + R * (GROUPS + SUMS) * parts + row * FOUND
+    tl.store(found, tl.sum(top))
+    tl.store(found + 1, tl.sum(tau))
+    tl.store(found + 2, tl.sum(total))
+    tl.store(found + 3, tl.sum(slope))
+
+
+@triton.jit
+def read_sums(s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F: tl.constexpr,
+              COLUMNS: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """`sums` over a whole row, piece by piece. What rounding loses is kept (Kahan): a million columns sum exactly."""
+    total, slope, count = tau * 0.0, tau * 0.0, tau * 0.0
+    lost_total, lost_slope = tau * 0.0, tau * 0.0
+    for first in range(0, N, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)[None, :]
+        x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
+        more_total, more_slope, more_count = sums((x - finite(top)) * factor, tau, theta, F)
+        total, lost_total = add(total, lost_total, more_total)
+        slope, lost_slope = add(slope, lost_slope, more_slope)
+        count += more_count
+    return total, slope, count
 
 
 @triton.jit
 def add(total, lost, more):
-    """total + more, and what rounding lost (Kahan): a million columns sum as exactly as a thousand."""
     more = more - lost
     after = total + more
     return after, (after - total) - more
@@ -211,7 +252,7 @@ def backward_threshold(
 ):  # fmt: skip
     """ds = scale·g′·(dp − δ) with δ = Σ g′·dp / Σ g′."""
     ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, part = place(counters, parts, ROWS, COLUMNS, STAGE)
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     scale = number(scale, ACC)
     above = load(dp, rows, columns, R, N, 0.0, ACC)
@@ -227,14 +268,15 @@ def backward_threshold(
     weight = tl.sum(a, 1, keep_dims=True)
     delta = tl.sum(a * above, 1, keep_dims=True)
     if STAGE != "whole":
+        partial += row * 2 * parts
         if STAGE != "finish":
-            publish(partial, weight, 0, rows, part, parts, 2)
-            publish(partial, delta, 1, rows, part, parts, 2)
+            publish(partial, weight, 0, part, parts)
+            publish(partial, delta, 1, part, parts)
         if STAGE == "meet":
-            meet(counters + 1 + tl.max(rows), parts)
+            meet(counters + row, parts)
         if STAGE != "publish":
-            weight = tl.sum(gather(partial, 0, rows, parts, 0.0, 2, PARTS), 1, keep_dims=True)
-            delta = tl.sum(gather(partial, 1, rows, parts, 0.0, 2, PARTS), 1, keep_dims=True)
+            weight = tl.zeros([1, 1], ACC) + tl.sum(gather(partial, 0, parts, 0.0, PARTS), 0)
+            delta = tl.zeros([1, 1], ACC) + tl.sum(gather(partial, 1, parts, 0.0, PARTS), 0)
     if STAGE != "publish":
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         delta = tl.where(z == z, delta / tl.where(weight == 0.0, 1.0, weight), z)  # a NaN row stays NaN

@@ -14,20 +14,14 @@ import triton.language as tl
 
 
 @triton.jit
-def place(tickets, parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGE: tl.constexpr):
-    """This program's rows [ROWS, 1] (int64), columns [1, COLUMNS] and part.
-
-    Programs that wait for one another take a ticket: a row's parts then start in order, whatever the hardware does.
-    """
-    if STAGE == "meet":
-        place = tl.atomic_add(tickets, 1, sem="relaxed")
-    else:
-        place = tl.program_id(0)
-    part = place % parts
-    row = (place // parts).to(tl.int64) * ROWS
+def place(parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's rows [ROWS, 1] and columns [1, COLUMNS], its first row (int64) and its part of it."""
+    program = tl.program_id(0)
+    part = program % parts
+    row = (program // parts).to(tl.int64) * ROWS
     rows = row + tl.arange(0, ROWS)[:, None]
     columns = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return rows, columns, part
+    return rows, columns, row, part
 
 
 @triton.jit
@@ -88,9 +82,14 @@ def parameter(theta, theta_rows, rows, R, HAS_THETA: tl.constexpr, ACC: tl.const
 
 
 @triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def highest(s):
-    """The row's maximum [ROWS, 1]; +inf stands for NaN too: either makes the whole row NaN."""
-    return tl.max(tl.where(s < float("inf"), s, float("inf")), 1, keep_dims=True)
+    """The row's maximum [ROWS, 1], NaN if one is there: then, as for +inf, the whole row becomes NaN."""
+    return tl.reduce(s, 1, larger, keep_dims=True)
 
 
 @triton.jit
@@ -100,21 +99,31 @@ def finite(m):
 
 
 @triton.jit
-def exponential(x, EXACT: tl.constexpr):
-    """e^x for x ≤ 0; with EXACT the rounding of x·log₂e is put back, so that float32 keeps its last bits."""
+def exponential(x, shift, scale, EXACT: tl.constexpr):
+    """exp((x − shift)·scale), at most 1.
+
+    EXACT: the difference is taken first and the rounding of its product with log₂e put back, so that float32 keeps its
+    last bits. Else one multiply-add, whose error is the same factor for the whole row.
+    """
     if EXACT:
-        x = tl.maximum(x, -1000.0)
+        x = tl.maximum((x - shift) * scale, -1000.0)
         y = x * 1.4426950216293335
         lost = tl.fma(x, 1.4426950216293335, -y) + x * 1.9259629911266175e-8
         z = tl.exp2(y)
         return tl.fma(z, lost * 0.6931471805599453, z)
+    elif x.dtype == tl.float64:
+        return tl.exp((x - shift) * scale)
     else:
-        return tl.exp(x)
+        factor = scale * 1.4426950408889634
+        return tl.exp2(tl.fma(x, factor, -shift * factor))
 
 
 @triton.jit
 def meet(counter, target):
-    """Wait until `target` programs of this row have come; what they stored before is then visible."""
+    """Wait until the row's programs have come `target` times in all; what they stored before is then visible.
+
+    The hardware starts programs in order, so a program waits only for those that run or start next.
+    """
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") + 1
     while arrived < target:
@@ -123,14 +132,13 @@ def meet(counter, target):
 
 
 @triton.jit
-def publish(partial, x, which, row, part, parts, COUNT: tl.constexpr):
-    """Store one sum of this part: partial is [R, COUNT, parts]."""
-    tl.store(partial + (row * COUNT + which) * parts + part, x)
+def publish(partial, x, which, part, parts):
+    """Store one sum [1, 1] of this part among the row's partial sums [COUNT, parts]."""
+    tl.store(partial + which * parts + part, tl.sum(x))
 
 
 @triton.jit
-def gather(partial, which, row, parts, other, COUNT: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of all parts of the row, [1, PARTS], past the L1 cache, which other programs' stores do not reach."""
-    part = tl.arange(0, PARTS)[None, :]
-    pointers = partial + (row * COUNT + which) * parts + part
-    return tl.load(pointers, mask=part < parts, other=other, cache_modifier=".cg")
+def gather(partial, which, parts, other, PARTS: tl.constexpr):
+    """One sum of each part of the row, [PARTS], past the L1 cache, which other programs' stores do not reach."""
+    part = tl.arange(0, PARTS)
+    return tl.load(partial + which * parts + part, mask=part < parts, other=other, cache_modifier=".cg")

@@ -74,7 +74,7 @@ def quantile(samples: Tensor, q: float) -> Estimate:
 
 
 def exponent(x: list[float], y: Tensor) -> Estimate:
-    """b of y ∝ x^b: the least-squares slope of log mean(y) against log x, for y (len(x), N), N independent samples each."""
+    """b of y ∝ x^b: the slope of log mean(y) against log x, for y (len(x), N), N independent samples each."""
     log_x = torch.tensor(x, dtype=torch.float64).log()
     y = y.double()
     centred = (log_x - log_x.mean()) / ((log_x - log_x.mean()) ** 2).sum()

@@ -1,8 +1,8 @@
 """Figures as data: lines, points, bars, bands and heat maps, with the words that stand for them; drawn by Vega-Lite.
 
 >>> from regard.lab.figure import Figure
->>> figure = Figure("lines", "key", "weight", {"softmax": ([0, 1, 2], [0.1, 0.2, 0.7])}, alt="Weights rise with the key.")
->>> "Weights rise with the key." in figure.svg()
+>>> figure = Figure("lines", "key", "weight", {"softmax": ([0, 1, 2], [0.1, 0.2, 0.7])}, alt="Weights rise with it.")
+>>> "Weights rise with it." in figure.svg()
 True
 """
 

@@ -15,27 +15,10 @@ from regard.lab.run import Result, waiting
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
 ROLES = {CORE: "the claim", BEYOND: "beyond the condition", OURS: "our derivation"}
 
-STYLE = """
-:root { color-scheme: light; --ink: #1f2933; --soft: #52606d; --line: #d9dee4; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 68rem; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif; color: var(--ink); background: #fff; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin: 0 0 .3rem; overflow-wrap: anywhere; }
-a { color: #0b62a4; }
-.verdict { display: inline-block; padding: 0 .55rem; border-radius: 1rem; font-size: .9rem; font-weight: 600; white-space: nowrap; }
-.holds { background: #d8f0dc; color: #14532d; } .holds_if { background: #fdeec4; color: #5f4300; }
-.wrong { background: #fbdcd6; color: #7c1d0c; } .waits { background: #e8ebee; color: #3e4c59; }
-nav ul { columns: 17rem; padding: 0; list-style: none; } nav li { margin: .15rem 0; break-inside: avoid; }
-section { border-top: 1px solid var(--line); padding: 1.2rem 0; display: grid; gap: 0 1.5rem; grid-template-columns: minmax(0, 1fr) auto; }
-section > * { min-width: 0; } figure { margin: 0; align-self: start; } .figure { max-width: 100%; height: auto; }
-.wide { grid-column: 1 / -1; overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; } th, td { text-align: left; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number { font-variant-numeric: tabular-nums; } math { font-size: 1.05rem; } .derivation { overflow-x: auto; padding: .2rem 0; }
-.derivation math { display: block; margin: .5rem 0; text-align: left; } .note, .rule { color: var(--soft); font-size: .9rem; }
-.said { border-left: 3px solid var(--line); padding-left: .8rem; margin: .4rem 0; } p { margin: .4rem 0; }
-@media (max-width: 52rem) { section { grid-template-columns: minmax(0, 1fr); } thead { display: none; } tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
-  td { display: block; border: 0; padding: 0; } td[data-label]::before { content: attr(data-label) " "; color: var(--soft); } }
-"""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def write(path: str | os.PathLike[str], results: Sequence[Result], seed: int = 0) -> None:
@@ -56,10 +39,11 @@ def page(results: Sequence[Result], seed: int = 0) -> str:
     ) + "".join(f'<li><span class="verdict waits">waits for training</span> {name}</li>' for name in waiting())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>regard lab</title><style>{STYLE}</style></head>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>regard lab</title><style>{STYLE}</style></head>
 <body><header><h1>The lab: what the notes claim, and what is true</h1>
-<p>{len(results)} claims put to the test: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %; a check
-agrees if its whole interval lies in what the claim allows.</p></header>
+<p>{len(results)} claims put to the test: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %;
+a check agrees if its whole interval lies in what the claim allows.</p></header>
 <nav aria-label="Claims"><ul>{listed}</ul></nav><main>{"".join(map(section, results))}</main></body></html>
 """
 
@@ -73,7 +57,8 @@ def section(result: Result) -> str:
     said = "".join(f'<p class="said"><b>{label}:</b> {escape(text)}</p>' for label, text in told if text)
     return f"""<section id="{claim.id}"><div><h2>{claim.id} {verdict(result.verdict)}</h2>
 <p>{escape(claim.statement)} <span class="note">note {claim.note}</span></p><div class="derivation">{derivation}</div>
-{said}<p class="rule">Rule: {escape(claim.rule)}</p></div>{figure}<div class="wide">{checks(finding.checks)}</div></section>
+{said}<p class="rule">Rule: {escape(claim.rule)}</p></div>
+{figure}<div class="wide">{checks(finding.checks)}</div></section>
 """
 
 

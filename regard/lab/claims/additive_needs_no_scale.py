@@ -25,7 +25,8 @@ def measure(bench):
             near("the same exponent, derived", 0.5, exponent(DIMS, plain), 0.05).ours(),
             near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
         ],
-        condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, not in tanh",
+        condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in "
+        "v, not in tanh",
         figure=lambda: Figure(
             "lines",
             "hidden size d",
@@ -33,7 +34,8 @@ def measure(bench):
             {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())},
             log_x=True,
             log_y=True,
-            alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is constant.",
+            alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d "
+            "it is constant.",
         ),
     )
 
@@ -46,6 +48,7 @@ claim = Claim(
         r"|v^{\top}\tanh(\cdot)| \le \|v\|_1, \text{ not } 1",
         r"\mathrm{Var}(v^{\top}\tanh(\cdot)) = d\,\mathrm{Var}(v_i)\,\mathbb{E}[\tanh^2]",
     ],
-    rule="Core: with v of variance 1/d the spread must not grow with d. Beyond: it must not with unit-variance v either.",
+    rule="Core: with v of variance 1/d the spread must not grow with d. Beyond: it must not with unit-variance v "
+    "either.",
     measure=measure,
 )

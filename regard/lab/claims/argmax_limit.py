@@ -49,7 +49,8 @@ claim = Claim(
     note="002",
     statement="τ → 0⁺ gives the one-hot argmax, shared equally between ties.",
     derivation=[
-        r"w_i = \frac{e^{(z_i - z_{\max})/\tau}}{m + \sum_{z_j < z_{\max}} e^{(z_j - z_{\max})/\tau}} \to \frac{1}{m} \text{ or } 0",
+        r"w_i = \frac{e^{(z_i - z_{\max})/\tau}}{m + \sum_{z_j < z_{\max}} e^{(z_j - z_{\max})/\tau}} \to "
+        r"\frac{1}{m} \text{ or } 0",
     ],
     rule="Holds if τ = 0.01 is within 1e-12 of the limit, with and without ties.",
     measure=measure,

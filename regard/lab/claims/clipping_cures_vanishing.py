@@ -34,7 +34,8 @@ def measure(bench):
             above("the same row with temperature 16 over without", 1e3, exact(warm / before)).ours(),
             near("a gradient of norm > 1, clipped", 1.0, exact(clipped), 1e-3).ours(),
         ],
-        right=f"Clipping multiplies by min(1, max_norm/‖g‖) ≤ 1: the sharp row's gradient {before:.1e} stays {after:.1e}. It "
+        right=f"Clipping multiplies by min(1, max_norm/‖g‖) ≤ 1: the sharp row's gradient {before:.1e} stays "
+        f"{after:.1e}. It "
         f"cures exploding gradients ({loud:.0f} → 1). What helps here is scale, temperature or initialisation: τ = 16 "
         f"brings it to {warm:.1e}.",
         figure=lambda: Figure(

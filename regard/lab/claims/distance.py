@@ -35,7 +35,8 @@ def measure(bench):
                 "uniform causal row 31: the mean of 0 … 31", 15.5, exact(average_attention_distance(uniform)[-1]), 1e-9
             ),
         ],
-        remark="It counts on as many queries as keys and on rows that sum to 1: for one query against a cache it broadcasts "
+        remark="It counts on as many queries as keys and on rows that sum to 1: for one query against a cache it "
+        "broadcasts "
         "to N numbers without a word. regard's divides by Σw and counts positions as the causal mask does.",
         figure=lambda: Figure(
             "lines",

@@ -11,7 +11,7 @@ QUERIES, DIMS = 64, [16, 64, 256]
 
 
 class Count(TorchDispatchMode):
-    """Arithmetic operations (a multiply-add is two, a tanh only one) and bytes read and written, of every op that runs."""
+    """Arithmetic operations (a multiply-add is two, a tanh only one) and bytes moved, of every op that runs."""
 
     operations = 0
     bytes = 0
@@ -58,7 +58,8 @@ def measure(bench):
             ),
             near("operations, additive over dot, d = 256: 4N²d / 2N²d", 2.0, exact(operations[-1]), 0.05).ours(),
         ],
-        remark="Counted, not timed, so that the verdict does not depend on the machine. A tanh counts as one operation here "
+        remark="Counted, not timed, so that the verdict does not depend on the machine. A tanh counts as one "
+        "operation here "
         "and costs many; the matrix product runs at full speed.",
         figure=lambda: Figure(
             "lines",
@@ -78,7 +79,8 @@ claim = Claim(
     statement="Scaled dot product is cheaper than additive attention.",
     derivation=[
         r"\text{dot: } N^2 d \text{ multiply-adds, one matrix product, } N^2 \text{ numbers written}",
-        r"\text{additive: } N^2 d \text{ additions, } N^2 d \text{ tanh, } N^2 d \text{ multiply-adds, } N^2 d \text{ numbers in memory}",
+        r"\text{additive: } N^2 d \text{ additions, } N^2 d \text{ tanh, } N^2 d \text{ multiply-adds, } N^2 d "
+        r"\text{ numbers in memory}",
     ],
     rule="Holds if additive scores take more memory traffic and more operations at every d.",
     measure=measure,

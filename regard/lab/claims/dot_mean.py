@@ -16,7 +16,8 @@ def measure(bench):
             *(near(f"E[q·k]/√d_k, d_k = {d}", 0.0, m, 0.05) for d, m in zip(DIMS, means, strict=True)),
             near("E[q·k] at d_k = 64 when entries have mean ½ (d_k·μ²)", 16.0, shifted, 0.5).ours(),
         ],
-        remark="The note assumes mean 0, and needs it: entries of mean μ give E[q·k] = d_k·μ², which no division by √d_k "
+        remark="The note assumes mean 0, and needs it: entries of mean μ give E[q·k] = d_k·μ², which no division "
+        "by √d_k "
         "removes. Softmax ignores a constant, but |q| and Σk then shift rows apart.",
         figure=lambda: Figure(
             "bands",

@@ -53,8 +53,10 @@ claim = Claim(
     statement="softmax(z) = exp(z − logsumexp(z)), stable once shifted by the maximum, and overflowing without.",
     derivation=[
         r"\exp(z_i - \log \textstyle\sum_j e^{z_j}) = e^{z_i}/\textstyle\sum_j e^{z_j}",
-        r"z_i - z_{\max} \le 0 \Rightarrow e^{z_i - z_{\max}} \le 1; \quad e^{z} = \infty \text{ in float32 for } z > 88.7",
+        r"z_i - z_{\max} \le 0 \Rightarrow e^{z_i - z_{\max}} \le 1; \quad e^{z} = \infty \text{ in float32 for } "
+        r"z > 88.7",
     ],
-    rule="Holds if the identity is exact to rounding, the shifted form stays right at ±1000 and the plain one does not.",
+    rule="Holds if the identity is exact to rounding, the shifted form stays right at ±1000 and the plain one "
+    "does not.",
     measure=measure,
 )

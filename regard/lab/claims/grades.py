@@ -42,7 +42,8 @@ def measure(bench):
                 "softmax of marks/√5": (SUBJECTS, scaled.tolist()),
                 "softmax, own scales": (SUBJECTS, own.tolist()),
             },
-            alt="Softmax of the marks, scaled by a common factor, puts all on chemistry; own scales put most on Chinese.",
+            alt="Softmax of the marks, scaled by a common factor, puts all on chemistry; own scales put most on "
+            "Chinese.",
         ),
     )
 
@@ -50,12 +51,14 @@ def measure(bench):
 claim = Claim(
     id="grades",
     note="003",
-    statement="Five subjects on five scales: the weights 0.00009, 0.00072, 0.0045, 0.036, 0.18 and what scaling does to the "
+    statement="Five subjects on five scales: the weights 0.00009, 0.00072, 0.0045, 0.036, 0.18 and what scaling "
+    "does to the "
     "perfect mark.",
     derivation=[
         r"\sum_i x_i / \sum_i \max_i = 24590/111110 = 0.22 \ne 1",
         r"x_i/c \text{ keeps } x_i/x_j: \quad e^{(10 - 20000)/\sqrt 5} = 0",
     ],
-    rule="Wrong if the weights do not sum to 1, are not the softmax's, or the common factor does not lift the perfect mark.",
+    rule="Wrong if the weights do not sum to 1, are not the softmax's, or the common factor does not lift the "
+    "perfect mark.",
     measure=measure,
 )

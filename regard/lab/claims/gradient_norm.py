@@ -32,7 +32,8 @@ def measure(bench):
             near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
             below("unscaled: the median's fall is steeper than 1/d_k", 0.04, ratio).ours(),
         ],
-        right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the few rows "
+        right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by "
+        "the few rows "
         "whose two best keys nearly tie, while the median falls exponentially ("
         + ", ".join(f"{m.value:.2g}" for m in medians)
         + " at d_k = 16, 64, 256, 1024).",
@@ -46,7 +47,8 @@ def measure(bench):
             },
             log_x=True,
             log_y=True,
-            alt="Unscaled, the median gradient falls over several decades from d_k 16 to 1024 and its lower decile far more, "
+            alt="Unscaled, the median gradient falls over several decades from d_k 16 to 1024 and its lower "
+            "decile far more, "
             "while the upper decile stays; scaled, all quantiles are constant.",
         ),
     )
@@ -57,8 +59,10 @@ claim = Claim(
     note="001",
     statement="Unscaled, the norm of ∂L/∂Q falls as 1/d_k; scaled, it is constant.",
     derivation=[
-        r"\partial L/\partial q = c\,K^{\top} J\,g, \quad \|K^{\top} x\| \approx \sqrt{d_k}\,\|x\|, \quad c = 1 \text{ or } 1/\sqrt{d_k}",
-        r"\text{unscaled: } \|J\| \sim e^{-\text{gap}},\ \text{gap} \sim \sqrt{d_k}: \text{ median } \sqrt{d_k}\,e^{-c\sqrt{d_k}}",
+        r"\partial L/\partial q = c\,K^{\top} J\,g, \quad \|K^{\top} x\| \approx \sqrt{d_k}\,\|x\|, \quad c = 1 "
+        r"\text{ or } 1/\sqrt{d_k}",
+        r"\text{unscaled: } \|J\| \sim e^{-\text{gap}},\ \text{gap} \sim \sqrt{d_k}: \text{ median } "
+        r"\sqrt{d_k}\,e^{-c\sqrt{d_k}}",
         r"\text{but } P(\text{gap} < 1) \sim 1/\sqrt{d_k} \text{ keeps the mean near } \sqrt{d_k}/\sqrt{d_k} = 1",
     ],
     rule="Wrong if the unscaled mean's exponent is not −1 ± 0.3 or the median does not fall 16-fold from 64 to 1024.",

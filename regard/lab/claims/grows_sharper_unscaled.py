@@ -32,14 +32,16 @@ def measure(bench):
             near("scaled: largest weight, d_k = 16 minus d_k = 256", 0.0, change[2], 0.03),
             near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.03).beyond(),
         ],
-        condition="d_k is not small (16 or more): below that a scaled row is flatter on average, since its variance |q|²/d_k varies",
+        condition="d_k is not small (16 or more): below that a scaled row is flatter on average, since its "
+        "variance |q|²/d_k varies",
         figure=lambda: Figure(
             "lines",
             "d_k",
             "mean largest weight of 10",
             {"unscaled": (DIMS, unscaled.mean(-1).tolist()), "scaled": (DIMS, scaled.mean(-1).tolist())},
             log_x=True,
-            alt="Unscaled, the mean largest weight rises from 0.27 to 0.93 as d_k goes from 1 to 256; scaled it stays near 0.32.",
+            alt="Unscaled, the mean largest weight rises from 0.27 to 0.93 as d_k goes from 1 to 256; scaled it "
+            "stays near 0.32.",
         ),
     )
 
@@ -52,6 +54,7 @@ claim = Claim(
         r"\text{unscaled: } \sigma = \sqrt{d_k},\; 1 - w_{\max} \sim P(\text{gap} \lesssim 1) \sim 1/\sqrt{d_k}",
         r"\text{scaled, given } q:\; s_j \sim N(0, |q|^2/d_k), \quad \mathrm{Var}(|q|^2/d_k) = 2/d_k",
     ],
-    rule="Core: unscaled passes 0.9 at d_k = 2048 and scaled moves by less than 0.03 from 16 on. Beyond: from d_k = 1 on.",
+    rule="Core: unscaled passes 0.9 at d_k = 2048 and scaled moves by less than 0.03 from 16 on. Beyond: from "
+    "d_k = 1 on.",
     measure=measure,
 )

@@ -20,7 +20,8 @@ def measure(bench):
             *(above(f"s(1 − s) of score {z:g}", 0.01, exact(s)) for z, s in zip(SCORES[1:], slopes[1:], strict=True)),
             above("largest s(1 − s), scaled over unscaled", 1e3, exact(slopes.max() / unscaled)).ours(),
         ],
-        right=f"{alive} of the 5 exceed 0.01; the smallest is {slopes.min():.4f}. What scaling does is true: unscaled, the "
+        right=f"{alive} of the 5 exceed 0.01; the smallest is {slopes.min():.4f}. What scaling does is true: "
+        "unscaled, the "
         f"largest of the five is {unscaled:.1e}.",
         figure=lambda: Figure(
             "bars",
@@ -28,7 +29,8 @@ def measure(bench):
             "s(1 − s)",
             {"measured": ([f"{z:g}" for z in SCORES], slopes.tolist())},
             guides={"claimed minimum 0.01": 0.01},
-            alt=f"The slope s(1 − s) for the five scores: {', '.join(f'{s:.4f}' for s in slopes)}; the first is below 0.01.",
+            alt=f"The slope s(1 − s) for the five scores: {', '.join(f'{s:.4f}' for s in slopes)}; the first is "
+            "below 0.01.",
         ),
     )
 

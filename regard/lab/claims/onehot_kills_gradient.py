@@ -44,7 +44,8 @@ claim = Claim(
     statement="As s tends to one-hot, the Jacobian tends to 0.",
     derivation=[
         r"J = \mathrm{diag}(s) - s s^{\top}, \quad \mathrm{tr}\,J = 1 - \sum_i s_i^2",
-        r"s_{\max} = 1 - \varepsilon \Rightarrow \varepsilon \le \mathrm{tr}\,J \le 2\varepsilon, \quad \|J\|_F \le \mathrm{tr}\,J",
+        r"s_{\max} = 1 - \varepsilon \Rightarrow \varepsilon \le \mathrm{tr}\,J \le 2\varepsilon, \quad \|J\|_F "
+        r"\le \mathrm{tr}\,J",
     ],
     rule="Holds if ‖J‖ falls below 1e-12 where 1 − w_max does, in proportion to it.",
     measure=measure,

@@ -39,7 +39,8 @@ def measure(bench):
             ),
             below("relative error of ℓ, the block not summed (as printed)", 1e-3, exact(printed.max())).beyond(),
         ],
-        condition="the block's term is summed, ℓ_i = e^{m_{i−1}−m_i}·ℓ_{i−1} + Σ_j exp(zⁱ_j − m_i); equal blocks are not needed",
+        condition="the block's term is summed, ℓ_i = e^{m_{i−1}−m_i}·ℓ_{i−1} + Σ_j exp(zⁱ_j − m_i); equal blocks "
+        "are not needed",
         figure=lambda: Figure(
             "lines",
             "blocks seen",
@@ -54,7 +55,8 @@ def measure(bench):
 claim = Claim(
     id="online-softmax",
     note="002",
-    statement="Keeping (m, ℓ) per block gives the global maximum and denominator; the blocks are equal in size, and ℓ_i is "
+    statement="Keeping (m, ℓ) per block gives the global maximum and denominator; the blocks are equal in size, "
+    "and ℓ_i is "
     "written without a sum inside the block.",
     derivation=[
         r"m_i = \max(m_{i-1}, \max z^i), \quad \ell_i = \sum_{j \le i} \sum_{x \in z^j} e^{x - m_i}",

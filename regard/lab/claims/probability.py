@@ -40,6 +40,7 @@ claim = Claim(
         r"\sum_i e^{z_i}/Z = 1, \quad z_i < z_j \Rightarrow e^{z_i}/Z < e^{z_j}/Z",
         r"|\partial^2 w_i/\partial z_i^2| = w_i (1 - w_i) |1 - 2 w_i| \le \tfrac{1}{6\sqrt 3} = 0.096",
     ],
-    rule="Holds if rows sum to 1 to rounding, no weight is negative, all orders agree and second derivatives are bounded.",
+    rule="Holds if rows sum to 1 to rounding, no weight is negative, all orders agree and second derivatives are "
+    "bounded.",
     measure=measure,
 )

@@ -36,7 +36,8 @@ def measure(bench):
                 "std of cos(q, k), 4 of 64 entries 10 times as large", 0.4, mean(_deviation(cosine_uneven)), 0.05
             ).ours(),
         ],
-        remark="What goes is one common factor. Unequal variances stay: four large coordinates make the cosine of 64 behave "
+        remark="What goes is one common factor. Unequal variances stay: four large coordinates make the cosine "
+        "of 64 behave "
         "as one of about six. And a cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
         figure=lambda: Figure(
             "lines",
@@ -67,7 +68,8 @@ claim = Claim(
     statement="Normalising q and k removes the influence of their variance.",
     derivation=[
         r"\frac{(cq) \cdot k}{\|cq\|\,\|k\|} = \frac{q \cdot k}{\|q\|\,\|k\|} \text{ for every } c > 0",
-        r"\mathrm{Var}(\cos) = \textstyle\sum \lambda_i^2/(\sum \lambda_i)^2 \text{ for coordinate variances } \lambda_i: 1/d_k \text{ if equal}",
+        r"\mathrm{Var}(\cos) = \textstyle\sum \lambda_i^2/(\sum \lambda_i)^2 \text{ for coordinate variances } "
+        r"\lambda_i: 1/d_k \text{ if equal}",
     ],
     rule="Holds if a factor of 100 on q changes no row's entropy by more than 1e-4.",
     measure=measure,

@@ -26,7 +26,8 @@ def measure(bench):
             above("smallest of two weights 200 apart, float32", 0.0, exact(pair(200.0, torch.float32)[1])).beyond(),
             below("the weight of a single score (K = 1)", 1.0, exact(regard.softmax(torch.zeros(1)).max())).beyond(),
         ],
-        condition="K ≥ 2 and the scores lie close enough: in float32 the largest weight rounds to 1 from a gap of about 17 "
+        condition="K ≥ 2 and the scores lie close enough: in float32 the largest weight rounds to 1 from a gap "
+        "of about 17 "
         "on, and the smallest to 0 beyond about 104 (float64: 37 and 745)",
         figure=lambda: Figure(
             "lines",
@@ -37,7 +38,8 @@ def measure(bench):
                 "float32": (GAPS, [max(float(w[1]), 1e-300) for w in float32]),
             },
             log_y=True,
-            alt="The smaller of two weights falls as e to the minus gap; in float32 it becomes exactly 0 beyond about 104.",
+            alt="The smaller of two weights falls as e to the minus gap; in float32 it becomes exactly 0 beyond "
+            "about 104.",
         ),
     )
 

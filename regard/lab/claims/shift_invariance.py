@@ -18,7 +18,8 @@ def measure(bench):
             below("largest change of a weight, float32, c = 100", 1e-5, exact(single[1])),
             above("largest change of a weight, float32, c = 1e8", 0.1, exact(single[-1])).ours(),
         ],
-        remark=f"The map is invariant; the addition is not exact. In float32 z + 1e8 rounds z away (a weight changes by "
+        remark=f"The map is invariant; the addition is not exact. In float32 z + 1e8 rounds z away (a weight "
+        "changes by "
         f"{single[-1]:.2f}).",
         figure=lambda: Figure(
             "lines",
@@ -40,7 +41,8 @@ claim = Claim(
     note="002",
     statement="softmax(z + c) = softmax(z).",
     derivation=[
-        r"\frac{e^{z_i + c}}{\sum_j e^{z_j + c}} = \frac{e^c e^{z_i}}{e^c \sum_j e^{z_j}} = \frac{e^{z_i}}{\sum_j e^{z_j}}"
+        r"\frac{e^{z_i + c}}{\sum_j e^{z_j + c}} = \frac{e^c e^{z_i}}{e^c \sum_j e^{z_j}} = \frac{e^{z_i}}{\sum_j "
+        r"e^{z_j}}"
     ],
     rule="Holds if shifts by 100 change weights by rounding only, in float64 and float32.",
     measure=measure,

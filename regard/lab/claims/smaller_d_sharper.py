@@ -29,7 +29,8 @@ def measure(bench):
             ).ours(),
         ],
         condition="QKᵀ is held fixed while d changes; with unit-variance entries QKᵀ grows as √d and cancels it",
-        remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then varies more.",
+        remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then "
+        "varies more.",
         figure=lambda: Figure(
             "lines",
             "d",
@@ -58,6 +59,7 @@ claim = Claim(
         r"\text{fixed scores: } a' = a^{1/\sqrt d} \text{ grows as } d \text{ falls}",
         r"\text{but } \mathrm{Var}(q \cdot k) = d \Rightarrow \mathrm{Var}(q \cdot k/\sqrt d) = 1 \text{ for every } d",
     ],
-    rule="Core: with the scores held fixed a smaller d must be sharper. Beyond: it must be so for q and k that depend on d.",
+    rule="Core: with the scores held fixed a smaller d must be sharper. Beyond: it must be so for q and k that "
+    "depend on d.",
     measure=measure,
 )

@@ -21,7 +21,8 @@ def measure(bench):
             near("the same at d_k = 2, Laplace: exp(−3√2)", laplace, tails[2], 0.003).ours(),
         ],
         condition="d_k is large: the excess kurtosis is 6/d_k, and the tails are heavier than normal for small d_k",
-        remark="Within one row the scores share q: given q they are exactly N(0, |q|²/d_k), independent of one another.",
+        remark="Within one row the scores share q: given q they are exactly N(0, |q|²/d_k), independent of one "
+        "another.",
         figure=lambda: Figure(
             "lines",
             "d_k",

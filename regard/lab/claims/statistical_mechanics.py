@@ -55,10 +55,12 @@ def measure(bench):
 claim = Claim(
     id="statistical-mechanics",
     note="002",
-    statement="Softmax is the Boltzmann distribution: free energy, energy, entropy, and the heat capacity as a variance.",
+    statement="Softmax is the Boltzmann distribution: free energy, energy, entropy, and the heat capacity as a "
+    "variance.",
     derivation=[
         r"w_i = e^{-E_i/T}/Z,\; E_i = -z_i, \quad F = -T \ln Z = U - T S",
-        r"U = \langle E \rangle, \quad S = -\partial F/\partial T, \quad C = \frac{dU}{dT} = \frac{\mathrm{Var}(E)}{T^2}",
+        r"U = \langle E \rangle, \quad S = -\partial F/\partial T, \quad C = \frac{dU}{dT} = "
+        r"\frac{\mathrm{Var}(E)}{T^2}",
     ],
     rule="Holds if F = U − TS, S = −dF/dT and C = Var(E)/T² at eleven temperatures.",
     measure=measure,

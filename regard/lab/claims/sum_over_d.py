@@ -24,7 +24,8 @@ def measure(bench):
             near("weights in a row at d = 16, 256 keys", float(D), exact(entries[3]), 0.5),
             near("entropy of the flat row over 64 keys, nats (ln 64)", 4.1589, exact(entropies[2]), 1e-3).ours(),
         ],
-        right="A row of softmax(QKᵀ/√d) has one weight per key, n of them; d is the length of q and k, summed away in q·k.",
+        right="A row of softmax(QKᵀ/√d) has one weight per key, n of them; d is the length of q and k, summed "
+        "away in q·k.",
         figure=lambda: Figure(
             "lines",
             "number of keys n",
@@ -42,7 +43,8 @@ claim = Claim(
     note="000",
     statement="The softmax of QKᵀ/√d normalises over d entries.",
     derivation=[
-        r"Q \in \mathbb{R}^{m \times d},\; K \in \mathbb{R}^{n \times d} \Rightarrow Q K^{\top} \in \mathbb{R}^{m \times n}",
+        r"Q \in \mathbb{R}^{m \times d},\; K \in \mathbb{R}^{n \times d} \Rightarrow Q K^{\top} \in \mathbb{R}^{m "
+        r"\times n}",
         r"w_{ij} = e^{s_{ij}} / \sum_{j=1}^{n} e^{s_{ij}}",
     ],
     rule="Wrong if a row has another number of weights than d.",

@@ -42,7 +42,7 @@ def forward(problem: Problem) -> Forward:
     problem = _detached(problem)
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
     o = torch.empty((*rows, problem.v.shape[-1]), dtype=problem.q.dtype)
-    frame, z = torch.empty(rows, dtype=wide), torch.empty(rows, dtype=wide)
+    states = torch.empty((2, *rows), dtype=wide)
     sums = torch.empty((len(FIELDS), *rows) if problem.stats else (0, 0, 0, 0), dtype=torch.float64)
     kernel = kernels.forward(problem.choice, problem.stats, wide)
     theta = problem.choice.theta or 0.0
@@ -53,22 +53,21 @@ def forward(problem: Problem) -> Forward:
             s = scratch("s", *block.shape)  # [g, rows, n]
             blocks.scores(block, blocks.wide(problem.q, block), k, s)
             state = scratch("state", 4, block.count)
-            found = torch.empty((len(sums), block.count), dtype=torch.float64)
-            sink, inverse, m, norm = state
+            sink, inverse = state[0], state[1]
             sink.fill_(-math.inf) if problem.sink is None else block.of(sink).copy_(problem.sink[block.rows])
+            found = torch.empty((len(sums), block.count), dtype=torch.float64)
             kernel(block.flat(s), *blocks.geometry(block), theta, *state.numpy(), found.numpy())
             _drop(blocks, block, s)
             product = scratch("o", *block.shape[:2], v.shape[-1])
             torch.bmm(s, v[:, block.keys], out=product)
-            product.mul_(inverse.view(*block.shape[:2], 1))
-            block.put(o, product)
-            block.put(frame, m)
-            block.put(z, norm)
+            torch.mul(block.of(product), block.of(inverse)[..., None], out=o[block.rows])
+            states[:, *block.rows] = state[2:].view(2, *block.heads)
             if problem.stats:
-                sums[:, *block.rows] = found.view(len(sums), *block.of(m).shape)
+                sums[:, *block.rows] = found.view(len(sums), *block.heads)
 
     blocks.run(work)
-    return Forward(o, frame, z, _statistics(problem, sums))
+    frame, z = states
+    return Forward(o, frame.clone(), z.clone(), _statistics(problem, sums))
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
@@ -81,8 +80,8 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     owned = (True, True, True) if db is None else [own == all_ for own, all_ in zip(db.shape, problem.q.shape[:3])]
     blocks = Blocks(problem, owned=owned)
     dq = torch.empty(problem.q.shape, dtype=problem.q.dtype)
-    dk = torch.zeros((blocks.parts, *problem.k.shape), dtype=wide)
-    dv = torch.zeros((blocks.parts, *problem.v.shape), dtype=wide)
+    dk = torch.zeros((blocks.parts, *problem.k.mT.shape), dtype=wide)  # transposed: BLAS adds to rows faster
+    dv = torch.zeros((blocks.parts, *problem.v.mT.shape), dtype=wide)
     rows = Rows(problem, forward, upstream)
 
     def work(task: Task, scratch: Scratch) -> None:
@@ -106,9 +105,9 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
                 ds.mul_(slope.masked_fill_(ds == 0.0, 0.0))  # where nothing is seen the score may be NaN
             product = scratch("dq", *q.shape)
             torch.baddbmm(product, ds, k[:, block.keys], beta=0, alpha=problem.scale, out=product)
-            block.put(dq, product)
-            dk[heads][:, block.keys].baddbmm_(ds.mT, q, alpha=problem.scale)
-            dv[heads][:, block.keys].baddbmm_(p.mT, do)
+            dq[block.rows] = block.of(product)
+            dk[heads][..., block.keys].baddbmm_(q.mT, ds, alpha=problem.scale)
+            dv[heads][..., block.keys].baddbmm_(do.mT, p)
 
     blocks.run(work)
     return Gradients(
@@ -125,7 +124,7 @@ class Rows:
     """The backward row kernel of a problem, and the row sums that it leaves."""
 
     def __init__(self, problem: Problem, forward: Forward, upstream: Upstream):
-        self.problem, self.forward = problem, forward
+        self.problem, self.forward, self.theta = problem, forward, problem.choice.theta or 0.0
         wide = problem.accumulator
         gradients = [upstream.stats.get(name) for name in DIFFERENTIABLE]
         differentiable = problem.choice.family == "ratio" and problem.choice.exponential
@@ -142,20 +141,18 @@ class Rows:
     def __call__(self, blocks: Blocks, block: Block, s: Tensor, dp: Tensor, scratch: Scratch) -> None:
         """s ← p, dp ← ds."""
         state = scratch("state", 7, block.count)
-        frame, z, delta, pull, *upstream = state
+        frame, z, delta, pull = state[:4]
         block.of(frame).copy_(self.forward.frame[block.rows])
         block.of(z).copy_(self.forward.z[block.rows])
-        theta = self.problem.choice.theta or 0.0
         arrays = [x.numpy() for x in (frame, z, delta)]
         if self.from_scores:
             if self.gradients is not None:
-                for whole, part in zip(self.gradients, upstream, strict=True):
-                    block.of(part).copy_(whole[block.rows])
+                state[4:].view(3, *block.heads).copy_(self.gradients[:, *block.rows])
             arrays += [state[4:].numpy(), pull.numpy()]
-        self.kernel(block.flat(s), block.flat(dp), *blocks.geometry(block), theta, *arrays)
-        block.put(self.delta, delta)
+        self.kernel(block.flat(s), block.flat(dp), *blocks.geometry(block), self.theta, *arrays)
+        self.delta[block.rows] = block.of(delta)
         if self.from_scores:
-            block.put(self.pull, pull)
+            self.pull[block.rows] = block.of(pull)
 
     def temperature_gradient(self) -> Tensor:
         """s = y/T, so that dT = −Σ ds·s / T."""
@@ -196,7 +193,7 @@ def _drop(blocks: Blocks, block: Block, s: Tensor) -> None:
         base = (block.b * blocks.heads + block.h0) * blocks.queries
         seed = np.uint64(int(problem.seed) & 0xFFFFFFFFFFFFFFFF)
         bound, factor = np.uint64(philox.threshold(problem.dropout_p)), 1.0 / (1.0 - problem.dropout_p)
-        place = block.i0, block.i1 - block.i0, block.j0, base, blocks.queries
+        place = block.i0, block.queries, block.j0, base, blocks.queries
         kernels.drop(problem.accumulator)(block.flat(s), *place, seed, bound, factor)
 
 
@@ -213,7 +210,9 @@ def _add_to_bias(db: Tensor, block: Block, ds: Tensor) -> None:
 
 
 def _joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return (parts[0] if len(parts) == 1 else parts.sum(0)).to(dtype)
+    """The sum of the parts [parts, B, G, C, N] as [B, G, N, C]."""
+    whole = parts[0] if len(parts) == 1 else parts.sum(0)
+    return torch.empty(whole.mT.shape, dtype=dtype).copy_(whole.mT)
 
 
 def _detached(problem: Problem) -> Problem:

@@ -26,59 +26,6 @@ FAR = 1 << 62
 
 
 @dataclass(frozen=True)
-class Block:
-    """Queries i0 … i1 − 1 of the key heads g0 … g1 − 1 of batch entry b, and the keys j0 … j1 − 1 that they see."""
-
-    b: int
-    g0: int
-    g1: int
-    i0: int
-    i1: int
-    j0: int
-    j1: int
-    h0: int
-    h1: int
-
-    @property
-    def rows(self) -> tuple[int, slice, slice]:
-        """Where the block lies in [B, H, M]."""
-        return self.b, slice(self.h0, self.h1), slice(self.i0, self.i1)
-
-    @property
-    def scores(self) -> tuple[int, slice, slice, slice]:
-        """Where the block lies in [B, H, M, N]."""
-        return *self.rows, slice(self.j0, self.j1)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.j0, self.j1)
-
-    @property
-    def count(self) -> int:
-        """How many rows: queries times heads."""
-        return (self.h1 - self.h0) * (self.i1 - self.i0)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """[key heads, rows of each, keys]: the shape of its scores for BLAS."""
-        groups = self.g1 - self.g0
-        return groups, self.count // groups, self.j1 - self.j0
-
-    def of(self, x: Tensor) -> Tensor:
-        """x, which has a row or an entry for each of the block's rows, as [heads, queries] or [heads, queries, …]."""
-        heads = self.h1 - self.h0, self.i1 - self.i0
-        return x.view(heads) if x.ndim == 1 else x.view(*heads, x.shape[-1])
-
-    def put(self, whole: Tensor, x: Tensor) -> None:
-        """x into the block's place in [B, H, M] or [B, H, M, C]."""
-        whole[self.rows].copy_(self.of(x))
-
-    def flat(self, x: Tensor) -> np.ndarray:
-        """x [key heads, rows of each, n] as the rows of one matrix."""
-        return x.view(self.count, x.shape[-1]).numpy()
-
-
-@dataclass(frozen=True)
 class Task:
     b: int
     g0: int
@@ -86,6 +33,29 @@ class Task:
     i0: int
     i1: int
     part: int  # which of the parts that the queries of these heads are cut into
+
+
+class Block:
+    """Queries i0 … i1 − 1 of the key heads g0 … g1 − 1 of batch entry b, and the keys j0 … j1 − 1 that they see."""
+
+    def __init__(self, task: Task, share: int, i0: int, i1: int, j0: int, j1: int):
+        groups, heads = task.g1 - task.g0, (task.g1 - task.g0) * share
+        self.b, self.i0, self.j0 = task.b, i0, j0
+        self.h0, self.queries = task.g0 * share, i1 - i0
+        self.heads = heads, i1 - i0  # how many heads and queries
+        self.count = heads * (i1 - i0)  # rows in all
+        self.shape = groups, share * (i1 - i0), j1 - j0  # of the scores, for BLAS: [key heads, rows of each, keys]
+        self.keys = slice(j0, j1)
+        self.rows = task.b, slice(self.h0, self.h0 + heads), slice(i0, i1)  # its place in [B, H, M]
+        self.scores = *self.rows, self.keys  # its place in [B, H, M, N]
+
+    def of(self, x: Tensor) -> Tensor:
+        """x, an entry or a row for each of the block's rows, as [heads, queries] or [heads, queries, …]."""
+        return x.view(self.heads) if x.ndim == 1 else x.view(*self.heads, x.shape[-1])
+
+    def flat(self, x: Tensor) -> np.ndarray:
+        """x [key heads, rows of each, n] as the rows of one matrix."""
+        return x.view(self.count, x.shape[-1]).numpy()
 
 
 class Scratch:
@@ -112,12 +82,12 @@ class Blocks:
     >>> from regard.problem import Problem
     >>> x = torch.zeros(1, 1, 6, 4)
     >>> blocks = Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=12)
-    >>> [(block.i0, block.i1, block.j1) for tasks in blocks.tasks for task in tasks for block in blocks.of(task)]
-    [(4, 6, 6), (2, 4, 4), (0, 2, 2)]
+    >>> [(block.i0, block.keys.stop) for tasks in blocks.tasks for task in tasks for block in blocks.of(task)]
+    [(4, 6), (2, 4), (0, 2)]
     """
 
     def __init__(self, problem: Problem, scores: int = SCORES, owned: Sequence[bool] = (True, True, True)):
-        self.problem = problem
+        self.problem, self.dtype = problem, problem.accumulator
         self.owned = owned
         self.batch, self.heads, self.queries, self.dim = problem.q.shape
         self.groups, self.n, self.value_dim = problem.v.shape[1:]
@@ -139,7 +109,7 @@ class Blocks:
         owners = max(1, batches * heads)
         steps = math.ceil(self.queries / self.step) if self.step else 1
         size = max(1, self.batch * self.groups * self.n * (self.dim + self.value_dim))
-        affordable = PARTIAL_BYTES // (size * self.problem.accumulator.itemsize)
+        affordable = PARTIAL_BYTES // (size * self.dtype.itemsize)
         return max(1, min(math.ceil(TASKS / owners), steps, affordable))
 
     def _tasks(self) -> list[list[Task]]:
@@ -163,16 +133,12 @@ class Blocks:
             i1 = min(i0 + self.step, task.i1)
             j0 = max(0, i0 - self.left)
             j1 = max(j0, min(self.limits[task.b], i1 + self.right))
-            yield Block(
-                task.b, task.g0, task.g1, i0, i1, j0, j1, task.g0 * self.share, task.g1 * self.share
-            )
+            yield Block(task, self.share, i0, i1, j0, j1)
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Do every task, on as many cores as torch uses."""
-        dtype = self.problem.accumulator
-
         def in_order(tasks: list[Task], own: dict) -> None:
-            scratch = own.setdefault("scratch", Scratch(dtype))
+            scratch = own.setdefault("scratch", Scratch(self.dtype))
             for task in tasks:
                 work(task, scratch)
 
@@ -181,11 +147,11 @@ class Blocks:
 
     def geometry(self, block: Block) -> tuple[int, ...]:
         """What a row kernel needs to know which keys each of its rows sees."""
-        return block.i0, block.i1 - block.i0, block.j0, self.left, self.right, self.limits[block.b]
+        return block.i0, block.queries, block.j0, self.left, self.right, self.limits[block.b]
 
     def wide(self, x: Tensor, block: Block) -> Tensor:
         """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's type."""
-        return x[block.rows].to(self.problem.accumulator).reshape(block.g1 - block.g0, -1, x.shape[-1])
+        return x[block.rows].to(self.dtype).reshape(*block.shape[:2], x.shape[-1])
 
     def keys_of(self, task: Task) -> tuple[Tensor, Tensor]:
         """k and v of the task's heads, [g, N, D] and [g, N, E], in the accumulator's type.
@@ -195,7 +161,7 @@ class Blocks:
         """
         problem = self.problem
         heads = task.b, slice(task.g0, task.g1)
-        k, v = (_straight(x[heads].to(problem.accumulator)) for x in (problem.k, problem.v))
+        k, v = (_straight(x[heads].to(self.dtype)) for x in (problem.k, problem.v))
         if problem.mask is None and problem.bias is None:
             return k, v
         odd = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]

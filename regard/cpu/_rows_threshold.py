@@ -265,19 +265,60 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
         if not (state[1, i] > 0.0):
             fill(ds[i], state[1, i])
             continue
-        parameter = theta[i * step]
         g = tile.read_gradient(dp[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
-        weights, row = p[i], ds[i]
-        totals, products = np.float64(0), np.float64(0)
-        for start in range(0, n, CHUNK):
-            total, product, chunk, chunk_g = 0.0, 0.0, weights[start : start + CHUNK], g[start : start + CHUNK]
-            for j in range(chunk.size):
-                slope = tile.slope_of_weight(tile.widen(chunk[j]), parameter)
-                total = words.accumulate(total, slope)
-                product = words.accumulate(product, slope * chunk_g[j])
-            totals += total
-            products += product
-        delta = real(products / totals)
-        for j in range(n):
-            slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * real(scale)
-            row[j] = tile.narrow(slope * (g[j] - delta))
+        if tile.order == 0:
+            weights = tile.read_gradient(p[i], scratch[1, :n], mask[:0], False)
+            size = positions(weights, scratch[2])
+            if 2 * size < n:
+                backward_sparse(g, weights, ds[i], scratch[2, :size], scratch[3], theta[i * step], real(scale))
+                continue
+        backward_dense(g, p[i], ds[i], theta[i * step], real(scale))
+
+
+def backward_dense(g, weights, row, parameter, scale):
+    n = row.size
+    totals, products = np.float64(0), np.float64(0)
+    for start in range(0, n, CHUNK):
+        total, product, chunk, chunk_g = 0.0, 0.0, weights[start : start + CHUNK], g[start : start + CHUNK]
+        for j in range(chunk.size):
+            slope = tile.slope_of_weight(tile.widen(chunk[j]), parameter)
+            total = words.accumulate(total, slope)
+            product = words.accumulate(product, slope * chunk_g[j])
+        totals += total
+        products += product
+    delta = real(products / totals)
+    for j in range(n):
+        slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * scale
+        row[j] = tile.narrow(slope * (g[j] - delta))
+
+
+def positions(weights, found):
+    """Where the positive weights are, as `bits` in `found`; returns how many."""
+    size, whole = 0, weights.size // tile.lanes * tile.lanes
+    for j in range(0, whole, tile.lanes):
+        size = words.compress_index(weights, j, found, size)
+    for j in range(whole, weights.size):
+        found[size] = words.from_bits(tile.index(j))
+        size += 1 if weights[j] > 0.0 else 0
+    return size
+
+
+def backward_sparse(g, weights, row, found, slopes, parameter, scale):
+    """The same where few weights are positive and slopes are dear: only those are looked at."""
+    size = found.size
+    for k in range(size):
+        slopes[k] = weights[np.uint64(words.bits(found[k]))]
+    totals, products = np.float64(0), np.float64(0)
+    for start in range(0, size, CHUNK):
+        total, chunk = 0.0, slopes[start : min(start + CHUNK, size)]
+        for k in range(chunk.size):
+            chunk[k] = tile.slope_of_weight(chunk[k], parameter)
+            total = words.accumulate(total, chunk[k])
+        totals += total
+    for k in range(size):
+        products += slopes[k] * g[np.uint64(words.bits(found[k]))]
+    delta = real(products / totals)
+    fill(row, 0.0)
+    for k in range(size):
+        j = np.uint64(words.bits(found[k]))
+        row[j] = tile.narrow(slopes[k] * scale * (g[j] - delta))

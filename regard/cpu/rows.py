@@ -25,7 +25,7 @@ from regard.cpu._rows_parts import storage_tiles
 from regard.cpu._threads import over_rows
 from regard.normalizers import Choice, Normalizer
 
-SCRATCH, PADDING, LEAST = 3, 32, 2048  # rows of working space per thread; room behind each for whole vectors
+SCRATCH, PADDING, LEAST = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
 _HALF = (torch.bfloat16, torch.float16)
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
 
@@ -80,7 +80,8 @@ def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *argum
 def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family = _FAMILIES[normalizer.family]
     precision = "float64" if dtype == torch.float64 else "float32"
-    tiles = {**family.tiles(normalizer, dtype not in _HALF), **storage_tiles(dtype), "lanes": 8 if precision == "float64" else 16}
+    tiles = {**family.tiles(normalizer, dtype not in _HALF), **storage_tiles(dtype), "index": f"index_{precision}"}
+    tiles["lanes"] = 8 if precision == "float64" else 16
     return kernel(getattr(family, job), tiles, precision, allocates=False)
 
 

@@ -104,6 +104,32 @@ def from_bits(typing, n):
     return real(n), build
 
 
+def _pack(context, builder, kind, values, kept, out, count):
+    """Write the kept lanes of `values` side by side at out[count:]; returns the new count."""
+    lanes = values.type.count
+    element = "f" if isinstance(values.type.element, (ir.FloatType, ir.DoubleType)) else "i"
+    name = f"llvm.experimental.vector.compress.v{lanes}{element}{kind.dtype.bitwidth}"
+    packing = ir.FunctionType(values.type, [values.type, kept.type, values.type])
+    packed = builder.call(cgutils.get_or_insert_function(builder.module, packing, name), [values, kept, values])
+    place = builder.gep(context.make_array(kind)(context, builder, out).data, [count])
+    builder.store(packed, builder.bitcast(place, values.type.as_pointer()), align=1)
+    number = builder.ctpop(builder.bitcast(kept, ir.IntType(lanes)))
+    return builder.add(count, builder.zext(number, count.type))
+
+
+def _spread(builder, value, lanes):
+    vector = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
+
+
+def _block(context, builder, kind, array, start):
+    """The vector x[start:start + L], 512 bits."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), 512 // kind.dtype.bitwidth)
+    place = builder.gep(context.make_array(kind)(context, builder, array).data, [start])
+    return builder.load(builder.bitcast(place, vector.as_pointer()), align=1)
+
+
 @intrinsic
 def compress(typing, x, start, shift, bound, out, count):
     """Append to out[count:] those of x[start:start + L] − shift that exceed bound; returns the new count.
@@ -112,32 +138,29 @@ def compress(typing, x, start, shift, bound, out, count):
     """
 
     def build(context, builder, signature, args):
-        real = context.get_value_type(x.dtype)
-        lanes = 512 // x.dtype.bitwidth
-        vector = ir.VectorType(real, lanes)
-
-        def place(kind, array, index):
-            data = context.make_array(kind)(context, builder, array).data
-            return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
-
-        def spread(value):
-            first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
-
-        def call(name, values):  # of the type of its first argument
-            kind = ir.FunctionType(values[0].type, [value.type for value in values])
-            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
-
-        row = builder.load(place(x, args[0], args[1]), align=1)
-        row = builder.fsub(row, spread(args[2]))
-        kept = builder.fcmp_ordered(">", row, spread(args[3]))
-        packed = call(f"llvm.experimental.vector.compress.v{lanes}f{x.dtype.bitwidth}", [row, kept, row])
-        builder.store(packed, place(out, args[4], args[5]), align=1)
-        number = call(f"llvm.ctpop.i{lanes}", [builder.bitcast(kept, ir.IntType(lanes))])
-        return builder.add(args[5], builder.zext(number, args[5].type))
+        row = _block(context, builder, x, args[0], args[1])
+        row = builder.fsub(row, _spread(builder, args[2], row.type.count))
+        kept = builder.fcmp_ordered(">", row, _spread(builder, args[3], row.type.count))
+        return _pack(context, builder, out, row, kept, args[4], args[5])
 
     index = types.intp
     return index(x, index, x.dtype, x.dtype, out, index), build
+
+
+@intrinsic
+def compress_index(typing, x, start, out, count):
+    """Append to out[count:] the indices, as `bits`, of the positive ones of x[start:start + L]; the new count."""
+
+    def build(context, builder, signature, args):
+        row = _block(context, builder, x, args[0], args[1])
+        lanes, whole = row.type.count, ir.IntType(x.dtype.bitwidth)
+        kept = builder.fcmp_ordered(">", row, ir.Constant(row.type, [0.0] * lanes))
+        start = builder.trunc(args[1], whole) if whole.width < 64 else args[1]
+        offsets = ir.Constant(ir.VectorType(whole, lanes), list(range(lanes)))
+        return _pack(context, builder, out, builder.add(_spread(builder, start, lanes), offsets), kept, args[2], args[3])
+
+    index = types.intp
+    return index(x, index, out, index), build
 
 
 SIDE = 16  # rows side by side in the two words below
@@ -272,8 +295,20 @@ def narrow_float16(typing, x):
 
 
 def same(x): ...
+def index_float32(j): ...
+def index_float64(j): ...
 def widen_bfloat16(n): ...
 def narrow_bfloat16(x): ...
+
+
+@overload(index_float32, jit_options=STRICT)
+def _index_float32(j):
+    return lambda j: np.int32(j)
+
+
+@overload(index_float64, jit_options=STRICT)
+def _index_float64(j):
+    return lambda j: np.int64(j)
 
 
 @overload(same, jit_options=STRICT)

@@ -29,6 +29,16 @@ from regard.online import OnlineSoftmax
 
 __version__ = "0.1.0"
 
+
+def __getattr__(name: str):
+    """The names of health, imported when first asked for."""
+    if name in ("Monitor", "examine", "using"):
+        from regard import health
+
+        return getattr(health, name)
+    raise AttributeError(f"module 'regard' has no attribute {name!r}")
+
+
 __all__ = [
     "OnlineSoftmax",
     "attention",

@@ -1,6 +1,8 @@
-"""Health: capture, readings, findings, what-if, report, monitor."""
+"""Health: look into every head of a model, say what is wrong, try the remedy, watch it while training."""
 
 from regard.health.examination import examine
+from regard.health.monitor import AttentionWarning, Monitor
 from regard.health.report import Report
+from regard.health.swap import using
 
-__all__ = ["Report", "examine"]
+__all__ = ["AttentionWarning", "Monitor", "Report", "examine", "using"]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+import regard
+
 HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
 
 
@@ -37,6 +39,27 @@ class Call:
 
     def with_options(self, **changes) -> Call:
         return replace(self, options={**self.options, **changes})
+
+    def run(self) -> Tensor:
+        """The output by `regard.attention`, dropout included."""
+        return regard.attention(self.q, self.k, self.v, dropout_p=self.dropout, **self.arguments)
+
+    def first(self, sequences: int) -> Call:
+        """The same call for the first few sequences of its batch alone."""
+
+        def cut(x):
+            return x[:sequences] if isinstance(x, Tensor) and x.ndim and x.shape[0] == batch else x
+
+        batch = self.q.shape[0]
+        if sequences >= batch:
+            return self
+        per_batch = {"key_lengths": cut(self.options.get("key_lengths"))}
+        for name in ("temperature", "sink"):
+            value = self.options.get(name)
+            per_batch[name] = cut(value) if isinstance(value, Tensor) and value.ndim == 4 else value
+        mask = cut(self.mask) if self.mask is not None and self.mask.ndim == 4 else self.mask
+        small = replace(self, q=cut(self.q), k=cut(self.k), v=cut(self.v), mask=mask)
+        return small.with_options(**{key: value for key, value in per_batch.items() if value is not None})
 
 
 def as_four(x: Tensor) -> Tensor:

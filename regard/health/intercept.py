@@ -100,7 +100,7 @@ def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
             if one.swap is not None and id(call.module) in one.names:
                 swapped = one.swap(swapped)
         if swapped is not call:
-            otherwise = lambda: swapped.own(None)
+            otherwise = swapped.run
         for one in ACTIVE:
             if one.observe is not None and id(call.module) in one.names:
                 return one.observe(swapped, one.names[id(call.module)], otherwise)

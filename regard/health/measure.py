@@ -42,9 +42,10 @@ class Layer:
 class Recorder:
     """An observer that measures: one Layer per module and, where a module is used again, per use within a forward."""
 
-    def __init__(self, what_if: Sequence[WhatIf] = (), backend: str | None = None) -> None:
+    def __init__(self, what_if: Sequence[WhatIf] = (), backend: str | None = None, sequences: int | None = None) -> None:
         self.layers: dict[tuple[str, int], Layer] = {}
         self.what_if, self.backend = what_if, backend
+        self.sequences = sequences  # measure no more than so many of each batch
         self.rows = Rows()
         self._uses: dict[str, int] = {}
 
@@ -61,16 +62,18 @@ class Recorder:
             return otherwise()
         if call.obstacle is not None:
             return self._give_up(layer, call.obstacle, otherwise)
+        whole, call = call, call if self.sequences is None else call.first(self.sequences)
         try:
             with torch.no_grad():
                 rebuilt, stats = self._measure(call)
                 rows = self.rows.of(call)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._give_up(layer, f"regard.attention cannot compute it: {error}", otherwise)
-        sampled = call.sliceable and call.q.shape[2] > WHOLE and not call.dropout and not call.q.requires_grad
+        sampled = call.sliceable and call.q.shape[2] > WHOLE and call is whole and not call.dropout and not call.q.requires_grad
         output = None if sampled else otherwise()
         with torch.no_grad():
-            error = self._difference(call, rebuilt, output, rows, sampled)
+            own = None if sampled else whole.own(None) if call.dropout else output
+            error = self._difference(call, rebuilt, own, rows)
             limit = GPU_FLOAT32 if (call.q.dtype, call.q.is_cuda) == (torch.float32, True) else TOLERANCE[call.q.dtype]
             if not error <= limit:
                 what = "is not finite" if error != error else f"differs by {error:.2g} (limit {limit:g})"
@@ -85,16 +88,14 @@ class Recorder:
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
-    def _difference(self, call: Call, rebuilt: Tensor, output: Tensor | None, rows: Tensor | None, sampled: bool) -> float:
-        """The largest relative difference over heads, on the rows that count."""
-        if sampled:
+    def _difference(self, call: Call, rebuilt: Tensor, own: Tensor | None, rows: Tensor | None) -> float:
+        """The largest relative difference over heads, on the rows that count; of sampled rows if `own` is still to be made."""
+        if own is None:
             queries = call.q.shape[2]
             at = torch.linspace(0, queries - 1, SAMPLED, device=call.q.device).round().long()
             own, rebuilt = call.own(at), rebuilt.index_select(2, at)
             rows = None if rows is None else rows[:, at]
-        else:
-            own = call.own(None) if call.dropout else output
-        own, rebuilt = own.detach().float(), rebuilt.float()
+        own, rebuilt = own[: len(rebuilt)].detach().float(), rebuilt.float()
         if rows is not None:
             hidden = ~rows[:, None, :, None]
             own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)

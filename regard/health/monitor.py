@@ -1,0 +1,199 @@
+"""Watch attention while a model trains: a sample of steps, scalars per head, and a warning when a trend heads for trouble."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+
+import torch
+from torch import nn
+
+from regard.health.bins import NAMES
+from regard.health.call import forget_masks
+from regard.health.intercept import Interception
+from regard.health.measure import Layer, Recorder
+from regard.health.writers import MEANS, writer
+
+LOGIT_LIMIT = 100.0  # QK-clip's
+ENTROPY_LIMIT = 0.05
+SAMPLES = 8  # a trend is a line through the last so many samples,
+AHEAD = 4.0  # followed for so many times their span
+
+
+class AttentionWarning(UserWarning):
+    """A head's trend heads for trouble."""
+
+
+class Monitor:
+    """Every `every`-th training step, measure each head on the way and write what was found.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True, dropout=0.0)
+    >>> rows = []
+    >>> monitor = regard.Monitor(layer, every=2, log=rows.append)
+    >>> for step in range(3):
+    ...     loss = layer(torch.randn(2, 8, 32)).square().mean()
+    >>> monitor.close()
+    >>> [(row["step"], row["head"]) for row in rows]
+    [(1, 0), (1, 1), (1, 2), (1, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
+
+    Args:
+        model: the model in training. Its forward in training mode is a step; nothing else need be called.
+        every: measure one step in so many.
+        log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes a
+            dict), a path of a JSONL file, a function that takes a dict per head, or None.
+        budget: the share of the training time that it may cost; a sample that would exceed it is left out.
+        sequences: how many sequences of a batch are measured.
+    """
+
+    def __init__(self, model: nn.Module, every: int = 100, log=None, *, budget: float = 0.02, sequences: int = 1) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an int ≥ 1, got {every!r}")
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"budget must lie in (0, 1], got {budget!r}")
+        self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
+        self.step = 0
+        self.samples = 0
+        self.spent = 0.0  # seconds of measuring
+        self.unmeasured: dict[str, str] = {}
+        self._write = writer(log)
+        self._begun: float | None = None
+        self._given_step: int | None = None
+        self._sampled_step: int | None = None
+        self._sample: tuple | None = None
+        self._trends: dict[tuple[str, int], deque] = {}
+        self._warned: set[tuple] = set()
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Stop watching; the model is as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def trainer_callback(self):
+        """For `transformers.Trainer(callbacks=[monitor.trainer_callback()])`: steps are the trainer's."""
+        from regard.health.callbacks import trainer_callback
+
+        return trainer_callback(self)
+
+    def lightning_callback(self):
+        """For `lightning.Trainer(callbacks=[monitor.lightning_callback()])`: steps are the trainer's."""
+        from regard.health.callbacks import lightning_callback
+
+        return lightning_callback(self)
+
+    def at_step(self, step: int) -> None:
+        """Say which step comes; from then on steps are not counted by forwards. The callbacks call it."""
+        self._given_step = step
+
+    def _before(self, module, inputs) -> None:
+        if not module.training:
+            return
+        now = time.perf_counter()
+        self._begun = now if self._begun is None else self._begun
+        self.step = self.step + 1 if self._given_step is None else self._given_step
+        due = (self.step - 1) % self.every == 0 and self.step != self._sampled_step
+        if not due or self.spent > self.budget * (now - self._begun):
+            return
+        self._sampled_step = self.step
+        recorder = _Timed(sequences=self.sequences)
+        interception = Interception(self.model, observe=recorder)
+        interception.start()
+        context = interception.torch_calls()
+        context.__enter__()
+        self._sample = recorder, interception, context, time.perf_counter() - now
+
+    def _after(self, module, inputs, output) -> None:
+        if self._sample is None:
+            return
+        recorder, interception, context, opening = self._sample
+        self._sample = None
+        started = time.perf_counter()
+        context.__exit__(None, None, None)
+        interception.stop()
+        forget_masks()
+        for layer in recorder.layers.values():
+            if layer.reading is not None:
+                self._record(layer)
+            else:
+                self.unmeasured[layer.name] = layer.reason or "it was not reached"
+        if self.samples:  # the first one compiles kernels, which is not held against the budget
+            self.spent += opening + recorder.seconds + time.perf_counter() - started
+        self.samples += 1
+
+    def _record(self, layer: Layer) -> None:
+        reading = layer.reading.cpu()
+        means = reading.mean.tolist()
+        tops = reading.high[NAMES.index("max_logit")].tolist()
+        rows = []
+        for head in range(reading.heads):
+            row = dict(step=self.step, layer=layer.name, head=head, max_logit=tops[head])
+            rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
+            self._follow(rows[-1])
+        self._write(rows)
+
+    def _follow(self, row: dict) -> None:
+        key = row["layer"], row["head"]
+        trend = self._trends.setdefault(key, deque(maxlen=SAMPLES))
+        trend.append((row["step"], row["max_logit"], row["entropy_ratio"]))
+        if len(trend) < SAMPLES // 2:
+            return
+        steps, logits, ratios = zip(*trend, strict=True)
+        then = steps[-1] + AHEAD * (steps[-1] - steps[0])
+        logit, ratio = _extended(steps, logits, then), _extended(steps, ratios, then)
+        if logit > LOGIT_LIMIT:
+            self._warn(*key, "max_logit", f"its largest logit is {logits[-1]:.3g} and on its way to {logit:.3g} by step {then:.0f}")
+        if ratio < ENTROPY_LIMIT:
+            self._warn(*key, "entropy", f"its entropy ratio is {ratios[-1]:.3g} and on its way to {max(ratio, 0):.2g} by step {then:.0f}")
+
+    def _warn(self, layer: str, head: int, kind: str, what: str) -> None:
+        if (layer, head, kind) not in self._warned:
+            self._warned.add((layer, head, kind))
+            warnings.warn(f"{layer}, head {head}: {what}", AttentionWarning, stacklevel=2)
+
+
+def _extended(steps, values, then: float) -> float:
+    """The least-squares line through (steps, values), at `then`."""
+    middle, mean = sum(steps) / len(steps), sum(values) / len(values)
+    spread = sum((step - middle) ** 2 for step in steps)
+    slope = sum((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True)) / spread if spread else 0.0
+    return mean + slope * (then - middle)
+
+
+class _Timed(Recorder):
+    """A recorder that knows what it cost, beyond what the model does anyway."""
+
+    seconds = 0.0
+
+    def __call__(self, call, name, otherwise):
+        own = 0.0
+
+        def timed():
+            nonlocal own
+            before = _now(call.q)
+            output = otherwise()
+            own = _now(call.q) - before
+            return output
+
+        before = _now(call.q)
+        output = super().__call__(call, name, timed)
+        self.seconds += _now(call.q) - before - own
+        return output
+
+
+def _now(x: torch.Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()

@@ -1,0 +1,99 @@
+"""Put a normaliser, a temperature, a scale or a soft cap into a real model, and take it out again exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from regard import normalizers
+from regard.health.call import Call
+from regard.health.intercept import Interception
+from regard.scores import resolve_scale
+
+
+class using:
+    """While it lasts, every attention in `model` computes p = normaliser(cap(scale·q kᵀ)/T) in place of its own.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True).eval()
+    >>> x = torch.randn(1, 6, 32)
+    >>> before = layer(x)
+    >>> with regard.using(layer, normalizer="entmax15", temperature=0.5):
+    ...     other = layer(x)
+    >>> bool((other != before).any()), bool((layer(x) == before).all())
+    (True, True)
+
+    Without `with` it stays until `.restore()`. Nothing of the model is changed: its weights, configuration and classes
+    are as before, its calls are led elsewhere. Only what is given changes; a model's own soft cap, mask, sink and bias
+    stay. In a model that is not from transformers, do not recompute activations (checkpointing) under it.
+
+    Args:
+        model: any module that `regard.examine` can examine.
+        normalizer: a name, as in `regard.attention`.
+        temperature: a number, a tensor or a policy such as `regard.temperature.SSMax()`.
+        scale: a number, "sqrt", "inverse", "none" or a tensor per head.
+        softcap: a positive number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        normalizer: str | None = None,
+        temperature=None,
+        scale: float | str | Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
+        self.changes = {name: value for name, value in given.items() if value is not None}
+        if not self.changes:
+            raise ValueError("using() changes nothing; give normalizer, temperature, scale or softcap")
+        if normalizer is not None:
+            self.changes["normalizer"] = normalizers.get(normalizer).spec
+        resolve_scale(scale, 1)
+        self.calls = 0  # how many attention calls were led here
+        self._interception = Interception(model, swap=self._swap)
+        self._inside: list = []
+        self._interception.start()
+        self._hooks = [
+            model.register_forward_pre_hook(self._open, prepend=True),
+            model.register_forward_hook(self._close, always_call=True),
+        ]
+
+    def restore(self) -> None:
+        """The model as it was; a second call does nothing."""
+        if self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._interception.stop()
+
+    def __enter__(self) -> using:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.restore()
+
+    def _open(self, module, inputs) -> None:
+        context = self._interception.torch_calls()
+        context.__enter__()
+        self._inside.append(context)
+
+    def _close(self, module, inputs, output) -> None:
+        if self._inside:
+            self._inside.pop().__exit__(None, None, None)
+
+    def _swap(self, call: Call) -> Call:
+        if call.kind == "regard":
+            return call
+        if call.obstacle is not None:
+            raise ValueError(f"regard.using cannot lead this call: {call.obstacle}")
+        self.calls += 1
+        changed = replace(call.with_options(**self.changes), kind="using", sliceable=False)
+        return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0).run(), rows))
+
+
+def _rows(output: Tensor, rows: Tensor | None) -> Tensor:
+    return output if rows is None else output.index_select(2, rows)

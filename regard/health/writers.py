@@ -1,0 +1,59 @@
+"""Where a monitor's numbers go: TensorBoard, Weights & Biases, a JSONL file, a function. A writer takes a layer's rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+MEANS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "logit_variance")
+VALUES = ("max_logit", *MEANS)  # the largest logit, and the means of the rest
+
+Writer = Callable[[list[dict]], None]
+
+
+def writer(log) -> Writer:
+    """The writer for what `regard.Monitor(log=…)` was given."""
+    if log is None:
+        return lambda rows: None
+    if isinstance(log, (str, os.PathLike)):
+        return _jsonl(Path(log))
+    if hasattr(log, "add_scalar"):
+        return _tensorboard(log)
+    if callable(getattr(log, "log", None)):
+        return lambda rows: log.log(_named(rows), step=rows[0]["step"])
+    if callable(log):
+        return lambda rows: [log(row) for row in rows] and None
+    raise TypeError(f"log must have add_scalar or log, be a path or a function, got {type(log).__name__}")
+
+
+def _named(rows: list[dict]) -> dict[str, float]:
+    return {f"attention/{row['layer']}/head{row['head']}/{name}": row[name] for row in rows for name in VALUES}
+
+
+def _jsonl(path: Path) -> Writer:
+    if not path.parent.is_dir():
+        raise ValueError(f"log: there is no folder {str(path.parent)!r}; make it first")
+
+    def write(rows: list[dict]) -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    return write
+
+
+def _tensorboard(log) -> Writer:
+    """Scalars per head and, where the writer can, a histogram over the heads of each layer."""
+
+    def write(rows: list[dict]) -> None:
+        layer, step = rows[0]["layer"], rows[0]["step"]
+        for name, value in _named(rows).items():
+            log.add_scalar(name, value, step)
+        if hasattr(log, "add_histogram"):
+            for name in VALUES:
+                log.add_histogram(f"attention/{layer}/{name}", torch.tensor([row[name] for row in rows]), step)
+
+    return write

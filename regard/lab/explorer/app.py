@@ -1,0 +1,136 @@
+"""The page: knobs at the top, what they do below. Run by `regard explore`."""
+
+import marimo
+
+app = marimo.App(width="medium", app_title="regard explore")
+
+
+@app.cell
+def _():
+    import marimo as mo
+
+    from regard import normalizers
+    from regard.lab.explorer import views
+
+    return mo, normalizers, views
+
+
+@app.cell
+def _(mo):
+    mo.Html("""
+    <style>
+    .numbers { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .4rem 1rem; margin: 0; }
+    .numbers dt { font-size: .85rem; color: #52606d; margin: 0; }
+    .numbers dd { font-size: 1.25rem; margin: 0; font-variant-numeric: tabular-nums; }
+    .views { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1.2rem; }
+    .views figure { margin: 0; min-width: 0; } .views figcaption { font-weight: 600; font-size: .95rem; }
+    .figure { max-width: 100%; height: auto; background: white; }
+    </style>
+    <h1 style="margin:0">Turn the knobs of attention</h1>
+    <p>256 random queries look at random keys. Every number comes from <code>regard</code>.</p>
+    """)
+    return
+
+
+@app.cell
+def _(mo, normalizers, views):
+    d_k = mo.ui.slider(steps=[1, 2, 4, 8, 16, 32, 64, 128, 256], value=64, label="d_k", show_value=True)
+    keys = mo.ui.slider(2, 32, value=12, label="keys", show_value=True)
+    temperature = mo.ui.slider(
+        steps=[0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0], value=1.0, label="temperature", show_value=True
+    )
+    scale = mo.ui.dropdown(views.SCALES, value="1/√d_k", label="scale")
+    normalizer = mo.ui.dropdown(normalizers.names(), value="softmax", label="normaliser")
+    mo.hstack([d_k, keys, temperature, scale, normalizer], wrap=True, justify="start", gap=1.5)
+    return d_k, keys, normalizer, scale, temperature
+
+
+@app.cell
+def _(d_k, keys, normalizer, scale, temperature, views):
+    setting = views.Setting(d_k.value, keys.value, scale.value, temperature.value, normalizer.value)
+    return (setting,)
+
+
+@app.cell
+def _(mo):
+    def drawn(*figures):
+        """Captioned figures in a grid that becomes one column on a phone."""
+        cells = "".join(f"<figure><figcaption>{name}</figcaption>{f.img(270, 180)}</figure>" for name, f in figures)
+        return mo.Html(f'<div class="views">{cells}</div>')
+
+    return (drawn,)
+
+
+@app.cell
+def _(mo, setting, views):
+    mo.Html(views.listed(setting.numbers(), views.NUMBERS))
+    return
+
+
+@app.cell
+def _(drawn, setting):
+    drawn(
+        ("Scores of all queries", setting.scores_figure()),
+        ("Weights of the first query", setting.weights_figure()),
+        ("Jacobian of the first row", setting.jacobian_figure()),
+        ("Gradient gain against d_k", setting.gain_figure()),
+    )
+    return
+
+
+@app.cell
+def _(mo):
+    mo.Html("<h2>Online softmax, block by block</h2><p>Keep (m, ℓ) only: the maximum and the sum so far.</p>")
+    return
+
+
+@app.cell
+def _(keys, mo):
+    block = mo.ui.slider(1, 8, value=4, label="block size", show_value=True)
+    seen = mo.ui.slider(1, keys.value, value=1, label="blocks seen", show_value=True)
+    mo.hstack([block, seen], wrap=True, justify="start", gap=1.5)
+    return block, seen
+
+
+@app.cell
+def _(block, drawn, mo, seen, setting, views):
+    online = views.Online(setting, block.value, seen.value)
+    mo.vstack([mo.Html(views.listed(online.numbers())), drawn(("Weights of the first row", online.figure()))])
+    return
+
+
+@app.cell
+def _(mo):
+    mo.Html("<h2>Masks</h2>")
+    return
+
+
+@app.cell
+def _(mo, views):
+    mask = mo.ui.dropdown(views.MASKS, value="causal", label="mask")
+    mask
+    return (mask,)
+
+
+@app.cell
+def _(drawn, mask, setting):
+    drawn(("Weights under the mask", setting.masked_figure(mask.value)))
+    return
+
+
+@app.cell
+def _(mo):
+    mo.Html("<h2>Statistical mechanics</h2><p>Scores are negative energies: F = U − T·S, C = Var(E)/T².</p>")
+    return
+
+
+@app.cell
+def _(drawn, mo, setting, views):
+    mo.vstack(
+        [mo.Html(views.listed(setting.mechanics())), drawn(("Entropy and heat capacity", setting.mechanics_figure()))]
+    )
+    return
+
+
+if __name__ == "__main__":
+    app.run()

@@ -1,0 +1,70 @@
+"""regard explore: serve the page to this machine's own browser, and to nobody else.
+
+The server listens on 127.0.0.1, and answers only requests whose Host is that address and whose Origin, if any, is the
+page itself: neither another machine nor another site in the same browser can talk to it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+
+import marimo
+import uvicorn
+
+PAGE = Path(__file__).with_name("app.py")
+LOOPBACK = "127.0.0.1"
+
+
+class OnlyHere:
+    """ASGI: refuse what was not asked by the page itself, by its Host and Origin."""
+
+    def __init__(self, app, port: int) -> None:
+        self.app = app
+        self.hosts = {f"{name}:{port}" for name in (LOOPBACK, "localhost")}
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "lifespan" or self.allows(dict(scope["headers"])):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
+            await send({"type": "http.response.body", "body": b"this page is served to its own machine only\n"})
+
+    def allows(self, headers: dict[bytes, bytes]) -> bool:
+        origin = headers.get(b"origin")
+        known = headers.get(b"host", b"").decode("latin-1") in self.hosts
+        return known and (origin is None or origin.decode("latin-1").removeprefix("http://") in self.hosts)
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--port", type=int, default=0, help="a free one without")
+    parser.add_argument("--no-browser", action="store_true", help="print the address only")
+
+
+def main(options) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, options.port))
+        except (OSError, OverflowError) as taken:
+            options.fail(f"--port {options.port} cannot be used: {taken}; leave it out for a free one")
+        port, token = listener.getsockname()[1], secrets.token_urlsafe(16)
+        address = f"http://{LOOPBACK}:{port}/?access_token={token}"
+        print(f"explore at {address}\nCtrl-C ends it", file=sys.stderr, flush=True)
+        if not options.no_browser:
+            threading.Timer(1.5, webbrowser.open, [address]).start()
+        server = uvicorn.Server(uvicorn.Config(page(port, token), log_level="warning"))
+        server.run(sockets=[listener])
+
+
+def page(port: int, token: str = ""):
+    """The explorer as an ASGI application for one port."""
+    builder = marimo.create_asgi_app(quiet=True, include_code=False, token=token)
+    return OnlyHere(builder.with_app(path="", root=str(PAGE)).build(), port)

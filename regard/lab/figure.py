@@ -69,7 +69,7 @@ class Figure:
     def img(self, width: int = 320, height: int = 210) -> str:
         """An HTML image that needs no other file and says `alt` to those who do not see it."""
         text = self.svg(width, height)
-        across, down = (float(re.search(rf'<svg[^>]*? {side}="([\d.]+)"', text)[1]) for side in ("width", "height"))
+        across, down = (float(re.findall(rf'<svg[^>]*? {side}="([\d.]+)"', text)[0]) for side in ("width", "height"))
         data = base64.b64encode(text.encode()).decode()
         size = f'width="{across:.0f}" height="{down:.0f}"'
         return f'<img class="figure" src="data:image/svg+xml;base64,{data}" alt="{escape(self.alt)}" {size}>'
@@ -144,7 +144,9 @@ class Figure:
         data = [dict(i=i, j=j, v=v) for i, row in enumerate(self.rows) for j, v in enumerate(row)]
         largest = max((abs(cell["v"]) for cell in data), default=1.0) or 1.0
         signed = any(cell["v"] < 0 for cell in data)
-        scale = {"scheme": "redblue" if signed else "blues", "domain": [-largest if signed else 0.0, largest]}
+        scale = {"domain": [-largest, 0.0, largest], "range": [COLOURS[1], "white", COLOURS[0]]}
+        if not signed:
+            scale = {"domain": [0.0, largest], "range": ["white", COLOURS[0]]}
         axis = {"labelAngle": 0, "labelOverlap": True}
         encoding = {
             "x": {"field": "j", "type": "ordinal", "title": self.x, "axis": axis},
@@ -174,7 +176,7 @@ class Figure:
         return {"x": axis("x", self.x, self.log_x), "y": axis("y", self.y, self.log_y)}
 
     def _scale(self, log, zero=False):
-        return {"type": "log"} if log else {"type": "linear", "zero": zero}
+        return {"type": "log", "nice": False} if log else {"type": "linear", "zero": zero}
 
     def _signs(self, dash):
         names, legend = list(self.series), {} if len(self.series) > 1 else None

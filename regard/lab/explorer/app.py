@@ -19,15 +19,23 @@ def _():
 def _(mo):
     mo.Html("""
     <style>
-    .numbers { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .4rem 1rem; margin: 0; }
+    .numbers { display: grid; gap: .4rem 1rem; margin: 0; }
+    .numbers { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
     .numbers dt { font-size: .85rem; color: #52606d; margin: 0; }
     .numbers dd { font-size: 1.25rem; margin: 0; font-variant-numeric: tabular-nums; }
     .views { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1.2rem; }
     .views figure { margin: 0; min-width: 0; } .views figcaption { font-weight: 600; font-size: .95rem; }
     .figure { max-width: 100%; height: auto; background: white; }
     </style>
-    <h1 style="margin:0">Turn the knobs of attention</h1>
-    <p>256 random queries look at random keys. Every number comes from <code>regard</code>.</p>
+    """)
+    return
+
+
+@app.cell
+def _(mo):
+    mo.md("""
+    # Turn the knobs of attention
+    256 random queries look at random keys. Every number comes from `regard`.
     """)
     return
 
@@ -80,7 +88,7 @@ def _(drawn, setting):
 
 @app.cell
 def _(mo):
-    mo.Html("<h2>Online softmax, block by block</h2><p>Keep (m, ℓ) only: the maximum and the sum so far.</p>")
+    mo.md("## Online softmax, block by block\nKeep (m, ℓ) only: the maximum and the sum so far.")
     return
 
 
@@ -101,14 +109,14 @@ def _(block, drawn, mo, seen, setting, views):
 
 @app.cell
 def _(mo):
-    mo.Html("<h2>Masks</h2>")
+    mo.md("## Masks")
     return
 
 
 @app.cell
 def _(mo, views):
     mask = mo.ui.dropdown(views.MASKS, value="causal", label="mask")
-    mask
+    mo.hstack([mask], justify="start")
     return (mask,)
 
 
@@ -120,7 +128,7 @@ def _(drawn, mask, setting):
 
 @app.cell
 def _(mo):
-    mo.Html("<h2>Statistical mechanics</h2><p>Scores are negative energies: F = U − T·S, C = Var(E)/T².</p>")
+    mo.md("## Statistical mechanics\nScores are negative energies: F = U − T·S, C = Var(E)/T².")
     return
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import regard
 from regard.lab.figure import Figure
+from regard.scores import resolve_scale
 
 QUERIES = 256
 SCALES = {"1/√d_k": "sqrt", "none": "none", "1/d_k": "inverse"}
@@ -60,8 +61,7 @@ class Setting:
     def scores(self) -> Tensor:
         """(256, keys): scale · q kᵀ, before the temperature."""
         q, k = (x[0, 0] for x in self.draw(self.d_k))
-        factor = {"sqrt": self.d_k**-0.5, "inverse": 1.0 / self.d_k, "none": 1.0}[self.scale]
-        return factor * q @ k.T
+        return resolve_scale(self.scale, self.d_k) * q @ k.T
 
     @cached_property
     def weights(self) -> Tensor:
@@ -108,14 +108,14 @@ class Setting:
     def masked_figure(self, mask: str) -> Figure:
         """Weights of 12 queries over 12 keys of one sequence under a mask."""
         q, k = (torch.randn(12, self.d_k, generator=torch.Generator().manual_seed(self.seed + i)) for i in (1, 2))
-        factor = {"sqrt": self.d_k**-0.5, "inverse": 1.0 / self.d_k, "none": 1.0}[self.scale]
+        scores = resolve_scale(self.scale, self.d_k) * q @ k.T
         visible = {
             "none": torch.ones(12, 12, dtype=torch.bool),
             "causal": regard.masks.causal(12),
             "window of 4": regard.masks.window(12, left=3, right=0),
             "padding": regard.masks.padding([8], 12).expand(12, 12),
         }[mask]
-        w = regard.normalize(factor * q @ k.T, self.normalizer, temperature=self.temperature, mask=visible)
+        w = regard.normalize(scores, self.normalizer, temperature=self.temperature, mask=visible)
         words = f"Weights of 12 queries over 12 keys, mask: {mask}; {int((w == 0).sum())} of 144 are exactly 0."
         return Figure("heat", "key", "query", rows=w.tolist(), alt=words)
 

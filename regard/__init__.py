@@ -7,7 +7,7 @@
 torch.Size([1, 2, 16])
 """
 
-from regard import masks, normalizers, reference, statistics, temperature
+from regard import masks, nn, normalizers, reference, statistics, temperature
 from regard._attention import attention, attention_path
 from regard._jacobian import jacobian, vjp
 from regard._normalize import (
@@ -50,6 +50,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "masks",
+    "nn",
     "normalize",
     "normalizers",
     "reference",

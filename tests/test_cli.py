@@ -246,6 +246,22 @@ def test_bench_json(tiny_bench, capsys):
     assert {"device", "torch", "commit"} <= found["machine"].keys()
 
 
+@pytest.mark.parametrize(("cores", "warns"), [(0.05, False), (1.5, True), (None, False)])
+def test_bench_says_when_the_machine_was_busy(tiny_bench, capsys, monkeypatch, cores, warns):
+    tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
+    monkeypatch.setattr(bench.Others, "cores", lambda self: cores)
+    assert cli.main(["bench", "rows", "--device", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert ("1.50 cores busy" in err) == warns
+    assert ("other processes unknown" in out) == (cores is None)
+
+
+def test_own_work_is_not_counted_as_others(monkeypatch):
+    stats = iter([(10.0, 100.0, 5.0), (20.0, 118.0, 13.0)])  # clock, busy, own: 18 s of work in 10 s, 8 of them ours
+    monkeypatch.setattr(bench.Others, "_now", lambda self: next(stats))
+    assert bench.Others().cores() == 1.0
+
+
 def test_bench_fails_when_regard_itself_failed(tiny_bench, capsys):
     tiny_bench["rows"] = [Result("softmax", {"torch": 2e-3}, {"regard": "RuntimeError: no"}, [Target("torch", 1.1)])]
     assert cli.main(["bench", "rows", "--device", "cpu"]) == 1

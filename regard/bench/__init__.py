@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from regard.bench import measure
+from regard.bench.busy import ALLOWED, Others
 
 PARTS = ("rows", "attention")
 
@@ -31,8 +32,10 @@ def main(options) -> int:
     if options.markdown is not None and not options.markdown.parent.is_dir():
         options.fail(f"argument --markdown: no folder {str(options.markdown.parent)!r}; make it first")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    others = Others()
     results = {part: run(part, device, options.quick) for part in PARTS if options.part in (None, part)}
-    machine = measure.machine(device)
+    cores = others.cores()
+    machine = measure.machine(device) | {"other processes": "unknown" if cores is None else f"{cores:.2f} cores"}
     if options.json:
         listed = {part: [result.as_dict() for result in found] for part, found in results.items()}
         print(json.dumps({"machine": machine, **listed}, ensure_ascii=False, indent=2))
@@ -46,6 +49,8 @@ def main(options) -> int:
         command = "regard bench " + " ".join(word for word in (options.part, options.quick and "--quick") if word)
         text = [f"# `{command.strip()}`", "", *text, *(f"\n{table.markdown()}" for table in tables)]
         options.markdown.write_text("\n".join(text) + "\n")
+    if cores is not None and cores > ALLOWED:
+        print(f"other processes kept {cores:.2f} cores busy: repeat on a quiet machine", file=sys.stderr)
     failures = [result for found in results.values() for result in found if "regard" in result.failures]
     for result in failures:
         print(f"{result.work}: {result.failures['regard']}", file=sys.stderr)

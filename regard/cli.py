@@ -36,9 +36,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("regard.health.demo", "look into two small Transformers, one of them ill", "report"),
-    "examine": Command("regard.health.examine", "look into every attention head of a model", "hf"),
-    "compare": Command("regard.health.compare", "two reports side by side", "report"),
+    "demo": Command("regard.health.commands.demo", "look into two small Transformers, one of them ill", "hf"),
+    "examine": Command("regard.health.commands.examine", "look into every attention head of a model", "hf"),
+    "compare": Command("regard.health.commands.compare", "two reports side by side", "report"),
     "lab": Command("regard.lab.command", "put the claims about attention to the test", "lab"),
     "explore": Command("regard.lab.explorer.command", "turn the knobs of attention in the browser", "lab"),
     "bench": Command("regard.bench", "rows and attention against torch, on this machine"),

@@ -23,6 +23,7 @@ def examine(
     batches: Any,
     what_if: str | Iterable[str] = (),
     *,
+    title: str | None = None,
     progress: Callable[[int], None] | None = None,
     backend: str | None = None,
 ) -> Report:
@@ -42,6 +43,7 @@ def examine(
             argument; a function is called with the model (`lambda m: m.generate(ids)`).
         what_if: changes to try on the same scores: "temperature=2", "scale=inverse", "qk_norm", "softcap=50",
             "normalizer=entmax15", "ssmax"; several joined by + are one change.
+        title: what to call the model in the report; None takes its own name.
         progress: called with the number of batches done.
         backend: as in `regard.attention`.
 
@@ -64,7 +66,7 @@ def examine(
         model.eval()
         with interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
-                _run(model, batch)
+                _run(model, batch, done)
                 done += 1
                 if progress is not None:
                     progress(done)
@@ -85,10 +87,20 @@ def examine(
             f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
             "torch.nn.MultiheadAttention, regard.attention or a transformers attention function"
         )
-    return _report(model, layers, changes, done, failure, time.perf_counter() - started)
+    return _report(model, layers, changes, done, failure, time.perf_counter() - started, title)
 
 
-def _run(model: nn.Module, batch: Any) -> None:
+def positions(model: nn.Module) -> int:
+    """How many positions the model has a learned embedding for; a very large number if it has none."""
+    tables = [
+        module.num_embeddings
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings")
+    ]
+    return min(tables, default=2**31)
+
+
+def _run(model: nn.Module, batch: Any, number: int) -> None:
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         batch(model)
         return
@@ -98,6 +110,9 @@ def _run(model: nn.Module, batch: Any) -> None:
         return x.to(device) if isinstance(x, Tensor) else x
 
     if isinstance(batch, Mapping):
+        ids, room = batch.get("input_ids"), positions(model)
+        if isinstance(ids, Tensor) and ids.shape[-1] > room:
+            raise ValueError(f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; cut it")
         model(**{key: moved(value) for key, value in batch.items()})
     elif isinstance(batch, (tuple, list)):
         model(*map(moved, batch))
@@ -105,7 +120,7 @@ def _run(model: nn.Module, batch: Any) -> None:
         model(moved(batch))
 
 
-def _report(model, layers: list[Layer], changes, done: int, failure, seconds: float) -> Report:
+def _report(model, layers: list[Layer], changes, done: int, failure, seconds: float, title: str | None) -> Report:
     heads = heads_of(layers)
     what_if = {}
     for change in changes:
@@ -119,7 +134,7 @@ def _report(model, layers: list[Layer], changes, done: int, failure, seconds: fl
         said = str(failure).strip().splitlines()
         interrupted = f"{type(failure).__name__}{f': {said[0]}' if said else ''} (after {done} whole batches)"
     return Report(
-        title=_title(model),
+        title=title or _title(model),
         heads=heads,
         findings=findings.find_all(heads),
         unmeasured=unmeasured,

@@ -22,3 +22,13 @@ def write(path: str | os.PathLike, content: str | bytes) -> Path:
         os.unlink(beside)
         raise
     return path
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """A text file, or a ValueError that says in one line why not."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text") from None

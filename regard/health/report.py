@@ -55,7 +55,7 @@ class Report:
             title=self.title,
             heads=[head.to_json() for head in self.heads],
             findings=[finding.to_json() for finding in self.findings],
-            unmeasured=[dict(layer=layer, reason=reason) for layer, reason in self.unmeasured],
+            unmeasured=[list(pair) for pair in self.unmeasured],
             what_if={name: reading.to_json() for name, reading in self.what_if.items()},
             how=self.how,
             interrupted=self.interrupted,

@@ -1,0 +1,40 @@
+"""regard demo: two small language models, the same but for 1/√d_k, examined on the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from regard.health.commands.compare import by_finding, by_layer
+from regard.health.examination import examine
+from regard.health.loading import sample
+from regard.health.progress import counting
+from regard.health.tiny import batches, checkpoint
+
+SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k"))
+CHANGES = ["scale=sqrt", "qk_norm", "normalizer=entmax15"]
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("report.html"), help="where the ill one's report goes")
+
+
+def main(options) -> int:
+    if options.out.suffix != ".html" or not options.out.parent.is_dir():
+        options.fail(f"--out must be a .html file in a folder that exists, got {str(options.out)!r}")
+    reports = []
+    for name, what in SUBJECTS:
+        model, notes = checkpoint(name)
+        texts = batches(sample(), model.options["length"], 8)
+        with counting(name, len(texts)) as advance:
+            report = examine(model, texts, CHANGES, title=f"{name}, {what}", progress=advance)
+        report.show()
+        print(f"validation loss {notes['validation_loss']} after {notes['steps']} steps of training")
+        reports.append(report)
+    healthy, ill = reports
+    print("\nA: with 1/√d_k    B: without")
+    by_layer(healthy.to_json(), ill.to_json()).show()
+    print()
+    by_finding(healthy.to_json(), ill.to_json()).show()
+    ill.save(options.out)
+    print(f"\nthe report of the second one: {options.out.resolve()}")
+    return 0

@@ -1,0 +1,72 @@
+"""regard examine MODEL: look into every attention head of a model, say what is wrong, write one HTML file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from regard.health import files
+from regard.health.examination import examine
+from regard.health.loading import LoadError, load
+from regard.health.progress import counting
+from regard.health.what_if import FORMS, parse_all
+
+
+def arguments(parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, or module:function that returns (model, batches)")
+    parser.add_argument("--text", metavar="FILE", help="text to run it on, - for standard input (default: a built-in sample)")
+    parser.add_argument("--what-if", metavar="CHANGE", action="append", default=[], help=f"try a change: {', '.join(FORMS)}")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (256)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per batch (4)")
+    parser.add_argument("--limit", type=int, default=64, help="at most so many batches (64)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights so")
+    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("report.html"), help="report.html; .json and .png too")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write the JSON as well")
+    parser.add_argument("--png", metavar="PATH", type=Path, help="write the maps as a picture as well")
+    parser.add_argument("--allow-pickle", action="store_true", help="read weights in pickle, which can run any code")
+
+
+def main(options) -> int:
+    for name in ("length", "batch", "limit"):
+        if getattr(options, name) < 1:
+            options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
+    outputs = [path for path in (options.out, options.json, options.png) if path is not None]
+    for path in outputs:
+        if path.suffix not in (".html", ".json", ".png"):
+            options.fail(f"{str(path)!r} must end in .html, .json or .png")
+        if not path.parent.is_dir():
+            options.fail(f"there is no folder {str(path.parent)!r}")
+    try:
+        parse_all(options.what_if)
+        subject = load(
+            options.model,
+            _text(options),
+            length=options.length,
+            batch=options.batch,
+            limit=options.limit,
+            device=options.device,
+            dtype=options.dtype,
+            pickle=options.allow_pickle,
+        )
+        with counting("examining", len(subject.batches)) as advance:
+            report = examine(subject.model, subject.batches, options.what_if, title=subject.title, progress=advance)
+    except (LoadError, ValueError, TypeError, RuntimeError, IndexError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"regard examine: {said[0]}", file=sys.stderr)
+        return 1
+    report.show()
+    for path in outputs:
+        print(f"{report.save(path)}")
+    if report.interrupted:
+        print(f"regard examine: not finished: {report.interrupted}; what was measured is in the report", file=sys.stderr)
+        return 130 if report.interrupted.startswith("KeyboardInterrupt") else 1
+    return 0
+
+
+def _text(options) -> str | None:
+    if options.text is None:
+        return None
+    if options.text == "-":
+        return sys.stdin.read()
+    return files.read_text(options.text)

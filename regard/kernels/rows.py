@@ -40,19 +40,17 @@ class Plan(NamedTuple):
 
     def groups(self, vector: int) -> int:
         """How many maxima of a tile's row say enough of it: one per thread, and no more than 8192 of all parts."""
-        threads = 32 * self.warps if self.rows == 1 else 32
-        return max(1, min(self.columns // vector, threads, 8192 // next_power_of_2(self.parts)))
+        return max(1, min(self.columns // vector, 32 * self.warps, 8192 // next_power_of_2(self.parts)))
 
 
 def plan(R: int, N: int, tensors: int, family: str, processors: int) -> Plan:
     """The launch for R rows of N columns of which a program holds `tensors` tiles, on so many multiprocessors."""
     columns = max(next_power_of_2(N), 16)
-    most = 16384 // tensors  # a thread then holds 32 numbers of 512 threads, and two programs fit a multiprocessor
-    if columns > most or (columns > 4096 and 2 * R < processors):  # few long rows: shared, to occupy every processor
-        columns = min(8192 // tensors, max(2048, next_power_of_2(N * R // max(2 * processors, 1))))
+    if columns > 32768 // tensors or (columns > 4096 and 2 * R < processors):
+        columns = 4096  # shared: many small programs wait for one another with least loss, and few rows fill the GPU
     parts = -(-N // columns)
     rows = max(1, min(2048 // columns, next_power_of_2(R))) if parts == 1 else 1
-    warps = min(max(rows * columns // 512, 4), 16)  # 16 numbers a thread: enough loads in flight, no spills
+    warps = min(max(rows * columns // 1024, 1), 32)  # 32 numbers a thread: enough loads in flight, no spills
     # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
     return Plan(rows, columns, parts, warps, parts <= processors // 8)
 

@@ -36,7 +36,7 @@ FOUND = tl.constexpr(4)  # numbers that `solve_rows` finds: max, τ, Σ value, �
 
 @triton.jit
 def maxima(x, GROUPS: tl.constexpr, VECTOR: tl.constexpr):
-    """The largest score of each of GROUPS groups, [ROWS, GROUPS]: of what a thread holds, so that nothing moves."""
+    """The largest score of each of GROUPS groups, [1, GROUPS]: of what a thread holds, so that nothing moves."""
     parts: tl.constexpr = x.shape[1] // (GROUPS * VECTOR)
     grouped = tl.reshape(x, [x.shape[0], parts, GROUPS, VECTOR])
     return tl.reduce(tl.reduce(grouped, 3, larger), 1, larger)
@@ -44,7 +44,7 @@ def maxima(x, GROUPS: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def sums(y, tau, theta, F: tl.constexpr):
-    """Σ value, Σ slope and the size of the support at τ, each [ROWS, 1]."""
+    """Σ value, Σ slope and the size of the support at τ, each [1, 1]."""
     t = tl.maximum(y - tau, 0.0)
     total = tl.sum(F.weigh(t, theta), 1, keep_dims=True)
     slope = tl.sum(F.slope(t, theta).to(y.dtype), 1, keep_dims=True)
@@ -115,13 +115,13 @@ def share(total, slope, count, step, partial, counter, part, parts, PARTS: tl.co
 
 @triton.jit
 def start(few, theta, gain, factor, partial, TOLERANCE: tl.constexpr, F: tl.constexpr):
-    """The maximum of a few scores [ROWS, n], and the τ at which they alone would sum to 1."""
-    top = tl.reduce(few, 1, larger, keep_dims=True)
+    """The maximum of a few scores [1, n], and the τ at which they alone would sum to 1."""
+    top = alone(tl.reduce(few, 1, larger, keep_dims=True))
     y = (few - finite(top)) * factor
     tau, total, slope = solve(
         y, finite(top) * 0.0 - 1.0, theta, gain, partial, partial, 0, 1, TOLERANCE, F, 1, False
     )
-    return top, tau
+    return top, alone(tau)
 
 
 @triton.jit
@@ -139,28 +139,46 @@ def forward_threshold(
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
     GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
+    """Row after row, ROWS in all: rows that took their steps together would all take as many as the slowest."""
+    part = tl.program_id(0) % parts
+    first = (tl.program_id(0) // parts).to(tl.int64) * ROWS
+    for i in range(ROWS):
+        forward_row(
+            s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column, scale, theta,
+            first + i, part, F, COLUMNS, PARTS, HAS_MASK, HAS_THETA, GROUPS, VECTOR, TOLERANCE, STAGE,
+        )  # fmt: skip
+
+
+@triton.jit
+def forward_row(
+    s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column, scale, theta,
+    row, part, F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
+):  # fmt: skip
     ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, row, part = place(parts, ROWS, COLUMNS)
+    rows = row + tl.arange(0, 1)[:, None]
+    columns = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
     x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
     scratch = partial + row * (GROUPS + SUMS) * parts
-    if STAGE == "whole":
-        top, tau = start(maxima(x, GROUPS, VECTOR), theta, gain, factor, partial, TOLERANCE, F)
-        y = (x - finite(top)) * factor
-        tau, total, slope = solve(y, tau, theta, gain, partial, counters, part, parts, TOLERANCE, F, PARTS, False)
     if STAGE == "meet" or STAGE == "publish":
         tl.store(scratch + part * GROUPS + tl.arange(0, GROUPS)[None, :], maxima(x, GROUPS, VECTOR))
     if STAGE == "meet":
         meet(counters + row, parts)
-        few = gather_maxima(scratch, parts, GROUPS, PARTS)
+    if STAGE == "whole" or STAGE == "meet":
+        if STAGE == "whole":
+            few = maxima(x, GROUPS, VECTOR)
+        else:
+            few = gather_maxima(scratch, parts, GROUPS, PARTS)
         top, tau = start(few, theta, gain, factor, partial, TOLERANCE, F)
-        top, tau = alone(top), alone(tau)
         y = (x - finite(top)) * factor
         tau, total, slope = solve(
-            y, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F, PARTS, True
-        )
+            y, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F, PARTS,
+            STAGE == "meet",
+        )  # fmt: skip
     if STAGE == "finish":  # solve_rows has been here
         found = partial + R * (GROUPS + SUMS) * parts + row * FOUND
         top, tau, total, slope = one(found, ACC), one(found + 1, ACC), one(found + 2, ACC), one(found + 3, ACC)
@@ -199,7 +217,6 @@ def solve_rows(
     factor = number(scale, ACC) * gain
     few = gather_maxima(partial + row * (GROUPS + SUMS) * parts, parts, GROUPS, PARTS)
     top, tau = start(few, theta, gain, factor, partial, TOLERANCE, F)
-    top, tau = alone(top), alone(tau)
     floor = tau * 0.0 - 1.0
     total, slope, count = read_sums(
         s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F, COLUMNS, HAS_MASK, ACC

@@ -22,12 +22,22 @@ from regard.problem import Forward, Gradients, Problem, Upstream
 
 # (most steps, |Σp − 1| from which the last step leaves nothing to mend) of the threshold solver
 SOLVER = {torch.float64: (64, 1e-7), torch.float32: (40, 1e-3), torch.float16: (40, 1e-2), torch.bfloat16: (40, 1e-2)}
+# (queries, keys, warps, stages) of the 16-bit types for head dims up to 64, 128, 256
+HALF = {
+    "forward_online": ((128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 2)),
+    "forward_threshold": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+    "backward_dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+    "backward_dkv": ((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 1)),
+    "backward_bias": ((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+}
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
 def forward(problem: Problem) -> Forward:
     """o, the rows' state and statistics of one call; see `regard.problem`."""
     p = problem
+    if p.sink is not None and not (p.choice.family == "ratio" and p.choice.exponential):
+        raise ValueError(f"sink joins Σ exp(s), which {p.choice.name!r} has not; use softmax or softmax1, or drop sink")
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     o = torch.empty(*shape, p.v.shape[-1], dtype=p.q.dtype, device=p.q.device)
     frame, z = torch.empty(shape, **like), torch.empty(shape, **like)
@@ -207,6 +217,7 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False) -
         HEAT=HEAT,
         ACC=TYPES[p.accumulator],
         PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
+        WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,
         D=d,
         E=e,
         BD=max(16, triton.next_power_of_2(d)),
@@ -218,5 +229,17 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False) -
 
 
 def _blocks(p: Problem, kernel: str) -> tuple[int, int, dict]:
-    """(queries, keys) per block and the launch options."""
-    return 16, 16, dict(num_warps=4, num_stages=1)
+    """(queries, keys) per block and the launch options: what was fastest on an H200, by head dim and dtype."""
+    if not p.q.is_cuda:
+        return 16, 16, dict(num_warps=4, num_stages=1)
+    width = max(p.q.shape[-1], p.v.shape[-1])
+    size = 0 if width <= 64 else 1 if width <= 128 else 2
+    if kernel == "backward_rows":
+        return 64, 64, dict(num_warps=4)
+    if p.q.dtype == torch.float64:
+        return 16, 16, dict(num_warps=4, num_stages=1)
+    if p.q.dtype == torch.float32:
+        m, n = ((64, 32), (32, 32), (16, 16))[size]
+        return m, n, dict(num_warps=4, num_stages=1)
+    m, n, warps, stages = HALF[kernel][size]
+    return m, n, dict(num_warps=warps, num_stages=stages)

@@ -75,8 +75,9 @@ def across(r, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def weigh(y, seen, r, theta, F: tl.constexpr):
+def weigh(y, seen, r, theta, C: tl.constexpr):
     """(p, a, b, log2 e): the weights again, and the two slopes of ds = a·dp − b·δ."""
+    F: tl.constexpr = C.F
     power = y * (r.a * LOG2E) - r.frame
     if F.family == "pointwise":
         p = tl.where(seen, F.weigh(y * r.a, theta), 0.0)
@@ -135,9 +136,9 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     F: tl.constexpr = C.F
     keys, x, y, seen, j = tiles.look(scene, start, opt, C, EDGE)
     r = across(rows, False)
-    p, up, down, power = weigh(y, seen, r, scene.theta, F)
+    p, up, down, power = weigh(y, seen, r, scene.theta, C)
     values = tiles.values_of(scene, start, seen, opt, C, EDGE)
-    dp = tl.dot(d_out, tl.trans(values), input_precision=C.PRECISION, out_dtype=C.ACC)
+    dp = tiles.dot(d_out, tl.trans(values), None, C)
     if opt.seed is not None:
         kept = tiles.keeps(scene.b, scene.h, scene.i[:, None], j, opt, scene.seed)
         dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
@@ -152,14 +153,14 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             bent = tiles.cap_slope(x, opt)
             ds = tl.where(seen, ds * bent, 0.0)
             up = tl.where(seen, up * bent, 0.0)
-        dq1 = tl.dot(up.to(keys.dtype), keys, dq1, input_precision=C.PRECISION, out_dtype=C.ACC)
+        dq1 = tiles.dot(up.to(keys.dtype), keys, dq1, C)
     else:
         ds = slope_tile(y, seen, dp, p, up, down, power, r, C)
         if C.HEAT:
             s_heat += tl.sum(ds * y, 1)
         if opt.cap is not None:
             ds = tl.where(seen, ds * tiles.cap_slope(x, opt), 0.0)
-    dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=C.PRECISION, out_dtype=C.ACC)
+    dq = tiles.dot(ds.to(keys.dtype), keys, dq, C)
     return dq, dq1, (s_dp, s_heat, s_heat1), d_out, rows
 
 
@@ -169,8 +170,8 @@ def backward_dq(q, k, v, do, dq, heat, state, opt, C: tl.constexpr):
     b, h, i = scene.b, scene.h, scene.i
     rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C)
     d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
-    acc = tl.zeros([C.BM, C.BD], C.ACC)
-    zero = tl.zeros([C.BM], C.ACC)
+    acc = tiles.zeros(C.BM, C.BD, C.ACC)
+    zero = tiles.full(C.BM, 0.0, C.ACC)
     acc, acc1, sums, _, _ = tiles.sweep((acc, acc, (zero, zero, zero), d_out, rows), scene, i0, opt, dq_tile, C)
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
@@ -194,25 +195,25 @@ def dkv_tile(dk, dv, keys, values, q, do, state, b, h, j, start, n, seed, opt, C
     """One query block, keys first: dv += pᵀ·do, dk += dsᵀ·q."""
     i = start + tl.arange(0, C.BM)
     q_rows = tiles.block_of(q, b, h, start, 0, opt.queries, C.BM, C.D, C.BD, not EDGE)
-    x = tl.dot(keys, tl.trans(q_rows), input_precision=C.PRECISION, out_dtype=C.ACC)  # [N, M]
+    x = tiles.dot(keys, tl.trans(q_rows), None, C)  # [N, M]
     r = across(rows_at(state, b, h, i, n, opt, C), True)
     i = i[None, :]
     y, seen = tiles.scores(x, b, h, i, j, r.first, r.last, opt, C.LINEAR, EDGE)
-    p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C.F)
+    p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
     d_out = tiles.block_of(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
-    dp = tl.dot(values, tl.trans(d_out), input_precision=C.PRECISION, out_dtype=C.ACC)
+    dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
     if opt.seed is not None:
         kept = tl.where(tiles.keeps(b, h, i, j, opt, seed), tiles.number(opt.kept, C.ACC), 0.0)
         dp = tl.where(kept > 0.0, dp * kept, 0.0)
         passed = p * kept
-    dv = tl.dot(passed.to(d_out.dtype), d_out, dv, input_precision=C.PRECISION, out_dtype=C.ACC)
+    dv = tiles.dot(passed.to(d_out.dtype), d_out, dv, C)
     ds = slope_tile(y, seen, dp, p, up, down, power, r, C)
     if opt.cap is not None:
         ds = tl.where(seen, ds * tiles.cap_slope(x, opt), 0.0)
     if opt.temperature.ptr is not None:
         ds = ds * r.a  # LINEAR carries the scale along
-    dk = tl.dot(ds.to(q_rows.dtype), q_rows, dk, input_precision=C.PRECISION, out_dtype=C.ACC)
+    dk = tiles.dot(ds.to(q_rows.dtype), q_rows, dk, C)
     return dk, dv
 
 
@@ -230,14 +231,19 @@ def backward_dkv(q, k, v, do, dk, dv, state, opt, C: tl.constexpr):
     begin, inner, outer, end = tiles.query_blocks(j0, opt, n, C.BM, C.BN)
     keys = tiles.block_of(k, b, g, j0, 0, n, C.BN, C.D, C.BD, False)
     values = tiles.block_of(v, b, g, j0, 0, n, C.BN, C.E, C.BE, False)
-    acc_k = tl.zeros([C.BN, C.BD], C.ACC)
-    acc_v = tl.zeros([C.BN, C.BE], C.ACC)
+    DENSE: tl.constexpr = (opt.bias.ptr is not None) or (opt.mask.ptr is not None)
+    acc_k = tiles.zeros(C.BN, C.BD, C.ACC)
+    acc_v = tiles.zeros(C.BN, C.BE, C.ACC)
     for h in range(g * opt.group, (g + 1) * opt.group):
-        if opt.right is not None:
+        if DENSE:  # every block is masked: one loop does
+            inner = begin
+            outer = begin
+        elif opt.right is not None:
             for start in tl.range(begin, tl.minimum(inner, end), C.BM):
                 acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, True)
-        for start in tl.range(inner, outer, C.BM):
-            acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, False)
+        if not DENSE:
+            for start in tl.range(inner, outer, C.BM):
+                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, False)
         for start in tl.range(tl.maximum(inner, outer), end, C.BM):
             acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, True)
     if not (C.LINEAR and opt.temperature.ptr is not None):
@@ -259,7 +265,7 @@ def backward_bias(
     own_m = pid // tiles_n % tiles_m
     own_h = pid // tiles_n // tiles_m % heads
     own_b = pid // tiles_n // tiles_m // heads
-    acc = tl.zeros([C.BM, C.BN], C.ACC)
+    acc = tiles.zeros(C.BM, C.BN, C.ACC)
     for at_b in range(over_b):
         for at_h in range(over_h):
             for at_m in range(over_m):
@@ -295,11 +301,11 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
         keys = tiles.block_of(k, b, g, j0, lowest, highest, C.BN, C.D, C.BD, False)
         values = tiles.block_of(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
-        x = tl.dot(rows, tl.trans(keys), input_precision=C.PRECISION, out_dtype=C.ACC)
-        dp = tl.dot(d_out, tl.trans(values), input_precision=C.PRECISION, out_dtype=C.ACC)
+        x = tiles.dot(rows, tl.trans(keys), None, C)
+        dp = tiles.dot(d_out, tl.trans(values), None, C)
         r = across(rows_at(state, b, h, i, n, opt, C), False)
         y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
-        p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C.F)
+        p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
         if opt.seed is not None:
             kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
             dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)

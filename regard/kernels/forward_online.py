@@ -30,9 +30,9 @@ def frame_of(top, b2, F: tl.constexpr):
 def first_frame(F: tl.constexpr, C: tl.constexpr):
     """The frame before any key."""
     if F.family == "ratio" and (F.exponential or F.shift == "max"):
-        frame = tl.full([C.BM], HIDDEN, C.ACC)
+        frame = tiles.full(C.BM, HIDDEN, C.ACC)
     else:
-        frame = tl.zeros([C.BM], C.ACC)
+        frame = tiles.full(C.BM, 0.0, C.ACC)
     return frame
 
 
@@ -174,7 +174,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
         acc = tl.dot(u, values.to(tl.float32), acc, input_precision="tf32x3", out_dtype=C.ACC)
     else:
-        acc = tl.dot(u.to(values.dtype), values, acc, input_precision=C.PRECISION, out_dtype=C.ACC)
+        acc = tiles.dot(u.to(values.dtype), values, acc, C)
     return acc, r
 
 
@@ -182,7 +182,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 def forward_online(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr):
     F: tl.constexpr = C.F
     scene, i0 = tiles.scene_of(q, k, v, opt, C)
-    acc = tl.zeros([C.BM, C.BE], C.ACC)
+    acc = tiles.zeros(C.BM, C.BE, C.ACC)
     acc, r = tiles.sweep((acc, statistics.nothing(first_frame(F, C), C)), scene, i0, opt, tile, C)
     inside = scene.i < opt.queries
     seen_keys = r.n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
@@ -199,7 +199,7 @@ def forward_online(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr):
     if C.NEED.top:
         a, b2 = scene.a, scene.a * LOG2E
         if F.exponential:
-            one = tl.full([C.BM], 1.0, C.ACC)
+            one = tiles.full(C.BM, 1.0, C.ACC)
             u1, v1, d1, x1 = one, one, one, one
             r = completed(r)
             lse = frame * LN2 + tl.log(z)

@@ -92,7 +92,7 @@ def step(s, mass, fall, support, C: tl.constexpr):
 @triton.jit
 def solve(scene, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
     """τ of every row, relative to γ·max; ends early once no row is farther from Σp = 1 than a last step mends."""
-    zero = tl.zeros([C.BM], C.ACC)
+    zero = tiles.full(C.BM, 0.0, C.ACC)
     s = Solver(zero - 1.0, zero - 1.0, zero, zero + 1.0)
     busy = tl.max(tl.where(alive, 1, 0), 0)
     turns = 0
@@ -141,14 +141,14 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     values = tiles.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
         u = tl.where(tiles.keeps(scene.b, scene.h, scene.i[:, None], j, opt, scene.seed), u, 0.0)
-    acc = tl.dot(u.to(values.dtype), values, acc, input_precision=C.PRECISION, out_dtype=C.ACC)
+    acc = tiles.dot(u.to(values.dtype), values, acc, C)
     return acc, r
 
 
 @triton.jit
 def forward_threshold(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
     scene, i0 = tiles.scene_of(q, k, v, opt, C)
-    zero = tl.zeros([C.BM], C.ACC)
+    zero = tiles.full(C.BM, 0.0, C.ACC)
     top, n = tiles.sweep((zero + HIDDEN, zero), scene, i0, opt, top_tile, C)
     inside = scene.i < opt.queries
     seen_keys = n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
@@ -157,7 +157,7 @@ def forward_threshold(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr, LIM
     r = statistics.nothing(tau, C)
     r = Sums(top, tau, r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance, r.support, r.n,
              r.first, r.first_y, r.pivot, r.mean, r.m2)  # fmt: skip
-    acc, r = tiles.sweep((tl.zeros([C.BM, C.BE], C.ACC), r), scene, i0, opt, weigh_tile, C)
+    acc, r = tiles.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), scene, i0, opt, weigh_tile, C)
     inverse = tl.where(dead, 0.0, 1.0 / tl.where(r.z == 0.0, 1.0, r.z))
     out = tl.where(dead[:, None], 0.0, acc * (inverse * tiles.number(opt.kept, C.ACC))[:, None])
     tiles.store_block(o, scene.b, scene.h, i0, opt.queries, out, C.BM, C.E, C.BE)

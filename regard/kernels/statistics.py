@@ -92,9 +92,9 @@ class Sums(NamedTuple):
 @triton.jit
 def nothing(frame, C: tl.constexpr):
     """The sums of no key at all."""
-    zero = tl.zeros([C.BM], C.ACC)
-    hidden = tl.full([C.BM], HIDDEN, C.ACC)
-    nowhere = tl.full([C.BM], 2147483647, tl.int32)
+    zero = tiles.full(C.BM, 0.0, C.ACC)
+    hidden = tiles.full(C.BM, HIDDEN, C.ACC)
+    nowhere = tiles.full(C.BM, 2147483647, tl.int32)
     return Sums(
         hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere, zero, hidden,
         zero, zero,

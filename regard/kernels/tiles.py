@@ -62,6 +62,7 @@ class Config(NamedTuple):
     HEAT: bool  # the temperature's gradient is wanted
     ACC: Any
     PRECISION: str
+    WIDEN: bool  # the interpreter multiplies bfloat16 as bits: widen first
     D: int
     E: int
     BD: int
@@ -89,15 +90,34 @@ class Scene(NamedTuple):
 
 
 @triton.jit
+def zeros(M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr):
+    return tl.zeros([M, N], TYPE)
+
+
+@triton.jit
+def full(M: tl.constexpr, VALUE: tl.constexpr, TYPE: tl.constexpr):
+    return tl.full([M], VALUE, TYPE)
+
+
+@triton.jit
+def dot(x, y, acc, C: tl.constexpr):
+    """acc + x·y, in the accumulator's precision."""
+    if C.WIDEN:
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y, acc, input_precision=C.PRECISION, out_dtype=C.ACC)
+
+
+@triton.jit
 def wide(x):
     """An index in 64 bits: more than 2³¹ elements are allowed."""
-    return tl.to_tensor(x).to(tl.int64)
+    return tl.cast(x, tl.int64)
 
 
 @triton.jit
 def number(pair, like):
     """A Python float that came as two float32 numbers, in the precision of `like`."""
-    return tl.to_tensor(pair[0]).to(like) + tl.to_tensor(pair[1]).to(like)
+    return tl.cast(pair[0], like) + tl.cast(pair[1], like)
 
 
 @triton.jit
@@ -128,7 +148,9 @@ def rows_of(view, b, h, i, seen, other):
 
 
 @triton.jit
-def block_of(view, b, h, start, first, last, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ALL: tl.constexpr):
+def block_of(
+    view, b, h, start, first, last, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ALL: tl.constexpr
+):
     """view[b, h, start : start + SIZE, :] as [SIZE, PAD]; rows outside [first, last) are 0 and never read."""
     base = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
     base += wide(start) * view.stride[2]
@@ -175,7 +197,7 @@ def scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.const
     seen = tl.full(x.shape, 1, tl.int1)
     y = x
     if EDGE:
-        seen = (j >= first) & (j < last)
+        seen = (j >= first) & (j < last) & (i < opt.queries)
     if not LINEAR:
         y = x * number(opt.scale, x.dtype)
         if opt.cap is not None:
@@ -301,11 +323,15 @@ def load_seed(opt):
 def sweep(state, scene, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
     """state = TILE(state, …) for every key block that a query of this block sees; whole ones carry no masking code."""
     begin, inner, outer = key_blocks(i0, opt, key_count(opt, scene.b), C.BM, C.BN)
-    if opt.left is not None:
+    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):  # every block is masked: one loop does
+        inner = begin
+        outer = begin
+    elif opt.left is not None:
         for start in tl.range(begin, tl.minimum(inner, scene.highest), C.BN):
             state = visit(state, scene, i0, start, opt, TILE, C, True)
-    for start in tl.range(inner, outer, C.BN):
-        state = visit(state, scene, i0, start, opt, TILE, C, False)
+    if (opt.bias.ptr is None) and (opt.mask.ptr is None):
+        for start in tl.range(inner, outer, C.BN):
+            state = visit(state, scene, i0, start, opt, TILE, C, False)
     for start in tl.range(tl.maximum(inner, outer), scene.highest, C.BN):
         state = visit(state, scene, i0, start, opt, TILE, C, True)
     return state
@@ -327,7 +353,7 @@ def look(scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     j = (start + tl.arange(0, C.BN))[None, :]
     g = scene.h // opt.group
     keys = block_of(scene.k, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.D, C.BD, not EDGE)
-    x = tl.dot(scene.q, tl.trans(keys), input_precision=C.PRECISION, out_dtype=C.ACC)
+    x = dot(scene.q, tl.trans(keys), None, C)
     first, last = scene.first[:, None], scene.last[:, None]
     y, seen = scores(x, scene.b, scene.h, scene.i[:, None], j, first, last, opt, C.LINEAR, EDGE)
     return keys, x, y, seen, j

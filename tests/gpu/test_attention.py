@@ -1,0 +1,114 @@
+"""The attention kernels compiled, on shapes that fill several blocks, against the float64 oracle on the same GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from attention_data import check_backward, check_forward, make, random_problem
+
+from regard import normalizers, reference, statistics
+from regard.kernels import attention
+from regard.problem import Upstream
+
+pytestmark = pytest.mark.filterwarnings("default")
+HALF = [torch.bfloat16, torch.float16]
+
+
+class Poisoned:
+    """torch, with every fresh tensor full of NaN: what a kernel leaves unwritten shows."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *shape, **kind):
+        return torch.empty(*shape, **kind).fill_(math.nan)
+
+    def empty_like(self, other):
+        return torch.full_like(other, math.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    monkeypatch.setattr(attention, "torch", Poisoned())
+
+
+def check(problem, **slack):
+    check_backward(attention, problem, check_forward(attention, problem, **slack), **slack)
+
+
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_any_options(seed):
+    dtype = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
+    check(random_problem(seed, dtype, "cuda", size=5), slack=2.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", normalizers.names())
+def test_model_shapes(name, d, causal):
+    check(make(1, name, b=1, m=600, n=600, d=d, e=d, dtype=torch.bfloat16, device="cuda", causal=causal), slack=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_wide_types(name, dtype):
+    for d in (32, 128):
+        check(make(2, name, b=1, m=130, n=150, d=d, e=d, dtype=dtype, device="cuda", causal=True))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_wide_heads(dtype):
+    check(make(3, b=1, m=200, n=260, d=256, e=192, dtype=dtype, device="cuda"), slack=2.0)
+
+
+def test_gradients_of_statistics():
+    problem = make(4, m=200, n=190, d=32, e=32, dtype=torch.float32, device="cuda", sink=True, temperature=True, causal=True)
+    check_backward(attention, problem, check_forward(attention, problem), stats=statistics.DIFFERENTIABLE, slack=2.0)
+
+
+def test_sharp_and_flat_rows_of_a_long_sequence():
+    for sharp in (0.02, 12.0):
+        for name in ("softmax", "entmax15", "sparsemax"):
+            problem = make(5, name, b=1, h=2, g=1, m=300, n=9000, d=64, e=64, dtype=torch.bfloat16, device="cuda", sharp=sharp)
+            check_forward(attention, problem, slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_same_inputs_same_bits(name):
+    problem = make(6, name, b=2, h=8, g=2, m=1000, n=1000, d=64, e=64, dtype=torch.bfloat16, device="cuda", causal=True)
+    answers = []
+    for _ in range(3):
+        answer = attention.forward(problem)
+        grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
+        answers.append((answer.o, answer.stats, grads.q, grads.k, grads.v))
+    for other in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(answers[0], other, strict=True))
+
+
+def test_more_than_two_to_the_31_elements():
+    rows = 2**31 // (128 * 64) + 200
+    big = torch.randn(1, rows, 128, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)  # strides beyond int32
+    q = big[:, -1:]
+    problem = dataclasses.replace(make(0, b=1, h=1, g=1, m=1, n=1), q=q, k=q, v=q, stats=("entropy",), left=3, right=0)
+    tail = slice(rows - 300, rows)
+    o = attention.forward(problem).o[:, :, tail]
+    cut = dataclasses.replace(problem, q=q[:, :, tail], k=q[:, :, tail], v=q[:, :, tail])
+    truth, _ = reference.of_problem(cut)
+    torch.testing.assert_close(o[:, :, 4:].double(), truth[:, :, 4:], rtol=2e-2, atol=2e-2)
+
+
+def test_hidden_nan_changes_nothing():
+    for name in ("softmax", "entmax15"):
+        problem = make(7, name, b=2, m=300, n=400, d=64, e=64, dtype=torch.bfloat16, device="cuda", lengths=True, stats=())
+        lengths = problem.key_lengths.clamp(max=400)
+        seen = (torch.arange(400, device="cuda") < lengths[:, None])[:, None, :, None]
+        answers = []
+        for fill in (0.0, math.nan):
+            p = dataclasses.replace(problem, k=problem.k.masked_fill(~seen, fill), v=problem.v.masked_fill(~seen, fill))
+            answer = attention.forward(p)
+            grads = attention.backward(p, answer, Upstream(torch.ones_like(answer.o)))
+            answers.append((answer.o, grads.q, grads.k, grads.v))
+        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))

@@ -1,0 +1,207 @@
+"""The Triton attention kernels under Triton's interpreter, on small odd shapes, against the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from attention_data import check_backward, check_forward, make, random_problem
+
+from regard import normalizers, philox, reference, statistics
+from regard.kernels import attention
+from regard.problem import Upstream
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy overflows where a GPU does too
+]
+KERNELS = ("forward_online", "forward_threshold", "backward_rows", "backward_dq", "backward_dkv", "backward_bias")
+launched: set[str] = set()
+
+
+class Watched:
+    """A kernel that writes its launches down."""
+
+    def __init__(self, kernel):
+        self.kernel, self.__name__ = kernel, kernel.__name__
+
+    def __getitem__(self, grid):
+        launched.add(self.__name__)
+        return self.kernel[grid]
+
+
+class Poisoned:
+    """torch, with every fresh tensor full of NaN: what a kernel leaves unwritten shows."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *shape, **kind):
+        return torch.empty(*shape, **kind).fill_(math.nan)
+
+    def empty_like(self, other):
+        return torch.full_like(other, math.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    monkeypatch.setattr(attention, "torch", Poisoned())
+    for name in KERNELS:
+        monkeypatch.setattr(attention, name, Watched(getattr(attention, name)))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_options(seed):
+    problem = random_problem(seed)
+    check_backward(attention, problem, check_forward(attention, problem))
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_every_normalizer_with_statistics(name):
+    for options in (dict(causal=True), dict(mask=True), dict(sharp=10.0, temperature=True)):
+        problem = make(3, name, m=19, **options)
+        answer = check_forward(attention, problem)
+        check_backward(attention, problem, answer)
+
+
+def test_every_kernel_was_launched():
+    for name in ("softmax", "sparsemax"):
+        problem = make(0, name, b=1, h=1, g=1, m=2, n=3, bias="bhm")
+        check_backward(attention, problem, check_forward(attention, problem))
+    assert launched == set(KERNELS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "relu"])
+def test_other_types(name, dtype):
+    problem = make(5, name, dtype=dtype, causal=True, m=20, n=24)
+    answer = check_forward(attention, problem)
+    check_backward(attention, problem, answer, slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax1"])
+def test_gradients_of_statistics(name):
+    for options in (dict(sink=True, causal=True, temperature=True), dict(mask=True, softcap=2.0), dict(lengths=True)):
+        problem = make(7, name, m=18, n=20, **options)
+        answer = check_forward(attention, problem)
+        check_backward(attention, problem, answer, stats=statistics.DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "entmax(alpha=1.2)", "sigmoid"])
+def test_only_the_statistics_asked_for(name):
+    for names in (("max_logit",), ("entropy", "support"), ("distance", "gradient_gain"), ("logsumexp",), ()):
+        check_forward(attention, make(11, name, b=1, h=2, g=1, stats=names))
+
+
+def test_nearly_one_hot_rows_keep_their_gain_and_entropy():
+    q = torch.tensor([[[[1.0]], [[1.0]]]])  # [1, 2, 1, 1]
+    k = torch.tensor([[[[30.0], [0.0], [0.0]], [[-500.0], [-530.0], [-530.0]]]])
+    problem = dataclasses.replace(make(0, b=1, h=2, g=2, m=1, n=3, d=1, e=1), q=q, k=k, scale=1.0)
+    answer = attention.forward(problem)
+    stats = dict(zip(problem.stats, answer.stats[:, 0, :, 0], strict=True))
+    truth = statistics.of_scores(torch.tensor([30.0, 0.0, 0.0], dtype=torch.float64))
+    for name in ("gradient_gain", "entropy"):
+        torch.testing.assert_close(stats[name].double(), truth[name].expand(2), rtol=1e-4, atol=0.0)
+
+
+HIDING = (dict(causal=True, m=9, n=30), dict(left=2, right=2, m=20, n=40), dict(mask=True), dict(lengths=True))
+
+
+def test_what_no_query_sees_changes_nothing():
+    for name in ("softmax", "entmax15", "sigmoid"):
+        for options in HIDING:
+            problem = make(13, name, stats=(), **options)
+            visible = torch.ones(problem.q.shape[-2], problem.k.shape[-2], dtype=torch.bool)
+            seen = reference_visible(problem, visible).any(-2)  # [B, H, N]
+            seen = seen.unflatten(1, (problem.k.shape[1], -1)).any(2)
+            assert (~seen).any() or options.get("mask")
+            if options.get("mask"):
+                problem.mask = problem.mask & (torch.arange(problem.k.shape[-2]) != 4)
+                seen = seen & (torch.arange(problem.k.shape[-2]) != 4)
+            clean = [x.masked_fill(~seen[..., None], 0.0) for x in (problem.k, problem.v)]
+            dirty = [x.masked_fill(~seen[..., None], math.nan) for x in (problem.k, problem.v)]
+            do = torch.ones(*problem.q.shape[:-1], problem.v.shape[-1])
+            answers = []
+            for k, v in (clean, dirty):
+                p = dataclasses.replace(problem, k=k, v=v)
+                answer = attention.forward(p)
+                grads = attention.backward(p, answer, Upstream(do))
+                answers.append((answer.o, grads.q, grads.k, grads.v))
+            for a, b in zip(*answers, strict=True):
+                assert torch.equal(a, b)
+
+
+def reference_visible(problem, visible):
+    window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
+    m, n = visible.shape
+    interval = reference.masks.dense(m, n, is_causal=problem.causal, window_=window, key_lengths=problem.key_lengths)
+    seen = visible if interval is None else visible & interval
+    seen = seen if problem.mask is None else seen & problem.mask
+    return seen.expand(*problem.q.shape[:-1], n)
+
+
+def test_nan_and_infinity_stay_in_their_row():
+    for name in ("softmax", "entmax15", "sparsemax"):
+        problem = make(17, name, b=1, h=1, g=1, stats=())
+        problem.q[0, 0, 3] = math.nan
+        o = attention.forward(problem).o
+        assert o[0, 0, 3].isnan().all()
+        others = torch.arange(o.shape[-2]) != 3
+        truth, _ = reference.of_problem(problem)
+        torch.testing.assert_close(o[0, 0, others].double(), truth[0, 0, others], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "relu", "softmax1"])
+def test_huge_logits_stay_finite(name):
+    problem = make(19, name, dtype=torch.bfloat16, stats=(), scale=3000.0, n=40)
+    answer = attention.forward(problem)
+    assert torch.isfinite(answer.o).all()
+    grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
+    assert all(torch.isfinite(x).all() for x in (grads.q, grads.k, grads.v))
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "sigmoid"])
+def test_empty_sequences(name):
+    for sizes in (dict(m=0), dict(n=0), dict(b=0), dict(m=0, n=0)):
+        problem = make(23, name, **sizes)
+        answer = attention.forward(problem)
+        grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
+        for tensor in (answer.o, answer.frame, answer.z, grads.q, grads.k, grads.v):
+            assert (tensor == 0).all()
+        bare = dict(zip(problem.stats, answer.stats, strict=True))
+        assert (bare["logsumexp"] == -math.inf).all() and (bare["entropy"] == 0).all()
+
+
+def test_dropout_keeps_what_philox_says():
+    problem = make(29, b=1, h=2, g=2, m=5, n=18, e=18, dropout=0.4, stats=())
+    problem.v = torch.eye(18).expand(1, 2, 18, 18).contiguous()
+    kept = philox.keep(problem.seed, (1, 2, 5, 18), 0.4)
+    assert torch.equal(attention.forward(problem).o > 0, kept)
+
+
+def test_sparse_weights_are_exact_zeros_and_ties_equal():
+    problem = make(31, "entmax15", b=1, h=1, g=1, m=4, n=33, e=33, sharp=6.0)
+    problem.k[0, 0, 20] = problem.k[0, 0, 2]
+    problem.v = torch.eye(33)[None, None].contiguous()
+    answer = attention.forward(problem)
+    truth, stats = reference.of_problem(problem)
+    assert torch.equal(answer.o > 0, truth > 0) and (answer.o == 0).any()
+    assert torch.equal(answer.o[..., 2], answer.o[..., 20])
+    support = problem.stats.index("support")
+    assert torch.equal(answer.stats[support].double(), stats[support])
+    assert ((answer.o.sum(-1) - 1).abs() <= 2e-6).all()
+
+
+def test_same_inputs_same_bits():
+    problem = make(37, "softmax", causal=True, bias="bh")
+    first, second = (attention.forward(problem) for _ in range(2))
+    assert torch.equal(first.o, second.o) and torch.equal(first.stats, second.stats)
+
+
+def test_sink_of_a_map_without_exponentials_is_refused():
+    with pytest.raises(ValueError, match="sink"):
+        attention.forward(dataclasses.replace(make(0, "relu"), sink=torch.zeros(2, 4, 21)))

@@ -242,4 +242,7 @@ def _blocks(p: Problem, kernel: str) -> tuple[int, int, dict]:
         m, n = ((64, 32), (32, 32), (16, 16))[size]
         return m, n, dict(num_warps=4, num_stages=1)
     m, n, warps, stages = HALF[kernel][size]
+    simple = p.choice.family == "ratio" and p.choice.exponential
+    if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or (p.stats and not simple and size < 2):
+        m, n, warps, stages = min(m, 64), min(n, 64), 4, min(stages, 2)  # more registers per score
     return m, n, dict(num_warps=warps, num_stages=stages)

@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench lint format figures clean
+.PHONY: help setup demo test test-gpu bench lint format figures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,5 +40,9 @@ format: $(READY)  ## what lint would have said, done
 figures: $(READY)  ## the pictures of README and docs
 	$(BIN)/python docs/figures/eight.py
 
+docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers, API
+	$(BIN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:  ## everything made here
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build site

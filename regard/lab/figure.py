@@ -144,7 +144,7 @@ class Figure:
         data = [dict(i=i, j=j, v=v) for i, row in enumerate(self.rows) for j, v in enumerate(row)]
         largest = max((abs(cell["v"]) for cell in data), default=1.0) or 1.0
         signed = any(cell["v"] < 0 for cell in data)
-        scale = {"domain": [-largest, 0.0, largest], "range": [COLOURS[1], "white", COLOURS[0]]}
+        scale = {"domain": [-largest, 0.0, largest], "range": [COLOURS[1], "white", COLOURS[0]], "interpolate": "rgb"}
         if not signed:
             scale = {"domain": [0.0, largest], "range": ["white", COLOURS[0]]}
         axis = {"labelAngle": 0, "labelOverlap": True}

@@ -1,0 +1,204 @@
+"""What mkdocs builds besides the files of this folder: the claims with their figures, and a page per normaliser.
+
+A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML and `[[figure: CLAIM]]` the claim's own figure.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from functools import cache
+from html import escape
+
+import torch
+
+import regard
+from regard import lab, listing
+from regard.lab.figure import Figure
+from regard.lab.mathematics import mathml
+
+VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
+NOTES = {
+    "000": "Softmax and its derivative",
+    "001": "Why divide by √d_k",
+    "002": "Notes on softmax",
+    "003": "Why the scale factor",
+    "004": "Softmax in attention",
+}
+
+
+@cache
+def results() -> dict[str, lab.Result]:
+    """Every claim, run once per build; one that fails fails the build."""
+    return {name: lab.run(name) for name in lab.names()}
+
+
+def pages() -> dict[str, str]:
+    """path → Markdown (or SVG) of everything that is generated."""
+    made = {"claims/index.md": claims_index(), "normalizers/index.md": normalizers_index()}
+    for note in NOTES:
+        made[f"claims/note-{note}.md"] = claims_of(note)
+    for name, result in results().items():
+        made[f"claims/{name}.svg"] = result.finding.figure().svg(400, 240)
+    for name in regard.normalizers.names():
+        made[f"normalizers/{name}.md"] = normalizer_page(name)
+        made[f"normalizers/{name}.svg"] = normalizer_figure(name).svg(400, 240)
+    return made
+
+
+def claims_index() -> str:
+    rows = "\n".join(
+        f"| [{name}](note-{r.claim.note[:3]}.md#{name}) | {verdict(r)} | {cell(r.claim.statement)} |"
+        for name, r in results().items()
+    )
+    waits = "\n".join(f"| {name} | waits for training | {cell(text)} |" for name, text in lab.waiting().items())
+    return f"""# What the notes claim, and what is true
+
+Five study notes on softmax and attention, claim by claim. Each claim is one file in `regard/lab/claims/` that measures it;
+an interval (99.99 %) that lies in what the claim allows agrees, one that lies outside disagrees.
+
+| claim | verdict | statement |
+| --- | --- | --- |
+{rows}
+{waits}
+"""
+
+
+def claims_of(note: str) -> str:
+    sections = "\n".join(claim_section(r) for r in results().values() if r.claim.note.startswith(note))
+    return f"# Note {note}: {NOTES[note]}\n\n{sections}"
+
+
+def claim_section(result: lab.Result) -> str:
+    claim, finding = result.claim, result.finding
+    formulas = "".join(mathml(line, block=True) for line in claim.derivation)
+    told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
+    said = "\n\n".join(f"**{label}:** {escape(text)}" for label, text in told if text)
+    rows = "\n".join(
+        f"| {cell(c.what)} | {cell(c.allowed)} | {cell(repr(c.measured))} | {'agrees' if c.agrees else 'disagrees'} |"
+        for c in finding.checks
+    )
+    return f"""## {claim.id} {{ #{claim.id} }}
+
+{verdict(result)} {escape(claim.statement)}
+
+<div class="derivation">{formulas}</div>
+
+![{bracket(finding.figure().alt)}]({claim.id}.svg)
+
+{said}
+
+| check | predicted | measured | |
+| --- | --- | --- | --- |
+{rows}
+
+*Rule: {escape(claim.rule)}*
+"""
+
+
+def verdict(result: lab.Result) -> str:
+    return f'<span class="verdict {result.verdict}">{VERDICTS[result.verdict]}</span>'
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a Markdown table."""
+    return re.sub(r"([_*|])", r"\\\1", escape(text))
+
+
+def bracket(text: str) -> str:
+    return text.replace("[", "(").replace("]", ")")
+
+
+def normalizers_index() -> str:
+    rows = "\n".join(
+        f"| [{name}]({name}.md) | {cell(row['formula'])} | {cell(row['sums_to'])} | {'yes' if row['sparse'] else 'no'} | "
+        f"{cell(row['family'])} |"
+        for name, row in listing.rows().items()
+    )
+    return f"""# Normalisers
+
+Each is one file; kernels, CPU path, statistics, tests, this page and `regard list` pick it up with no other edit.
+
+| name | weights | rows sum to | sparse | family |
+| --- | --- | --- | --- | --- |
+{rows}
+"""
+
+
+def normalizer_page(name: str) -> str:
+    row = listing.rows()[name]
+    module = sys.modules[f"regard.normalizers.{name}"]
+    summary, _, rest = inspect.getdoc(module).partition("\n\n")
+    prose, _, example = rest.partition(">>>")
+    parameter = row["parameter"]
+    knob = f"- parameter: `{parameter['name']}`, default {parameter['default']:g}\n" if parameter else ""
+    return f"""# {name}
+
+{cell(summary)}
+
+{cell(prose)}
+
+```python
+>>>{example}
+```
+
+![{bracket(normalizer_figure(name).alt)}]({name}.svg)
+
+- weights: {cell(row["formula"])}
+- rows sum to {cell(row["sums_to"])}; exact zeros: {"yes" if row["sparse"] else "no"}
+- family: {row["family"]}
+{knob}- paper: {cell(row["paper"])}
+
+## Its file
+
+```python
+{inspect.getsource(module).strip()}
+```
+"""
+
+
+def normalizer_figure(name: str) -> Figure:
+    """The weights of three scores, (x, 0, 1), as the first one moves."""
+    x = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    p = regard.normalize(torch.stack([x, torch.zeros_like(x), torch.ones_like(x)], -1), name)
+    series = {f"score {label}": (x.tolist(), p[:, i].tolist()) for i, label in enumerate(("x", "0", "1"))}
+    words = f"{name}: the weights of the scores x, 0 and 1 as x goes from −4 to 4; at 4 the first is {float(p[-1, 0]):.2f}."
+    return Figure("lines", "x", "weight", series, alt=words)
+
+
+def on_config(config):
+    """The generated pages' places in the navigation."""
+    members = [{name: f"normalizers/{name}.md"} for name in regard.normalizers.names()]
+    notes = [{f"Note {note}: {title}": f"claims/note-{note}.md"} for note, title in NOTES.items()]
+    for entry in config.nav:
+        if "Normalisers" in entry:
+            entry["Normalisers"] = [{"All": "normalizers/index.md"}, *members]
+        if "Claims" in entry:
+            entry["Claims"] = [{"All": "claims/index.md"}, *notes]
+    return config
+
+
+def on_files(files, config):
+    from mkdocs.structure.files import File
+
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """Mathematics and figures, outside code."""
+    parts = re.split(r"(```.*?```|`[^`\n]*`)", markdown, flags=re.DOTALL)
+    depth = "../" * page.file.src_uri.count("/")
+    return "".join(part if part.startswith("`") else _typeset(part, depth) for part in parts)
+
+
+def _typeset(text: str, depth: str) -> str:
+    def figure(match):
+        name = match[1]
+        return f"![{bracket(results()[name].finding.figure().alt)}]({depth}claims/{name}.svg)"
+
+    text = re.sub(r"\[\[figure: ([\w-]+)\]\]", figure, text)
+    text = re.sub(r"\$\$(.+?)\$\$", lambda m: f'<div class="derivation">{mathml(m[1], block=True)}</div>', text, flags=re.S)
+    return re.sub(r"\$([^$\n]+)\$", lambda m: f"<span>{mathml(m[1])}</span>", text)

@@ -123,6 +123,21 @@ def solve_newton(y, size, parameter, gain):
     return tau, value, slope
 
 
+def solve(x, n, top, y, parameter, gain):
+    """(τ, Σp, Σg) of the row x[:n] − top, n a multiple of the lanes; y is room for n entries and one vector more."""
+    size = 0
+    for j in range(0, n, tile.lanes):
+        size = words.compress(x, j, top, -1.0, y, size)
+    seal(y, size)
+    if tile.order == 1:
+        tau, total, slopes = solve_linear(y, size)
+    elif tile.order == 2:
+        tau, total, slopes = solve_quadratic(y, size)
+    else:
+        tau, total, slopes = solve_newton(y, size, parameter, gain)
+    return tau, total, slopes
+
+
 def side_step(tau, sums, known):
     """One step of `solve_linear` or `solve_quadratic` for SIDE rows at once; True while a support still changes."""
     changes = 0.0
@@ -240,16 +255,7 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
             state[0, i] = nothing_or_nan(top)
             state[1, i] = nothing_or_nan(top)
             continue
-        size = 0
-        for j in range(0, padded, tile.lanes):
-            size = words.compress(x, j, top, -1.0, y, size)
-        seal(y, size)
-        if tile.order == 1:
-            tau, total, slopes = solve_linear(y, size)
-        elif tile.order == 2:
-            tau, total, slopes = solve_quadratic(y, size)
-        else:
-            tau, total, slopes = solve_newton(y, size, parameter, gain)
+        tau, total, slopes = solve(x, padded, top, y, parameter, gain)
         state[0, i] = top + tau
         state[1, i] = slopes
         inverse = real(1 / total)

@@ -77,8 +77,7 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     """
     problem, wide = _detached(problem), problem.accumulator
     db = _zeros_like_unexpanded(problem.bias, wide) if upstream.bias and problem.bias is not None else None
-    owned = (True, True, True) if db is None else [own == all_ for own, all_ in zip(db.shape, problem.q.shape[:3])]
-    blocks = Blocks(problem, owned=owned)
+    blocks = Blocks(problem, [db is None or db.shape[dim] == problem.q.shape[dim] for dim in range(3)])
     dq = torch.empty(problem.q.shape, dtype=problem.q.dtype)
     dk = torch.zeros((blocks.parts, *problem.k.mT.shape), dtype=wide)  # transposed: BLAS adds to rows faster
     dv = torch.zeros((blocks.parts, *problem.v.mT.shape), dtype=wide)

@@ -18,7 +18,8 @@ from torch import Tensor
 from regard.cpu import _cores
 from regard.problem import Problem
 
-SCORES = 1 << 18  # scores in one block: with their weights' gradients they stay in a core's second-level cache
+SCORES = 1 << 19  # in one block, about; few enough for the cache, enough to make Python's share small
+ROWS, FEWEST = 128, 8  # so many rows even if that makes four times the scores; so few only if it must be
 TASKS = 16  # at least so many, where there is work for them: enough for the cores to share evenly
 PARTIAL_BYTES = 64 << 20  # what backward may spend on partial sums of dk and dv
 SMALL = 1 << 15  # scores in all, below which one core is enough
@@ -76,17 +77,20 @@ class Scratch:
 class Blocks:
     """The cut of a problem into tasks and blocks.
 
+    owned: does every batch entry, head, part of the queries write to a place of its own? What does not shares a task
+    list, and so a core.
+
     >>> import torch
     >>> from regard import normalizers
     >>> from regard.cpu.attention_blocks import Blocks
     >>> from regard.problem import Problem
-    >>> x = torch.zeros(1, 1, 6, 4)
-    >>> blocks = Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=12)
+    >>> x = torch.zeros(1, 1, 20, 4)
+    >>> blocks = Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=1)
     >>> [(block.i0, block.keys.stop) for tasks in blocks.tasks for task in tasks for block in blocks.of(task)]
-    [(4, 6), (2, 4), (0, 2)]
+    [(16, 20), (8, 16), (0, 8)]
     """
 
-    def __init__(self, problem: Problem, scores: int = SCORES, owned: Sequence[bool] = (True, True, True)):
+    def __init__(self, problem: Problem, owned: Sequence[bool] = (True, True, True), scores: int = SCORES):
         self.problem, self.dtype = problem, problem.accumulator
         self.owned = owned
         self.batch, self.heads, self.queries, self.dim = problem.q.shape
@@ -97,20 +101,23 @@ class Blocks:
         self.right = FAR if right is None else right
         lengths = [self.n] * self.batch if problem.key_lengths is None else problem.key_lengths.tolist()
         self.limits = [min(max(int(length), 0), self.n) for length in lengths]
-        width = max(1, min(self.n, self.left + self.right + 1))
-        rows = max(16, scores // width) if scores >= SCORES else max(1, scores // width)
+        self.width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most
+        rows = max(scores // self.width, min(ROWS, 4 * scores // self.width), FEWEST)
+        if self.width < self.n:
+            rows = min(rows, max(64, self.width))  # a window's block sees width + rows keys
         self.step = max(1, min(self.queries, rows // max(self.share, 1)))
-        self.together = max(1, min(self.groups, rows // max(1, self.share * self.step))) if self.queries <= self.step else 1
+        fit = rows // max(1, self.share * self.step)  # so many key heads at once, where whole heads are small
+        self.together = max(1, min(self.groups, fit)) if self.queries <= self.step else 1
         self.parts = self._parts()
         self.tasks = self._tasks()
 
     def _parts(self) -> int:
-        batches, heads, _ = (size if own else 1 for size, own in zip((self.batch, math.ceil(self.groups / self.together), 0), self.owned))
-        owners = max(1, batches * heads)
+        owners = self.batch if self.owned[0] else 1
+        owners *= math.ceil(self.groups / self.together) if self.owned[1] else 1
         steps = math.ceil(self.queries / self.step) if self.step else 1
         size = max(1, self.batch * self.groups * self.n * (self.dim + self.value_dim))
         affordable = PARTIAL_BYTES // (size * self.dtype.itemsize)
-        return max(1, min(math.ceil(TASKS / owners), steps, affordable))
+        return max(1, min(math.ceil(TASKS / max(1, owners)), steps, affordable))
 
     def _tasks(self) -> list[list[Task]]:
         """Tasks that write to the same place stand in one list: one core does them, in order."""
@@ -137,12 +144,13 @@ class Blocks:
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Do every task, on as many cores as torch uses."""
+
         def in_order(tasks: list[Task], own: dict) -> None:
             scratch = own.setdefault("scratch", Scratch(self.dtype))
             for task in tasks:
                 work(task, scratch)
 
-        size = self.batch * self.heads * self.queries * max(1, min(self.n, self.left + self.right + 1))
+        size = self.batch * self.heads * self.queries * self.width
         _cores.each(self.tasks, in_order, 1 if size < SMALL else None)
 
     def geometry(self, block: Block) -> tuple[int, ...]:

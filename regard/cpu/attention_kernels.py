@@ -17,6 +17,7 @@ from regard.normalizers import Choice, Normalizer
 from regard.normalizers._families import nothing
 
 MOMENTS = {"mean_logit", "logit_variance"}
+OWN = ["numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight"]
 SPREAD = {"entropy", "effective_keys", "participation", "support", "gradient_gain"}
 
 
@@ -42,10 +43,6 @@ def backward(choice: Choice, dtype: torch.dtype, *, from_scores: bool, watched: 
 @functools.cache
 def drop(dtype: torch.dtype) -> Callable:
     return kernel(attention_rows_backward.drop, {}, _precision(dtype))
-
-
-def needs_scores(choice: Choice) -> bool:
-    return choice.slope_of_weight is None
 
 
 @functools.cache
@@ -82,14 +79,12 @@ def _tiles(normalizer: Normalizer, precision: str) -> dict:
         level=attention_rows.threshold_level if family == "threshold" else attention_rows.plain_level,
         rest=getattr(normalizer, "rest", nothing),
     )
-    for name in ("weight", "rise", "cross"):
+    for name in ("weight", "norm", "rise", "fall", "cross"):
         tiles[name] = getattr(attention_rows, f"{family}_{name}")
-    tiles["norm"] = attention_rows.ratio_norm if family == "ratio" else tiles["weight"]
-    falls = {"ratio": attention_rows.ratio_fall, "threshold": tiles["rise"], "pointwise": attention_rows.pointwise_cross}
-    tiles["fall"] = falls[family]
     tiles["above"] = attention_rows.threshold_above
-    own = ("numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight")
-    tiles.update({name: getattr(normalizer, name) for name in own if getattr(normalizer, name, None) is not None})
+    for name in OWN:
+        if getattr(normalizer, name, None) is not None:
+            tiles[name] = getattr(normalizer, name)
     return tiles
 
 

@@ -1,6 +1,8 @@
 """s ← u in place, for each row of a block of logits; p = u/Z, and the sums that statistics are made of.
 
-The weights stay unnormalised: the caller scales the row of u·v by `inverse` = 1/Z instead. These are templates: `_compile.kernel` fills in `tile.…` (a normaliser's functions, and flags known when compiling).
+The weights stay unnormalised: the caller scales the row of u·v by `inverse` = 1/Z instead. These are templates:
+`_compile.kernel` fills in `tile.…`, a normaliser's functions and flags that are known when compiling.
+
 A block holds `rows` queries i0, i0 + 1, … of one or more heads below one another; its columns are the keys from j0
 on. Each row sees one interval of them, and in it −inf is hidden too. What a row does not see becomes 0.
 """
@@ -12,7 +14,7 @@ import math
 import numpy as np
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu._rows_threshold import solve_linear, solve_newton, solve_quadratic
+from regard.cpu._rows_threshold import solve
 
 CHUNK = 2048  # entries summed in the row's own precision before the sum joins a float64
 
@@ -118,7 +120,7 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
 def exponential_sums(x, top, mean, offset):
     """x ← e = exp(x − top); (Σe, Σ'e, Σ'e·log e, Σ'e², ties, Σ(x − mean)², Σe·|i − j|), ' without the maximum."""
     zero = np.float64(0.0)
-    total, below, log_u, square, ties, m2, distance = zero, zero, zero, zero, zero, zero, zero
+    total, log_u, square, ties, m2, distance = zero, zero, zero, zero, zero, zero
     for start in range(0, len(x), CHUNK):
         chunk, away = x[start : start + CHUNK], offset + real(start)
         total_, log_, square_, ties_, m2_, distance_ = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
@@ -256,7 +258,7 @@ def general_sums(x, top, mean, m, c, theta, offset):
 
 
 def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
-    """p = value(max(gain·s − τ, 0)) with Σp = 1, solved by `_rows_threshold` on the entries within 1 of the maximum."""
+    """p = value(max(gain·s − τ, 0)) with Σp = 1, solved on the entries within 1 of the maximum."""
     theta = real(parameter)
     gain = tile.gain(theta)
     y = np.empty(s.shape[1] + tile.lanes, s.dtype)
@@ -272,17 +274,10 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
         high = gain * top
         for j in range(len(x)):
             y[j] = gain * x[j]
-        for j in range(len(x), len(x) + tile.lanes):
+        padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
+        for j in range(len(x), padded):
             y[j] = -math.inf
-        size = 0
-        for j in range(0, len(x), tile.lanes):
-            size = words.compress(y, j, high, -1.0, packed, size)
-        if tile.order == 1:
-            tau, total, slopes = solve_linear(packed, size)
-        elif tile.order == 2:
-            tau, total, slopes = solve_quadratic(packed, size)
-        else:
-            tau, total, slopes = solve_newton(packed, size, theta, gain)
+        tau, total, slopes = solve(y, padded, high, packed, theta, gain)
         general_row(x, r, top, high, tau, theta, i, j0 + first, sums)
         frame[r] = high + tau
         z[r] = slopes
@@ -333,6 +328,9 @@ def threshold_rise(x, m, c, theta):
     return words.where(t > 0.0, tile.slope(t, theta), 0.0)
 
 
+threshold_norm, threshold_fall = threshold_weight, threshold_rise
+
+
 def threshold_cross(x, m, c, theta):
     return tile.rise(x, m, c, theta) * tile.rise(x, m, c, theta)
 
@@ -347,3 +345,6 @@ def pointwise_rise(x, m, c, theta):
 
 def pointwise_cross(x, m, c, theta):
     return 0.0
+
+
+pointwise_norm, pointwise_fall = pointwise_weight, pointwise_cross

@@ -80,7 +80,7 @@ def backward_from_scores(s, dp, i0, rows, j0, left, right, limit, parameter, fra
                 hidden = y == real(-math.inf)
                 y = words.where(hidden, 0.0, y)
                 p = tile.weight(y, m, c, theta) * scaled(inverse)
-                d = tile.rise(y, m, c, theta) * scaled(inverse) * dchunk[j] - tile.fall(y, m, c, theta) * scaled(inverse) * shift
+                d = (tile.rise(y, m, c, theta) * dchunk[j] - tile.fall(y, m, c, theta) * shift) * scaled(inverse)
                 if tile.watched:
                     log_p = (y - top) - log_total
                     d += by_lse * p + by_variance * (y - mean)

@@ -4,8 +4,8 @@ Each statistic has a scale on which its bins are even: linear for entropies, log
 logits, which may be negative and large, and for shares the fourth root, fine near 0 and near 1, then slowly log₁₀.
 
 >>> from regard.health.bins import edges
->>> edges("entropy_ratio")[[0, 256, 512]]
-tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
+>>> edges("entropy_ratio")[256], edges("entropy_ratio")[-1]
+(0.5, 1.0)
 """
 
 from __future__ import annotations
@@ -49,12 +49,7 @@ def _from_share(x: Tensor) -> Tensor:
     return torch.where(x <= 1.0, x.sqrt().sqrt(), 1.0 + SHARE_SLOPE * torch.log10(x))
 
 
-def _to_share(t: Tensor) -> Tensor:
-    return torch.where(t <= 1.0, t**4, 10.0 ** ((t - 1.0) / SHARE_SLOPE))
-
-
 SCALES = dict(linear=lambda x: x, log=lambda x: torch.log10(x.clamp_min(0.0)), asinh=torch.asinh, share=_from_share)
-INVERSES = dict(linear=lambda t: t, log=lambda t: 10.0**t, asinh=torch.sinh, share=_to_share)
 
 
 def place(values: Tensor) -> Tensor:
@@ -81,35 +76,54 @@ def _origin(device, dtype) -> tuple[Tensor, Tensor]:
     return low[:, None, None], ((high - low) / BINS)[:, None, None]
 
 
-def edges(name: str) -> Tensor:
+def _on_scale(scale: str, x: float) -> float:
+    """One value on its scale, without a tensor."""
+    if scale == "linear":
+        return x
+    if scale == "asinh":
+        return math.asinh(x)
+    if scale == "log":
+        return math.log10(x) if x > 0 else -math.inf
+    return max(x, 0.0) ** 0.25 if x <= 1.0 else 1.0 + SHARE_SLOPE * math.log10(x)
+
+
+def _off_scale(scale: str, t: float) -> float:
+    if scale == "linear":
+        return t
+    if scale == "asinh":
+        return math.sinh(t)
+    if scale == "log":
+        return 10.0**t
+    return t**4 if t <= 1.0 else 10.0 ** ((t - 1.0) / SHARE_SLOPE)
+
+
+def edges(name: str) -> list[float]:
     """The 513 edges of a statistic's bins, as values; the first edge of a log scale stands for 0."""
     scale, low, high = LAYOUT[name]
-    values = INVERSES[scale](torch.linspace(low, high, BINS + 1, dtype=torch.float64))
-    if scale == "log":
-        values[0] = 0.0
-    return values
+    values = [_off_scale(scale, low + (high - low) * at / BINS) for at in range(BINS + 1)]
+    return [0.0, *values[1:]] if scale == "log" else values
 
 
 def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -> float:
     """The value below which `share` of the counts lie, interpolated on the statistic's scale, within [low, high]."""
-    total = float(counts.sum())
+    running = counts.numpy().cumsum()
+    total = int(running[-1])
     if not total:
         return math.nan
-    running = counts.cumsum(0).double()
-    at = int(torch.searchsorted(running, torch.tensor(share * total, dtype=torch.float64)).clamp_max(BINS - 1))
-    before = float(running[at - 1]) if at else 0.0
-    inside = (share * total - before) / max(float(counts[at]), 1.0)
+    wanted = share * total
+    at = min(int(running.searchsorted(wanted)), BINS - 1)
+    before = int(running[at - 1]) if at else 0
+    inside = (wanted - before) / max(int(running[at]) - before, 1)
     scale, first, last = LAYOUT[name]
-    t = first + (at + min(max(inside, 0.0), 1.0)) * (last - first) / BINS
-    value = float(INVERSES[scale](torch.tensor(t, dtype=torch.float64)))
+    value = _off_scale(scale, first + (at + min(max(inside, 0.0), 1.0)) * (last - first) / BINS)
     return min(max(value, low), high)
 
 
 def share_below(name: str, counts: Tensor, value: float) -> float:
     """The share of the counts below a value; exact where the value is an edge."""
     scale, first, last = LAYOUT[name]
-    t = float(SCALES[scale](torch.tensor(value, dtype=torch.float64)))
-    position = min(max((t - first) / (last - first) * BINS, 0.0), float(BINS))
+    position = min(max((_on_scale(scale, value) - first) / (last - first) * BINS, 0.0), float(BINS))
     whole = min(int(round(position, 6)), BINS - 1)
-    below = float(counts[:whole].sum()) + float(counts[whole]) * round(position - whole, 6)
-    return below / max(float(counts.sum()), 1.0)
+    numbers = counts.numpy()
+    below = int(numbers[:whole].sum()) + int(numbers[whole]) * round(position - whole, 6)
+    return float(below) / max(int(numbers.sum()), 1)

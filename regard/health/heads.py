@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from regard.health.bins import NAMES
 from regard.health.measure import Layer
-from regard.health.readings import CURVES, LayerReading, Spread
+from regard.health.readings import LayerReading, Spread
 
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 
@@ -49,6 +48,7 @@ def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
 
 def _heads(layer: Layer, reading: LayerReading) -> list[HeadReading]:
     likeness = reading.likeness()
+    spreads, curves = reading.spreads(), reading.curves()
     found = []
     for head in range(reading.heads):
         alike = (likeness[head] < TWINS).nonzero().flatten().tolist()
@@ -57,8 +57,8 @@ def _heads(layer: Layer, reading: LayerReading) -> list[HeadReading]:
                 layer=layer.name,
                 index=layer.index,
                 head=head,
-                statistics={name: reading.spread(name, head) for name in NAMES},
-                curves={name: reading.curve_of(name, head) for name in CURVES},
+                statistics=spreads[head],
+                curves=curves[head],
                 predicted_variance=reading.predicted_variance(head),
                 dtype=str(layer.dtype).removeprefix("torch."),
                 twins=tuple(other for other in alike if other != head),

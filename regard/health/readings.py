@@ -157,24 +157,32 @@ class LayerReading:
             setattr(moved, name, value.cpu() if isinstance(value, Tensor) else value)
         return moved
 
-    def spread(self, name: str, head: int) -> Spread:
-        row = NAMES.index(name)
-        count = self.count[row, head].item()
-        return Spread(
-            name=name,
-            count=int(count),
-            mean=self.mean[row, head].item() if count else math.nan,
-            std=math.sqrt(self.square[row, head].item() / count) if count else math.nan,
-            min=self.low[row, head].item() if count else math.nan,
-            max=self.high[row, head].item() if count else math.nan,
-            histogram=self.histogram[row, head],
-        )
+    def spreads(self) -> list[dict[str, Spread]]:
+        """Per head, every statistic's spread."""
+        std = (self.square / self.count.clamp_min(1.0)).sqrt()
+        columns = [x.masked_fill(self.count == 0, math.nan).tolist() for x in (self.mean, std, self.low, self.high)]
+        counts = self.count.long().tolist()
+        return [
+            {
+                name: Spread(name, counts[row][head], *(column[row][head] for column in columns), self.histogram[row, head])
+                for row, name in enumerate(NAMES)
+            }
+            for head in range(self.heads)
+        ]
 
-    def curve_of(self, name: str, head: int) -> list[tuple[int, float]]:
-        """[(position, mean)]: a statistic against the query's position, where any row was counted."""
-        row = CURVES.index(name)
-        count, total = self.curve_count[row, head], self.curve[row, head]
-        return [(position_of(at), (total[at] / count[at]).item()) for at in count.nonzero().flatten().tolist()]
+    def spread(self, name: str, head: int) -> Spread:
+        return self.spreads()[head][name]
+
+    def curves(self) -> list[dict[str, list[tuple[int, float]]]]:
+        """Per head, [(position, mean)] of the followed statistics, where any row was counted."""
+        means = (self.curve / self.curve_count).tolist()  # NaN where no row was
+        return [
+            {
+                name: [(position_of(at), mean) for at, mean in enumerate(means[row][head]) if mean == mean]
+                for row, name in enumerate(CURVES)
+            }
+            for head in range(self.heads)
+        ]
 
     def predicted_variance(self, head: int) -> float:
         """The logit variance that the norms of q and k predict for directions that know nothing of one another."""

@@ -55,9 +55,11 @@ def can_be_judged(head) -> bool:
 
 def looks_at_offset(head) -> bool:
     """Sharp, and at one distance from the query on three rows of four: a positional head."""
-    distance, middle = head.statistics["distance"], head.statistics["distance"].quantile(0.5)
-    inside = distance.share_below(middle + 0.5) - distance.share_below(max(middle - 0.5, 0.0))
-    return head.statistics["max_weight"].mean > SHARP and inside >= STEADY
+    if head.statistics["max_weight"].mean <= SHARP:
+        return False
+    distance = head.statistics["distance"]
+    middle = distance.quantile(0.5)
+    return distance.share_below(middle + 0.5) - distance.share_below(max(middle - 0.5, 0.0)) >= STEADY
 
 
 def positional_heads(heads: Sequence) -> tuple[list, list]:

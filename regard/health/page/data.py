@@ -60,7 +60,7 @@ def _axis(name: str, heads: list, coarse: int) -> dict:
     group = max(1, math.ceil((last - first + 1) / coarse))
     count = math.ceil((last - first + 1) / group)
     values = bins.edges(name)
-    edges = [_short(values[min(first + group * step, BINS)].item()) for step in range(count + 1)]
+    edges = [_short(values[min(first + group * step, BINS)]) for step in range(count + 1)]
     return dict(first=first, group=group, count=count, edges=edges)
 
 

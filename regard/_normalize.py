@@ -156,7 +156,7 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
 
     >>> import regard, torch
     >>> regard.logsumexp(torch.tensor([1000.0, 1000.0]))
-    tensor(1000.6931)
+    tensor(1000.6932)
     """
     _check_scores(z, "z")
     _check_dim(z, dim)

@@ -338,7 +338,7 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     p = torch.where(seen, weights, 0.0)
     mass = p.sum(-1, keepdim=True)
     share = p / torch.where(mass > 0, mass, 1.0)
-    entropy = -torch.xlogy(share, share).sum(-1).clamp_max(0.0)
+    entropy = 0.0 - torch.xlogy(share, share).sum(-1).clamp_max(0.0)  # 0, not −0, for a one-hot row
     n = seen.sum(-1)
     alive = (n > 0) & (mass.squeeze(-1) > 0)
     keys = torch.arange(p.shape[-1], device=p.device, dtype=p.dtype)

@@ -158,7 +158,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         options=dict(scale=scale),
         dropout=dropout_p,
     )
-    return attend(call, otherwise).reshape(*query.shape[:-1], value.shape[-1])
+    return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:

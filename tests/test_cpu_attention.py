@@ -145,7 +145,7 @@ def test_single_precision(name, poisoned):
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 8.0])
 def test_error_is_no_larger_than_torchs(sharpness):
     generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, 2, 200, 32, generator=generator) for _ in range(4))
+    q, k, v, do = (torch.randn(1, 2, 600, 32, generator=generator) for _ in range(4))
     q = q * sharpness
     problem = Problem(q, k, v, normalizers.get("softmax"), 1 / math.sqrt(32), causal=True)
     result = attention.forward(problem)
@@ -297,13 +297,14 @@ def test_expanded_keys_and_a_constant_gradient():
     close(attention.backward(problem, result, upstream).k, exact["k"], 1e-9, "dk")
 
 
-def test_more_blocks_than_one(monkeypatch):
+@pytest.mark.parametrize("m", [50, 300])
+def test_more_blocks_than_one(monkeypatch, m):
     generator = torch.Generator().manual_seed(4)
-    q, k, v, do = (torch.randn(2, 6, 50, 8, generator=generator, dtype=torch.float64) for _ in range(4))
-    bias = torch.randn(1, 6, 50, 45, generator=generator, dtype=torch.float64)
+    q, k, v, do = (torch.randn(2, 6, m, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    bias = torch.randn(1, 6, m, 45, generator=generator, dtype=torch.float64)
     k, v = k[:, :3, :45], v[:, :3, :45]
     problem = Problem(q, k, v, normalizers.get("softmax"), 0.3, causal=True, left=20, stats=NAMES)
-    for given in (problem, dataclasses.replace(problem, bias=bias.expand(2, 6, 50, 45))):
+    for given in (problem, dataclasses.replace(problem, bias=bias.expand(2, 6, m, 45))):
         upstream = Upstream(do, bias=given.bias is not None)
         whole = attention.forward(given)
         o, stats, exact = oracle(given, upstream)

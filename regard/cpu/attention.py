@@ -79,13 +79,11 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     db = _zeros_like_unexpanded(problem.bias, wide) if upstream.bias and problem.bias is not None else None
     blocks = Blocks(problem, [db is None or db.shape[dim] == problem.q.shape[dim] for dim in range(3)])
     dq = torch.empty(problem.q.shape, dtype=problem.q.dtype)
-    dk = torch.zeros((blocks.parts, *problem.k.mT.shape), dtype=wide)  # transposed: BLAS adds to rows faster
-    dv = torch.zeros((blocks.parts, *problem.v.mT.shape), dtype=wide)
+    dk, dv = (KeySums(blocks, x) for x in (problem.k, problem.v))
     rows = Rows(problem, forward, upstream)
 
     def work(task: Task, scratch: Scratch) -> None:
         k, v = blocks.keys_of(task)
-        heads = task.part, task.b, slice(task.g0, task.g1)
         for block in blocks.of(task):
             q, do = blocks.wide(problem.q, block), blocks.wide(upstream.o, block)
             p, ds = scratch("p", *block.shape), scratch("ds", *block.shape)  # [g, rows, n]
@@ -105,18 +103,41 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
             product = scratch("dq", *q.shape)
             torch.baddbmm(product, ds, k[:, block.keys], beta=0, alpha=problem.scale, out=product)
             dq[block.rows] = block.of(product)
-            dk[heads][..., block.keys].baddbmm_(q.mT, ds, alpha=problem.scale)
-            dv[heads][..., block.keys].baddbmm_(do.mT, p)
+            dk.add(task, block, ds, q, problem.scale)
+            dv.add(task, block, p, do)
 
     blocks.run(work)
     return Gradients(
         q=dq,
-        k=_joined(dk, problem.k.dtype),
-        v=_joined(dv, problem.v.dtype),
+        k=dk.total(),
+        v=dv.total(),
         bias=None if db is None else db.to(problem.bias.dtype),
         temperature=rows.temperature_gradient() if upstream.temperature and problem.temperature is not None else None,
         sink=rows.sink_gradient() if upstream.sink and problem.sink is not None else None,
     )
+
+
+class KeySums:
+    """Σ over all queries of sᵀ·x, [B, G, N, C], in one sum per part of the queries.
+
+    Where many queries add to it the sum is kept transposed: BLAS is faster then by more than turning it back costs.
+    """
+
+    def __init__(self, blocks: Blocks, like: Tensor):
+        self.turned, self.dtype = blocks.queries * blocks.share >= 512, like.dtype
+        self.parts = torch.zeros((blocks.parts, *(like.mT if self.turned else like).shape), dtype=blocks.dtype)
+
+    def add(self, task: Task, block: Block, s: Tensor, x: Tensor, scale: float = 1.0) -> None:
+        """s [g, rows, n] and x [g, rows, C] of a block."""
+        own = self.parts[task.part, task.b, task.g0 : task.g1]
+        if self.turned:
+            own[..., block.keys].baddbmm_(x.mT, s, alpha=scale)
+        else:
+            own[:, block.keys].baddbmm_(s.mT, x, alpha=scale)
+
+    def total(self) -> Tensor:
+        whole = self.parts[0] if len(self.parts) == 1 else self.parts.sum(0)
+        return (whole.mT if self.turned else whole).to(self.dtype).contiguous()
 
 
 class Rows:
@@ -206,12 +227,6 @@ def _add_to_bias(db: Tensor, block: Block, ds: Tensor) -> None:
     here = [slice(None) if size == 1 else place for size, place in zip(db.shape[1:], block.scores[1:], strict=True)]
     target = db[0 if db.shape[0] == 1 else block.b][*here]
     target += ds.sum_to_size(target.shape)
-
-
-def _joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts [parts, B, G, C, N] as [B, G, N, C]."""
-    whole = parts[0] if len(parts) == 1 else parts.sum(0)
-    return torch.empty(whole.mT.shape, dtype=dtype).copy_(whole.mT)
 
 
 def _detached(problem: Problem) -> Problem:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 
-from regard.cpu import attention_rows, attention_rows_backward
+from regard.cpu import attention_rows, attention_rows_backward, attention_tiles
 from regard.cpu._compile import kernel
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._families import nothing
@@ -76,12 +76,12 @@ def _tiles(normalizer: Normalizer, precision: str) -> dict:
         smallest=float(limits.tiny),
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
-        level=attention_rows.threshold_level if family == "threshold" else attention_rows.plain_level,
+        level=attention_tiles.threshold_level if family == "threshold" else attention_tiles.plain_level,
         rest=getattr(normalizer, "rest", nothing),
     )
     for name in ("weight", "norm", "rise", "fall", "cross"):
-        tiles[name] = getattr(attention_rows, f"{family}_{name}")
-    tiles["above"] = attention_rows.threshold_above
+        tiles[name] = getattr(attention_tiles, f"{family}_{name}")
+    tiles["above"] = attention_tiles.threshold_above
     for name in OWN:
         if getattr(normalizer, name, None) is not None:
             tiles[name] = getattr(normalizer, name)

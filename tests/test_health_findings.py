@@ -1,0 +1,138 @@
+"""Each finding on a head made to have it, and none on heads that are well."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from regard.health import examine, findings
+from regard.health.findings.exploding_logits import limit
+
+HEADS, LENGTH, WIDTH = 8, 64, 32
+
+
+class Fixed(nn.Module):
+    """Attention with q, k given: [B, H, N, D]."""
+
+    def __init__(self, q, k, **options):
+        super().__init__()
+        self.q, self.k, self.options = q, k, options
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.q, self.k, torch.randn_like(self.k), **self.options)
+
+
+def healthy(batch=2):
+    """A trained head's likeness: unit variance, and directions that agree somewhat, so that sharp rows and flat rows occur."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, batch, HEADS, LENGTH, WIDTH)
+    return q * torch.rand(batch, 1, LENGTH, 1).mul(2.5), k
+
+
+def kinds(q, k, **options):
+    report = examine(nn.Sequential(Fixed(q, k, **options)), [torch.zeros(1)])
+    assert report.unmeasured == []
+    return {finding.kind: finding for finding in report.findings}
+
+
+def test_no_findings_where_nothing_is_wrong():
+    assert kinds(*healthy()) == {}
+    assert kinds(*healthy(), is_causal=True) == {}
+
+
+def test_collapsed_and_dying():
+    q, k = healthy()
+    q[:, :3] *= 400.0
+    found = kinds(q, k)
+    for kind in ("collapsed", "dying gradient"):
+        assert found[kind].heads == (("0", 0), ("0", 1), ("0", 2))
+        assert found[kind].severity == "critical"
+    assert "2303.06296" in found["collapsed"].threshold
+
+
+def test_exploding_logits():
+    q, k = healthy()
+    q[:, 5] *= 60.0
+    found = kinds(q, k)["exploding logits"]
+    assert found.heads == (("0", 5),)
+    assert found.severity == "warning"
+    q[:, 5] *= 100.0
+    assert kinds(q, k)["exploding logits"].severity == "critical"
+    assert limit("float16") == 1024
+    assert limit("bfloat16") == 128
+    assert limit("float32") == 1e4
+
+
+def test_diffuse():
+    q, k = healthy()
+    q[:, 2] *= 0.02
+    assert kinds(q, k)["diffuse"].heads == (("0", 2),)
+
+
+@pytest.mark.parametrize(("factor", "words"), [(8.0, "too large"), (0.04, "too small")])
+def test_scale_off(factor, words):
+    q, k = healthy()
+    found = kinds(q * factor, k)["scale off"]
+    assert len(found.heads) == HEADS
+    assert words in found.evidence
+
+
+def test_a_sharp_head_is_not_a_scale_that_is_off():
+    q, k = healthy()
+    q[:, 1] = k[:, 1] * 4.0
+    assert "scale off" not in kinds(q, k)
+
+
+def test_sink_dormant():
+    q, k = healthy()
+    q[..., 0] = 1.0
+    k[..., 0] = 0.0
+    k[:, 6, 0, 0] = 90.0
+    found = kinds(q, k)["sink-dormant"]
+    assert found.heads == (("0", 6),)
+    assert found.severity == "note"
+
+
+def positions_only(offset, heads):
+    """q_i matches k_{i−offset} sharply, in the first `heads` heads."""
+    q, k = healthy()
+    basis = torch.randn(LENGTH, WIDTH)
+    basis = 9.0 * basis / basis.norm(dim=-1, keepdim=True)
+    q[:, :heads], k[:, :heads] = basis.roll(offset, 0), basis
+    return q, k
+
+
+def test_positional():
+    found = kinds(*positions_only(1, heads=2))["positional"]
+    assert found.heads == (("0", 0), ("0", 1))
+    assert found.measured == pytest.approx((1.0, 1.0), abs=0.06)
+
+
+def test_one_previous_token_head_among_many_is_ordinary(monkeypatch):
+    q, k = positions_only(1, heads=1)
+    monkeypatch.setattr(findings._finding, "CROWD", 1 / 4)
+    found = kinds(q, k)
+    assert not {"positional", "collapsed", "dying gradient"} & found.keys()
+
+
+def test_duplicate_heads():
+    q, k = healthy()
+    q[:, 7], k[:, 7] = q[:, 4], k[:, 4]
+    found = kinds(q, k)["duplicate heads"]
+    assert found.heads == (("0", 4), ("0", 7))
+    assert "heads 4 and 7" in found.evidence
+
+
+def test_too_few_rows_are_not_judged():
+    q, k = healthy()
+    assert kinds(q[:1, :, :4] * 0.02, k[:1, :, :4]) == {}
+
+
+def test_the_gravest_comes_first():
+    q, k = healthy()
+    q[:, :3] *= 400.0
+    q[:, 4] *= 0.02
+    report = examine(nn.Sequential(Fixed(q, k)), [torch.zeros(1)])
+    order = [findings.SEVERITIES.index(finding.severity) for finding in report.findings]
+    assert order == sorted(order)
+    assert all(finding.remedy and finding.evidence and finding.threshold for finding in report.findings)

@@ -1,0 +1,111 @@
+"""regard.using: another normaliser inside a real model, and the model back to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.health import intercept
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
+
+
+def test_a_model_computes_with_the_normaliser_it_is_given():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(3 * x, x, x, is_causal=True)
+
+    model, x = Plain(), torch.randn(2, 2, 9, 4)
+    own = model(x)
+    with regard.using(model, normalizer="entmax15", temperature=0.5) as swap:
+        other = model(x)
+    expected = regard.reference.attention(3 * x, x, x, is_causal=True, normalizer="entmax15", temperature=0.5)[0]
+    torch.testing.assert_close(other, expected.float(), rtol=1e-4, atol=1e-5)
+    assert swap.calls == 1
+    assert torch.equal(model(x), own)
+
+
+def test_policies_and_examination_inside():
+    model, x = encoder(), torch.randn(1, 12, 16)
+    with regard.using(model, normalizer="sparsemax", temperature=regard.temperature.SSMax()):
+        report = regard.examine(model, [x])
+    assert report.unmeasured == []
+    assert min(head.statistics["support"].mean for head in report.heads) < 12  # what was used, not softmax
+
+
+def test_for_good_and_back():
+    model, x = encoder(), torch.randn(1, 7, 16)
+    own, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+    swap = regard.using(model, scale="none")
+    assert not torch.equal(model(x), own)
+    swap.restore()
+    swap.restore()
+    assert torch.equal(model(x), own)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert intercept.ACTIVE == []
+
+
+def test_gradients_flow_through_it():
+    model, x = encoder().train(), torch.randn(1, 7, 16)
+    with regard.using(model, normalizer="entmax15"):
+        model(x).square().mean().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "in_proj_weight" in name]
+    assert all(grad is not None and grad.isfinite().all() and grad.abs().sum() > 0 for grad in grads)
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    model = encoder()
+    with pytest.raises(AssertionError), regard.using(model, normalizer="softmax1"):
+        model(torch.randn(1, 7, 5))
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert intercept.ACTIVE == []
+    model(torch.randn(1, 7, 16))
+
+
+def test_huggingface_with_padding_and_checkpointing():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    ids, mask = torch.randint(1, 60, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    batch = dict(input_ids=ids, attention_mask=mask, labels=ids)
+    own = model(**batch).logits
+    with regard.using(model, normalizer="softmax", temperature=1.0):  # the same distribution by another road
+        torch.testing.assert_close(model(**batch).logits[mask.bool()], own[mask.bool()], rtol=1e-4, atol=1e-4)
+    grads = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable()
+        with regard.using(model.train(), normalizer="entmax15"):
+            model.zero_grad()
+            model(**batch).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({}, ValueError, "changes nothing"),
+        (dict(normalizer="entmacks"), ValueError, "entmax"),
+        (dict(scale="square"), ValueError, "scale 'square'"),
+    ],
+)
+def test_bad_options_are_told_and_change_nothing(options, error, match):
+    with pytest.raises(error, match=match):
+        regard.using(encoder(), **options)
+    assert intercept.ACTIVE == []
+
+
+def test_weights_cannot_be_asked_for_under_it():
+    module = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(1, 5, 16)
+    with regard.using(module, normalizer="entmax15"), pytest.raises(ValueError, match="need_weights=False"):
+        module(x, x, x)

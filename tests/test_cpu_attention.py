@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from regard import normalizers, philox, reference
-from regard.cpu import attention, attention_blocks
+from regard.cpu import _cores, attention, attention_blocks
 from regard.problem import Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, NAMES
 
@@ -357,6 +357,19 @@ def test_a_few_statistics_equal_the_same_of_all(names, normalizer):
     assert found.shape == (len(names), *problem.q.shape[:3])
     for name, values in zip(names, found, strict=True):
         close(values, every[name], 1e-12, name)
+
+
+def test_a_failure_in_one_task_reaches_the_caller():
+    done = []
+
+    def work(item, own):
+        if item == 3:
+            raise RuntimeError("task 3")
+        done.append(item)
+
+    with pytest.raises(RuntimeError, match="task 3"):
+        _cores.each(range(10_000), work)
+    assert len(done) < 10_000
 
 
 def test_dropout_is_philox():

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -52,11 +52,14 @@ def each(items: Iterable[T], work: Callable[[T, dict], None], cores: int | None 
     if count <= 1 or getattr(_here, "alone", False):
         worker()
         return
-    futures = [_executor(count).submit(worker) for _ in range(count)]
-    failures = [future.exception() for future in futures]  # waits for all of them
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    pool = _executor(count)
+    futures = [pool.submit(worker) for _ in range(count)]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        queue.clear()  # after a failure, or Ctrl-C, nobody takes up more
+        wait(futures)
 
 
 def _executor(size: int) -> ThreadPoolExecutor:

@@ -104,7 +104,7 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
         ratio = math.exp(np.float64(top) - m)
         rest = math.exp(np.float64(sink[r]) - m)
         if tile.silent:
-            rest += math.exp(-m)
+            rest += tile.rest(real(math.exp(-m)))
         frame[r] = m
         z[r] = ratio * total + rest
         inverse[r] = ratio / (ratio * total + rest)

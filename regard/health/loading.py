@@ -16,6 +16,7 @@ from torch import nn
 
 from regard.health.examination import positions
 
+LENGTH = 256  # tokens per sequence, where the model has so many positions
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -32,7 +33,7 @@ class Subject:
     batches: list[Any]
 
 
-def load(spec: str, text: str | None, *, length: int, batch: int, limit: int, device: str, dtype: str | None, pickle: bool) -> Subject:
+def load(spec: str, text: str | None, *, length: int | None, batch: int, limit: int, device: str, dtype: str | None, pickle: bool) -> Subject:
     """The model that `spec` names, with `text` (None: the sample) cut into batches for it."""
     if ":" in spec and not os.path.exists(spec):
         return _from_function(spec, device)
@@ -114,8 +115,9 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _token_batches(model, tokenizer, text: str, length: int, batch: int, limit: int) -> list[dict]:
+def _token_batches(model, tokenizer, text: str, length: int | None, batch: int, limit: int) -> list[dict]:
     longest = min(positions(model), getattr(model.config, "max_position_embeddings", None) or 2**31)
+    length = min(LENGTH, longest) if length is None else length
     if length > longest:
         raise LoadError(f"--length {length} is more than the model's {longest} positions")
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:

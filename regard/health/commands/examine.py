@@ -16,7 +16,7 @@ def arguments(parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, or module:function that returns (model, batches)")
     parser.add_argument("--text", metavar="FILE", help="text to run it on, - for standard input (default: a built-in sample)")
     parser.add_argument("--what-if", metavar="CHANGE", action="append", default=[], help=f"try a change: {', '.join(FORMS)}")
-    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (256)")
+    parser.add_argument("--length", type=int, help="tokens per sequence (256, or what the model has)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per batch (4)")
     parser.add_argument("--limit", type=int, default=64, help="at most so many batches (64)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
@@ -29,7 +29,7 @@ def arguments(parser) -> None:
 
 def main(options) -> int:
     for name in ("length", "batch", "limit"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     outputs = [path for path in (options.out, options.json, options.png) if path is not None]
     for path in outputs:

@@ -55,8 +55,8 @@ def claims_index() -> str:
     waits = "\n".join(f"| {name} | waits for training | {cell(text)} |" for name, text in lab.waiting().items())
     return f"""# What the notes claim, and what is true
 
-Five study notes on softmax and attention, claim by claim. Each claim is one file in `regard/lab/claims/` that measures it;
-an interval (99.99 %) that lies in what the claim allows agrees, one that lies outside disagrees.
+Five study notes on softmax and attention, claim by claim. Each claim is one file in `regard/lab/claims/` that measures
+it; an interval (99.99 %) that lies in what the claim allows agrees, one that lies outside disagrees.
 
 | claim | verdict | statement |
 | --- | --- | --- |
@@ -112,8 +112,8 @@ def bracket(text: str) -> str:
 
 def normalizers_index() -> str:
     rows = "\n".join(
-        f"| [{name}]({name}.md) | {cell(row['formula'])} | {cell(row['sums_to'])} | {'yes' if row['sparse'] else 'no'} | "
-        f"{cell(row['family'])} |"
+        f"| [{name}]({name}.md) | {cell(row['formula'])} | {cell(row['sums_to'])} | "
+        f"{'yes' if row['sparse'] else 'no'} | {cell(row['family'])} |"
         for name, row in listing.rows().items()
     )
     return f"""# Normalisers
@@ -163,7 +163,9 @@ def normalizer_figure(name: str) -> Figure:
     x = torch.linspace(-4, 4, 81, dtype=torch.float64)
     p = regard.normalize(torch.stack([x, torch.zeros_like(x), torch.ones_like(x)], -1), name)
     series = {f"score {label}": (x.tolist(), p[:, i].tolist()) for i, label in enumerate(("x", "0", "1"))}
-    words = f"{name}: the weights of the scores x, 0 and 1 as x goes from −4 to 4; at 4 the first is {float(p[-1, 0]):.2f}."
+    words = (
+        f"{name}: the weights of the scores x, 0 and 1 as x goes from −4 to 4; the first ends at {float(p[-1, 0]):.2f}."
+    )
     return Figure("lines", "x", "weight", series, alt=words)
 
 
@@ -200,5 +202,7 @@ def _typeset(text: str, depth: str) -> str:
         return f"![{bracket(results()[name].finding.figure().alt)}]({depth}claims/{name}.svg)"
 
     text = re.sub(r"\[\[figure: ([\w-]+)\]\]", figure, text)
-    text = re.sub(r"\$\$(.+?)\$\$", lambda m: f'<div class="derivation">{mathml(m[1], block=True)}</div>', text, flags=re.S)
+    text = re.sub(
+        r"\$\$(.+?)\$\$", lambda m: f'<div class="derivation">{mathml(m[1], block=True)}</div>', text, flags=re.S
+    )
     return re.sub(r"\$([^$\n]+)\$", lambda m: f"<span>{mathml(m[1])}</span>", text)

@@ -5,7 +5,7 @@ The level is high on purpose: the lab makes some two hundred comparisons, and no
 >>> import torch
 >>> from regard.lab.estimate import exact, mean
 >>> mean(torch.tensor([1.0, 2.0, 3.0, 2.0]))
-2 [0.412, 3.588]
+2 [0.4117, 3.588]
 >>> exact(0.25)
 0.25
 """

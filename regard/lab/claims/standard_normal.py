@@ -16,8 +16,8 @@ def measure(bench):
     laplace = math.exp(-3 * math.sqrt(2))
     return Finding(
         [
-            near("P(|q·k/√d_k| > 3), d_k = 256", NORMAL, tails[256], 0.0008),
-            near("P(|q·k/√d_k| > 3), d_k = 2", NORMAL, tails[2], 0.0008).beyond(),
+            near("P(|q·k/√d_k| > 3), d_k = 256", NORMAL, tails[256], 0.0012),
+            near("P(|q·k/√d_k| > 3), d_k = 2", NORMAL, tails[2], 0.0012).beyond(),
             near("the same at d_k = 2, Laplace: exp(−3√2)", laplace, tails[2], 0.003).ours(),
         ],
         condition="d_k is large: the excess kurtosis is 6/d_k, and the tails are heavier than normal for small d_k",

@@ -1,0 +1,177 @@
+"""The lab: the rule, the intervals, and verdicts that follow from numbers and not from the seed."""
+
+import importlib
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+import regard
+from regard import lab
+from regard.lab import estimate
+from regard.lab.bench import Bench
+from regard.lab.claim import Finding, Undecided, above, below, near
+from regard.lab.estimate import Estimate, exact
+from regard.lab.mathematics import mathml
+from regard.lab.run import claims
+
+SEEDS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Small samples: two workers with a thread each are faster than two that share their threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", lab.names())
+def test_another_seed_gives_the_same_verdict(name):
+    assert len({lab.run(name, seed).verdict for seed in range(SEEDS)}) == 1
+
+
+@pytest.mark.parametrize("name", lab.names())
+def test_a_claim_says_everything(name):
+    claim = claims()[name]
+    assert claim.statement and claim.rule and claim.note[:3] in ("000", "001", "002", "003", "004")
+    assert 1 <= len(claim.derivation) <= 3
+    for line in claim.derivation:
+        assert "<merror" not in mathml(line, block=True)
+    result = lab.run(name)
+    record = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert record["verdict"] in ("holds", "holds_if", "wrong")
+    assert bool(record["condition"]) == (record["verdict"] == "holds_if")
+    assert bool(record["right"]) == (record["verdict"] == "wrong")
+    low, high = record["interval"]
+    assert low <= record["measured"] <= high
+    figure = result.finding.figure()
+    assert len(figure.alt) > 20
+
+
+# Verdicts that arithmetic alone settles, worked out here without the library.
+def weights(*scores):
+    total = sum(map(math.exp, scores))
+    return [math.exp(score) / total for score in scores]
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "measured"),
+    [
+        ("e24", "holds", math.exp(24)),
+        ("worked-example", "holds", -0.35 - 0.12 + 1.08),
+        ("unscaled-example", "holds", weights(-24, -10, 0, 10, 24)[-1]),
+        ("scaled-example", "wrong", weights(-3, -1, 0, 1, 3)[-1]),
+        ("healthy-gradient", "wrong", weights(-3, -1, 0, 1, 3)[0] * (1 - weights(-3, -1, 0, 1, 3)[0])),
+        ("raw-to-weights", "wrong", weights(2.1, 0.5, -1.2, 3.0)[0]),
+        ("collapse-example", "wrong", weights(10, 0.1, 0.1, 0.1)[1]),
+        ("table3-row-b", "wrong", 25.4 - 25.8),
+        ("grades", "wrong", 24590 / 111110),
+        ("sum-over-d", "wrong", 64),
+        ("clipping-cures-vanishing", "wrong", 1.0),
+    ],
+)
+def test_verdicts_that_arithmetic_settles(name, verdict, measured):
+    result = lab.run(name)
+    assert result.verdict == verdict
+    assert result.measured == pytest.approx(measured, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["power-order", "relu-weights", "mask-minus-1e9", "standard-normal", "smaller-d-sharper"]
+)
+def test_conditional_claims_name_their_condition(name):
+    result = lab.run(name)
+    assert result.verdict == "holds_if" and len(result.condition) > 5
+
+
+@pytest.mark.parametrize(
+    ("name", "truth", "verdict"),
+    [
+        ("scaled-example", {"CLAIMED": weights(-3, -1, 0, 1, 3)}, "holds"),
+        ("raw-to-weights", {"CLAIMED": [weights(2.1, 0.5, -1.2, 3.0), weights(1.8, -0.3, 2.5, 0.1)]}, "holds"),
+        ("unscaled-example", {"CLAIMED": [0.2] * 5}, "wrong"),
+        ("table3-row-b", {"PUBLISHED": {64: 25.0, 32: 25.4, 16: 25.0}}, "holds"),
+        ("entropy-table", {"UNSCALED": [0.75, 0.34, 0.17], "SCALED": [1.93, 1.93, 1.93]}, "holds"),
+    ],
+)
+def test_the_verdict_follows_from_the_numbers(monkeypatch, name, truth, verdict):
+    module = importlib.import_module(f"regard.lab.claims.{name.replace('-', '_')}")
+    for field, value in truth.items():
+        monkeypatch.setattr(module, field, value)
+    assert lab.run(name).verdict == verdict
+
+
+def test_a_broken_softmax_is_noticed(monkeypatch):
+    monkeypatch.setattr(regard, "softmax", lambda z, *arguments, **options: torch.sigmoid(z))
+    assert lab.run("shift-invariance").verdict == "wrong"
+    assert lab.run("probability").verdict == "wrong"
+
+
+def test_seeds_matter_and_repeat():
+    first = lab.run("dot-variance", 1).measured
+    assert lab.run("dot-variance", 2).measured != first
+    lab.run("dot-mean", 1)
+    assert lab.run("dot-variance", 1).measured == first
+    assert not torch.equal(Bench(0, "a").normal(4), Bench(0, "b").normal(4))
+
+
+def test_the_rule():
+    right, off = near("x", 1.0, exact(1.0), 0.1), near("x", 1.0, exact(2.0), 0.1)
+    assert Finding([right], None).verdict == "holds"
+    assert Finding([right, right.beyond()], None, condition="c").verdict == "holds"
+    assert Finding([right, off.beyond()], None, condition="c").verdict == "holds_if"
+    assert Finding([off, right.beyond()], None, condition="c").verdict == "wrong"
+    with pytest.raises(Undecided, match="no condition"):
+        _ = Finding([right, off.beyond()], None).verdict
+    with pytest.raises(Undecided, match="derivation is off"):
+        _ = Finding([right, off.ours()], None).verdict
+
+
+def test_an_interval_that_straddles_decides_nothing():
+    wide = Estimate(1.0, 0.5, 1.5)
+    with pytest.raises(Undecided, match="neither"):
+        _ = near("x", 1.0, wide, 0.1).agrees
+    assert near("x", 1.0, wide, 0.5).agrees and above("x", 0.4, wide).agrees and not below("x", 0.4, wide).agrees
+    assert not above("x", 1.0, exact(1.0)).agrees and not below("x", 1.0, exact(1.0)).agrees
+
+
+def test_intervals_cover_the_truth():
+    draw = torch.Generator().manual_seed(0)
+    missed = 0
+    for _ in range(200):
+        x = torch.randn(400, generator=draw)
+        for found, truth in (
+            (estimate.mean(x), 0.0),
+            (estimate.mean(x.square()), 1.0),
+            (estimate.share(x > 0), 0.5),
+            (estimate.quantile(x, 0.5), 0.0),
+            (estimate.quantile(x, 0.8), 0.8416),
+        ):
+            missed += not found.low <= truth <= found.high
+    assert missed <= 3  # 1000 intervals of 99.99 %
+    assert estimate.share(torch.zeros(100, dtype=torch.bool)).high > 0.05  # none seen is not none
+    x = [1.0, 2.0, 4.0, 8.0]
+    y = torch.stack([v**1.5 * (1 + 0.1 * torch.randn(500, generator=draw)) for v in x])
+    slope = estimate.exponent(x, y)
+    assert slope.low < 1.5 < slope.high and slope.high - slope.low < 0.1
+    with pytest.raises(ValueError, match="too few"):
+        estimate.quantile(torch.randn(10), 0.5)
+
+
+def test_unknown_and_waiting_claims_are_named():
+    with pytest.raises(ValueError, match="did you mean 'dot-variance'"):
+        lab.run("dot-varianze")
+    with pytest.raises(ValueError, match="waits for training"):
+        lab.run(next(iter(lab.waiting())))
+    with pytest.raises(ValueError, match="seed"):
+        lab.run("e24", seed=-1)
+    assert not set(lab.waiting()) & set(lab.names())
+
+
+def test_claims_stand_in_the_order_of_the_notes():
+    notes = [claim.note[:3] for claim in claims().values()]
+    assert all(a <= b for a, b in pairwise(notes))

@@ -1,0 +1,116 @@
+"""regard lab on the command line, and the page that it writes."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from regard import lab
+from regard.cli import main
+from regard.lab import page
+from regard.lab.run import claims
+
+
+def test_one_claim_is_printed_whole(capsys):
+    assert main(["lab", "scaled-example"]) == 0  # a wrong claim is no failure
+    text = capsys.readouterr().out
+    for part in ("✗ wrong", "derivation", "rule", "0.8292", "sum of the printed weights", "no weights"):
+        assert part in text
+
+
+def test_several_claims_make_a_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", "e24", "power-order"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["claim", "verdict"]
+    assert lines[1].startswith("e24") and "✓ holds" in lines[1]
+    assert lines[2].startswith("power-order") and "holds if" in lines[2]
+    assert not list(tmp_path.iterdir())  # lab.html is for the whole lab, or when asked
+
+
+def test_json(capsys):
+    assert main(["lab", "--json", "e24", "scaled-example", "--seed", "3"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["id"] == "e24" and first["verdict"] == "holds" and first["condition"] is None
+    assert set(first) >= {"id", "verdict", "condition", "predicted", "measured", "interval"}
+    assert second["verdict"] == "wrong" and second["predicted"] == 0.995 and second["seed"] == 3
+    assert second["measured"] == pytest.approx(0.8292, abs=1e-4)
+
+
+def test_a_run_that_fails_is_told_and_the_others_go_on(capsys, monkeypatch):
+    def broken(bench):
+        raise RuntimeError("no more normal numbers")
+
+    monkeypatch.setitem(claims(), "e24", replace(claims()["e24"], measure=broken))
+    assert main(["lab", "e24", "power-order"]) == 1
+    told = capsys.readouterr()
+    assert "failed: e24: RuntimeError: no more normal numbers" in told.err
+    assert "power-order" in told.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lab", "no-such-claim"], "claim 'no-such-claim' is unknown"),
+        (["lab", "collapse-remedies"], "waits for training"),
+        (["lab", "e24", "--seed", "-1"], "--seed must lie in"),
+    ],
+)
+def test_bad_command_lines(capsys, argv, message):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+class Reader(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def all(self, name):
+        return [attributes for tag, attributes in self.tags if tag == name]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lab") / "lab.html"
+    path.write_text("an older page")
+    page.write(path, [lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")])
+    assert [p.name for p in path.parent.iterdir()] == ["lab.html"]  # nothing is left beside it
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_page_needs_nothing_else(written):
+    reader = Reader(written)
+    names = {tag for tag, _ in reader.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed"}
+    policy = next(meta["content"] for meta in reader.all("meta") if "content" in meta and "http-equiv" in meta)
+    assert "default-src 'none'" in policy and "script-src" not in policy
+    assert all(image["src"].startswith("data:") for image in reader.all("img"))
+    assert all(link["href"].startswith("#") for link in reader.all("a"))
+    assert "url(" not in written and "@import" not in written
+
+
+def test_the_page_tells_every_claim(written):
+    reader = Reader(written)
+    sections = {section["id"] for section in reader.all("section")}
+    assert sections == {"jacobian", "scaled-example", "gradient-norm"}
+    assert len(reader.all("img")) == 3 and all(len(image["alt"]) > 20 for image in reader.all("img"))
+    assert len(reader.all("math")) >= 3
+    assert "waits for training" in written
+    assert "softmax(−3, −1, 0, 1, 3) = (0.002, 0.015, 0.041, 0.112, 0.829)" in written
+    assert re.search(r'class="verdict wrong"', written)
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "lab.html"
+    path.write_text("an older page")
+    monkeypatch.setattr(page, "section", lambda result: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        page.write(path, [lab.run("e24")])
+    assert path.read_text() == "an older page" and len(list(tmp_path.iterdir())) == 1

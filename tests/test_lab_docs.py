@@ -1,0 +1,54 @@
+"""The docs: their examples run, and what the build makes of claims and normalisers is there."""
+
+import doctest
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import regard
+from regard import lab
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def build():
+    spec = importlib.util.spec_from_file_location("docs_build", DOCS / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["index.md", "why-sqrt-dk.md"])
+def test_examples_in_the_docs_run(name):
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    failed, tried = doctest.testfile(str(DOCS / name), module_relative=False, optionflags=flags)
+    assert tried and not failed
+
+
+@pytest.mark.parametrize("name", regard.normalizers.names())
+def test_a_page_per_normaliser_from_its_file(build, name):
+    text = build.normalizer_page(name)
+    assert text.startswith(f"# {name}\n") and f'name="{name}"' in text and f"]({name}.svg)" in text
+    assert f"({name}.md)" in build.normalizers_index()
+
+
+def test_a_claim_with_its_figure(build):
+    text = build.claim_section(lab.run("scaled-example"))
+    for part in ("## scaled-example", 'class="verdict wrong"', "<math", "](scaled-example.svg)", "**Right:**"):
+        assert part in text
+
+
+def test_mathematics_is_typeset_outside_code_only(build):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="why.md"))
+    text = build.on_page_markdown("$a^k$ and `$a^k$`\n\n$$x$$\n\n```\n$y$\n```\n", page, None, None)
+    assert text.count("<math") == 2 and "`$a^k$`" in text and "$y$" in text
+
+
+def test_figures_are_the_lab_s(build):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="deep/why.md"))
+    build.results.cache_clear()
+    build.results = lambda: {"e24": lab.run("e24")}
+    assert "](../claims/e24.svg)" in build.on_page_markdown("[[figure: e24]]", page, None, None)

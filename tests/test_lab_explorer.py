@@ -1,0 +1,102 @@
+"""The explorer's numbers are the library's, and its server answers to its own page only."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+import regard
+from regard.lab.explorer.command import OnlyHere
+from regard.lab.explorer.views import MASKS, NUMBERS, SCALES, Online, Setting, listed
+
+
+@pytest.mark.parametrize("normalizer", regard.normalizers.names())
+def test_numbers_are_the_reference_s(normalizer):
+    setting = Setting(d_k=16, keys=9, scale="none", temperature=2.0, normalizer=normalizer)
+    q, k = setting.draw(16)
+    *_, stats = regard.reference.attention(
+        q, k, k, scale="none", temperature=2.0, normalizer=normalizer, return_stats=tuple(NUMBERS)
+    )
+    for name, value in setting.numbers().items():
+        assert value == pytest.approx(float(stats[name].mean()), rel=1e-4, abs=1e-5), name
+    weights = regard.reference.normalize(q[0, 0] @ k[0, 0].T, normalizer, temperature=2.0)
+    torch.testing.assert_close(setting.weights.double(), weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", SCALES.values())
+def test_every_figure_can_be_drawn_and_told(scale):
+    setting = Setting(d_k=8, keys=5, scale=scale, normalizer="sparsemax")
+    figures = [
+        setting.scores_figure(),
+        setting.weights_figure(),
+        setting.jacobian_figure(),
+        setting.gain_figure(),
+        setting.mechanics_figure(),
+        *(setting.masked_figure(mask) for mask in MASKS),
+        Online(setting, 2, 2).figure(),
+    ]
+    for figure in figures:
+        assert len(figure.alt) > 20
+        assert figure.spec()["layer"]
+    assert "<title>" in figures[0].svg()
+
+
+def test_masks_hide():
+    rows = torch.tensor(Setting(d_k=8).masked_figure("causal").rows)
+    assert (rows.triu(1) == 0).all() and (rows.tril() > 0).any()
+    assert (torch.tensor(Setting(d_k=8).masked_figure("padding").rows)[:, 8:] == 0).all()
+
+
+def test_online_softmax_ends_at_the_whole_row():
+    setting = Setting(d_k=32, keys=11, temperature=0.5)
+    first, last = Online(setting, 4, 1), Online(setting, 4, 3)
+    assert first.steps == 3
+    assert first.numbers()["online_logsumexp"] < first.numbers()["whole_logsumexp"]
+    assert last.numbers()["online_logsumexp"] == pytest.approx(last.numbers()["whole_logsumexp"], abs=1e-5)
+    torch.testing.assert_close(*(torch.tensor(y) for _, y in last.figure().series.values()))
+
+
+def test_free_energy_is_energy_minus_temperature_times_entropy():
+    numbers = Setting(d_k=16, keys=7, temperature=2.0).mechanics()
+    assert numbers["free_energy"] == pytest.approx(numbers["energy"] - 2.0 * numbers["boltzmann_entropy"])
+    assert 0 < numbers["boltzmann_entropy"] < math.log(7)
+
+
+def test_listed_numbers_carry_their_names():
+    assert '<dd data-number="entropy">1.2346</dd>' in listed({"entropy": 1.23456})
+
+
+def asked(kind, **headers):
+    """What the guard sends back, or "passed" if it lets the request through."""
+    sent = []
+
+    async def app(scope, receive, send):
+        sent.append("passed")
+
+    async def send(message):
+        sent.append(message.get("status", message.get("code")))
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    scope = {"type": kind, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    asyncio.run(OnlyHere(app, 4000)(scope, receive, send))
+    return sent[0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "passes"),
+    [
+        ({"host": "127.0.0.1:4000"}, True),
+        ({"host": "localhost:4000", "origin": "http://localhost:4000"}, True),
+        ({"host": "evil.example"}, False),
+        ({"host": "127.0.0.1:4001"}, False),
+        ({"host": "127.0.0.1:4000", "origin": "http://evil.example"}, False),
+        ({"host": "127.0.0.1:4000", "origin": "null"}, False),
+        ({}, False),
+    ],
+)
+def test_only_the_page_itself_is_answered(headers, passes):
+    assert asked("http", **headers) == ("passed" if passes else 403)
+    assert asked("websocket", **headers) == ("passed" if passes else 1008)

@@ -294,6 +294,9 @@ def _check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
         raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
     while mask.ndim < len(full):
         mask = mask[None]
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:  # expanded by the caller: one copy is enough, and its gradient the sum
+            mask = mask.narrow(dim, 0, 1)
     inner = mask.shape[-2:]
     outer = mask.shape[:-2]
     if len(lead) == 2:

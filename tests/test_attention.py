@@ -314,3 +314,13 @@ def test_the_reference_path_never_builds_the_whole_matrix(monkeypatch):
     whole = run()
     monkeypatch.setattr(regard.reference, "BLOCK", 4)
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(whole, run(), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_bias_that_the_caller_expanded(backend):
+    q, k, v = qkv(2, 3, 5, 4, dtype=torch.float64)
+    bias = torch.randn(1, 3, 1, 5, dtype=torch.float64, requires_grad=True)
+    options = dict(normalizer="softmax1", backend=backend)
+    once = torch.autograd.grad(regard.attention(q, k, v, attn_mask=bias, **options).square().sum(), bias)[0]
+    wide = regard.attention(q, k, v, attn_mask=bias.expand(2, 3, 5, 5), **options)
+    assert torch.allclose(torch.autograd.grad(wide.square().sum(), bias)[0], once, atol=1e-12)

@@ -28,7 +28,7 @@
     if (x === null || x === undefined) return "–";
     const size = Math.abs(x);
     if (x === 0) return "0";
-    if (size >= 1e5 || size < 1e-3) return x.toExponential(2);
+    if (size >= 1e5 || size < 1e-3) return x.toExponential(3);
     return String(Number(x.toPrecision(4)));
   };
 

@@ -1,0 +1,136 @@
+"""The report in a real browser: it draws, a head can be chosen, its numbers are the JSON's, and nothing leaves the page."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from regard.health import examine
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="needs chromium and chromium-driver (Debian's packages)"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--window-size=1200,1000",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 3, enable_nested_tensor=False
+    )
+    with torch.no_grad():
+        model.layers[1].self_attn.in_proj_weight[:32] *= 40.0
+    report = examine(model, [torch.randn(2, 24, 16)], what_if=["temperature=3"], title="<b>bold</b> & fine")
+    folder = tmp_path_factory.mktemp("report")
+    report.save(folder / "report.json")
+    return report.save(folder / "report.html"), json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture
+def page(browser, saved):
+    browser.get(saved[0].as_uri())
+    WebDriverWait(browser, 20).until(
+        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
+    )
+    yield browser
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def shown(page, statistic):
+    row = page.find_element(By.CSS_SELECTOR, f'tr[data-statistic="{statistic}"]')
+    return {cell.get_attribute("data-key"): float(cell.text) for cell in row.find_elements(By.TAG_NAME, "td")}
+
+
+def head_of(told, index, head):
+    return next(one for one in told["heads"] if (one["index"], one["head"]) == (index, head))
+
+
+def assert_numbers(page, expected):
+    for statistic in ("entropy", "entropy_ratio", "max_weight", "max_logit", "distance"):
+        for key, value in shown(page, statistic).items():
+            assert value == pytest.approx(expected["statistics"][statistic][key], rel=2e-3, abs=1e-9), (statistic, key)
+
+
+def test_a_click_on_the_map_shows_that_head(page, saved):
+    page.find_element(By.CSS_SELECTOR, 'rect[data-layer="2"][data-head="3"]').click()
+    assert page.find_element(By.ID, "chosen").text == "Layer 2, head 3 · layers.2.self_attn"
+    assert_numbers(page, head_of(saved[1], 2, 3))
+    assert page.find_elements(By.CSS_SELECTOR, "#histogram rect")
+    assert page.find_elements(By.CSS_SELECTOR, "#curve polyline")
+
+
+def test_lists_and_findings_choose_heads_too(page, saved):
+    Select(page.find_element(By.ID, "layer")).select_by_index(0)
+    Select(page.find_element(By.ID, "head")).select_by_index(2)
+    assert_numbers(page, head_of(saved[1], 0, 2))
+    chip = page.find_element(By.CSS_SELECTOR, "#findings .chip")
+    chip.click()
+    where = int(chip.get_attribute("data-layer")), int(chip.get_attribute("data-head"))
+    assert where[0] == 1  # the layer that was made ill
+    assert_numbers(page, head_of(saved[1], *where))
+    cell = page.find_element(By.CSS_SELECTOR, "rect.cell.chosen")
+    assert (int(cell.get_attribute("data-layer")), int(cell.get_attribute("data-head"))) == where
+
+
+def test_what_if_shows_the_heads_as_they_would_be(page, saved):
+    Select(page.find_element(By.ID, "treatment")).select_by_visible_text("temperature=3")
+    page.find_element(By.CSS_SELECTOR, 'rect[data-layer="1"][data-head="0"]').click()
+    assert_numbers(page, head_of(saved[1]["what_if"]["temperature=3"], 1, 0))
+    assert page.find_elements(By.CSS_SELECTOR, "#curve .before")
+
+
+def test_another_statistic_by_its_thumbnail(page):
+    page.find_element(By.XPATH, "//button[span[text()='max weight']]").click()
+    assert "largest weight" in page.find_element(By.ID, "meaning").text
+    assert page.find_element(By.CSS_SELECTOR, "tr.now").get_attribute("data-statistic") == "max_weight"
+
+
+def test_text_stays_text(page):
+    assert page.find_element(By.TAG_NAME, "h1").text.startswith("<b>bold</b> & fine")
+
+
+def test_it_fits_a_phone(page):
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", dict(width=390, height=844, deviceScaleFactor=1, mobile=True)
+    )
+    try:
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 390
+        small = page.execute_script(
+            "return [...document.querySelectorAll('p, td, th, dd, label')].filter(e => e.offsetParent && "
+            "parseFloat(getComputedStyle(e).fontSize) < 12).length"
+        )
+        assert small == 0
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_figures_are_told_in_words(page):
+    for figure in page.find_elements(By.CSS_SELECTOR, "figure svg"):
+        assert figure.get_attribute("role") == "img"
+        assert figure.get_attribute("aria-label")

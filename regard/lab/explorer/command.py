@@ -55,6 +55,7 @@ def main(options) -> None:
             listener.bind((LOOPBACK, options.port))
         except (OSError, OverflowError) as taken:
             options.fail(f"--port {options.port} cannot be used: {taken}; leave it out for a free one")
+        listener.listen()  # who follows the address at once waits for the server instead of being refused
         port, token = listener.getsockname()[1], secrets.token_urlsafe(16)
         address = f"http://{LOOPBACK}:{port}/?access_token={token}"
         print(f"explore at {address}\nCtrl-C ends it", file=sys.stderr, flush=True)

@@ -1,0 +1,57 @@
+"""lab.html in a browser: complete, quiet, readable on a phone."""
+
+import pytest
+
+from regard import lab
+from regard.lab import page
+
+CLAIMS = ("jacobian", "gradient-norm", "scaled-example", "causal-and-padding", "online-softmax")
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    path = tmp_path_factory.mktemp("lab") / "lab.html"
+    page.write(path, [lab.run(name) for name in CLAIMS])
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_it_is_quiet_and_fits(browser, address, width):
+    browser.open(address, width)
+    assert browser.errors() == []
+    assert browser.overflow() <= 0
+    assert browser.asked() == [] or all(name.startswith("data:") for name in browser.asked())
+    small = browser.run(
+        "return [...document.querySelectorAll('p, td, li, h2')]"
+        ".filter(e => parseFloat(getComputedStyle(e).fontSize) < 14).map(e => e.textContent)"
+    )
+    assert small == []
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_figures_are_drawn_and_told(browser, address, width):
+    browser.open(address, width)
+    figures = browser.run(
+        "return [...document.images]"
+        ".map(i => [i.complete && i.naturalWidth > 0, i.alt, i.getBoundingClientRect().width])"
+    )
+    assert len(figures) == len(CLAIMS)
+    for drawn, alt, across in figures:
+        assert drawn and len(alt) > 20 and 200 < across <= width
+
+
+def test_mathematics_is_typeset_by_the_browser(browser, address):
+    browser.open(address)
+    heights = browser.run("return [...document.querySelectorAll('math')].map(m => m.getBoundingClientRect().height)")
+    assert len(heights) >= len(CLAIMS) and min(heights) > 8
+    fraction = browser.run("return document.querySelectorAll('msub, mfrac').length")
+    assert fraction > 5
+
+
+def test_the_contents_lead_to_the_claims(browser, address):
+    browser.open(address)
+    browser.run("document.querySelector('nav a[href=\"#scaled-example\"]').click()")
+    top = browser.run("return document.getElementById('scaled-example').getBoundingClientRect().top")
+    text = browser.run("return document.getElementById('scaled-example').innerText")
+    assert top < 900
+    assert "wrong" in text and "0.829" in text and "predicted" in text

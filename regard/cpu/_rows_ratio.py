@@ -26,6 +26,13 @@ def shifted(top):
     return m
 
 
+def exponential(y, m):
+    """exp(y − m), with what rounding y − m lost put back."""
+    d = y - m
+    e = words.exp(d)
+    return words.multiply_add(e, (y - d) - m, e)
+
+
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
     for i in range(first, last):
@@ -43,7 +50,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
             part, chunk, chunk_u = 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
             for j in range(chunk.size):
                 y = chunk[j] * factor
-                e = words.exp(y - m)
+                e = exponential(y, m)
                 chunk_u[j] = words.where(y > -INF, tile.numerator(e, y, c), 0.0)
                 part = words.accumulate(part, words.where(y > -INF, tile.denominator(e, y, c), 0.0))
             total += part
@@ -94,9 +101,9 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
             part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], e[start:end]
             for j in range(chunk.size):
                 y = chunk[j] * factor
-                u = tile.numerator(words.exp(y - m), y, c)
-                chunk_e[j] = words.exp(y - m)
-                part = words.accumulate(part, words.where(y > -INF, u * chunk_g[j], 0.0))
+                power = exponential(y, m)
+                chunk_e[j] = power
+                part = words.accumulate(part, words.where(y > -INF, tile.numerator(power, y, c) * chunk_g[j], 0.0))
             total += part
         inverse = 1.0 / z
         delta = real(total) * inverse

@@ -1,6 +1,7 @@
 """p = value(max(gain·s − τ, 0)) with Σp = 1; ds = scale·g·(dp − δ), δ = Σ g·dp / Σ g.
 
-τ is sought relative to the maximum, where subtraction is exact, between −1 and 0. Only entries above −1 can matter:
+τ is sought relative to the maximum, where subtraction is exact, between −1 and 0, and kept in two parts, τ + `rest`: a
+long flat row has weights far smaller than the spacing of numbers near −1. Only entries above −1 can matter:
 they are packed together first. Where value is t or t², the equation on a known support is solved in closed form, and
 a support that repeats proves the solution exact; else Newton's steps from −1 never overshoot.
 """
@@ -13,6 +14,7 @@ from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, load, nothing_or_nan
 
 SHORT, SIDE = 128, 16
+UNKNOWN = 1e30  # no count
 STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
 
@@ -56,7 +58,7 @@ def seal(y, size):
 
 
 def solve_linear(y, size):
-    """(τ, Σp, Σg) for value = t: τ ← τ + (Σt − 1)/count until the support repeats."""
+    """(τ, rest, Σp, Σg) for value = t: τ ← τ + (Σt − 1)/count until the support repeats."""
     tau, known = -1.0, np.float64(-1)
     count, first, _ = moments(y, size, tau)
     for _ in range(STEPS):
@@ -67,11 +69,11 @@ def solve_linear(y, size):
         if 2 * count < size:
             size = shrink(y, size, tau)
         count, first, _ = moments(y, size, tau)
-    return tau, first, count
+    return tau, real((first - 1) / count), first, count
 
 
 def solve_quadratic(y, size):
-    """(τ, Σp, Σg) for value = t²: the root of Σ(t − δ)² = 1 on the support, or a Newton step on ‖t‖ = 1."""
+    """(τ, rest, Σp, Σg) for value = t²: the root of Σ(t − δ)² = 1 on the support, or a Newton step on ‖t‖ = 1."""
     tau, known = -1.0, np.float64(-1)
     count, first, second = moments(y, size, tau)
     for trial in range(STEPS):
@@ -92,7 +94,8 @@ def solve_quadratic(y, size):
         if 2 * count < size and known < 0:  # a closed-form step may overshoot
             size = shrink(y, size, tau)
         count, first, second = moments(y, size, tau)
-    return tau, second, first
+    rest = (second - 1) / (first + np.sqrt(max(first * first - count * (second - 1), np.float64(0))))
+    return tau, real(rest), second, first
 
 
 def sums(y, size, tau, parameter):
@@ -111,7 +114,7 @@ def sums(y, size, tau, parameter):
 
 
 def solve_newton(y, size, parameter, gain):
-    """(τ, Σp, Σg): τ ← τ + (Σp − 1)·gain/Σg while that moves τ."""
+    """(τ, rest, Σp, Σg): τ ← τ + (Σp − 1)·gain/Σg while that moves τ."""
     tau = -1.0
     value, slope = sums(y, size, tau, parameter)
     for _ in range(STEPS):
@@ -120,26 +123,30 @@ def solve_newton(y, size, parameter, gain):
             break
         tau = moved
         value, slope = sums(y, size, tau, parameter)
-    return tau, value, slope
+    return tau, real((value - 1) * gain / slope), value, slope
 
 
 def solve(x, n, top, y, parameter, gain):
-    """(τ, Σp, Σg) of the row x[:n] − top, n a multiple of the lanes; y is room for n entries and one vector more."""
+    """(τ, rest, Σp, Σg) of the row x[:n] − top, n a multiple of the lanes; y: room for n entries and one vector more.
+
+    Σp and Σg are those at τ alone: p is value(t)/Σp, or more exactly value(t − rest).
+    """
     size = 0
     for j in range(0, n, tile.lanes):
         size = words.compress(x, j, top, -1.0, y, size)
     seal(y, size)
     if tile.order == 1:
-        tau, total, slopes = solve_linear(y, size)
-    elif tile.order == 2:
-        tau, total, slopes = solve_quadratic(y, size)
-    else:
-        tau, total, slopes = solve_newton(y, size, parameter, gain)
-    return tau, total, slopes
+        return solve_linear(y, size)
+    if tile.order == 2:
+        return solve_quadratic(y, size)
+    return solve_newton(y, size, parameter, gain)
 
 
 def side_step(tau, sums, known):
-    """One step of `solve_linear` or `solve_quadratic` for SIDE rows at once; True while a support still changes."""
+    """One step of `solve_linear` or `solve_quadratic` for SIDE rows at once; True while a support still changes.
+
+    A row whose support repeats stays where it is; its `known` then holds the rest of its τ.
+    """
     changes = 0.0
     for lane in range(SIDE):
         count, first, second = sums[lane], sums[SIDE + lane], sums[2 * SIDE + lane]
@@ -152,8 +159,8 @@ def side_step(tau, sums, known):
             norm = words.sqrt(second)
             root = (second - 1.0) / (first + words.sqrt(words.maximum(gap, 0.0)))
             delta = words.where(closed, root, (norm - 1.0) * norm / first)
-        repeats = (count == known[lane]) | (delta != delta)
-        known[lane] = words.where(closed, count, -1.0)
+        repeats = (count == known[lane]) | (delta != delta) | (known[lane] < 0.5)
+        known[lane] = words.where(repeats, delta, words.where(closed, count, UNKNOWN))
         tau[lane] = words.where(repeats, tau[lane], tau[lane] + delta)
         changes = words.maximum(changes, words.where(repeats, 0.0, 1.0))
     return changes > 0.0
@@ -200,7 +207,7 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
                 x[j * SIDE + lane] = words.multiply_add(x[j * SIDE + lane], factor, -top[lane])
         for lane in range(SIDE):
             tau[lane] = -1.0
-            known[lane] = -1.0
+            known[lane] = UNKNOWN
         words.side_moments(x, n, tau, sums)
         for _ in range(STEPS):
             if not side_step(tau, sums, known):
@@ -213,23 +220,23 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
                 state[0, i] = nothing_or_nan(top[lane])
                 state[1, i] = nothing_or_nan(top[lane])
                 continue
-            state[0, i] = top[lane] + tau[lane]
+            rest, seen = known[lane], mask[i * stride : i * stride + n]
+            state[0, i] = top[lane] + (tau[lane] + rest)
             state[1, i] = sums[(tile.order - 1) * SIDE + lane]
-            inverse, seen = 1.0 / sums[tile.order * SIDE + lane], mask[i * stride : i * stride + n]
-            write_row(s[i], p[i], seen, masked, factor, top[lane], tau[lane], inverse, theta[0])
+            write_row(s[i], p[i], seen, masked, factor, top[lane], tau[lane], rest, theta[0])
 
 
-def write_row(s, row, mask, masked, factor, top, tau, inverse, parameter):
-    """row ← value(max(factor·s − top − τ, 0))·inverse."""
+def write_row(s, row, mask, masked, factor, top, tau, rest, parameter):
+    """row ← value(max(factor·s − top − τ − rest, 0))."""
     if masked:
         for j in range(row.size):
             y = words.multiply_add(tile.widen(s[j]), factor, -top)
-            t = words.maximum(words.where(mask[j], y, -INF) - tau, 0.0)
-            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
+            t = words.maximum(words.where(mask[j], y, -INF) - tau - rest, 0.0)
+            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter), 0.0))
     else:
         for j in range(row.size):
-            t = words.maximum(words.multiply_add(tile.widen(s[j]), factor, -top) - tau, 0.0)
-            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
+            t = words.maximum(words.multiply_add(tile.widen(s[j]), factor, -top) - tau - rest, 0.0)
+            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter), 0.0))
 
 
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -255,14 +262,13 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
             state[0, i] = nothing_or_nan(top)
             state[1, i] = nothing_or_nan(top)
             continue
-        tau, total, slopes = solve(x, padded, top, y, parameter, gain)
-        state[0, i] = top + tau
+        tau, rest, _, slopes = solve(x, padded, top, y, parameter, gain)
+        state[0, i] = top + (tau + rest)
         state[1, i] = slopes
-        inverse = real(1 / total)
         row = p[i]
         for j in range(n):
-            t = words.maximum(x[j] - top - tau, 0.0)
-            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter) * inverse, 0.0))
+            t = words.maximum(x[j] - top - tau - rest, 0.0)
+            row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter), 0.0))
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):

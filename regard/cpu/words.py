@@ -413,7 +413,8 @@ def _bounded_body(x, y, low, high):
 def _power_series32_body(r):
     def body(r):
         q = ((((E32[6] * r + E32[5]) * r + E32[4]) * r + E32[3]) * r + E32[2]) * (r * r)
-        return E32[0] + (E32[1] * r + q)
+        high = E32[0] + E32[1] * r
+        return high + ((E32[1] * r - (high - E32[0])) + q)  # what rounding took from `high` comes back
 
     return body
 

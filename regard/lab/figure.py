@@ -19,6 +19,7 @@ from html import escape
 INK, GRID = "#1f2933", "#d9dee4"
 COLOURS = ["#0b62a4", "#c2410c", "#2f7d32", "#7b3fa0", "#8a6d00", "#00707a"]  # each ≥ 4.5 : 1 on white
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [1, 3]]  # a second sign besides colour
+WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first can be seen below one that coincides with it
 CONFIG = {
     "background": "white",
     "font": "sans-serif",
@@ -95,7 +96,7 @@ class Figure:
             dict(x=x, y=y, name=name) for name, (xs, ys) in self.series.items() for x, y in zip(xs, ys, strict=True)
         ]
         few = max((len(xs) for xs, _ in self.series.values()), default=0) <= 20
-        mark = {"type": "line", "strokeWidth": 2, "point": {"size": 26} if few else False}
+        mark = {"type": "line", "point": {"size": 26} if few else False}
         if self.kind == "points":
             mark = {"type": "point", "filled": True, "size": 28, "opacity": 0.75}
         encoding = {**self._axes(), **self._signs(dash=self.kind == "lines")}
@@ -112,7 +113,7 @@ class Figure:
         line = {**axes, **self._signs(dash=True)}
         return [
             {"data": values, "mark": {"type": "area", "opacity": 0.18}, "encoding": area},
-            {"data": values, "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 26}}, "encoding": line},
+            {"data": values, "mark": {"type": "line", "point": {"size": 26}}, "encoding": line},
         ]
 
     def _bars(self):
@@ -146,7 +147,7 @@ class Figure:
         signed = any(cell["v"] < 0 for cell in data)
         scale = {"domain": [-largest, 0.0, largest], "range": [COLOURS[1], "white", COLOURS[0]], "interpolate": "rgb"}
         if not signed:
-            scale = {"domain": [0.0, largest], "range": ["white", COLOURS[0]]}
+            scale = {"domain": [0.0, largest], "range": ["white", COLOURS[0]], "interpolate": "rgb"}
         axis = {"labelAngle": 0, "labelOverlap": True}
         encoding = {
             "x": {"field": "j", "type": "ordinal", "title": self.x, "axis": axis},
@@ -155,7 +156,7 @@ class Figure:
                 "field": "v",
                 "type": "quantitative",
                 "scale": scale,
-                "legend": {"orient": "right", "format": "~g", "gradientLength": 120},
+                "legend": {"orient": "right", "format": ".4~g", "gradientLength": 120},
             },
         }
         return [{"data": {"values": _plain(data)}, "mark": "rect", "encoding": encoding}]
@@ -170,7 +171,7 @@ class Figure:
 
     def _axes(self):
         def axis(name, title, log):
-            ticks = {"tickCount": 6 if name == "x" else 5, "format": "~g"}
+            ticks = {"tickCount": 6 if name == "x" else 5, "format": ".4~g"}
             return {"field": name, "type": "quantitative", "title": title, "scale": self._scale(log), "axis": ticks}
 
         return {"x": axis("x", self.x, self.log_x), "y": axis("y", self.y, self.log_y)}
@@ -179,10 +180,15 @@ class Figure:
         return {"type": "log", "nice": False} if log else {"type": "linear", "zero": zero}
 
     def _signs(self, dash):
-        names, legend = list(self.series), {} if len(self.series) > 1 else None
+        names = list(self.series)
+        stroke = {"symbolType": "stroke", "symbolSize": 500} if self.kind in ("lines", "bands") else {}
+        legend = {"symbolOpacity": 1, **stroke} if len(names) > 1 else None
         colour = {"field": "name", "sort": None, "scale": {"domain": names, "range": COLOURS}, "legend": legend}
         strokes = {"field": "name", "sort": None, "scale": {"domain": names, "range": DASHES}, "legend": legend}
-        return {"color": colour, "strokeDash": strokes} if dash else {"color": colour}
+        if not dash:
+            return {"color": colour}
+        widths = {"field": "name", "sort": None, "scale": {"domain": names, "range": WIDTHS}, "legend": legend}
+        return {"color": colour, "strokeDash": strokes, "strokeWidth": widths}
 
 
 def _plain(data: list[dict]) -> list[dict]:

@@ -32,7 +32,7 @@ def measure(bench):
         figure=lambda: Figure(
             "lines",
             "gap between two scores",
-            "smaller weight (0 drawn at 1e-330)",
+            "smaller weight (0: at the foot)",
             {
                 "float64": (GAPS, [max(float(w[1]), 1e-300) for w in float64]),
                 "float32": (GAPS, [max(float(w[1]), 1e-300) for w in float32]),

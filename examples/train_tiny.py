@@ -1,6 +1,6 @@
 """Train the two language models of `regard demo`: the same but for 1/√d_k. About five minutes each on two cores.
 
-    python examples/train_tiny.py --data FILE.txt --out regard/checkpoints
+python examples/train_tiny.py --data FILE.txt --out regard/checkpoints
 """
 
 from __future__ import annotations

@@ -283,7 +283,9 @@ def test_what_if_is_the_reference_under_the_change(change, options):
     with torch.no_grad():
         expected = regard.reference.attention(*module.project(x), is_causal=True, **options, return_stats=True)[2]
     for name in ("entropy", "max_weight", "max_logit"):
-        torch.testing.assert_close(means(report.what_if[change], name), expected[name].mean((0, 2)), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            means(report.what_if[change], name), expected[name].mean((0, 2)), rtol=1e-4, atol=1e-6
+        )
     plain = examine(module, [x])
     torch.testing.assert_close(means(report, "entropy"), means(plain, "entropy"))  # the model itself was not changed
 
@@ -296,4 +298,6 @@ def test_what_if_qk_norm_and_ssmax():
     with torch.no_grad():
         q, k, v = module.project(x)
         expected = dense(q * 0.43 * n.log(), k, v)
-    torch.testing.assert_close(means(report.what_if["ssmax"], "entropy"), expected.entropy.mean((0, 2)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        means(report.what_if["ssmax"], "entropy"), expected.entropy.mean((0, 2)), rtol=1e-4, atol=1e-6
+    )

@@ -16,7 +16,15 @@ transformers = pytest.importorskip("transformers")
 def folder(tmp_path_factory):
     """A tiny BERT with a word-piece tokenizer of its own, saved as people save them."""
     path = tmp_path_factory.mktemp("model")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *"abcdefghijklmnopqrstuvwxyz",
+        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+    ]
     (path / "vocab.txt").write_text("\n".join(words))
     tokenizer = transformers.BertTokenizer(vocab=str(path / "vocab.txt"))
     tokenizer.save_pretrained(path)
@@ -37,7 +45,18 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_examine_a_folder(folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("a cat sat on a mat and looked at the door for a long time " * 20)
     code = main(
-        ["examine", str(folder), "--text", "text.txt", "--length", "32", "--json", "r.json", "--what-if", "temperature=2"]
+        [
+            "examine",
+            str(folder),
+            "--text",
+            "text.txt",
+            "--length",
+            "32",
+            "--json",
+            "r.json",
+            "--what-if",
+            "temperature=2",
+        ]
     )
     assert code == 0
     out = capsys.readouterr().out
@@ -70,7 +89,11 @@ def test_examine_a_function(tmp_path, capsys):
     )
     assert main(["examine", "here:make"]) == 0
     assert "2 heads in 1 attention layer" in capsys.readouterr().out
-    for spec, words in (("here:none", "has no 'none'"), ("here:wrong", "must return (model, batches)"), ("nowhere:make", "no module")):
+    for spec, words in (
+        ("here:none", "has no 'none'"),
+        ("here:wrong", "must return (model, batches)"),
+        ("nowhere:make", "no module"),
+    ):
         assert main(["examine", spec]) == 1
         assert words in capsys.readouterr().err
 
@@ -114,7 +137,8 @@ def test_a_model_that_fails_midway_gives_what_it_has_and_says_so(tmp_path, capsy
     (tmp_path / "half.py").write_text(
         "import torch\n"
         "def make():\n"
-        "    return torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), [torch.randn(2, 9, 16), torch.randn(2, 9, 5)]\n"
+        "    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)\n"
+        "    return layer, [torch.randn(2, 9, 16), torch.randn(2, 9, 5)]\n"
         "def stopped():\n"
         "    def batches(model):\n"
         "        model(torch.randn(2, 9, 16))\n"

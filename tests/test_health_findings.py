@@ -23,7 +23,7 @@ class Fixed(nn.Module):
 
 
 def healthy(batch=2):
-    """A trained head's likeness: unit variance, and directions that agree somewhat, so that sharp rows and flat rows occur."""
+    """Queries of many lengths and keys of unit variance, so that sharp rows and flat rows occur."""
     torch.manual_seed(0)
     q, k = torch.randn(2, batch, HEADS, LENGTH, WIDTH)
     return q * torch.rand(batch, 1, LENGTH, 1).mul(2.5), k

@@ -10,8 +10,17 @@ from regard.health import examine
 from regard.health.examination import positions
 
 transformers = pytest.importorskip("transformers")
-from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel  # noqa: E402
+from transformers import (  # noqa: E402  # noqa: E402
+    AlbertConfig,
+    AlbertModel,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=60)
@@ -19,7 +28,9 @@ SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 
 def llama(kind=LlamaModel):
     torch.manual_seed(0)
-    return kind(LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None, pad_token_id=0))
+    return kind(
+        LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None, pad_token_id=0)
+    )
 
 
 def test_generate_with_a_cache():
@@ -97,7 +108,7 @@ def test_bfloat16_agrees_with_itself():
 
 
 TEXTS = [
-    "The surveyor counted nine posts, although the map in her pocket showed eleven, and wrote the number down with the date.",
+    "The surveyor counted nine posts, although the map in her pocket showed eleven, and wrote the number down.",
     "Measuring is a modest art: decide first what would change if the number were different.",
     "A boat came in early.",
 ]

@@ -1,4 +1,4 @@
-"""regard.Monitor: the right steps, the right numbers, where they were asked for, and a warning before it is too late."""
+"""regard.Monitor: the right steps, the right numbers, where they were asked for, and a warning in time."""
 
 import json
 import warnings

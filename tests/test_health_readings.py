@@ -1,6 +1,7 @@
 """Readings: exact moments, quantiles within a bin, and a merge that does not care how the rows were dealt out."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -97,9 +98,8 @@ def test_twins_are_alike_and_strangers_are_not():
 @pytest.mark.parametrize("name", bins.NAMES)
 def test_a_value_lies_between_the_edges_of_its_bin(name):
     edges = bins.edges(name)
-    scale, low, high = bins.LAYOUT[name]
     assert len(edges) == bins.BINS + 1
-    assert all(a < b for a, b in zip(edges, edges[1:], strict=False))
+    assert all(a < b for a, b in pairwise(edges))
     values = torch.tensor([(edges[at] + edges[at + 1]) / 2 for at in range(bins.BINS)], dtype=torch.float64)
     placed = bins.place(values.expand(len(bins.NAMES), 1, -1).contiguous())[bins.NAMES.index(name), 0]
     assert torch.equal(placed, torch.arange(bins.BINS))
@@ -108,7 +108,8 @@ def test_a_value_lies_between_the_edges_of_its_bin(name):
 def test_shares_below_an_edge_are_exact():
     counts = torch.zeros(bins.BINS, dtype=torch.int64)
     for gain in (1e-6, 5e-5, 0.99e-4, 1.01e-4, 0.3):
-        counts[bins.place(torch.full((len(bins.NAMES), 1, 1), gain, dtype=torch.float64))[bins.NAMES.index("gain_ratio"), 0, 0]] += 1
+        placed = bins.place(torch.full((len(bins.NAMES), 1, 1), gain, dtype=torch.float64))
+        counts[placed[bins.NAMES.index("gain_ratio"), 0, 0]] += 1
     assert bins.share_below("gain_ratio", counts, 1e-4) == pytest.approx(0.6)
     assert math.isnan(bins.quantile("gain_ratio", torch.zeros(bins.BINS, dtype=torch.int64), 0.5, 0.0, 1.0))
 

@@ -19,7 +19,9 @@ from regard.health.commands import compare
 
 def model(layers=2, sharp=1.0):
     torch.manual_seed(0)
-    made = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), layers, enable_nested_tensor=False)
+    made = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), layers, enable_nested_tensor=False
+    )
     with torch.no_grad():
         for layer in made.layers:
             layer.self_attn.in_proj_weight[:32] *= sharp
@@ -70,7 +72,11 @@ def test_html_holds_the_numbers(report):
     for head, shown in zip(report.heads, told["treatments"][0]["heads"], strict=True):
         assert shown["numbers"][at][0] == pytest.approx(head.statistics["entropy"].mean, rel=1e-4)
         assert sum(shown["shapes"][at]) == pytest.approx(1000, abs=30)
-    assert [treatment["name"] for treatment in told["treatments"]] == ["as measured", "temperature=2", "normalizer=sparsemax"]
+    assert [treatment["name"] for treatment in told["treatments"]] == [
+        "as measured",
+        "temperature=2",
+        "normalizer=sparsemax",
+    ]
 
 
 def test_size_does_not_depend_on_the_length():

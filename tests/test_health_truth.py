@@ -12,8 +12,24 @@ from regard.health.examination import examine
 
 transformers = pytest.importorskip("transformers")
 from transformers import (  # noqa: E402
-    BertConfig, BertModel, Gemma2Config, Gemma2Model, GPT2Config, GPT2Model, GptOssConfig, GptOssModel, LlamaConfig,
-    LlamaModel, MistralConfig, MistralModel, T5Config, T5Model, ViTConfig, ViTModel, WhisperConfig, WhisperModel,
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2Model,
+    GPT2Config,
+    GPT2Model,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    MistralModel,
+    T5Config,
+    T5Model,
+    ViTConfig,
+    ViTModel,
+    WhisperConfig,
+    WhisperModel,
 )  # fmt: skip
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=60)
@@ -37,7 +53,9 @@ def bert():
 
 
 def gpt2():
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, n_positions=64, scale_attn_by_inverse_layer_idx=True)
+    config = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=60, n_positions=64, scale_attn_by_inverse_layer_idx=True
+    )
     return GPT2Model(config), padded(side="left")
 
 
@@ -59,7 +77,9 @@ def gemma2():
 
 
 def gpt_oss():
-    config = GptOssConfig(**SMALL, **ROPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=6, rope_parameters=None)
+    config = GptOssConfig(
+        **SMALL, **ROPE, num_local_experts=2, num_experts_per_tok=1, sliding_window=6, rope_parameters=None
+    )
     model = GptOssModel(config)
     model.set_experts_implementation("eager")
     for layer in model.layers:
@@ -74,9 +94,9 @@ def t5():
 
 def whisper():
     config = WhisperConfig(
-        vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20, max_target_positions=30,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        vocab_size=60, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=30, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
     )  # fmt: skip
     return WhisperModel(config), dict(input_features=torch.randn(2, 8, 40), decoder_input_ids=tokens(2, 9))
 
@@ -87,8 +107,8 @@ def vit():
 
 
 MODELS = [bert, gpt2, llama, llama_unpadded, mistral, gemma2, gpt_oss, t5, whisper, vit]
-FROM_WEIGHTS = ("visible_keys", "mass", "entropy", "effective_keys", "participation", "max_weight", "support", "distance",
-                "first_key_mass", "gradient_gain")  # fmt: skip
+FROM_WEIGHTS = ("visible_keys", "mass", "entropy", "effective_keys", "participation", "max_weight", "support",
+                "distance", "first_key_mass", "gradient_gain")  # fmt: skip
 FROM_LOGITS = ("max_logit", "mean_logit", "logit_variance", "logsumexp")
 
 
@@ -115,7 +135,9 @@ def sharpen(model):
     """Rows of every kind: from flat to nearly one-hot."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2 and any(part in name for part in ("query", "q_proj", "c_attn", ".q.", "key", "k_proj", ".k.")):
+            if weight.ndim == 2 and any(
+                part in name for part in ("query", "q_proj", "c_attn", ".q.", "key", "k_proj", ".k.")
+            ):
                 weight.mul_((12.0 if ".1." in name else 4.0) / (4.0 if isinstance(model, T5Model) else 1.0))
     return model.eval()
 
@@ -159,7 +181,11 @@ def test_readings_are_those_of_the_eager_weights(make):
     entropies = []
     for index, (logits, weights, visible) in enumerate(calls):
         rows = counted(batch, index, calls, weights)
-        dense = {} if logits is None else dict(regard.statistics.of_scores(logits.masked_fill(~visible, -math.inf), visible))
+        dense = (
+            {}
+            if logits is None
+            else dict(regard.statistics.of_scores(logits.masked_fill(~visible, -math.inf), visible))
+        )
         expected = {name: dense[name] for name in FROM_LOGITS if name in dense}
         by_weights = regard.statistics.of_weights(weights, visible=visible)
         if logits is None:  # the sink is a key too for the Jacobian: 1 − Σp² over the keys, weighed

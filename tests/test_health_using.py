@@ -10,7 +10,9 @@ from regard.health import intercept
 
 def encoder():
     torch.manual_seed(0)
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
 
 
 def test_a_model_computes_with_the_normaliser_it_is_given():
@@ -69,7 +71,12 @@ def test_an_error_inside_leaves_nothing_behind():
 def test_huggingface_with_padding_and_checkpointing():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=60,
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)

@@ -11,6 +11,7 @@ logits, which may be negative and large, and for shares the fourth root, fine ne
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -49,7 +50,9 @@ def _from_share(x: Tensor) -> Tensor:
     return torch.where(x <= 1.0, x.sqrt().sqrt(), 1.0 + SHARE_SLOPE * torch.log10(x))
 
 
-SCALES = dict(linear=lambda x: x, log=lambda x: torch.log10(x.clamp_min(0.0)), asinh=torch.asinh, share=_from_share)
+SCALES: dict[str, Callable[[Tensor], Tensor]] = dict(
+    linear=lambda x: x, log=lambda x: torch.log10(x.clamp_min(0.0)), asinh=torch.asinh, share=_from_share
+)
 
 
 def place(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One attention call seen inside a model: its inputs in `regard.attention`'s terms, and the model's own way to do it."""
+"""One attention call inside a model: its inputs in `regard.attention`'s terms, and the model's own way to do it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0
 
 @dataclass
 class Call:
-    """q, k, v as [B, H, M, D], [B, G, N, D], [B, G, N, E]; `own(rows)` gives the model's output for these query rows."""
+    """q, k, v as [B, H, M, D], [B, G, N, D], [B, G, N, E]; `own(rows)` gives the model's output for these rows."""
 
     module: nn.Module
     q: Tensor
@@ -111,7 +111,9 @@ def forget_masks() -> None:
     _CLEANED.clear()
 
 
-def joined(mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int, keys: int) -> tuple[Tensor | None, bool]:
+def joined(
+    mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int, keys: int
+) -> tuple[Tensor | None, bool]:
     """A clean mask, a bias and causal order as one (mask, causal) pair, since regard takes one of them at a time."""
     if bias is None:
         return mask, causal and mask is None
@@ -125,10 +127,10 @@ def joined(mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int,
 
 
 class Rows:
-    """Which query rows count: not those of padding. Masks are shared by layers, so what was found is kept for a while."""
+    """Which query rows count: not those of padding. Layers share their masks, so what was found is kept a while."""
 
     def __init__(self) -> None:
-        self._masks: list[tuple[Tensor, Tensor | None]] = []
+        self._masks: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
         self._last: dict[tuple[int, int], Tensor | None] = {}
 
     def forget(self) -> None:

@@ -27,20 +27,21 @@ def examine(
     progress: Callable[[int], None] | None = None,
     backend: str | None = None,
 ) -> Report:
-    """Every attention head of `model` over `batches`: readings, findings and, for each what-if, the readings it would have.
+    """Every attention head of `model` over `batches`: readings, findings and, per what-if, what they would be.
 
     >>> encoder = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
     >>> report = regard.examine(encoder, [torch.randn(2, 10, 32)], what_if=["temperature=2"])
     >>> len(report.heads), report.heads[0].layer, report.unmeasured
     (4, 'self_attn', [])
-    >>> report.what_if["temperature=2"].heads[0].statistics["entropy"].mean >= report.heads[0].statistics["entropy"].mean
+    >>> flatter = report.what_if["temperature=2"].heads[0]
+    >>> flatter.statistics["entropy"].mean >= report.heads[0].statistics["entropy"].mean
     True
 
     Args:
         model: any nn.Module: a transformers model, torch's own layers, or anything that calls
             `scaled_dot_product_attention`. It is run in evaluation mode without gradients, and left as it was.
-        batches: an iterable of batches: a mapping goes in as keywords, a tuple or list as arguments, a tensor as the one
-            argument; a function is called with the model (`lambda m: m.generate(ids)`).
+        batches: an iterable of batches: a mapping goes in as keywords, a tuple or list as arguments, a tensor as the
+            one argument; a function is called with the model (`lambda m: m.generate(ids)`).
         what_if: changes to try on the same scores: "temperature=2", "scale=inverse", "qk_norm", "softcap=50",
             "normalizer=entmax15", "ssmax"; several joined by + are one change.
         title: what to call the model in the report; None takes its own name.
@@ -112,7 +113,9 @@ def _run(model: nn.Module, batch: Any, number: int) -> None:
     if isinstance(batch, Mapping):
         ids, room = batch.get("input_ids"), positions(model)
         if isinstance(ids, Tensor) and ids.shape[-1] > room:
-            raise ValueError(f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; cut it")
+            raise ValueError(
+                f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; cut it"
+            )
         model(**{key: moved(value) for key, value in batch.items()})
     elif isinstance(batch, (tuple, list)):
         model(*map(moved, batch))

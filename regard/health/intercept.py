@@ -19,7 +19,16 @@ from torch.overrides import TorchFunctionMode
 from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
-PLAIN = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)  # no attention inside
+PLAIN = (
+    nn.Linear,
+    nn.LayerNorm,
+    nn.Embedding,
+    nn.Dropout,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.GELU,
+    nn.ReLU,
+)  # no attention inside
 
 
 class Interception:
@@ -92,7 +101,7 @@ def watched(module: nn.Module | None) -> list[Interception]:
 
 
 def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
-    """The output of a caught call: swaps first, then the observers; `otherwise` is the model's own way, dropout and all."""
+    """The output of a caught call: swaps first, then observers; `otherwise` is the model's own way, dropout and all."""
     before, _BUSY[0] = _BUSY[0], True
     try:
         swapped = call
@@ -177,7 +186,9 @@ def _multi_head(func, args, kwargs):
     wants_weights = kwargs.get("need_weights", True)
     swapped = any(one.swap is not None for one in watched(_top()))
     if wants_weights and swapped:
-        raise ValueError("need_weights=True cannot be served under regard.using; call the module with need_weights=False")
+        raise ValueError(
+            "need_weights=True cannot be served under regard.using; call the module with need_weights=False"
+        )
     result = func(*args, **kwargs) if wants_weights else None
     F.scaled_dot_product_attention = _sdpa
     try:

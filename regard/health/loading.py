@@ -33,7 +33,17 @@ class Subject:
     batches: list[Any]
 
 
-def load(spec: str, text: str | None, *, length: int | None, batch: int, limit: int, device: str, dtype: str | None, pickle: bool) -> Subject:
+def load(
+    spec: str,
+    text: str | None,
+    *,
+    length: int | None,
+    batch: int,
+    limit: int,
+    device: str,
+    dtype: str | None,
+    pickle: bool,
+) -> Subject:
     """The model that `spec` names, with `text` (None: the sample) cut into batches for it."""
     if ":" in spec and not os.path.exists(spec):
         return _from_function(spec, device)
@@ -84,7 +94,9 @@ def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle) 
     name = model.main_input_name
     if name in ("pixel_values", "input_features", "input_values"):
         if text is not None:
-            raise LoadError(f"{spec!r} takes {name}, not text; leave --text out and it is examined on a synthetic signal")
+            raise LoadError(
+                f"{spec!r} takes {name}, not text; leave --text out and it is examined on a synthetic signal"
+            )
         return Subject(title, model, _signals(model, name, min(batch, 4)))
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec)
@@ -104,8 +116,8 @@ def _check_folder(folder: Path, pickle: bool) -> None:
         return
     if suffixes & set(PICKLED):
         raise LoadError(
-            f"{str(folder)!r} has its weights in pickle, which can run any code when it is read; convert them to safetensors, "
-            "or pass --allow-pickle if you trust where they come from"
+            f"{str(folder)!r} has its weights in pickle, which can run any code when it is read; convert them to "
+            "safetensors, or pass --allow-pickle if you trust where they come from"
         )
     raise LoadError(f"{str(folder)!r} has no weights: there is no .safetensors file in it")
 

@@ -1,4 +1,4 @@
-"""What a caught call is told by: the statistics of its distribution, once the output rebuilt from it is the model's own.
+"""What is told of a caught call: the statistics of its weights, if the output rebuilt from them is the model's own.
 
 A layer whose rebuilt output differs from the model's own is not measured, with the reason, never with numbers.
 """
@@ -42,7 +42,9 @@ class Layer:
 class Recorder:
     """An observer that measures: one Layer per module and, where a module is used again, per use within a forward."""
 
-    def __init__(self, what_if: Sequence[WhatIf] = (), backend: str | None = None, sequences: int | None = None) -> None:
+    def __init__(
+        self, what_if: Sequence[WhatIf] = (), backend: str | None = None, sequences: int | None = None
+    ) -> None:
         self.layers: dict[tuple[str, int], Layer] = {}
         self.what_if, self.backend = what_if, backend
         self.sequences = sequences  # measure no more than so many of each batch
@@ -69,27 +71,31 @@ class Recorder:
                 rows = self.rows.of(call)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._give_up(layer, f"regard.attention cannot compute it: {error}", otherwise)
-        sampled = call.sliceable and call.q.shape[2] > WHOLE and call is whole and not call.dropout and not call.q.requires_grad
+        sampled = (
+            call.sliceable
+            and call.q.shape[2] > WHOLE
+            and call is whole
+            and not call.dropout
+            and not call.q.requires_grad
+        )
         output = None if sampled else otherwise()
         with torch.no_grad():
             own = None if sampled else whole.own(None) if call.dropout else output
-            error = self._difference(call, rebuilt, own, rows)
-            limit = GPU_FLOAT32 if (call.q.dtype, call.q.is_cuda) == (torch.float32, True) else TOLERANCE[call.q.dtype]
-            if not error <= limit:
-                what = "is not finite" if error != error else f"differs by {error:.2g} (limit {limit:g})"
-                reason = f"the output rebuilt from the measured weights {what} from the model's own"
-                return self._give_up(layer, reason.replace("finite from the model's own", "finite"), otherwise, output)
-            layer.error = max(layer.error, error)
+            apart = self._difference(call, rebuilt, own, rows)
+            reason = _unfaithful(apart, call)
+            if reason is not None:
+                return self._give_up(layer, reason, otherwise, output)
+            layer.error = max(layer.error, apart)
             layer.sampled |= sampled
             self._record(layer, call, stats, rows)
-        return rebuilt.to(call.q.dtype) if sampled else output
+        return rebuilt.to(call.q.dtype) if output is None else output
 
     def _measure(self, call: Call):
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
     def _difference(self, call: Call, rebuilt: Tensor, own: Tensor | None, rows: Tensor | None) -> float:
-        """The largest relative difference over heads, on the rows that count; of sampled rows if `own` is still to be made."""
+        """The largest relative difference over heads, on the rows that count; `own` None: on a sample of them."""
         if own is None:
             queries = call.q.shape[2]
             at = torch.linspace(0, queries - 1, SAMPLED, device=call.q.device).round().long()
@@ -127,10 +133,22 @@ class Recorder:
                 continue
             layer.what_if.setdefault(change.name, LayerReading(heads, call.q.device)).update(other, rows, None, start)
 
-    def _give_up(self, layer: Layer, reason: str, otherwise: Callable[[], Tensor], output: Tensor | None = None) -> Tensor:
+    def _give_up(
+        self, layer: Layer, reason: str, otherwise: Callable[[], Tensor], output: Tensor | None = None
+    ) -> Tensor:
         layer.reason, layer.reading = reason, None
         layer.what_if.clear()
         return otherwise() if output is None else output
+
+
+def _unfaithful(apart: float, call: Call) -> str | None:
+    """Why a relative difference is too large, None if it is not."""
+    limit = GPU_FLOAT32 if (call.q.dtype, call.q.is_cuda) == (torch.float32, True) else TOLERANCE[call.q.dtype]
+    if apart != apart:
+        return "its output is not finite"
+    if apart > limit:
+        return f"the output rebuilt from the weights differs by {apart:.2g} from the model's own (limit {limit:g})"
+    return None
 
 
 def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:

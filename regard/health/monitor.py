@@ -1,4 +1,4 @@
-"""Watch attention while a model trains: a sample of steps, scalars per head, and a warning when a trend heads for trouble."""
+"""Watch attention while a model trains: a sample of steps, scalars per head, a warning when a trend is bad."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ class Monitor:
     Args:
         model: the model in training. Its forward in training mode is a step; nothing else need be called.
         every: measure one step in so many.
-        log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes a
-            dict), a path of a JSONL file, a function that takes a dict per head, or None.
+        log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes
+            a dict), a path of a JSONL file, a function that takes a dict per head, or None.
         budget: the share of the training time that it may cost; a sample that would exceed it is left out.
         sequences: how many sequences of a batch are measured.
     """
 
-    def __init__(self, model: nn.Module, every: int = 100, log=None, *, budget: float = 0.02, sequences: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, every: int = 100, log=None, *, budget: float = 0.02, sequences: int = 1
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -154,9 +156,17 @@ class Monitor:
         then = steps[-1] + AHEAD * (steps[-1] - steps[0])
         logit, ratio = _extended(steps, logits, then), _extended(steps, ratios, then)
         if logit > LOGIT_LIMIT:
-            self._warn(*key, "max_logit", f"its largest logit is {logits[-1]:.3g} and on its way to {logit:.3g} by step {then:.0f}")
+            self._warn(
+                *key,
+                "max_logit",
+                f"its largest logit is {logits[-1]:.3g} and on its way to {logit:.3g} by step {then:.0f}",
+            )
         if ratio < ENTROPY_LIMIT:
-            self._warn(*key, "entropy", f"its entropy ratio is {ratios[-1]:.3g} and on its way to {max(ratio, 0):.2g} by step {then:.0f}")
+            self._warn(
+                *key,
+                "entropy",
+                f"its entropy ratio is {ratios[-1]:.3g} and on its way to {max(ratio, 0):.2g} by step {then:.0f}",
+            )
 
     def _warn(self, layer: str, head: int, kind: str, what: str) -> None:
         if (layer, head, kind) not in self._warned:
@@ -168,7 +178,11 @@ def _extended(steps, values, then: float) -> float:
     """The least-squares line through (steps, values), at `then`."""
     middle, mean = sum(steps) / len(steps), sum(values) / len(values)
     spread = sum((step - middle) ** 2 for step in steps)
-    slope = sum((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True)) / spread if spread else 0.0
+    slope = (
+        sum((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True)) / spread
+        if spread
+        else 0.0
+    )
     return mean + slope * (then - middle)
 
 

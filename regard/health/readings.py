@@ -82,7 +82,9 @@ class LayerReading:
         self.predicted = torch.zeros(heads, **wide)  # Σ over calls of the logit variance that the norms predict
         self.calls = 0
 
-    def update(self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0):
+    def update(
+        self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
+    ):
         """Add statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
         queries = stats["entropy"].shape[-1]
         x = torch.stack([stats[name] for name in statistics.NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
@@ -131,7 +133,9 @@ class LayerReading:
         self.curve.index_add_(-1, at, wanted.nan_to_num(0.0).double())
 
     def _compare(self, x: Tensor) -> None:
-        n, top, variance, ratio = (x[NAMES.index(i)] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio"))
+        n, top, variance, ratio = (
+            x[NAMES.index(i)] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio")
+        )
         useful = n.amin(0) >= LEAST_KEYS  # [R]
         sharpness = torch.log((top * n).clamp_min(1e-30)) / torch.log(n.clamp_min(2.0))
         f = torch.stack([ratio, sharpness, torch.log1p(variance.clamp_min(0.0))]).masked_fill(~useful, 0.0).double()
@@ -160,15 +164,16 @@ class LayerReading:
     def spreads(self) -> list[dict[str, Spread]]:
         """Per head, every statistic's spread."""
         std = (self.square / self.count.clamp_min(1.0)).sqrt()
-        columns = [x.masked_fill(self.count == 0, math.nan).tolist() for x in (self.mean, std, self.low, self.high)]
         counts = self.count.long().tolist()
-        return [
-            {
-                name: Spread(name, counts[row][head], *(column[row][head] for column in columns), self.histogram[row, head])
-                for row, name in enumerate(NAMES)
-            }
-            for head in range(self.heads)
-        ]
+        mean, spread, low, high = (
+            x.masked_fill(self.count == 0, math.nan).tolist() for x in (self.mean, std, self.low, self.high)
+        )
+
+        def of(row: int, name: str, head: int) -> Spread:
+            at = [column[row][head] for column in (counts, mean, spread, low, high)]
+            return Spread(name, *at, self.histogram[row, head])  # type: ignore[call-arg]
+
+        return [{name: of(row, name, head) for row, name in enumerate(NAMES)} for head in range(self.heads)]
 
     def spread(self, name: str, head: int) -> Spread:
         return self.spreads()[head][name]
@@ -189,7 +194,7 @@ class LayerReading:
         return self.predicted[head].item() / self.calls if self.calls else math.nan
 
     def likeness(self) -> Tensor:
-        """[H, H]: Σ (f_g − f_h)² over the rows, relative to how much f varies over them: 0 for twins, about 2 for strangers."""
+        """[H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
         own = self.products.diagonal(dim1=-2, dim2=-1)  # [F, H]
         apart = own[:, :, None] + own[:, None, :] - 2.0 * self.products
         varies = own - self.totals.square() / self.compared.clamp_min(1)

@@ -90,7 +90,8 @@ class Report:
 def summarize(report: Report) -> list[str]:
     layers = sorted({head.index for head in report.heads})
     rows = max((head.statistics["entropy"].count for head in report.heads), default=0)
-    said = [f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}, measured on {_count(rows, 'row')} each."]
+    many = f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}"
+    said = [f"{many}, measured on {_count(rows, 'row')} each."]
     if report.findings:
         ill = {head for finding in report.findings for head in finding.heads}
         where = sorted({head.index for head in report.heads if (head.layer, head.head) in ill})
@@ -135,7 +136,7 @@ def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, second
         faithful=dict(
             checked=f"the output rebuilt from the measured weights against the model's own, {checked}",
             largest_relative_difference=max((layer.error for layer in measured), default=0.0),
-            goes_on_with="the model's own output; beyond {} queries the rebuilt one, once it agrees".format(WHOLE),
+            goes_on_with=f"the model's own output; beyond {WHOLE} queries the rebuilt one, once it agrees",
         ),
         counted="rows of padding queries and rows that see no key are left out",
         quantiles="from histograms of 512 fixed bins, within one bin's width",

@@ -20,14 +20,22 @@ def show(report, file=None) -> None:
         say(line)
     if report.heads:
         table(report).show(file)
-        print(f"one block per head, from 0 ({BLOCKS[1]}) to 1 ({BLOCKS[-1]}); logits: the largest of the layer", file=file)
+        print(
+            f"one block per head, from 0 ({BLOCKS[1]}) to 1 ({BLOCKS[-1]}); logits: the largest of the layer", file=file
+        )
     for finding in report.findings:
-        say(f"\n{finding.kind} ({finding.severity}), {len(finding.heads)} heads: {heads_told(finding, report)}", TONES[finding.severity])
+        say(
+            f"\n{finding.kind} ({finding.severity}), {len(finding.heads)} heads: {heads_told(finding, report)}",
+            TONES[finding.severity],
+        )
         print(f"  {finding.evidence}\n  threshold: {finding.threshold}\n  remedy: {finding.remedy}", file=file)
     for name, reading in report.what_if.items():
         kinds = ", ".join(f"{one.kind} ({len(one.heads)})" for one in reading.findings) or "no findings"
         say(f"\nwhat if {name}: {kinds}", "bold")
-        ratios = [_mean(head, "entropy_ratio") for head in report.heads], [_mean(head, "entropy_ratio") for head in reading.heads]
+        ratios = (
+            [_mean(head, "entropy_ratio") for head in report.heads],
+            [_mean(head, "entropy_ratio") for head in reading.heads],
+        )
         before, after = (sum(values) / max(len(values), 1) for values in ratios)
         print(f"  mean entropy ratio {before:.3f} → {after:.3f}", file=file)
     for layer, reason in report.unmeasured:
@@ -44,7 +52,9 @@ def table(report) -> Table:
         cells = ["".join(_block(_mean(head, name)) for head in heads) for name in COLUMNS]
         top = max(head.statistics["max_logit"].max for head in heads)
         rows.append([str(index), heads[0].layer, *cells, f"{top:.3g}"])
-    return Table(["", "layer", *(name.replace("_", " ") for name in COLUMNS), "max logit"], rows, numbers=["", "max logit"])
+    return Table(
+        ["", "layer", *(name.replace("_", " ") for name in COLUMNS), "max logit"], rows, numbers=["", "max logit"]
+    )
 
 
 def heads_told(finding, report) -> str:

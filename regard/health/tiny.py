@@ -1,4 +1,4 @@
-"""A character language model small enough to travel inside the package: pre-norm decoder, scale of the scores as an option.
+"""A character language model small enough to travel inside the package; the scale of its scores is an option.
 
 >>> from regard.health.tiny import TinyLM, encode
 >>> model = TinyLM(layers=1, heads=2, width=16)
@@ -48,7 +48,9 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """Next-character logits. Query and key weights start with unit variance, so that q·k has variance d_k."""
 
-    def __init__(self, layers: int = 4, heads: int = 4, width: int = 128, length: int = 128, scale: str = "sqrt") -> None:
+    def __init__(
+        self, layers: int = 4, heads: int = 4, width: int = 128, length: int = 128, scale: str = "sqrt"
+    ) -> None:
         super().__init__()
         self.options = dict(layers=layers, heads=heads, width=width, length=length, scale=scale)
         self.token = nn.Embedding(len(CHARACTERS), width)
@@ -63,7 +65,9 @@ class TinyLM(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         if ids.shape[-1] > self.position.num_embeddings:
-            raise ValueError(f"ids: {ids.shape[-1]} characters, but the model has {self.position.num_embeddings} positions")
+            raise ValueError(
+                f"ids: {ids.shape[-1]} characters, but the model has {self.position.num_embeddings} positions"
+            )
         x = self.token(ids) + self.position(torch.arange(ids.shape[-1], device=ids.device))
         for block in self.blocks:
             x = block(x)

@@ -1,4 +1,4 @@
-"""Where a monitor's numbers go: TensorBoard, Weights & Biases, a JSONL file, a function. A writer takes a layer's rows."""
+"""Where a monitor's numbers go: TensorBoard, Weights & Biases, a JSONL file, a function."""
 
 from __future__ import annotations
 
@@ -26,8 +26,16 @@ def writer(log) -> Writer:
     if callable(getattr(log, "log", None)):
         return lambda rows: log.log(_named(rows), step=rows[0]["step"])
     if callable(log):
-        return lambda rows: [log(row) for row in rows] and None
+        return _function(log)
     raise TypeError(f"log must have add_scalar or log, be a path or a function, got {type(log).__name__}")
+
+
+def _function(log: Callable[[dict], object]) -> Writer:
+    def write(rows: list[dict]) -> None:
+        for row in rows:
+            log(row)
+
+    return write
 
 
 def _named(rows: list[dict]) -> dict[str, float]:

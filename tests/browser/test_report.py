@@ -1,4 +1,4 @@
-"""The report in a real browser: it draws, a head can be chosen, its numbers are the JSON's, and nothing leaves the page."""
+"""The report in a real browser: it draws, a head can be chosen, its numbers are the JSON's, nothing is fetched."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""regard compare a.json b.json: two reports side by side, layer by layer, and what was found in one and not the other."""
+"""regard compare a.json b.json: two reports side by side, layer by layer, and what was found in which."""
 
 from __future__ import annotations
 
@@ -75,8 +75,16 @@ def most_changed(a: dict, b: dict, count: int) -> Table:
         if before is not None and after is not None:
             rows.append((abs(after - before), key, before, after))
     rows.sort(key=lambda row: (-row[0], row[1]))
-    cells = [[f"{key[0]}·{key[1]}", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"] for _, key, before, after in rows[:count]]
-    return Table(["layer·head", "entropy ratio A", "B", "change"], cells, "most changed heads", ["entropy ratio A", "B", "change"])
+    cells = [
+        [f"{key[0]}·{key[1]}", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
+        for _, key, before, after in rows[:count]
+    ]
+    return Table(
+        ["layer·head", "entropy ratio A", "B", "change"],
+        cells,
+        "most changed heads",
+        ["entropy ratio A", "B", "change"],
+    )
 
 
 def _layers(report: dict) -> dict[int, list[dict]]:

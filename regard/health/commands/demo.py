@@ -15,7 +15,9 @@ CHANGES = ["scale=sqrt", "qk_norm", "normalizer=entmax15"]
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("report.html"), help="where the ill one's report goes")
+    parser.add_argument(
+        "--out", metavar="PATH", type=Path, default=Path("report.html"), help="where the ill one's report goes"
+    )
 
 
 def main(options) -> int:

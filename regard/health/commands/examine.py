@@ -13,15 +13,23 @@ from regard.health.what_if import FORMS, parse_all
 
 
 def arguments(parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, or module:function that returns (model, batches)")
-    parser.add_argument("--text", metavar="FILE", help="text to run it on, - for standard input (default: a built-in sample)")
-    parser.add_argument("--what-if", metavar="CHANGE", action="append", default=[], help=f"try a change: {', '.join(FORMS)}")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, a hub name, or module:function that returns (model, batches)"
+    )
+    parser.add_argument(
+        "--text", metavar="FILE", help="text to run it on, - for standard input (default: a built-in sample)"
+    )
+    parser.add_argument(
+        "--what-if", metavar="CHANGE", action="append", default=[], help=f"try a change: {', '.join(FORMS)}"
+    )
     parser.add_argument("--length", type=int, help="tokens per sequence (256, or what the model has)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per batch (4)")
     parser.add_argument("--limit", type=int, default=64, help="at most so many batches (64)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights so")
-    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("report.html"), help="report.html; .json and .png too")
+    parser.add_argument(
+        "--out", metavar="PATH", type=Path, default=Path("report.html"), help="report.html; .json and .png too"
+    )
     parser.add_argument("--json", metavar="PATH", type=Path, help="write the JSON as well")
     parser.add_argument("--png", metavar="PATH", type=Path, help="write the maps as a picture as well")
     parser.add_argument("--allow-pickle", action="store_true", help="read weights in pickle, which can run any code")
@@ -59,7 +67,9 @@ def main(options) -> int:
     for path in outputs:
         print(f"{report.save(path)}")
     if report.interrupted:
-        print(f"regard examine: not finished: {report.interrupted}; what was measured is in the report", file=sys.stderr)
+        print(
+            f"regard examine: not finished: {report.interrupted}; what was measured is in the report", file=sys.stderr
+        )
         return 130 if report.interrupted.startswith("KeyboardInterrupt") else 1
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 SEVERITIES = ("critical", "warning", "note")
 LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
@@ -36,7 +37,9 @@ class Finding:
         )
 
 
-def finding(kind: str, severity: str, found: Sequence[tuple[object, float]], evidence: str, threshold: str, remedy: str) -> list[Finding]:
+def finding(
+    kind: str, severity: str, found: Sequence[tuple[Any, float]], evidence: str, threshold: str, remedy: str
+) -> list[Finding]:
     """[Finding] about the (head, number) pairs, or [] if there are none; `evidence` may name their {range}."""
     if not found:
         return []
@@ -67,7 +70,8 @@ def positional_heads(heads: Sequence) -> tuple[list, list]:
     layers: dict[int, list] = {}
     for head in heads:
         layers.setdefault(head.index, []).append(head)
-    crowd, few = [], []
+    crowd: list = []
+    few: list = []
     for members in layers.values():
         found = [head for head in members if can_be_judged(head) and looks_at_offset(head)]
         (crowd if len(found) >= len(members) * CROWD else few).extend(found)

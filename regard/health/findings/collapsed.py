@@ -1,8 +1,9 @@
 """Collapsed: nearly every row puts nearly all its weight on one key, whatever the input says.
 
-The bound is on the 95th percentile of entropy / ln(keys): a healthy sharp head has rows that spread, a collapsed one has
-none. The few previous-token heads of a layer are sharp by trade and are not counted (findings/positional.py). At 128 keys a ratio of 0.02 is an entropy of 0.1 nats,
-about 98 % of the weight on one key. The pathology: Zhai et al. 2023, arXiv 2303.06296.
+The bound is on the 95th percentile of entropy / ln(keys): a healthy sharp head has rows that spread, a collapsed one
+has none. The few previous-token heads of a layer are sharp by trade and are not counted (findings/positional.py). At
+128 keys a ratio of 0.02 is an entropy of 0.1 nats, about 98 % of the weight on one key. The pathology: Zhai et al.
+2023, arXiv 2303.06296.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ KIND = "duplicate heads"
 def find(heads):
     found = [(head, len(head.twins)) for head in heads if head.twins and can_be_judged(head)]
     pairs = sorted({(head.index, *sorted((head.head, twin))) for head, _ in found for twin in head.twins})
-    shown = ", ".join(f"layer {index} heads {a} and {b}" for index, a, b in pairs[:4]) + (", …" if len(pairs) > 4 else "")
+    shown = ", ".join(f"layer {index} heads {a} and {b}" for index, a, b in pairs[:4]) + (
+        ", …" if len(pairs) > 4 else ""
+    )
     return finding(
         KIND,
         "warning",

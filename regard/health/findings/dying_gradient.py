@@ -25,7 +25,8 @@ def find(heads):
         severity,
         found,
         f"The gradient gain is under {GAIN:g} of a uniform row's on a share of {{range}} of the rows.",
-        f"gradient gain < {GAIN:g} of a uniform row's on more than {SHARE:.0%} of the rows (below bfloat16's and Adam's ε reach)",
+        f"gradient gain < {GAIN:g} of a uniform row's on more than {SHARE:.0%} of the rows (below what bfloat16 and "
+        "Adam's ε keep)",
         "Make the rows less one-hot while training: check the 1/√d scale, add QK-norm or a soft cap, or train with a "
         "temperature above 1 that is lowered later.",
     )

@@ -18,7 +18,7 @@ def find(heads):
         "note",
         found,
         "Most rows look at one distance, {range} tokens away.",
-        f"mean max_weight > {SHARP} and {STEADY:.0%} of the rows within half a token of the median distance, in at least "
-        f"{CROWD:.0%} of a layer's heads (a few are ordinary, arXiv 1905.09418)",
-        "Keep them if the task is local; otherwise a relative position bias or a short convolution does this for less.",
+        f"mean max_weight > {SHARP} and {STEADY:.0%} of the rows within half a token of the median distance, in "
+        f"{CROWD:.1%} or more of a layer's heads (a few are ordinary, arXiv 1905.09418)",
+        "Keep them if the task is local; otherwise a relative position bias or a short convolution does it for less.",
     )

@@ -30,23 +30,28 @@ def find(heads):
             high += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
-    threshold = f"median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, both > {HIGH:g} or < 1/32 (theory: 1)"
+    threshold = (
+        "median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, "
+        f"both > {HIGH:g} or < 1/32 (theory: 1)"
+    )
+    told = "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: "
     return [
         *finding(
             KIND,
             "warning",
             high,
-            "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: too large a scale.",
+            told + "too large a scale.",
             threshold,
-            "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=inverse', 'qk_norm', 'temperature=4'].",
+            "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=sqrt', 'qk_norm', "
+            "'temperature=4'].",
         ),
         *finding(
             KIND,
             "warning",
             low,
-            "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: too small a scale.",
+            told + "too small a scale.",
             threshold,
-            "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'], or larger "
-            "initial query and key weights.",
+            "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'], or "
+            "larger initial query and key weights.",
         ),
     ]

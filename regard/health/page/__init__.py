@@ -29,7 +29,9 @@ def render(report) -> str:
         ),
         style=style,
         script=script,
-        body="\n".join([_header(report), _findings(report), _explorer(report), _what_if(report), _unmeasured(report), _how(report)]),
+        body="\n".join(
+            [_header(report), _findings(report), _explorer(report), _what_if(report), _unmeasured(report), _how(report)]
+        ),
         data=_packed(report),
     )
 
@@ -81,7 +83,9 @@ def _header(report) -> str:
     lines = "".join(f"<p>{_text(line)}</p>" for line in report.summary())
     worst = report.findings[0].severity if report.findings else "healthy"
     stop = f'<p class="stop" role="alert">Incomplete: {_text(report.interrupted)}</p>' if report.interrupted else ""
-    word = {"critical": "in trouble", "warning": "needs a look", "note": "fine, with notes", "healthy": "healthy"}[worst]
+    word = {"critical": "in trouble", "warning": "needs a look", "note": "fine, with notes", "healthy": "healthy"}[
+        worst
+    ]
     return f"""<header>
 <p class="brand">regard · attention report</p>
 <h1>{_text(report.title)} <span class="pill {worst}">{word}</span></h1>
@@ -93,7 +97,9 @@ def _findings(report) -> str:
     if not report.findings:
         cards = '<p class="none">No head passed a threshold.</p>'
     else:
-        cards = "".join(_card(finding, {head.layer: head.index for head in report.heads}) for finding in report.findings)
+        cards = "".join(
+            _card(finding, {head.layer: head.index for head in report.heads}) for finding in report.findings
+        )
     return f'<section id="findings"><h2>Findings</h2>{cards}</section>'
 
 
@@ -129,7 +135,9 @@ def _explorer(report) -> str:
 <figure><figcaption id="histogram-title"></figcaption><div id="histogram"></div></figure>
 <figure><figcaption id="curve-title"></figcaption><div id="curve"></div></figure>
 </div>
-<div class="scroll"><table id="numbers-table"><caption class="hidden">Every statistic of the chosen head</caption></table></div>
+<div class="scroll"><table id="numbers-table">
+<caption class="hidden">Every statistic of the chosen head</caption>
+</table></div>
 <noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
 
@@ -146,7 +154,10 @@ def _what_if(report) -> str:
     return f"""<section id="what-if"><h2>What if</h2>
 <p class="meaning">The same queries and keys, their scores treated otherwise: means over all heads. Choose a row under
 “Scores” above to see it head by head.</p>
-<div class="scroll"><table><thead><tr><th>scores</th>{columns}<th>findings</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>
+<div class="scroll"><table>
+<thead><tr><th>scores</th>{columns}<th>findings</th></tr></thead>
+<tbody>{"".join(rows)}</tbody>
+</table></div>
 </section>"""
 
 
@@ -175,7 +186,9 @@ def _how(report) -> str:
             return "; ".join(f"{key.replace('_', ' ')}: {told(item)}" for key, item in value.items())
         if isinstance(value, list):
             return ", ".join(map(str, value))
-        return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+        if isinstance(value, float):
+            return f"{value:.3g}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
 
     rows = "".join(f"<dt>{_text(key)}</dt><dd>{_text(told(value))}</dd>" for key, value in report.how.items())
     return f'<section id="how"><h2>How it was measured</h2><dl>{rows}</dl></section>'

@@ -36,7 +36,7 @@ def payload(report, coarse: int) -> dict:
     axes = {name: _axis(name, [head for heads in treatments.values() for head in heads], coarse) for name in NAMES}
     layers = {head.index: head.layer for head in report.heads}
     return dict(
-        statistics=[name for name in MEANING],
+        statistics=list(MEANING),
         meaning=list(MEANING.values()),
         layers=[dict(index=index, name=name) for index, name in sorted(layers.items())],
         axes=[axes[name]["edges"] for name in MEANING],

@@ -39,18 +39,24 @@ class Plan(NamedTuple):
     meets: bool
 
     def groups(self, vector: int) -> int:
-        """How many maxima of a tile's row say enough of it: one per thread, and no more than 8192 of all parts."""
-        return max(1, min(self.columns // vector, 32 * self.warps, 8192 // next_power_of_2(self.parts)))
+        """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
+        row, where they would cost as much as the row."""
+        if self.columns <= 512 and self.parts == 1:
+            return 0
+        return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
 
 
-def plan(R: int, N: int, tensors: int, family: str, processors: int) -> Plan:
-    """The launch for R rows of N columns of which a program holds `tensors` tiles, on so many multiprocessors."""
+def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) -> Plan:
+    """The launch for R rows of N columns, of which a program holds `tensors` tiles of `size` bytes a number."""
     columns = max(next_power_of_2(N), 16)
-    if columns > 32768 // tensors or (columns > 4096 and 2 * R < processors):
-        columns = 4096  # shared: many small programs wait for one another with least loss, and few rows fill the GPU
+    fits = columns <= 32768 and columns * tensors * size <= 131072  # half of a multiprocessor's registers
+    if not fits or (columns > 8192 and processors > 2 * R):
+        columns = 8192  # shared by several programs; few rows then still occupy every multiprocessor
     parts = -(-N // columns)
-    rows = max(1, min(2048 // columns, next_power_of_2(R))) if parts == 1 else 1
-    warps = min(max(rows * columns // 1024, 1), 32)  # 32 numbers a thread: enough loads in flight, no spills
+    solves = family == "threshold" and tensors == 1
+    rows = 1 if solves or parts > 1 else max(1, min(2048 // columns, next_power_of_2(R)))
+    # a thread holds 32 numbers: loads enough in flight, no spills; 64 where waiting for other warps costs more
+    warps = min(max(rows * columns // (2048 if solves and parts == 1 else 1024), 1), 32)
     # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
     return Plan(rows, columns, parts, warps, parts <= processors // 8)
 
@@ -64,9 +70,8 @@ def forward(
     mask: bool [R, N] of any strides, True = visible. scale: > 0.
     """
     F = _check(s, choice)
-    R, N = s.shape
     p = torch.empty_like(s)
-    state = torch.zeros(2, R, dtype=_accumulator(s), device=s.device)
+    state = torch.zeros(2, len(s), dtype=_accumulator(s), device=s.device)
     if s.numel() == 0:
         return p, state
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
@@ -128,7 +133,7 @@ class _Launch:
         self.F, self.s = F, s
         self.R, self.N = s.shape
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
-        self.plan = plan(self.R, self.N, tensors, F.family, processors)
+        self.plan = plan(self.R, self.N, tensors, s.element_size(), F.family, processors)
         self.theta_rows = s if theta is None else theta.contiguous()
         self.mask = s if mask is None else mask.view(torch.uint8)
         self.strides = (0, 0) if mask is None else mask.stride()

@@ -71,12 +71,13 @@ def forward_online(
         if STAGE != "publish":
             tops = gather(partial, 0, parts, float("-inf"), PARTS)
             sums = gather(partial, 1, parts, 0.0, PARTS)
+            own = top
             top = tl.zeros([1, 1], ACC) + tl.reduce(tops, 0, larger)
-            if F.family == "ratio":
+            if F.family == "ratio":  # to the row's common shift; a part that sees nothing has none, and weighs 0
                 common = shift_of(finite(top), F)
                 falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
-                z = tl.zeros([1, 1], ACC) + tl.sum(sums * falls, 0)
-                fall = tl.exp((shift - common) * scale)
+                z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
+                fall = tl.where(own == float("-inf"), 0.0, tl.exp((shift - common) * scale))
                 shift = common
     if STAGE != "publish":
         if F.family == "ratio":
@@ -93,7 +94,7 @@ def forward_online(
         else:
             weight = u * inverse
         store(p, weight, rows, columns, R, N)
-        store_state(state, shift * scale, z, rows, part, R)
+        store_state(state, shift * scale, tl.where(top < float("inf"), z, float("nan")), rows, part, R)
 
 
 @triton.jit
@@ -117,6 +118,7 @@ def backward_online(
     else:
         x = load_scores(saved, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
         seen = x != float("-inf")
+        x = tl.where(seen, x, 0.0)
         above = tl.where(seen, above, 0.0)
     if F.family == "ratio":
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
@@ -130,9 +132,9 @@ def backward_online(
             x = x * scale
             e = exponential(x, m, 1.0, EXACT)
             c = tl.exp(-m)
-            p = tl.where(seen, F.numerator(e, x, c) * inverse, 0.0)
-            a = tl.where(seen, F.numerator_slope(e, x, c) * inverse, 0.0)
-            b = tl.where(seen, F.denominator_slope(e, x, c) * inverse, 0.0)
+            p = F.numerator(e, x, c) * inverse
+            a = F.numerator_slope(e, x, c) * inverse
+            b = F.denominator_slope(e, x, c) * inverse
         delta = tl.sum(p * above, 1, keep_dims=True)
         if STAGE != "whole":
             if STAGE != "finish":

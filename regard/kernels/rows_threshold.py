@@ -15,6 +15,7 @@ import triton.language as tl
 from regard.kernels.rows_tiles import (
     finite,
     gather,
+    highest,
     larger,
     load,
     load_scores,
@@ -43,14 +44,26 @@ def maxima(x, GROUPS: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
 def sums(y, tau, theta, F: tl.constexpr):
-    """Σ value, Σ slope and the size of the support at τ, each [1, 1]."""
+    """Σ value, Σ slope and the size of the support at τ, each [1, 1], in one reduction: waiting is what it costs."""
     t = tl.maximum(y - tau, 0.0)
-    total = tl.sum(F.weigh(t, theta), 1, keep_dims=True)
-    slope = tl.sum(F.slope(t, theta).to(y.dtype), 1, keep_dims=True)
-    count = total
+    value = F.weigh(t, theta)
+    slope = F.slope(t, theta).to(y.dtype)
     if F.order == 2:
-        count = tl.sum((t > 0.0).to(y.dtype), 1, keep_dims=True)
+        total, slope, count = tl.reduce((value, slope, (t > 0.0).to(y.dtype)), 1, add_three, keep_dims=True)
+    else:
+        total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
+        count = total
     return total, slope, count
 
 
@@ -114,13 +127,11 @@ def share(total, slope, count, step, partial, counter, part, parts, PARTS: tl.co
 
 
 @triton.jit
-def start(few, theta, gain, factor, partial, TOLERANCE: tl.constexpr, F: tl.constexpr):
-    """The maximum of a few scores [1, n], and the τ at which they alone would sum to 1."""
+def start(few, theta, gain, factor, partial, F: tl.constexpr):
+    """The maximum of a few scores [1, n], and about the τ at which they alone would sum to 1."""
     top = alone(tl.reduce(few, 1, larger, keep_dims=True))
     y = (few - finite(top)) * factor
-    tau, total, slope = solve(
-        y, finite(top) * 0.0 - 1.0, theta, gain, partial, partial, 0, 1, TOLERANCE, F, 1, False
-    )
+    tau, _, _ = solve(y, finite(top) * 0.0 - 1.0, theta, gain, partial, partial, 0, 1, 1e-3, F, 1, False)
     return top, alone(tau)
 
 
@@ -139,26 +150,9 @@ def forward_threshold(
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
     GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
-    """Row after row, ROWS in all: rows that took their steps together would all take as many as the slowest."""
-    part = tl.program_id(0) % parts
-    first = (tl.program_id(0) // parts).to(tl.int64) * ROWS
-    for i in range(ROWS):
-        forward_row(
-            s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column, scale, theta,
-            first + i, part, F, COLUMNS, PARTS, HAS_MASK, HAS_THETA, GROUPS, VECTOR, TOLERANCE, STAGE,
-        )  # fmt: skip
-
-
-@triton.jit
-def forward_row(
-    s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column, scale, theta,
-    row, part, F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
-    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
-):  # fmt: skip
+    """One row or part per program (ROWS = 1): rows that step together all take as many steps as the slowest."""
     ACC: tl.constexpr = state.dtype.element_ty
-    rows = row + tl.arange(0, 1)[:, None]
-    columns = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
@@ -169,11 +163,12 @@ def forward_row(
     if STAGE == "meet":
         meet(counters + row, parts)
     if STAGE == "whole" or STAGE == "meet":
-        if STAGE == "whole":
-            few = maxima(x, GROUPS, VECTOR)
+        if STAGE == "meet":
+            top, tau = start(gather_maxima(scratch, parts, GROUPS, PARTS), theta, gain, factor, partial, F)
+        elif GROUPS > 0:
+            top, tau = start(maxima(x, GROUPS, VECTOR), theta, gain, factor, partial, F)
         else:
-            few = gather_maxima(scratch, parts, GROUPS, PARTS)
-        top, tau = start(few, theta, gain, factor, partial, TOLERANCE, F)
+            top, tau = highest(x), tl.full([1, 1], -1.0, ACC)
         y = (x - finite(top)) * factor
         tau, total, slope = solve(
             y, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F, PARTS,
@@ -216,7 +211,7 @@ def solve_rows(
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
     few = gather_maxima(partial + row * (GROUPS + SUMS) * parts, parts, GROUPS, PARTS)
-    top, tau = start(few, theta, gain, factor, partial, TOLERANCE, F)
+    top, tau = start(few, theta, gain, factor, partial, F)
     floor = tau * 0.0 - 1.0
     total, slope, count = read_sums(
         s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F, COLUMNS, HAS_MASK, ACC

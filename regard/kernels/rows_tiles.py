@@ -102,15 +102,17 @@ def finite(m):
 def exponential(x, shift, scale, EXACT: tl.constexpr):
     """exp((x − shift)·scale), at most 1.
 
-    EXACT: the difference is taken first and the rounding of its product with log₂e put back, so that float32 keeps its
-    last bits. Else one multiply-add, whose error is the same factor for the whole row.
+    EXACT, for float32: the difference is taken first, and of its product with log₂e the integer j goes to the exponent
+    and only the rest, with what rounding lost, through the approximate exp2, whose error is least near 0.
+    Else one multiply-add, whose error is the same factor for the whole row.
     """
     if EXACT:
-        x = tl.maximum((x - shift) * scale, -1000.0)
-        y = x * 1.4426950216293335
-        lost = tl.fma(x, 1.4426950216293335, -y) + x * 1.9259629911266175e-8
-        z = tl.exp2(y)
-        return tl.fma(z, lost * 0.6931471805599453, z)
+        x = (x - shift) * scale
+        small = tl.maximum(x, -87.0)
+        j = (small * 1.4426950216293335 + 12582912.0) - 12582912.0  # rounded: floats that large have no fraction
+        rest = tl.fma(small, 1.4426950216293335, -j) + small * 1.9259629911266175e-8
+        power = ((j.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(x < -87.0, 0.0, tl.exp2(rest) * power)
     elif x.dtype == tl.float64:
         return tl.exp((x - shift) * scale)
     else:

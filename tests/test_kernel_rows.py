@@ -1,0 +1,302 @@
+"""The Triton rows against the float64 reference: interpreted on small odd shapes here, real ones on a GPU."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from regard import normalizers
+
+pytest.importorskip("triton")
+
+from regard.kernels import bundle, rows, rows_online, rows_threshold
+from tests.rows_data import rows as kinds_of_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = DEVICE == "cpu"
+CHOICES = [*normalizers.names(), "entmax(alpha=1.25)", "sigmoid(bias=-2)"]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, inside the interpreter
+
+PLANS = {  # a row in one program; several rows in one; a row shared by programs
+    "whole": rows.Plan(1, 64, 1, 1, False),
+    "several": rows.Plan(4, 64, 1, 1, False),
+    "shared": rows.Plan(1, 16, 3, 1, not INTERPRETED),
+    "launched": rows.Plan(1, 16, 3, 1, False),
+}
+
+
+@pytest.fixture(params=sorted(PLANS))
+def plan(request, monkeypatch):
+    """Every way to cut a row of 37 columns, with outputs and scratch full of NaN before a kernel runs."""
+    if request.param == "shared" and INTERPRETED:
+        pytest.skip("interpreted programs run one after another: they cannot wait for one another")
+    _take(monkeypatch, PLANS[request.param])
+
+
+def _take(monkeypatch, plan):
+    def chosen(R, N, tensors, size, family, processors):
+        return plan._replace(rows=1) if family == "threshold" and tensors == 1 else plan
+
+    monkeypatch.setattr(rows, "plan", chosen)
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(rows.torch, "empty_like", lambda x: empty_like(x).fill_(math.nan))
+    monkeypatch.setattr(rows.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(math.nan))
+
+
+def _both(choice, s, dp, theta=None, mask=None, scale=1.0):
+    p, state = rows.forward(s, choice, theta, mask, scale)
+    saved = p if choice.slope_of_weight is not None else s
+    return p, state, rows.backward(dp, saved, state, choice, theta, mask, scale)
+
+
+def _reference(choice, s, dp, theta, mask, scale, dtype):
+    s = s.to(dtype).requires_grad_()
+    parameter = choice.theta if theta is None else theta.to(dtype)[:, None]
+    p = choice.reference(s * scale, mask, parameter)
+    return p.detach(), torch.autograd.grad(p, s, dp.to(dtype))[0]
+
+
+def _compare(choice, s, dp, theta=None, mask=None, scale=1.0):
+    """Within 2 × (the same-precision reference's error + rounding) of float64, weights and gradient."""
+    p, state, ds = _both(choice, s, dp, theta, mask, scale)
+    exact, gradient = _reference(choice, s, dp, theta, mask, scale, torch.float64)
+    wide = torch.float64 if s.dtype == torch.float64 else torch.float32
+    same, same_gradient = _reference(choice, s, dp, theta, mask, scale, wide)
+    eps = torch.finfo(s.dtype).eps
+
+    def error(x, truth):
+        return (x.double() - truth).abs().amax(-1)
+
+    size = exact.abs().amax(-1)
+    assert p.dtype == s.dtype and ds.dtype == s.dtype and state.dtype == wide
+    rounded = same.to(s.dtype)
+    assert (error(p, exact) <= 2 * (error(rounded, exact) + 4 * eps * size)).all()
+    slopes = gradient.abs().amax(-1) + scale * size * dp.double().abs().amax(-1)
+    assert (error(ds, gradient) <= 2 * (error(same_gradient.to(s.dtype), gradient) + 8 * eps * slopes)).all()
+    return p, state, ds
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_weights_and_gradient_equal_the_reference(name, plan):
+    choice = normalizers.get(name)
+    s = kinds_of_rows(37, dtype=torch.float32).to(DEVICE)
+    if name == "softpick":
+        s = s[[0, 1, 3, 4, 6, 7, 8, 11]]  # exp(s) − exp(0) cancels on a flat row, and the record states it so
+    dp = torch.randn(s.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    p, _, _ = _compare(choice, s, dp)
+    if choice.sums_to == "1":
+        assert (p.double().sum(-1) - 1).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_with_mask_and_scale(name, dtype, monkeypatch):
+    choice = normalizers.get(name)
+    g = torch.Generator().manual_seed(2)
+    s = (torch.randn(5, 37, generator=g, dtype=torch.float64) * 3).to(dtype).to(DEVICE)
+    dp = torch.randn(5, 37, generator=g, dtype=torch.float64).to(dtype).to(DEVICE)
+    mask = (torch.rand(5, 1, generator=g) < 2).expand(5, 37) & (torch.rand(1, 37, generator=g) < 0.7)
+    mask[3] = False
+    for plan in ("several", "launched"):
+        with monkeypatch.context() as patch:
+            _take(patch, PLANS[plan])
+            p, state, ds = _compare(choice, s, dp, mask=mask.to(DEVICE), scale=0.3)
+        assert (p[~mask] == 0).all() and (ds[~mask] == 0).all() and (state[:, 3] == 0).all()
+
+
+def test_mask_of_any_strides(plan):
+    choice = normalizers.get("softmax")
+    s, dp = torch.randn(2, 4, 37).to(DEVICE)
+    one = torch.rand(37, device=DEVICE) < 0.5
+    two = torch.rand(74, 4, device=DEVICE).t()[:, ::2] < 0.5
+    for mask in (one.expand(4, 37), two):
+        _compare(choice, s, dp, mask=mask)
+
+
+def test_parameter_per_row(plan):
+    theta = torch.tensor([1.05, 1.3, 1.5, 2.0], device=DEVICE)
+    s, dp = torch.randn(2, 4, 37).to(DEVICE)
+    _compare(normalizers.get("entmax"), s, dp, theta=theta)
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_nan_and_infinity_stay_in_their_row(name, plan):
+    choice = normalizers.get(name)
+    s = torch.randn(7, 37, device=DEVICE)
+    s[1, 5], s[2, 36], s[3, ::2], s[4], s[5] = math.nan, math.inf, -math.inf, -math.inf, 1.25
+    p, state, ds = _both(choice, s, torch.randn(7, 37, device=DEVICE))
+    assert p[1].isnan().all() and p[2].isnan().all() and ds[1].isnan().all() and ds[2].isnan().all()
+    rest = [0, 3, 4, 5, 6]
+    assert p[rest].isfinite().all() and ds[rest].isfinite().all()
+    assert (p[3, ::2] == 0).all() and (p[4] == 0).all() and (ds[4] == 0).all() and (state[:, 4] == 0).all()
+    assert (p[5] == p[5, 0]).all()  # ties, to the bit
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax(alpha=1.25)"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_threshold_rows_sum_to_one_and_have_exact_zeros(name, size, plan):
+    choice = normalizers.get(name)
+    s = (torch.randn(3, 37, generator=torch.Generator().manual_seed(3)) * size).to(DEVICE)
+    p, _ = rows.forward(s, choice)
+    exact = choice.reference(s.double(), None, choice.theta)
+    assert (p.double().sum(-1) - 1).abs().max() <= 2e-6
+    assert (p[exact == 0] == 0).all() and (p[exact > 1e-6] > 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (1, 1), (5, 1), (1, 2), (3, 129), (2, 700)])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "entmax15"])
+def test_shapes_with_the_real_plan(name, shape):
+    s, dp = torch.randn(2, *shape).to(DEVICE)
+    choice = normalizers.get(name)
+    if s.numel():
+        _compare(choice, s, dp)
+    else:
+        p, state, ds = _both(choice, s, dp)
+        assert p.shape == ds.shape == shape and state.shape == (2, shape[0]) and (state == 0).all()
+
+
+@pytest.mark.parametrize("name", ["softmax", "sparsemax"])
+def test_long_rows_with_the_real_plan(name):
+    """Longer than a program holds: published, solved and finished here; met on a GPU."""
+    _compare(normalizers.get(name), *torch.randn(2, 1, 33001).to(DEVICE))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("shape", [(1, 1_000_000), (3, 200_001), (300, 65536), (70_000, 33)])
+def test_real_shapes(name, shape):
+    sizes = torch.tensor([1.0, 0.1, 10.0], device=DEVICE).repeat(shape[0])[: shape[0], None]
+    s = torch.randn(shape, device=DEVICE) * sizes
+    p, _, _ = _compare(normalizers.get(name), s, torch.randn(shape, device=DEVICE))
+    if normalizers.get(name).family == "threshold":
+        assert (p.double().sum(-1) - 1).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "sparsemax"])
+def test_every_kernel_is_launched(name, monkeypatch):
+    """The plan above reaches each kernel and stage; a plan that silently fell back would not."""
+    _take(monkeypatch, PLANS["launched"])
+    seen = []
+    for module in (rows_online, rows_threshold):
+        for kernel in ("forward_online", "backward_online", "forward_threshold", "backward_threshold", "solve_rows"):
+            if hasattr(module, kernel):
+                monkeypatch.setattr(module, kernel, _Spy(getattr(module, kernel), kernel, seen))
+    _both(normalizers.get(name), *torch.randn(2, 2, 37).to(DEVICE))
+    stages = {
+        "softmax": ["forward_online publish", "forward_online finish",
+                    "backward_online publish", "backward_online finish"],
+        "sigmoid": ["forward_online publish", "forward_online finish", "backward_online finish"],
+        "sparsemax": ["forward_threshold publish", "solve_rows", "forward_threshold finish",
+                      "backward_threshold publish", "backward_threshold finish"],
+    }  # fmt: skip
+    assert seen == stages[name]
+
+
+class _Spy:
+    def __init__(self, kernel, name, seen):
+        self.kernel, self.name, self.seen = kernel, name, seen
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            self.seen.append(f"{self.name} {kwargs.get('STAGE', '')}".strip())
+            return self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def test_errors_name_the_argument():
+    choice = normalizers.get("softmax")
+    with pytest.raises(TypeError, match="s must be a contiguous float tensor"):
+        rows.forward(torch.ones(2, 3, dtype=torch.int64, device=DEVICE), choice)
+    with pytest.raises(TypeError, match="s must be a contiguous float tensor"):
+        rows.forward(torch.ones(3, 2, device=DEVICE).t(), choice)
+
+
+NINTH = """
+import torch
+from regard.normalizers import Ratio
+from regard.normalizers._language import jit, tl
+
+@jit
+def squared(e, s, c):
+    return tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
+
+@jit
+def slope(e, s, c):
+    return 2.0 * tl.maximum(s, 0.0)
+
+def reference(scores, visible, theta):
+    u = torch.relu(scores if visible is None else scores.masked_fill(~visible, 0.0)) ** 2
+    z = u.sum(-1, keepdim=True)
+    return u / z.masked_fill(z == 0, 1.0)
+
+normalizer = Ratio(name="squared_relu", formula="max(s, 0)² / Σ", sums_to="1 or 0", sparse=True, paper="none",
+                   reference=reference, numerator=squared, numerator_slope=slope, shift="none")
+"""
+
+
+def test_a_ninth_normalizer_runs_from_its_file(tmp_path, plan):
+    (tmp_path / "squared_relu.py").write_text(NINTH)
+    try:
+        normalizers.discover(tmp_path)
+        _compare(normalizers.get("squared_relu"), *torch.randn(2, 4, 37).to(DEVICE))
+    finally:
+        normalizers._members.pop("squared_relu", None)
+
+
+COMPILE = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from regard import normalizers
+from regard.kernels import bundle
+
+@triton.jit
+def kernel(x, F: tl.constexpr):
+    s = tl.load(x)
+    tl.store(x, F.numerator(s, s, s))
+
+normalizers.discover(sys.argv[1])
+F = bundle.of(normalizers.get("squared_relu"))
+source = ASTSource(kernel, signature={"x": "*fp32", "F": "constexpr"}, constexprs={"F": F})
+options = {"enable_fp_fusion": True}
+print(F)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def test_editing_a_tile_function_reaches_the_compiled_kernel(tmp_path):
+    """One disk cache, one file, edited: the second compilation must not answer with the first one's code."""
+    folder = tmp_path / "normalizers"
+    folder.mkdir()
+    (tmp_path / "compile.py").write_text(COMPILE)
+    root = str(Path(normalizers.__file__).parents[2])
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root, "TRITON_INTERPRET": "0"}
+
+    def compiled(text):
+        (folder / "squared_relu.py").write_text(text)
+        command = [sys.executable, str(tmp_path / "compile.py"), str(folder)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    text = NINTH.replace("return tl.maximum(s, 0.0) * tl.maximum(s, 0.0)", "return once(s) * once(s)")
+    text = text.replace("@jit\ndef squared", "@jit\ndef once(s):\n    return tl.maximum(s, 0.0)\n\n@jit\ndef squared")
+    first = compiled(text)
+    assert compiled(text) == first
+    edited = compiled(text.replace("tl.maximum(s, 0.0)\n\n@jit", "tl.maximum(s, 0.0) + 0.0 * s\n\n@jit"))  # a callee
+    assert edited.splitlines()[0] != first.splitlines()[0]  # the bundle's key
+    assert edited.splitlines()[1:] != first.splitlines()[1:]  # the code
+
+
+def test_a_bundle_is_hashable_and_stable():
+    softmax = bundle.of(normalizers.get("softmax"))
+    assert softmax is bundle.of(normalizers.get("softmax").normalizer)
+    assert hash(softmax) == hash(bundle._bundle(normalizers.get("softmax").normalizer))
+    assert repr(softmax) == f"Bundle(ratio, {softmax.cache_key})"
+    assert softmax.cache_key != bundle.of(normalizers.get("softmax1")).cache_key

@@ -187,7 +187,8 @@ def test_an_unfaithful_layer_is_silent_and_left_alone(monkeypatch, long):
     ((layer, reason),) = report.unmeasured
     assert layer == "0"
     assert "differs by" in reason
-    torch.testing.assert_close(seen[0], own, rtol=0, atol=0)
+    assert len(seen) == (2 if long else 1)  # what went on rebuilt and was wrong is run again
+    torch.testing.assert_close(seen[-1], own, rtol=0, atol=0)
 
 
 def test_nan_is_not_measured():

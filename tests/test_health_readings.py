@@ -78,7 +78,7 @@ def test_memory_does_not_grow_with_rows():
 
 def test_curves_follow_the_position():
     stats = statistics(queries=100)
-    ((*_, last),) = [LayerReading(2).update(stats).curves()[1]["max_weight"]]
+    *_, last = LayerReading(2).update(stats).curves(1)["max_weight"]
     at = [position for position in range(100) if position_bin(torch.tensor(position)) == position_bin(torch.tensor(99))]
     assert last[0] == at[0]
     assert last[1] == pytest.approx(stats.max_weight[:, 1, at].mean().item(), rel=1e-5)

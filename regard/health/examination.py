@@ -68,11 +68,14 @@ def examine(
         with interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
                 _run(model, batch, done)
+                while recorder.settle():
+                    _run(model, batch, done)
                 done += 1
                 if progress is not None:
                     progress(done)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
+        recorder.settle()
     finally:
         opened.remove()
         forget_masks()

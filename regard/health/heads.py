@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from regard.health.measure import Layer
-from regard.health.readings import LayerReading, Spread
+from regard.health.readings import LayerReading, Spreads
 
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 
@@ -19,11 +19,16 @@ class HeadReading:
     layer: str
     index: int  # of the layer, in order of execution
     head: int
-    statistics: dict[str, Spread]
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # name -> [(position, mean)]
+    statistics: Spreads
+    reading: LayerReading = field(repr=False)  # of the whole layer
     predicted_variance: float = math.nan  # of the logits, from the norms of q and k
     dtype: str = ""
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """[(position, mean)] of a few statistics against the query's position."""
+        return self.reading.curves(self.head)
 
     def to_json(self) -> dict:
         predicted = self.predicted_variance
@@ -47,21 +52,19 @@ def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
 
 
 def _heads(layer: Layer, reading: LayerReading) -> list[HeadReading]:
-    likeness = reading.likeness()
-    spreads, curves = reading.spreads(), reading.curves()
+    alike = (reading.likeness() < TWINS).tolist()
     found = []
-    for head in range(reading.heads):
-        alike = (likeness[head] < TWINS).nonzero().flatten().tolist()
+    for head, spreads in enumerate(reading.spreads()):
         found.append(
             HeadReading(
                 layer=layer.name,
                 index=layer.index,
                 head=head,
-                statistics=spreads[head],
-                curves=curves[head],
+                statistics=spreads,
+                reading=reading,
                 predicted_variance=reading.predicted_variance(head),
                 dtype=str(layer.dtype).removeprefix("torch."),
-                twins=tuple(other for other in alike if other != head),
+                twins=tuple(other for other, same in enumerate(alike[head]) if same and other != head),
             )
         )
-    return [head for head in found if head.statistics["entropy"].count]
+    return [head for head in found if head.statistics.count("entropy")]

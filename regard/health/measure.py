@@ -25,6 +25,17 @@ GPU_FLOAT32 = 5e-3  # products in TF32
 
 
 @dataclass
+class Sight:
+    """What one batch told of a layer, until it is known whether the rebuilt output is the model's own."""
+
+    reading: LayerReading
+    apart: Tensor  # the largest relative difference so far, on the device: asking for it now would make the GPU wait
+    limit: float
+    sampled: bool  # did the model go on with the rebuilt output?
+    what_if: dict[str, LayerReading] = field(default_factory=dict)
+
+
+@dataclass
 class Layer:
     name: str
     index: int
@@ -34,9 +45,18 @@ class Layer:
     refused: dict[str, str] = field(default_factory=dict)  # what-if -> why it cannot be
     kind: str = ""
     dtype: torch.dtype | None = None
-    scale: float | None = None
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
+
+    def absorb(self, sight: Sight, apart: float) -> None:
+        self.reading = sight.reading if self.reading is None else self.reading.merge(sight.reading)
+        for name, reading in sight.what_if.items():
+            self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
+        self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
+
+    def give_up(self, reason: str) -> None:
+        self.reason, self.reading = reason, None
+        self.what_if.clear()
 
 
 class Recorder:
@@ -50,51 +70,75 @@ class Recorder:
         self.sequences = sequences  # measure no more than so many of each batch
         self.rows = Rows()
         self._uses: dict[str, int] = {}
+        self._batch: dict[tuple[str, int], Sight] = {}
 
     def begin(self) -> None:
         """A new forward: uses count from 0, masks are new."""
         self._uses.clear()
         self.rows.forget()
 
+    def settle(self) -> bool:
+        """After a batch: keep what was faithful, drop what was not; True if the batch must run again.
+
+        It must where the model went on with a rebuilt output that was not its own: what came after saw something else.
+        """
+        sights, self._batch = self._batch, {}
+        differences = _numbers([sight.apart for sight in sights.values()])
+        wrong = False
+        for (key, sight), apart in zip(sights.items(), differences, strict=True):
+            reason = _unfaithful(apart, sight.limit)
+            if reason is not None:
+                self.layers[key].give_up(reason)
+                wrong |= sight.sampled
+        if not wrong:
+            for (key, sight), apart in zip(sights.items(), differences, strict=True):
+                if self.layers[key].reason is None:
+                    self.layers[key].absorb(sight, apart)
+        return wrong
+
     def __call__(self, call: Call, name: str, otherwise: Callable[[], Tensor]) -> Tensor:
         use = self._uses.get(name, 0)
         self._uses[name] = use + 1
-        layer = self.layers.setdefault((name, use), Layer(name, len(self.layers)))
+        key = name, use
+        layer = self.layers.setdefault(key, Layer(name, len(self.layers)))
         if layer.reason is not None:
             return otherwise()
         if call.obstacle is not None:
-            return self._give_up(layer, call.obstacle, otherwise)
+            return self._give_up(key, call.obstacle, otherwise)
         whole, call = call, call if self.sequences is None else call.first(self.sequences)
         try:
             with torch.no_grad():
                 rebuilt, stats = self._measure(call)
                 rows = self.rows.of(call)
         except (ValueError, TypeError, NotImplementedError) as error:
-            return self._give_up(layer, f"regard.attention cannot compute it: {error}", otherwise)
-        sampled = (
-            call.sliceable
-            and call.q.shape[2] > WHOLE
-            and call is whole
-            and not call.dropout
-            and not call.q.requires_grad
-        )
+            return self._give_up(key, f"regard.attention cannot compute it: {error}", otherwise)
+        sight = self._sight(key, call)
+        if sight.reading.heads != call.q.shape[1]:
+            return self._give_up(key, "its number of heads changes from call to call", otherwise)
+        long = call.sliceable and call.q.shape[2] > WHOLE
+        sampled = long and call is whole and not call.dropout and not call.q.requires_grad
         output = None if sampled else otherwise()
         with torch.no_grad():
             own = None if sampled else whole.own(None) if call.dropout else output
-            apart = self._difference(call, rebuilt, own, rows)
-            reason = _unfaithful(apart, call)
-            if reason is not None:
-                return self._give_up(layer, reason, otherwise, output)
-            layer.error = max(layer.error, apart)
-            layer.sampled |= sampled
-            self._record(layer, call, stats, rows)
+            sight.apart = torch.maximum(sight.apart, self._difference(call, rebuilt, own, rows))
+            sight.sampled |= sampled
+            self._record(layer, sight, call, stats, rows)
         return rebuilt.to(call.q.dtype) if output is None else output
+
+    def _sight(self, key: tuple[str, int], call: Call) -> Sight:
+        if key not in self._batch:
+            layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
+            layer.kind, layer.dtype = call.kind, call.q.dtype
+            on_gpu = (call.q.dtype, call.q.is_cuda) == (torch.float32, True)
+            limit = GPU_FLOAT32 if on_gpu else TOLERANCE[call.q.dtype]
+            self._batch[key] = Sight(LayerReading(heads, device), torch.zeros((), device=device), limit, False)
+        return self._batch[key]
 
     def _measure(self, call: Call):
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
-    def _difference(self, call: Call, rebuilt: Tensor, own: Tensor | None, rows: Tensor | None) -> float:
+    def _difference(self, call: Call, rebuilt: Tensor, own: Tensor | None, rows: Tensor | None) -> Tensor:
         """The largest relative difference over heads, on the rows that count; `own` None: on a sample of them."""
         if own is None:
             queries = call.q.shape[2]
@@ -107,22 +151,14 @@ class Recorder:
             own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)
         size = own.square().sum((0, 2, 3)).sqrt()
         apart = (own - rebuilt).square().sum((0, 2, 3)).sqrt()
-        return (apart / torch.where(size > 0, size, 1.0)).max().item() if own.numel() else 0.0
+        return (apart / torch.where(size > 0, size, 1.0)).max() if own.numel() else apart.sum()
 
-    def _record(self, layer: Layer, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
-        heads, queries, keys = call.q.shape[1], call.q.shape[2], call.k.shape[2]
+    def _record(self, layer: Layer, sight: Sight, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
+        queries, keys = call.q.shape[2], call.k.shape[2]
         cached = queries < keys and bool(getattr(call.module, "is_causal", False))
         start = keys - queries if cached else 0
-        if layer.reading is None:
-            layer.reading = LayerReading(heads, call.q.device)
-            layer.kind, layer.dtype = call.kind, call.q.dtype
-        elif layer.reading.heads != heads:
-            layer.reason = f"its number of heads changes from call to call ({layer.reading.heads}, then {heads})"
-            layer.reading = None
-            return
         scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
-        layer.scale = None if isinstance(scale, Tensor) else scale
-        layer.reading.update(stats, rows, predicted_variance(call, rows, scale), start)
+        sight.reading.update(stats, rows, predicted_variance(call, rows, scale), start)
         for change in self.what_if:
             if change.name in layer.refused:
                 continue
@@ -131,19 +167,24 @@ class Recorder:
             except (ValueError, TypeError, NotImplementedError) as error:
                 layer.refused[change.name] = str(error)
                 continue
-            layer.what_if.setdefault(change.name, LayerReading(heads, call.q.device)).update(other, rows, None, start)
+            reading = sight.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
+            reading.update(other, rows, None, start)
 
-    def _give_up(
-        self, layer: Layer, reason: str, otherwise: Callable[[], Tensor], output: Tensor | None = None
-    ) -> Tensor:
-        layer.reason, layer.reading = reason, None
-        layer.what_if.clear()
-        return otherwise() if output is None else output
+    def _give_up(self, key: tuple[str, int], reason: str, otherwise: Callable[[], Tensor]) -> Tensor:
+        self.layers[key].give_up(reason)
+        self._batch.pop(key, None)
+        return otherwise()
 
 
-def _unfaithful(apart: float, call: Call) -> str | None:
+def _numbers(tensors: list[Tensor]) -> list[float]:
+    """Their values, with one wait for the device where they share it."""
+    if len({x.device for x in tensors}) == 1:
+        return torch.stack(tensors).tolist()
+    return [x.item() for x in tensors]
+
+
+def _unfaithful(apart: float, limit: float) -> str | None:
     """Why a relative difference is too large, None if it is not."""
-    limit = GPU_FLOAT32 if (call.q.dtype, call.q.is_cuda) == (torch.float32, True) else TOLERANCE[call.q.dtype]
     if apart != apart:
         return "its output is not finite"
     if apart > limit:

@@ -126,6 +126,7 @@ class Monitor:
         context.__exit__(None, None, None)
         interception.stop()
         forget_masks()
+        recorder.settle()
         for layer in recorder.layers.values():
             if layer.reading is not None:
                 self._record(layer)

@@ -18,6 +18,7 @@ True
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from regard import statistics
 from regard.health import bins
 from regard.health.bins import BINS, NAMES
 
+ROW = {name: row for row, name in enumerate(NAMES)}
 CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
 POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2²⁰
 FINGERPRINT = 3  # features per row that tell one head's distribution from another's
@@ -59,6 +61,39 @@ class Spread:
         numbers = dict(mean=self.mean, std=self.std, min=self.min, max=self.max)
         numbers.update({f"q{round(100 * share):02d}": self.quantile(share) for share in (0.05, 0.5, 0.95)})
         return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+
+
+class Spreads(Mapping):
+    """The spreads of one head by the statistics' names, made when asked for."""
+
+    def __init__(self, numbers: list, histogram: Tensor, head: int) -> None:
+        self._numbers, self._histogram, self._head = numbers, histogram, head  # numbers: [column][statistic][head]
+        self._made: dict[str, Spread] = {}
+
+    def __getitem__(self, name: str) -> Spread:
+        if name not in self._made:
+            if name not in ROW:
+                raise KeyError(f"no statistic {name!r}; here: {', '.join(NAMES)}")
+            row = ROW[name]
+            count, mean, std, low, high = (column[row][self._head] for column in self._numbers)
+            self._made[name] = Spread(name, count, mean, std, low, high, self._histogram[row, self._head])
+        return self._made[name]
+
+    def mean(self, name: str) -> float:
+        """The mean alone, at no cost."""
+        return self._numbers[1][ROW[name]][self._head]
+
+    def max(self, name: str) -> float:
+        return self._numbers[4][ROW[name]][self._head]
+
+    def count(self, name: str) -> int:
+        return self._numbers[0][ROW[name]][self._head]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
 
 
 class LayerReading:
@@ -127,15 +162,13 @@ class LayerReading:
         flat.scatter_add_(0, (bins.place(x) + offset).flatten(), there.flatten().long())
 
     def _follow(self, x: Tensor, position: Tensor) -> None:
-        wanted = x[[NAMES.index(name) for name in CURVES]]
+        wanted = torch.stack([x[ROW[name]] for name in CURVES])
         at = position_bin(position)
         self.curve_count.index_add_(-1, at, (~wanted.isnan()).double())
         self.curve.index_add_(-1, at, wanted.nan_to_num(0.0).double())
 
     def _compare(self, x: Tensor) -> None:
-        n, top, variance, ratio = (
-            x[NAMES.index(i)] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio")
-        )
+        n, top, variance, ratio = (x[ROW[i]] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio"))
         useful = n.amin(0) >= LEAST_KEYS  # [R]
         sharpness = torch.log((top * n).clamp_min(1e-30)) / torch.log(n.clamp_min(2.0))
         f = torch.stack([ratio, sharpness, torch.log1p(variance.clamp_min(0.0))]).masked_fill(~useful, 0.0).double()
@@ -156,38 +189,28 @@ class LayerReading:
         return merged
 
     def cpu(self) -> LayerReading:
-        moved = LayerReading(self.heads)
+        moved = object.__new__(LayerReading)
         for name, value in vars(self).items():
             setattr(moved, name, value.cpu() if isinstance(value, Tensor) else value)
         return moved
 
-    def spreads(self) -> list[dict[str, Spread]]:
-        """Per head, every statistic's spread."""
-        std = (self.square / self.count.clamp_min(1.0)).sqrt()
-        counts = self.count.long().tolist()
-        mean, spread, low, high = (
-            x.masked_fill(self.count == 0, math.nan).tolist() for x in (self.mean, std, self.low, self.high)
-        )
-
-        def of(row: int, name: str, head: int) -> Spread:
-            at = [column[row][head] for column in (counts, mean, spread, low, high)]
-            return Spread(name, *at, self.histogram[row, head])  # type: ignore[call-arg]
-
-        return [{name: of(row, name, head) for row, name in enumerate(NAMES)} for head in range(self.heads)]
-
     def spread(self, name: str, head: int) -> Spread:
         return self.spreads()[head][name]
 
-    def curves(self) -> list[dict[str, list[tuple[int, float]]]]:
-        """Per head, [(position, mean)] of the followed statistics, where any row was counted."""
-        means = (self.curve / self.curve_count).tolist()  # NaN where no row was
-        return [
-            {
-                name: [(position_of(at), mean) for at, mean in enumerate(means[row][head]) if mean == mean]
-                for row, name in enumerate(CURVES)
-            }
-            for head in range(self.heads)
-        ]
+    def spreads(self) -> list[Spreads]:
+        """Per head, every statistic's spread; of a reading on the CPU."""
+        std = (self.square / self.count.clamp_min(1.0)).sqrt()
+        columns = [x.masked_fill(self.count == 0, math.nan) for x in (self.mean, std, self.low, self.high)]
+        numbers = [self.count.long().tolist(), *(column.tolist() for column in columns)]
+        return [Spreads(numbers, self.histogram, head) for head in range(self.heads)]
+
+    def curves(self, head: int) -> dict[str, list[tuple[int, float]]]:
+        """[(position, mean)] of the followed statistics, where any row was counted."""
+        means = (self.curve[:, head] / self.curve_count[:, head]).tolist()  # NaN where no row was
+        return {
+            name: [(position_of(at), mean) for at, mean in enumerate(values) if mean == mean]
+            for name, values in zip(CURVES, means, strict=True)
+        }
 
     def predicted_variance(self, head: int) -> float:
         """The logit variance that the norms of q and k predict for directions that know nothing of one another."""
@@ -205,7 +228,7 @@ class LayerReading:
 
 def _derived(x: Tensor) -> Tensor:
     """entropy / ln n and gain / (1 − 1/n), [2, H, R]; NaN, so not counted, where one key leaves no choice."""
-    n, entropy, gain = (x[NAMES.index(name)] for name in ("visible_keys", "entropy", "gradient_gain"))
+    n, entropy, gain = (x[ROW[name]] for name in ("visible_keys", "entropy", "gradient_gain"))
     alone = n < 2
     n = n.masked_fill(alone, 2.0)
     ratio, gain = entropy / torch.log(n), gain / (1.0 - 1.0 / n)

@@ -52,13 +52,12 @@ def finding(
 
 def can_be_judged(head) -> bool:
     """Enough rows with enough keys that the shape of the distribution says something."""
-    keys = head.statistics["visible_keys"]
-    return keys.count >= LEAST_ROWS and keys.mean >= LEAST_KEYS
+    return head.statistics.count("visible_keys") >= LEAST_ROWS and head.statistics.mean("visible_keys") >= LEAST_KEYS
 
 
 def looks_at_offset(head) -> bool:
     """Sharp, and at one distance from the query on three rows of four: a positional head."""
-    if head.statistics["max_weight"].mean <= SHARP:
+    if head.statistics.mean("max_weight") <= SHARP:
         return False
     distance = head.statistics["distance"]
     middle = distance.quantile(0.5)
@@ -81,5 +80,5 @@ def positional_heads(heads: Sequence) -> tuple[list, list]:
 def free_heads(heads: Sequence) -> list:
     """The heads that can be judged by how sharp they are: without the few positional ones, which are sharp by trade."""
     few = positional_heads(heads)[1]
-    exempt = {id(head) for head in few if head.statistics["max_logit"].max <= 100.0}
+    exempt = {id(head) for head in few if head.statistics.max("max_logit") <= 100.0}
     return [head for head in heads if can_be_judged(head) and id(head) not in exempt]

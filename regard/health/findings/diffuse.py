@@ -14,9 +14,9 @@ MEAN, LOW = 0.99, 0.98
 def find(heads):
     found = []
     for head in filter(can_be_judged, heads):
-        ratio = head.statistics["entropy_ratio"]
-        if ratio.mean > MEAN and ratio.quantile(0.05) > LOW:
-            found.append((head, ratio.mean))
+        mean = head.statistics.mean("entropy_ratio")
+        if mean > MEAN and head.statistics["entropy_ratio"].quantile(0.05) > LOW:
+            found.append((head, mean))
     return finding(
         KIND,
         "warning",

@@ -22,7 +22,7 @@ def limit(dtype: str) -> float:
 
 
 def find(heads):
-    found = [(head, head.statistics["max_logit"].max) for head in heads]
+    found = [(head, head.statistics.max("max_logit")) for head in heads]
     found = [(head, top) for head, top in found if top > CLIP]
     severity = "critical" if any(top > limit(head.dtype) for head, top in found) else "warning"
     return finding(

@@ -22,10 +22,10 @@ def find(heads):
         layers.setdefault(head.index, []).append(head)
     high, low = [], []
     for members in layers.values():
-        measured = median(head.statistics["logit_variance"].mean for head in members)
+        measured = median(head.statistics.mean("logit_variance") for head in members)
         known = [head.predicted_variance for head in members if head.predicted_variance == head.predicted_variance]
         predicted = median(known) if known else measured  # a what-if has no norms of its own
-        numbers = [(head, head.statistics["logit_variance"].mean) for head in members]
+        numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         if min(measured, predicted) > HIGH:
             high += numbers
         elif max(measured, predicted) < LOW:

@@ -15,7 +15,7 @@ PARKED = 0.98
 def find(heads):
     found = []
     for head in filter(can_be_judged, heads):
-        parked = max(head.statistics["first_key_mass"].mean, 1.0 - head.statistics["mass"].mean)
+        parked = max(head.statistics.mean("first_key_mass"), 1.0 - head.statistics.mean("mass"))
         if parked > PARKED:
             found.append((head, parked))
     return finding(

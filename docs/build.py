@@ -62,6 +62,18 @@ it; an interval (99.99 %) that lies in what the claim allows agrees, one that li
 | --- | --- | --- |
 {rows}
 {waits}
+
+## Run them
+
+`regard lab` runs them all and writes `lab.html`; `regard lab dot-variance` prints one whole; `regard lab --json` is for
+programs; `--seed 7` draws other numbers and gives the same verdicts.
+
+## Add one
+
+A claim is one file `regard/lab/claims/my_claim.py` that defines `claim = Claim(id="my-claim", …)`: its statement, its
+derivation in LaTeX, the rule in words, and `measure(bench)`, which returns a `Finding`, a list of checks. Checks of the
+claim itself decide between right and wrong; those marked `.beyond()` lie outside a condition that the finding names, and
+those marked `.ours()` hold our own derivation to the measurement. Nothing else needs an edit.
 """
 
 

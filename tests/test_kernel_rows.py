@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from regard.kernels import bundle, rows, rows_online, rows_threshold
 from tests.rows_data import rows as kinds_of_rows
 
+ROOT = Path(normalizers.__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
 CHOICES = [*normalizers.names(), "entmax(alpha=1.25)", "sigmoid(bias=-2)"]
@@ -216,6 +217,24 @@ def test_errors_name_the_argument():
         rows.forward(torch.ones(3, 2, device=DEVICE).t(), choice)
 
 
+MISSING = """
+import sys
+sys.modules["triton"] = None
+import torch
+from regard import normalizers
+from regard.kernels import rows
+try:
+    rows.forward(torch.ones(2, 3), normalizers.get("softmax"))
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_triton_importing_works_and_using_says_what_is_missing():
+    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "the Triton kernels need the package triton: pip install triton"
+
+
 NINTH = """
 import torch
 from regard.normalizers import Ratio
@@ -277,8 +296,7 @@ def test_editing_a_tile_function_reaches_the_compiled_kernel(tmp_path):
     folder = tmp_path / "normalizers"
     folder.mkdir()
     (tmp_path / "compile.py").write_text(COMPILE)
-    root = str(Path(normalizers.__file__).parents[2])
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": root, "TRITON_INTERPRET": "0"}
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
 
     def compiled(text):
         (folder / "squared_relu.py").write_text(text)

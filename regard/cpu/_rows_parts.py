@@ -95,6 +95,17 @@ def nothing_or_nan(top):
     return 0.0 if top == -INF else NAN
 
 
+def positions(x, bound, found):
+    """Where x exceeds bound, as `bits` in `found`; returns how many."""
+    size, whole = 0, x.size // tile.lanes * tile.lanes
+    for j in range(0, whole, tile.lanes):
+        size = words.compress_index(x, j, bound, found, size)
+    for j in range(whole, x.size):
+        found[size] = words.from_bits(tile.index(j))
+        size += 1 if x[j] > bound else 0
+    return size
+
+
 def storage_tiles(dtype):
     """How rows of a dtype are read and written."""
     storage = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(dtype)

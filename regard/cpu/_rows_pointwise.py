@@ -6,7 +6,7 @@ from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import INF, fill, nothing_or_nan
 
 
-def tiles(normalizer, direct):
+def tiles(normalizer, dtype):
     return {name: getattr(normalizer, name) for name in ("value", "slope", "slope_of_weight")}
 
 

@@ -8,12 +8,13 @@ from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, nothing_or_nan
 
 SHIFTS = {"max": 0, "max0": 1, "none": 2}
+GRID = 1.5 * 2**12  # v ≤ 1 rounded to 2⁻¹¹ sums exactly over a chunk, and what is left over is small
 HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
 
 
-def tiles(normalizer, direct):
+def tiles(normalizer, dtype):
     names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight"
-    return {"shift": SHIFTS[normalizer.shift], **{name: getattr(normalizer, name) for name in names}}
+    return {"shift": SHIFTS[normalizer.shift], "exponential": normalizer.exponential, **{name: getattr(normalizer, name) for name in names}}
 
 
 def shifted(top):
@@ -24,13 +25,6 @@ def shifted(top):
     if tile.shift == 2:
         m = 0.0
     return m
-
-
-def exponential(y, m):
-    """exp(y − m), with what rounding y − m lost put back."""
-    d = y - m
-    e = words.exp(d)
-    return words.multiply_add(e, (y - d) - m, e)
 
 
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -47,13 +41,17 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         u = tile.work(p[i], scratch[1, :n])
         total = np.float64(tile.rest(c))
         for start in range(0, n, CHUNK):
-            part, chunk, chunk_u = 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
+            coarse, fine, chunk, chunk_u = 0.0, 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
             for j in range(chunk.size):
                 y = chunk[j] * factor
-                e = exponential(y, m)
-                chunk_u[j] = words.where(y > -INF, tile.numerator(e, y, c), 0.0)
-                part = words.accumulate(part, words.where(y > -INF, tile.denominator(e, y, c), 0.0))
-            total += part
+                e = words.decay(y - m)
+                seen = tile.exponential or y > -INF  # exp(−inf) is 0 already
+                chunk_u[j] = words.where(seen, tile.numerator(e, y, c), 0.0)
+                v = words.where(seen, tile.denominator(e, y, c), 0.0)
+                rounded = (v + GRID) - GRID
+                coarse = words.accumulate(coarse, rounded)
+                fine = words.accumulate(fine, v - rounded)
+            total += np.float64(coarse) + np.float64(fine)
         state[0, i] = m
         state[1, i] = total
         inverse = np.float64(1) / total if total > 0 else np.float64(0)
@@ -101,7 +99,7 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
             part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], e[start:end]
             for j in range(chunk.size):
                 y = chunk[j] * factor
-                power = exponential(y, m)
+                power = words.decay(y - m)
                 chunk_e[j] = power
                 part = words.accumulate(part, words.where(y > -INF, tile.numerator(power, y, c) * chunk_g[j], 0.0))
             total += part

@@ -9,9 +9,10 @@ a support that repeats proves the solution exact; else Newton's steps from −1 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu._rows_parts import CHUNK, INF, fill, load, nothing_or_nan
+from regard.cpu._rows_parts import CHUNK, INF, fill, load, nothing_or_nan, positions
 
 SHORT, SIDE = 128, 16
 UNKNOWN = 1e30  # no count
@@ -19,9 +20,9 @@ STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
 
 
-def tiles(normalizer, direct):
+def tiles(normalizer, dtype):
     names = "gain", "value", "slope", "slope_of_weight", "order"
-    interleave = interleave_direct if direct else interleave_loaded
+    interleave = interleave_direct if dtype in (torch.float32, torch.float64) else interleave_loaded
     return {"interleave": interleave, **{name: getattr(normalizer, name) for name in names}}
 
 
@@ -280,7 +281,7 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
         g = tile.read_gradient(dp[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         if tile.order == 0:
             weights = tile.read_gradient(p[i], scratch[1, :n], mask[:0], False)
-            size = positions(weights, scratch[2])
+            size = positions(weights, 0.0, scratch[2])
             if 2 * size < n:
                 backward_sparse(g, weights, ds[i], scratch[2, :size], scratch[3], theta[i * step], real(scale))
                 continue
@@ -302,17 +303,6 @@ def backward_dense(g, weights, row, parameter, scale):
     for j in range(n):
         slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * scale
         row[j] = tile.narrow(slope * (g[j] - delta))
-
-
-def positions(weights, found):
-    """Where the positive weights are, as `bits` in `found`; returns how many."""
-    size, whole = 0, weights.size // tile.lanes * tile.lanes
-    for j in range(0, whole, tile.lanes):
-        size = words.compress_index(weights, j, found, size)
-    for j in range(whole, weights.size):
-        found[size] = words.from_bits(tile.index(j))
-        size += 1 if weights[j] > 0.0 else 0
-    return size
 
 
 def backward_sparse(g, weights, row, found, slopes, parameter, scale):

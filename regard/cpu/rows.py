@@ -80,7 +80,7 @@ def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *argum
 def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family = _FAMILIES[normalizer.family]
     precision = "float64" if dtype == torch.float64 else "float32"
-    tiles = {**family.tiles(normalizer, dtype not in _HALF), **storage_tiles(dtype), "index": f"index_{precision}"}
+    tiles = {**family.tiles(normalizer, dtype), **storage_tiles(dtype), "index": f"index_{precision}"}
     tiles["lanes"] = 8 if precision == "float64" else 16
     return kernel(getattr(family, job), tiles, precision, allocates=False)
 

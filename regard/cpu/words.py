@@ -148,19 +148,19 @@ def compress(typing, x, start, shift, bound, out, count):
 
 
 @intrinsic
-def compress_index(typing, x, start, out, count):
-    """Append to out[count:] the indices, as `bits`, of the positive ones of x[start:start + L]; the new count."""
+def compress_index(typing, x, start, bound, out, count):
+    """Append to out[count:] the indices, as `bits`, of those of x[start:start + L] that exceed bound; the new count."""
 
     def build(context, builder, signature, args):
         row = _block(context, builder, x, args[0], args[1])
         lanes, whole = row.type.count, ir.IntType(x.dtype.bitwidth)
-        kept = builder.fcmp_ordered(">", row, ir.Constant(row.type, [0.0] * lanes))
+        kept = builder.fcmp_ordered(">", row, _spread(builder, args[2], lanes))
         start = builder.trunc(args[1], whole) if whole.width < 64 else args[1]
         offsets = ir.Constant(ir.VectorType(whole, lanes), list(range(lanes)))
-        return _pack(context, builder, out, builder.add(_spread(builder, start, lanes), offsets), kept, args[2], args[3])
+        return _pack(context, builder, out, builder.add(_spread(builder, start, lanes), offsets), kept, args[3], args[4])
 
     index = types.intp
-    return index(x, index, out, index), build
+    return index(x, index, x.dtype, out, index), build
 
 
 SIDE = 16  # rows side by side in the two words below
@@ -332,6 +332,7 @@ def _narrow_bfloat16(x):
 
 
 def exp(x): ...
+def decay(x): ...  # exp(x) for x ≤ 0
 def exp2(x): ...
 def log(x): ...
 def log2(x): ...
@@ -350,8 +351,8 @@ SMALL32, LARGE32 = np.float32(-86.98), np.float32(88.722839)  # below: 0 (1.8e-3
 SMALL64, LARGE64 = -707.7, 709.782712893384
 
 
-@overload(exp, jit_options=STRICT)
-def _exp(x):
+@overload(decay, jit_options=STRICT)
+def _decay(x):
     if x == types.float32:
 
         def body(x):
@@ -359,7 +360,7 @@ def _exp(x):
             n = t - MAGIC32
             r = (x - n * HIGH32) - n * LOW32
             half = from_bits(np.int32((bits(t) + 126) << 23))
-            return _bounded(x, _power_series32(r) * half, SMALL32, LARGE32)
+            return where(x < SMALL32, ZERO32, _power_series32(r) * half)
 
         return body
 
@@ -368,9 +369,15 @@ def _exp(x):
         n = t - MAGIC64
         r = (x - n * HIGH64) - n * LOW64
         half = from_bits((bits(t) + 1022) << 52)
-        return _bounded(x, _power_series64(r) * half, SMALL64, LARGE64)
+        return where(x < SMALL64, 0.0, _power_series64(r) * half)
 
     return body
+
+
+@overload(exp, jit_options=STRICT)
+def _exp(x):
+    infinity, large = (INF32, LARGE32) if x == types.float32 else (math.inf, LARGE64)
+    return lambda x: where(x >= large, infinity, decay(x))
 
 
 @overload(exp2, jit_options=STRICT)

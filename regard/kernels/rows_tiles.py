@@ -103,7 +103,7 @@ def exponential(x, shift, scale, EXACT: tl.constexpr):
     """exp((x − shift)·scale), at most 1.
 
     EXACT, for float32: the difference is taken first, and of its product with log₂e the integer j goes to the exponent
-    and only the rest, with what rounding lost, through the approximate exp2, whose error is least near 0.
+    and the rest, with what rounding lost, through a polynomial good to 0.6 units in the last place (exp2.approx: 2).
     Else one multiply-add, whose error is the same factor for the whole row.
     """
     if EXACT:
@@ -112,7 +112,12 @@ def exponential(x, shift, scale, EXACT: tl.constexpr):
         j = (small * 1.4426950216293335 + 12582912.0) - 12582912.0  # rounded: floats that large have no fraction
         rest = tl.fma(small, 1.4426950216293335, -j) + small * 1.9259629911266175e-8
         power = ((j.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-        return tl.where(x < -87.0, 0.0, tl.exp2(rest) * power)
+        y = tl.fma(rest, 1.5461447462985332e-4, 1.3390867351400178e-3)  # (2^rest − 1) / rest, Chebyshev, degree 5
+        y = tl.fma(rest, y, 9.618056669887258e-3)
+        y = tl.fma(rest, y, 5.550357104252972e-2)
+        y = tl.fma(rest, y, 0.2402265092234272)
+        y = tl.fma(rest, y, 0.6931471880293429)
+        return tl.where(x < -87.0, 0.0, tl.fma(rest, y, 1.0) * power)
     elif x.dtype == tl.float64:
         return tl.exp((x - shift) * scale)
     else:

@@ -32,6 +32,7 @@ def test_every_figure_can_be_drawn_and_told(scale):
         setting.weights_figure(),
         setting.jacobian_figure(),
         setting.gain_figure(),
+        setting.gradient_figure(),
         setting.mechanics_figure(),
         *(setting.masked_figure(mask) for mask in MASKS),
         Online(setting, 2, 2).figure(),
@@ -40,6 +41,18 @@ def test_every_figure_can_be_drawn_and_told(scale):
         assert len(figure.alt) > 20
         assert figure.spec()["layer"]
     assert "<title>" in figures[0].svg()
+
+
+def test_gradients_against_d_k_are_the_reference_s():
+    setting = Setting(keys=6, scale="none")
+    figure = setting.gradient_figure()
+    dims, _, middle, _ = figure.series["rows"]
+    upstream = torch.randn(256, 6, generator=torch.Generator().manual_seed(3)).double()
+    for d, shown in zip(dims, middle, strict=True):
+        z = setting.scores_at(d).double().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.softmax(z, -1), z, upstream)
+        assert shown == pytest.approx(float(slope.norm(dim=-1).quantile(0.5)), rel=1e-3)
+    assert middle[-1] < middle[0] / 10
 
 
 def test_masks_hide():

@@ -113,7 +113,7 @@ def test_figures_have_words_and_it_fits_a_phone(browser, address):
         f"{FIND} return deep(document, 'img.figure')"
         ".map(i => [i.naturalWidth > 0, i.alt, i.getBoundingClientRect().right])"
     )
-    assert len(figures) >= 7
+    assert len(figures) >= 8
     for drawn, alt, right in figures:
         assert drawn and len(alt) > 20 and right <= 360
     assert browser.overflow() <= 0

@@ -82,6 +82,7 @@ def _(drawn, setting):
         ("Weights of the first query", setting.weights_figure()),
         ("Jacobian of the first row", setting.jacobian_figure()),
         ("Gradient gain against d_k", setting.gain_figure()),
+        ("Gradient against d_k", setting.gradient_figure()),
     )
     return
 

@@ -21,6 +21,7 @@ from regard.lab.figure import Figure
 from regard.scores import resolve_scale
 
 QUERIES = 256
+DIMS = [4, 16, 64, 256]
 SCALES = {"1/√d_k": "sqrt", "none": "none", "1/d_k": "inverse"}
 MASKS = ("none", "causal", "window of 4", "padding")
 NUMBERS = {
@@ -57,11 +58,14 @@ class Setting:
         options = dict(scale=self.scale, normalizer=self.normalizer, temperature=self.temperature)
         return regard.attention(q, k, k, return_stats=True, **options)[1]
 
+    def scores_at(self, d_k: int) -> Tensor:
+        """(256, keys): scale · q kᵀ, before the temperature."""
+        q, k = (x[0, 0] for x in self.draw(d_k))
+        return resolve_scale(self.scale, d_k) * q @ k.T
+
     @cached_property
     def scores(self) -> Tensor:
-        """(256, keys): scale · q kᵀ, before the temperature."""
-        q, k = (x[0, 0] for x in self.draw(self.d_k))
-        return resolve_scale(self.scale, self.d_k) * q @ k.T
+        return self.scores_at(self.d_k)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -95,15 +99,17 @@ class Setting:
         return Figure("heat", "score j", "weight i", rows=matrix.tolist(), alt=words)
 
     def gain_figure(self) -> Figure:
-        """Quantiles of the gradient gain against d_k: the mean would hide the rows that learn nothing."""
-        dims = [4, 16, 64, 256]
-        gains = [self.statistics(d).gradient_gain.flatten() for d in dims]
-        columns = [[max(float(gain.quantile(p)), 1e-12) for gain in gains] for p in (0.1, 0.5, 0.9)]
-        words = "Gradient gain against d_k, 10, 50 and 90 % quantiles; medians " + ", ".join(
-            f"{middle:.2g} at {d}" for middle, d in zip(columns[1], dims, strict=True)
-        )
-        series = {"median, 10 to 90 %": (dims, *columns)}
-        return Figure("bands", "d_k", "gradient gain", series, log_x=True, log_y=True, alt=words + ".")
+        """Quantiles of tr ∂p/∂s against d_k."""
+        return against_d_k("gradient gain", [self.statistics(d).gradient_gain for d in DIMS])
+
+    def gradient_figure(self) -> Figure:
+        """Quantiles of ‖∂L/∂score‖ against d_k, for a unit-normal ∂L/∂weight."""
+        upstream = torch.randn(QUERIES, self.keys, generator=torch.Generator().manual_seed(self.seed + 3))
+        norms = [
+            regard.vjp(self.scores_at(d), upstream, self.normalizer, temperature=self.temperature).norm(dim=-1)
+            for d in DIMS
+        ]
+        return against_d_k("gradient of a row of scores", norms)
 
     def masked_figure(self, mask: str) -> Figure:
         """Weights of 12 queries over 12 keys of one sequence under a mask."""
@@ -185,6 +191,14 @@ class Online:
         words = f"Weights after {min(self.seen, self.steps)} of {self.steps} blocks, and of the whole row."
         series = {"blocks so far": (names, weights), "whole row": (names, regard.softmax(row).tolist())}
         return Figure("bars", "key", "weight", series, alt=words)
+
+
+def against_d_k(what: str, samples: list[Tensor]) -> Figure:
+    """Median and 10 to 90 % at each d_k: the mean would hide the rows that learn nothing."""
+    columns = [[max(float(x.flatten().quantile(p)), 1e-12) for x in samples] for p in (0.1, 0.5, 0.9)]
+    medians = ", ".join(f"{middle:.2g} at {d}" for middle, d in zip(columns[1], DIMS, strict=True))
+    words = f"{what} against d_k, median and 10 to 90 % of the rows; medians {medians}."
+    return Figure("bands", "d_k", what, {"rows": (DIMS, *columns)}, log_x=True, log_y=True, alt=words)
 
 
 def listed(numbers: dict[str, float], labels: dict[str, str] | None = None) -> str:

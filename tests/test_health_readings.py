@@ -38,6 +38,16 @@ def test_every_statistic_as_computed_at_once(sharp):
                 assert low - slack <= spread.quantile(share) <= high + slack, (name, share)
 
 
+def test_quantiles_of_all_heads_at_once_are_those_of_each():
+    reading = LayerReading(2).update(statistics())
+    shares = (0.0, 0.05, 0.5, 0.95, 1.0)
+    at_once = reading.quantiles(shares)
+    for head, spreads in enumerate(reading.spreads()):
+        for row, (_, spread) in enumerate(spreads.items()):
+            expected = torch.tensor([spread.quantile(share) for share in shares], dtype=torch.float64)
+            torch.testing.assert_close(at_once[:, row, head], expected)
+
+
 def test_rows_with_one_key_have_no_entropy_ratio():
     reading = LayerReading(2).update(statistics())
     assert reading.spread("entropy", 0).count == 120

@@ -11,7 +11,7 @@ logits, which may be negative and large, and for shares the fourth root, fine ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -52,6 +52,15 @@ def _from_share(x: Tensor) -> Tensor:
 
 SCALES: dict[str, Callable[[Tensor], Tensor]] = dict(
     linear=lambda x: x, log=lambda x: torch.log10(x.clamp_min(0.0)), asinh=torch.asinh, share=_from_share
+)
+
+
+def _to_share(t: Tensor) -> Tensor:
+    return torch.where(t <= 1.0, t**4, 10.0 ** ((t - 1.0) / SHARE_SLOPE))
+
+
+INVERSES: dict[str, Callable[[Tensor], Tensor]] = dict(
+    linear=lambda t: t, log=lambda t: 10.0**t, asinh=torch.sinh, share=_to_share
 )
 
 
@@ -120,6 +129,21 @@ def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -
     scale, first, last = LAYOUT[name]
     value = _off_scale(scale, first + (at + min(max(inside, 0.0), 1.0)) * (last - first) / BINS)
     return min(max(value, low), high)
+
+
+def quantiles(histogram: Tensor, shares: Sequence[float]) -> Tensor:
+    """`quantile` of histograms [S, H, 512] in the order of NAMES, all at once: [Q, S, H]."""
+    running = histogram.cumsum(-1).double()
+    wanted = running[..., -1:] * torch.tensor(shares, dtype=torch.float64)  # [S, H, Q]
+    at = torch.searchsorted(running, wanted).clamp_max(BINS - 1)
+    before = torch.where(at > 0, running.gather(-1, (at - 1).clamp_min(0)), 0.0)
+    inside = ((wanted - before) / (running.gather(-1, at) - before).clamp_min(1.0)).clamp(0.0, 1.0)
+    low, width = _origin(histogram.device, torch.float64)
+    t = (low + (at + inside) * width).permute(2, 0, 1)
+    values = torch.empty_like(t)
+    for row, name in enumerate(NAMES):
+        values[:, row] = INVERSES[LAYOUT[name][0]](t[:, row])
+    return values
 
 
 def share_below(name: str, counts: Tensor, value: float) -> float:

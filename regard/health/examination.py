@@ -89,7 +89,7 @@ def examine(
     if not layers:
         raise ValueError(
             f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
-            "torch.nn.MultiheadAttention, regard.attention or a transformers attention function"
+            f"torch.nn.MultiheadAttention, regard.attention or a transformers attention function{_by_hand(model)}"
         )
     return _report(model, layers, changes, done, failure, time.perf_counter() - started, title)
 
@@ -160,6 +160,11 @@ def _silent(model: nn.Module, layers: list[Layer]) -> list[str]:
 
     silent = [name for name in names if name and not related(name)]
     return [name for name in silent if not any(other.startswith(f"{name}.") for other in silent)]
+
+
+def _by_hand(model: nn.Module) -> str:
+    names = _silent(model, [])
+    return f"; by name {names[0]!r} is attention, but computes it by hand" if names else ""
 
 
 def _title(model: nn.Module) -> str:

@@ -18,7 +18,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -203,6 +203,10 @@ class LayerReading:
         columns = [x.masked_fill(self.count == 0, math.nan) for x in (self.mean, std, self.low, self.high)]
         numbers = [self.count.long().tolist(), *(column.tolist() for column in columns)]
         return [Spreads(numbers, self.histogram, head) for head in range(self.heads)]
+
+    def quantiles(self, shares: Sequence[float]) -> Tensor:
+        """[Q, S, H]: every head's quantiles at once, as `Spread.quantile` gives them."""
+        return bins.quantiles(self.histogram, shares).clamp(self.low, self.high)
 
     def curves(self, head: int) -> dict[str, list[tuple[int, float]]]:
         """[(position, mean)] of the followed statistics, where any row was counted."""

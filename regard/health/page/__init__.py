@@ -17,6 +17,7 @@ from importlib import resources
 from regard.health.page.data import payload
 
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
+DETAIL = ((48, 5), (24, 4), (0, 4), (0, 3))  # bins of a histogram, digits of a number
 
 
 def render(report) -> str:
@@ -46,8 +47,8 @@ def _hash(text: str) -> str:
 
 
 def _packed(report) -> str:
-    for bins in (48, 24, 12, 0):
-        plain = json.dumps(payload(report, bins), separators=(",", ":"), allow_nan=False)
+    for bins, digits in DETAIL:
+        plain = json.dumps(payload(report, bins, digits), separators=(",", ":"), allow_nan=False)
         packed = base64.b64encode(gzip.compress(plain.encode(), 9, mtime=0)).decode()
         if len(packed) <= LIMIT:
             break

@@ -7,7 +7,8 @@ import math
 import torch
 
 from regard.health import bins
-from regard.health.bins import BINS, NAMES
+from regard.health.bins import BINS
+from regard.health.readings import ROW
 
 MEANING = dict(
     entropy_ratio="Entropy over ln(visible keys): 1 is uniform, 0 is one key.",
@@ -27,67 +28,81 @@ MEANING = dict(
     support="How many keys have a weight above 0.",
     visible_keys="How many keys the mask leaves.",
 )
-DIGITS = 5
+SHARES = (0.05, 0.5, 0.95)
 
 
-def payload(report, coarse: int) -> dict:
-    """The report's numbers, histograms rebinned to `coarse` bins (0: none)."""
+def payload(report, coarse: int, digits: int) -> dict:
+    """The report's numbers to so many digits, histograms rebinned to `coarse` bins (0: none, and no curves)."""
     treatments = {"as measured": report.heads, **{name: one.heads for name, one in report.what_if.items()}}
-    axes = {name: _axis(name, [head for heads in treatments.values() for head in heads], coarse) for name in NAMES}
-    layers = {head.index: head.layer for head in report.heads}
+    readings = {id(head.reading): head.reading for heads in treatments.values() for head in heads}
+    axes = _axes(list(readings.values()), coarse)
+    layers = {key: _layer(reading, axes, digits) for key, reading in readings.items()}
+    named = {head.index: head.layer for head in report.heads}
     return dict(
         statistics=list(MEANING),
         meaning=list(MEANING.values()),
-        layers=[dict(index=index, name=name) for index, name in sorted(layers.items())],
-        axes=[axes[name]["edges"] for name in MEANING],
+        layers=[dict(index=index, name=name) for index, name in sorted(named.items())],
+        axes=[_edges(name, axes[name]) for name in MEANING],
         treatments=[
-            dict(name=name, heads=[_head(head, axes, measured=name == "as measured") for head in heads])
+            dict(name=name, heads=[_head(head, layers[id(head.reading)], coarse, digits) for head in heads])
             for name, heads in treatments.items()
         ],
         ill=sorted({(layer, head) for finding in report.findings for layer, head in finding.heads}),
     )
 
 
-def _axis(name: str, heads: list, coarse: int) -> dict:
-    """The used part of a statistic's bins, in equal groups of them."""
-    used = torch.zeros(BINS, dtype=torch.bool)
-    for head in heads:
-        used |= head.statistics[name].histogram > 0
-    at = used.nonzero().flatten().tolist()
-    if not at or not coarse:
-        return dict(first=0, group=BINS, count=0, edges=[])
-    first, last = at[0], at[-1]
-    group = max(1, math.ceil((last - first + 1) / coarse))
-    count = math.ceil((last - first + 1) / group)
-    values = bins.edges(name)
-    edges = [_short(values[min(first + group * step, BINS)]) for step in range(count + 1)]
-    return dict(first=first, group=group, count=count, edges=edges)
-
-
-def _head(head, axes: dict, measured: bool) -> dict:
-    numbers, shapes = [], []
+def _axes(readings: list, coarse: int) -> dict[str, tuple[int, int, int]]:
+    """Per statistic, the used part of its bins in equal groups: (first bin, bins in a group, groups)."""
+    axes = {}
     for name in MEANING:
-        spread = head.statistics[name]
-        quantiles = [spread.quantile(share) if spread.count else math.nan for share in (0.05, 0.5, 0.95)]
-        numbers.append([_short(x) for x in (spread.mean, spread.std, spread.min, *quantiles, spread.max)])
-        shapes.append(_shape(spread.histogram, axes[name]))
-    told = dict(layer=head.index, head=head.head, numbers=numbers, shapes=shapes)
-    told["curve"] = [[position, _short(mean)] for position, mean in head.curves.get("entropy_ratio", [])]
-    if measured:
-        told["rows"] = head.statistics["entropy"].count
-    return told
+        used = sum((reading.histogram[ROW[name]].sum(0) for reading in readings), torch.zeros(BINS, dtype=torch.int64))
+        at = used.nonzero().flatten().tolist()
+        if not at or not coarse:
+            axes[name] = (0, BINS, 0)
+            continue
+        group = max(1, math.ceil((at[-1] - at[0] + 1) / coarse))
+        axes[name] = (at[0], group, math.ceil((at[-1] - at[0] + 1) / group))
+    return axes
 
 
-def _shape(histogram, axis: dict) -> list[int]:
-    """Per mille of the rows in each group of bins."""
-    if not axis["count"]:
-        return []
-    first, group, count = axis["first"], axis["group"], axis["count"]
-    part = histogram[first : first + group * count]
-    part = torch.nn.functional.pad(part, (0, group * count - part.numel()))
-    grouped = part.reshape(count, group).sum(1).double()
-    return (1000.0 * grouped / grouped.sum().clamp_min(1.0)).round().long().tolist()
+def _edges(name: str, axis: tuple[int, int, int]) -> list[float | None]:
+    first, group, count = axis
+    values = bins.edges(name)
+    return [_short(values[min(first + group * step, BINS)], 5) for step in range(count + 1)] if count else []
 
 
-def _short(x: float) -> float | None:
-    return float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None
+def _layer(reading, axes: dict, digits: int) -> tuple[list, list]:
+    """(numbers [H][S][7], shapes [H][S][groups]) of a whole layer at once."""
+    low, middle, high = reading.quantiles(SHARES)
+    std = (reading.square / reading.count.clamp_min(1.0)).sqrt()
+    columns = torch.stack([reading.mean, std, reading.low, low, middle, high, reading.high], -1)  # [S, H, 7]
+    columns = columns.masked_fill((reading.count == 0)[..., None], math.nan)
+    columns = columns[[ROW[name] for name in MEANING]].transpose(0, 1).tolist()
+    numbers = [[[_short(x, digits) for x in seven] for seven in head] for head in columns]
+    shapes = [_shapes(reading.histogram[ROW[name]], axes[name]) for name in MEANING]  # [S][H][groups]
+    return numbers, [list(head) for head in zip(*shapes, strict=True)]
+
+
+def _shapes(histogram, axis: tuple[int, int, int]) -> list[list[int]]:
+    """Per head, per mille of the rows in each group of bins."""
+    first, group, count = axis
+    part = histogram[:, first : first + group * count].double()
+    part = torch.nn.functional.pad(part, (0, group * count - part.shape[1])).reshape(len(part), count, group).sum(-1)
+    return (1000.0 * part / part.sum(-1, keepdim=True).clamp_min(1.0)).round().long().tolist()
+
+
+def _head(head, layer: tuple[list, list], coarse: int, digits: int) -> dict:
+    numbers, shapes = layer
+    curve = head.curves["entropy_ratio"] if coarse else []
+    return dict(
+        layer=head.index,
+        head=head.head,
+        rows=head.statistics.count("entropy"),
+        numbers=numbers[head.head],
+        shapes=shapes[head.head],
+        curve=[[position, _short(mean, digits)] for position, mean in curve],
+    )
+
+
+def _short(x: float, digits: int) -> float | None:
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None

@@ -10,6 +10,7 @@ import re
 import sys
 from functools import cache
 from html import escape
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from regard import lab, listing
 from regard.lab.figure import Figure
 from regard.lab.mathematics import mathml
 
+HERE = Path(__file__).parent
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
 NOTES = {
     "000": "Softmax and its derivative",
@@ -182,15 +184,21 @@ def normalizer_figure(name: str) -> Figure:
 
 
 def on_config(config):
-    """The generated pages' places in the navigation."""
+    """The generated pages' places in the navigation; a page that this checkout lacks has none."""
     members = [{name: f"normalizers/{name}.md"} for name in regard.normalizers.names()]
     notes = [{f"Note {note}: {title}": f"claims/note-{note}.md"} for note, title in NOTES.items()]
+    made = {"normalizers/index.md", "claims/index.md"}
+    config.nav = [entry for entry in config.nav if _path(entry) in made or (HERE / _path(entry)).is_file()]
     for entry in config.nav:
         if "Normalisers" in entry:
             entry["Normalisers"] = [{"All": "normalizers/index.md"}, *members]
         if "Claims" in entry:
             entry["Claims"] = [{"All": "claims/index.md"}, *notes]
     return config
+
+
+def _path(entry) -> str:
+    return entry if isinstance(entry, str) else next(iter(entry.values()))
 
 
 def on_files(files, config):

@@ -14,6 +14,13 @@ def pair(gap, dtype):
     return regard.softmax(torch.tensor([gap, 0.0], dtype=dtype))
 
 
+def edges(dtype):
+    """The first whole gaps at which the larger weight is exactly 1, and the smaller exactly 0."""
+    gaps = torch.arange(1.0, 801.0, dtype=dtype)
+    larger, smaller = regard.softmax(torch.stack([gaps, torch.zeros_like(gaps)], -1)).unbind(-1)
+    return f"{int(gaps[larger == 1].min())} and {int(gaps[smaller == 0].min())}"
+
+
 def measure(bench):
     w = regard.softmax(bench.normal(1000, 16).double())
     float32 = [pair(gap, torch.float32) for gap in GAPS]
@@ -26,9 +33,9 @@ def measure(bench):
             above("smallest of two weights 200 apart, float32", 0.0, exact(pair(200.0, torch.float32)[1])).beyond(),
             below("the weight of a single score (K = 1)", 1.0, exact(regard.softmax(torch.zeros(1)).max())).beyond(),
         ],
-        condition="K ≥ 2 and the scores lie close enough: in float32 the largest weight rounds to 1 from a gap "
-        "of about 17 "
-        "on, and the smallest to 0 beyond about 104 (float64: 37 and 745)",
+        condition="K ≥ 2 and the scores lie close enough: the larger of two weights rounds to 1 and the smaller "
+        "to 0 at "
+        f"gaps of {edges(torch.float32)} in float32, {edges(torch.float64)} in float64",
         figure=lambda: Figure(
             "lines",
             "gap between two scores",
@@ -50,7 +57,7 @@ claim = Claim(
     statement="softmax maps into the open (0, 1).",
     derivation=[
         r"0 < e^{z_i} < \sum_j e^{z_j} \text{ for } K \ge 2",
-        r"\text{in float32: } e^{-104} \to 0, \quad 1/(1 + e^{-17}) \to 1",
+        r"\text{in float32: } e^{-200} \to 0, \quad 1/(1 + e^{-32}) \to 1",
     ],
     rule="Core: weights of ordinary scores lie strictly inside. Beyond: large gaps in float32, and a single score.",
     measure=measure,

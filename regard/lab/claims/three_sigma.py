@@ -17,7 +17,9 @@ def measure(bench):
             near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),
             below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
         ],
-        condition="“span” means the bulk, 99.6 % of the scores; the largest grows with their number, about 8·√(2 ln n)",
+        condition=f"“span” means the bulk, {100 * inside.value:.1f} % of the scores; the largest grows with their "
+        "number, "
+        "about as 8·√(2 ln n)",
         figure=lambda: Figure(
             "lines",
             "number of scores",

@@ -25,8 +25,8 @@ def measure(bench):
             near("the same exponent, derived", 0.5, exponent(DIMS, plain), 0.1).ours(),
             near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
         ],
-        condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in "
-        "v, not in tanh",
+        condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, "
+        "not in tanh",
         figure=lambda: Figure(
             "lines",
             "hidden size d",
@@ -34,8 +34,8 @@ def measure(bench):
             {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())},
             log_x=True,
             log_y=True,
-            alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d "
-            "it is constant.",
+            alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is "
+            "constant.",
         ),
     )
 

@@ -37,8 +37,8 @@ def measure(bench):
             "key",
             "query",
             rows=w[1].tolist(),
-            alt="Weights of a causal row block whose last five keys are padding: zero above the diagonal and "
-            "from key 7 on.",
+            alt="Weights of a causal row block whose last five keys are padding: zero above the diagonal and from "
+            "key 7 on.",
         ),
     )
 

@@ -35,9 +35,8 @@ def measure(bench):
             near("a gradient of norm > 1, clipped", 1.0, exact(clipped), 1e-3).ours(),
         ],
         right=f"Clipping multiplies by min(1, max_norm/‖g‖) ≤ 1: the sharp row's gradient {before:.1e} stays "
-        f"{after:.1e}. It "
-        f"cures exploding gradients ({loud:.0f} → 1). What helps here is scale, temperature or initialisation: τ = 16 "
-        f"brings it to {warm:.1e}.",
+        f"{after:.1e}. It cures exploding gradients ({loud:.0f} → 1). What helps here is scale, temperature or "
+        f"initialisation: τ = 16 brings it to {warm:.1e}.",
         figure=lambda: Figure(
             "lines",
             "factor on the scores",

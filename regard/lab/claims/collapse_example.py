@@ -20,9 +20,8 @@ def measure(bench):
             near("the largest weight", 0.999, exact(w[0]), 0.0005),
             above("entropy at τ = 10 over entropy at τ = 1", 100.0, exact(entropies[3] / entropies[0])).ours(),
         ],
-        right=f"softmax(10, 0.1, 0.1, 0.1) = ({w[0]:.5f}, {w[1]:.5f}, {w[1]:.5f}, {w[1]:.5f}): the small weights "
-        "are six "
-        f"times smaller than printed. That temperature smooths it is true: at τ = 10 the largest weight is "
+        right=f"softmax(10, 0.1, 0.1, 0.1) = ({w[0]:.5f}, {w[1]:.5f}, {w[1]:.5f}, {w[1]:.5f}): the small weights are "
+        "six times smaller than printed. That temperature smooths it is true: at τ = 10 the largest weight is "
         f"{regard.softmax(SCORES, temperature=10.0)[0]:.2f}.",
         figure=lambda: Figure(
             "lines",

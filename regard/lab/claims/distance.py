@@ -36,8 +36,7 @@ def measure(bench):
             ),
         ],
         remark="It counts on as many queries as keys and on rows that sum to 1: for one query against a cache it "
-        "broadcasts "
-        "to N numbers without a word. regard's divides by Σw and counts positions as the causal mask does.",
+        "broadcasts to N numbers without a word. regard's divides by Σw and counts positions as the causal mask does.",
         figure=lambda: Figure(
             "lines",
             "query i",

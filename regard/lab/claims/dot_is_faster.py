@@ -59,8 +59,7 @@ def measure(bench):
             near("operations, additive over dot, d = 256: 4N²d / 2N²d", 2.0, exact(operations[-1]), 0.05).ours(),
         ],
         remark="Counted, not timed, so that the verdict does not depend on the machine. A tanh counts as one "
-        "operation here "
-        "and costs many; the matrix product runs at full speed.",
+        "operation here and costs many; the matrix product runs at full speed.",
         figure=lambda: Figure(
             "lines",
             "d",

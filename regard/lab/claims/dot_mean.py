@@ -16,9 +16,8 @@ def measure(bench):
             *(near(f"E[q·k]/√d_k, d_k = {d}", 0.0, m, 0.05) for d, m in zip(DIMS, means, strict=True)),
             near("E[q·k] at d_k = 64 when entries have mean ½ (d_k·μ²)", 16.0, shifted, 1.0).ours(),
         ],
-        remark="The note assumes mean 0, and needs it: entries of mean μ give E[q·k] = d_k·μ². Within a row "
-        "softmax ignores "
-        "that constant; what stays is μ·Σ(k − μ), the same for every query: all of them prefer the same keys.",
+        remark="The note assumes mean 0, and needs it: entries of mean μ give E[q·k] = d_k·μ². Within a row softmax "
+        "ignores that constant; what stays is μ·Σ(k − μ), the same for every query: all of them prefer the same keys.",
         figure=lambda: Figure(
             "bands",
             "d_k",

@@ -31,8 +31,8 @@ def measure(bench):
                 "finite in float16, a row with zero weights (1: yes)", 0.5, exact(half.isfinite().double().mean())
             ).beyond(),
         ],
-        condition="not in float16, where 1e−12 is 0 and a zero weight gives 0·log 0 = NaN; elsewhere it is low "
-        "by at most n·1e−12",
+        condition="not in float16, where 1e−12 is 0 and a zero weight gives 0·log 0 = NaN; elsewhere it is low by at "
+        "most n·1e−12",
         figure=lambda: Figure(
             "lines",
             "factor on the scores",

@@ -49,8 +49,8 @@ def measure(bench):
             },
             log_x=True,
             guides={"ln 10": math.log(KEYS)},
-            alt="Measured entropies lie below the claimed ones, unscaled and scaled; the claimed 2.3 is the "
-            "maximum, ln 10.",
+            alt="Measured entropies lie below the claimed ones, unscaled and scaled; the claimed 2.3 is the maximum, "
+            "ln 10.",
         ),
     )
 

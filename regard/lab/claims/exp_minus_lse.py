@@ -56,7 +56,7 @@ claim = Claim(
         r"z_i - z_{\max} \le 0 \Rightarrow e^{z_i - z_{\max}} \le 1; \quad e^{z} = \infty \text{ in float32 for } "
         r"z > 88.7",
     ],
-    rule="Holds if the identity is exact to rounding, the shifted form stays right at ±1000 and the plain one "
-    "does not.",
+    rule="Holds if the identity is exact to rounding, the shifted form stays right at ±1000 and the plain one does "
+    "not.",
     measure=measure,
 )

@@ -31,8 +31,8 @@ def measure(bench):
         ],
         right="The five are marks over the sum of the maximal marks: arithmetic right, but they sum to "
         f"{shares.sum():.2f} and are not softmax, which gives (0, 0, 0, 0, 1). One common factor keeps the ratios of "
-        "scales: the perfect mark stays at 0. Each subject needs its own scale: its weight is then "
-        f"{own[0]:.2f}, the largest.",
+        f"scales: the perfect mark stays at 0. Each subject needs its own scale: its weight is then {own[0]:.2f}, the "
+        "largest.",
         figure=lambda: Figure(
             "bars",
             "subject",
@@ -51,9 +51,8 @@ def measure(bench):
 claim = Claim(
     id="grades",
     note="003",
-    statement="Five subjects on five scales: the weights 0.00009, 0.00072, 0.0045, 0.036, 0.18 and what scaling "
-    "does to the "
-    "perfect mark.",
+    statement="Five subjects on five scales: the weights 0.00009, 0.00072, 0.0045, 0.036, 0.18 and what scaling does "
+    "to the perfect mark.",
     derivation=[
         r"\sum_i x_i / \sum_i \max_i = 24590/111110 = 0.22 \ne 1",
         r"x_i/c \text{ keeps } x_i/x_j: \quad e^{(10 - 20000)/\sqrt 5} = 0",

@@ -32,9 +32,8 @@ def measure(bench):
             near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
             below("unscaled: the median's fall is steeper than 1/d_k", 0.04, ratio).ours(),
         ],
-        right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by "
-        "the few rows "
-        "whose two best keys nearly tie, while the median falls exponentially ("
+        right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
+        "few rows whose two best keys nearly tie, while the median falls exponentially ("
         + ", ".join(f"{m.value:.2g}" for m in medians)
         + " at d_k = 16, 64, 256, 1024).",
         figure=lambda: Figure(
@@ -47,9 +46,8 @@ def measure(bench):
             },
             log_x=True,
             log_y=True,
-            alt="Unscaled, the median gradient falls over several decades from d_k 16 to 1024 and its lower "
-            "decile far more, "
-            "while the upper decile stays; scaled, all quantiles are constant.",
+            alt="Unscaled, the median gradient falls over several decades from d_k 16 to 1024 and its lower decile "
+            "far more, while the upper decile stays; scaled, all quantiles are constant.",
         ),
     )
 

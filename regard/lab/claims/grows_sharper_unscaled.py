@@ -33,8 +33,8 @@ def measure(bench):
             near("scaled: largest weight, d_k = 16 minus d_k = 256", 0.0, change[2], 0.025),
             near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.025).beyond(),
         ],
-        condition="d_k is not small (16 or more): below that a scaled row is flatter on average, since its "
-        "variance |q|²/d_k varies",
+        condition="d_k is not small (16 or more): below that a scaled row is flatter on average, since its variance "
+        "|q|²/d_k varies",
         figure=lambda: Figure(
             "lines",
             "d_k",
@@ -55,7 +55,7 @@ claim = Claim(
         r"\text{unscaled: } \sigma = \sqrt{d_k},\; 1 - w_{\max} \sim P(\text{gap} \lesssim 1) \sim 1/\sqrt{d_k}",
         r"\text{scaled, given } q:\; s_j \sim N(0, |q|^2/d_k), \quad \mathrm{Var}(|q|^2/d_k) = 2/d_k",
     ],
-    rule="Core: unscaled passes 0.9 at d_k = 2048 and scaled moves by less than 0.025 from 16 on. Beyond: from "
-    "d_k = 1 on.",
+    rule="Core: unscaled passes 0.9 at d_k = 2048 and scaled moves by less than 0.025 from 16 on. Beyond: from d_k = "
+    "1 on.",
     measure=measure,
 )

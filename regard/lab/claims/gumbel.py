@@ -30,9 +30,8 @@ def measure(bench):
             above("mean |gradient| through the hard sample", 1e-3, exact(gradient.abs().mean())),
             near("mean soft weight of the first score at T = 1 (softmax: 0.644)", 0.53, mean(soft[:, 0]), 0.03).ours(),
         ],
-        remark="The argmax is an exact sample at every temperature. The soft sample is one only as T → 0: at T = "
-        "1 its mean "
-        "is not softmax(z), so its gradient is biased.",
+        remark="The argmax is an exact sample at every temperature. The soft sample is one only as T → 0: at T = 1 "
+        "its mean is not softmax(z), so its gradient is biased.",
         figure=lambda: Figure(
             "bars",
             "score",
@@ -55,7 +54,7 @@ claim = Claim(
         r"P(\arg\max_j (z_j + g_j) = i) = \int e^{-(x - z_i)} e^{-Z e^{-x}} dx = e^{z_i}/Z, \quad Z = "
         r"\textstyle\sum_j e^{z_j}",
     ],
-    rule="Holds if hard samples have softmax's frequencies to 0.03, cold soft ones are nearly one-hot and "
-    "gradients flow.",
+    rule="Holds if hard samples have softmax's frequencies to 0.03, cold soft ones are nearly one-hot and gradients "
+    "flow.",
     measure=measure,
 )

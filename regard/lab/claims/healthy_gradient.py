@@ -21,16 +21,15 @@ def measure(bench):
             above("largest s(1 − s), scaled over unscaled", 1e3, exact(slopes.max() / unscaled)).ours(),
         ],
         right=f"{alive} of the 5 exceed 0.01; the smallest is {slopes.min():.4f}. What scaling does is true: "
-        "unscaled, the "
-        f"largest of the five is {unscaled:.1e}.",
+        f"unscaled, the largest of the five is {unscaled:.1e}.",
         figure=lambda: Figure(
             "bars",
             "score",
             "s(1 − s)",
             {"measured": ([f"{z:g}" for z in SCORES], slopes.tolist())},
             guides={"claimed minimum 0.01": 0.01},
-            alt=f"The slope s(1 − s) for the five scores: {', '.join(f'{s:.4f}' for s in slopes)}; the first is "
-            "below 0.01.",
+            alt=f"The slope s(1 − s) for the five scores: {', '.join(f'{s:.4f}' for s in slopes)}; the first is below "
+            "0.01.",
         ),
     )
 

@@ -32,8 +32,8 @@ def measure(bench):
             below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, exact((lse - s.roll(1)).abs().max())).beyond(),
             above("asymmetry of the matrix printed in 002", 1e-8, exact((printed - printed.T).abs().max())).ours(),
         ],
-        condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and "
-        "∂ lse/∂z_j = s_j (000 prints s_l)",
+        condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and ∂ lse/∂z_j "
+        "= s_j (000 prints s_l)",
         figure=lambda: Figure(
             "heat",
             "score j",

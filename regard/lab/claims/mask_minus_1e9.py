@@ -30,9 +30,8 @@ def measure(bench):
             near("−1e9 is finite in bfloat16 (1: yes)", 1.0, exact(fits(torch.bfloat16)), 0.5).ours(),
             near("weight regard gives in a row that sees no key", 0.0, exact(truth.sum()), 1e-300).ours(),
         ],
-        condition="every row sees at least one key (else −1e9 spreads the weight evenly over hidden keys) and "
-        "the type can "
-        "hold −1e9 (float16 cannot: its largest number is 65504)",
+        condition="every row sees at least one key (else −1e9 spreads the weight evenly over hidden keys) and the "
+        "type can hold −1e9 (float16 cannot: its largest number is 65504)",
         figure=lambda: Figure(
             "bars",
             "key",

@@ -55,9 +55,8 @@ def measure(bench):
 claim = Claim(
     id="online-softmax",
     note="002",
-    statement="Keeping (m, ℓ) per block gives the global maximum and denominator; the blocks are equal in size, "
-    "and ℓ_i is "
-    "written without a sum inside the block.",
+    statement="Keeping (m, ℓ) per block gives the global maximum and denominator; the blocks are equal in size, and "
+    "ℓ_i is written without a sum inside the block.",
     derivation=[
         r"m_i = \max(m_{i-1}, \max z^i), \quad \ell_i = \sum_{j \le i} \sum_{x \in z^j} e^{x - m_i}",
         r"\ell_i = e^{m_{i-1} - m_i}\,\ell_{i-1} + \sum_{x \in z^i} e^{x - m_i}",

@@ -36,9 +36,8 @@ def measure(bench):
                 "std of cos(q, k), 4 of 64 entries 10 times as large", 0.4, mean(_deviation(cosine_uneven)), 0.05
             ).ours(),
         ],
-        remark="What goes is one common factor. Unequal variances stay: four large coordinates make the cosine "
-        "of 64 behave "
-        "as one of about six. And a cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
+        remark="What goes is one common factor. Unequal variances stay: four large coordinates make the cosine of 64 "
+        "behave as one of about six. And a cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
         figure=lambda: Figure(
             "lines",
             "factor on q",

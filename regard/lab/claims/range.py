@@ -33,9 +33,8 @@ def measure(bench):
             above("smallest of two weights 200 apart, float32", 0.0, exact(pair(200.0, torch.float32)[1])).beyond(),
             below("the weight of a single score (K = 1)", 1.0, exact(regard.softmax(torch.zeros(1)).max())).beyond(),
         ],
-        condition="K ≥ 2 and the scores lie close enough: the larger of two weights rounds to 1 and the smaller "
-        "to 0 at "
-        f"gaps of {edges(torch.float32)} in float32, {edges(torch.float64)} in float64",
+        condition="K ≥ 2 and the scores lie close enough: the larger of two weights rounds to 1 and the smaller to 0 "
+        f"at gaps of {edges(torch.float32)} in float32, {edges(torch.float64)} in float64",
         figure=lambda: Figure(
             "lines",
             "gap between two scores",

@@ -30,11 +30,9 @@ def measure(bench):
             near("NaN in regard.relu_norm", 0.0, exact(regard.relu_norm(s).isnan().sum()), 0.5).ours(),
         ],
         condition="at least one score is positive: a row without one is 0/0 (probability 2⁻ⁿ for n symmetric "
-        "scores), and "
-        "regard.relu_norm gives zeros there",
-        remark="It is not shift-invariant, and keys with negative scores get no gradient. It is not linear "
-        "attention either: "
-        "the N × N scores are still formed.",
+        "scores), and regard.relu_norm gives zeros there",
+        remark="It is not shift-invariant, and keys with negative scores get no gradient. It is not linear attention "
+        "either: the N × N scores are still formed.",
         figure=lambda: Figure(
             "lines",
             "keys n",

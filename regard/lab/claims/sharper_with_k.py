@@ -36,8 +36,8 @@ def measure(bench):
             "1 − largest weight",
             {"one winner": (SCALES, curves.mean(-1).tolist()), "two tied winners": (SCALES, tied_curve.tolist())},
             log_x=True,
-            alt="The distance from one-hot falls to 0 with k when one score is largest, and to one half when two "
-            "are tied.",
+            alt="The distance from one-hot falls to 0 with k when one score is largest, and to one half when two are "
+            "tied.",
         ),
     )
 

@@ -18,9 +18,8 @@ def measure(bench):
             below("largest change of a weight, float32, c = 100", 1e-5, exact(single[1])),
             above("largest change of a weight, float32, c = 1e8", 0.1, exact(single[-1])).ours(),
         ],
-        remark=f"The map is invariant; the addition is not exact. In float32 z + 1e8 rounds z away (a weight "
-        "changes by "
-        f"{single[-1]:.2f}).",
+        remark="The map is invariant; the addition is not exact. In float32 z + 1e8 rounds z away (a weight changes "
+        f"by {single[-1]:.2f}).",
         figure=lambda: Figure(
             "lines",
             "shift c",

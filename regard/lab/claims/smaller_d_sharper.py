@@ -29,8 +29,8 @@ def measure(bench):
             ).ours(),
         ],
         condition="QKᵀ is held fixed while d changes; with unit-variance entries QKᵀ grows as √d and cancels it",
-        remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then "
-        "varies more.",
+        remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then varies "
+        "more.",
         figure=lambda: Figure(
             "lines",
             "d",

@@ -24,8 +24,8 @@ def measure(bench):
             near("weights in a row at d = 16, 256 keys", float(D), exact(entries[3]), 0.5),
             near("entropy of the flat row over 64 keys, nats (ln 64)", 4.1589, exact(entropies[2]), 1e-3).ours(),
         ],
-        right="A row of softmax(QKᵀ/√d) has one weight per key, n of them; d is the length of q and k, summed "
-        "away in q·k.",
+        right="A row of softmax(QKᵀ/√d) has one weight per key, n of them; d is the length of q and k, summed away "
+        "in q·k.",
         figure=lambda: Figure(
             "lines",
             "number of keys n",

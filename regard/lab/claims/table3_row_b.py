@@ -19,9 +19,8 @@ def measure(bench):
             above("BLEU, d_k from 64 to 32", 0.0, change(64, 32)),
             near("BLEU, d_k from 64 to 16, with scaling “stable”", 0.0, change(64, 16), 0.2),
         ],
-        right="The row varies d_k with scaling only, and BLEU falls as d_k falls: 25.8, 25.4, 25.1. Without "
-        "scaling the "
-        "paper reports no BLEU by d_k; that needs a training run.",
+        right="The row varies d_k with scaling only, and BLEU falls as d_k falls: 25.8, 25.4, 25.1. Without scaling "
+        "the paper reports no BLEU by d_k; that needs a training run.",
         figure=lambda: Figure(
             "lines",
             "d_k",

@@ -18,8 +18,7 @@ def measure(bench):
             below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
         ],
         condition=f"“span” means the bulk, {100 * inside.value:.1f} % of the scores; the largest grows with their "
-        "number, "
-        "about as 8·√(2 ln n)",
+        "number, about as 8·√(2 ln n)",
         figure=lambda: Figure(
             "lines",
             "number of scores",

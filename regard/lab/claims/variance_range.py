@@ -17,9 +17,8 @@ def measure(bench):
             near("the same, a normal law", math.erf(1 / math.sqrt(2)), inside, 0.015).ours(),
             near("variance of the scaled scores", 1.0, variance, 0.05).ours(),
         ],
-        right=f"The variance becomes {variance.value:.2f}, one number, and a variance is never negative. Scores "
-        "have standard "
-        f"deviation 1: {100 * (1 - inside.value):.0f} % of them lie outside −1 … 1.",
+        right=f"The variance becomes {variance.value:.2f}, one number, and a variance is never negative. Scores have "
+        f"standard deviation 1: {100 * (1 - inside.value):.0f} % of them lie outside −1 … 1.",
         figure=lambda: Figure(
             "lines",
             "q·k/√d_k",

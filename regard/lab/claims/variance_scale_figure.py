@@ -35,10 +35,8 @@ def measure(bench):
             above("lowest value of the drawn curve before clipping", -1e-9, exact(min(dips))).beyond(),
             below("largest |curve − exp(s·x − lse)| between the points", 0.02, exact(max(misses))).beyond(),
         ],
-        condition="only the 15 points are read: the cubic spline between them dips to "
-        f"{min(dips):.2f} before clipping and is off by up to {max(misses):.2f}; and its “variance scale” s "
-        "multiplies the "
-        "variance by s²",
+        condition=f"only the 15 points are read: the cubic spline between them dips to {min(dips):.2f} before "
+        f"clipping and is off by up to {max(misses):.2f}; and its “variance scale” s multiplies the variance by s²",
         figure=lambda: Figure(
             "lines",
             "logit index",
@@ -56,9 +54,8 @@ def measure(bench):
 claim = Claim(
     id="variance-scale-figure",
     note="002",
-    statement="The figure of softmax under scales 0.01 … 100 (drawn with a cubic spline through 15 points): "
-    "small scales "
-    "are near uniform, large ones near one-hot.",
+    statement="The figure of softmax under scales 0.01 … 100 (drawn with a cubic spline through 15 points): small "
+    "scales are near uniform, large ones near one-hot.",
     derivation=[
         r"\mathrm{Var}(s x) = s^2\,\mathrm{Var}(x)",
         r"\text{a cubic through } (0, \dots, 0, 1) \text{ must swing below } 0; \text{ the script clips what it drew}",

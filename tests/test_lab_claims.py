@@ -158,6 +158,9 @@ def test_intervals_cover_the_truth():
     y = torch.stack([v**1.5 * (1 + 0.1 * torch.randn(500, generator=draw)) for v in x])
     slope = estimate.exponent(x, y)
     assert slope.low < 1.5 < slope.high and slope.high - slope.low < 0.1
+    a, b = Estimate(4.0, 3.0, 5.0), Estimate(2.0, 1.0, 3.0)
+    assert estimate.ratio(a, b) == Estimate(2.0, 1.0, 5.0)
+    assert estimate.difference(a, b).high == pytest.approx(2.0 + math.sqrt(2))
     with pytest.raises(ValueError, match="too few"):
         estimate.quantile(torch.randn(10), 0.5)
 

@@ -73,6 +73,17 @@ def quantile(samples: Tensor, q: float) -> Estimate:
     return Estimate(float(x[round(q * (n - 1))]), float(x[low]), float(x[high]))
 
 
+def difference(a: Estimate, b: Estimate) -> Estimate:
+    """a − b of independent estimates: half-widths add in squares."""
+    half = math.hypot(a.high - a.low, b.high - b.low) / 2
+    return Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
+
+
+def ratio(a: Estimate, b: Estimate) -> Estimate:
+    """a / b of positive estimates: from the least quotient to the greatest."""
+    return Estimate(a.value / b.value, a.low / b.high, a.high / b.low)
+
+
 def exponent(x: list[float], y: Tensor) -> Estimate:
     """b of y ∝ x^b: the slope of log mean(y) against log x, for y (len(x), N), N independent samples each."""
     log_x = torch.tensor(x, dtype=torch.float64).log()

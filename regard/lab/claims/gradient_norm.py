@@ -4,7 +4,7 @@ import torch
 
 import regard
 from regard.lab.claim import Claim, Finding, below, near
-from regard.lab.estimate import exponent, quantile
+from regard.lab.estimate import exponent, quantile, ratio
 from regard.lab.figure import Figure
 
 DIMS, KEYS, ROWS = [16, 64, 256, 1024], 10, 500
@@ -23,14 +23,13 @@ def measure(bench):
     unscaled = torch.stack([gradients(bench, d, "none") for d in DIMS])
     scaled = torch.stack([gradients(bench, d, "sqrt") for d in DIMS])
     medians = [quantile(row, 0.5) for row in unscaled]
-    fall = (medians[3].high / medians[1].low, medians[3].value / medians[1].value, medians[3].low / medians[1].high)
-    ratio = type(medians[0])(fall[1], fall[2], fall[0])
+    fall = ratio(medians[3], medians[1])
     return Finding(
         [
             near("unscaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", -1.0, exponent(DIMS, unscaled), 0.3),
-            near("unscaled: median ‖∂L/∂q‖, d_k = 1024 over d_k = 64", 1 / 16, ratio, 0.02),
+            near("unscaled: median ‖∂L/∂q‖, d_k = 1024 over d_k = 64", 1 / 16, fall, 0.02),
             near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
-            below("unscaled: the median's fall is steeper than 1/d_k", 0.04, ratio).ours(),
+            below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
         ],
         right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
         "few rows whose two best keys nearly tie, while the median falls exponentially ("

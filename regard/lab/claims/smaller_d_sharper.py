@@ -2,7 +2,7 @@
 
 import regard
 from regard.lab.claim import Claim, Finding, above, near
-from regard.lab.estimate import mean
+from regard.lab.estimate import difference, mean
 from regard.lab.figure import Figure
 
 DIMS = [1, 4, 16, 64, 256]
@@ -20,12 +20,12 @@ def measure(bench):
     drawn = [largest(bench.dots(d, 4000, 1, KEYS) / d**0.5) for d in DIMS]
     return Finding(
         [
-            above("largest weight, d = 4 minus d = 256, the same scores", 0.2, _minus(held[1], held[4])),
+            above("largest weight, d = 4 minus d = 256, the same scores", 0.2, difference(held[1], held[4])),
             above(
-                "largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, _minus(drawn[1], drawn[4])
+                "largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, difference(drawn[1], drawn[4])
             ).beyond(),
             near(
-                "largest weight, d = 16 minus d = 256, unit-variance q and k", 0.0, _minus(drawn[2], drawn[4]), 0.03
+                "largest weight, d = 16 minus d = 256, unit-variance q and k", 0.0, difference(drawn[2], drawn[4]), 0.03
             ).ours(),
         ],
         condition="QKᵀ is held fixed while d changes; with unit-variance entries QKᵀ grows as √d and cancels it",
@@ -43,12 +43,6 @@ def measure(bench):
             alt="With fixed scores the largest weight falls as d grows; with unit-variance q and k it hardly moves.",
         ),
     )
-
-
-def _minus(a, b):
-    half = ((a.high - a.low) ** 2 + (b.high - b.low) ** 2) ** 0.5 / 2
-    difference = a.value - b.value
-    return type(a)(difference, difference - half, difference + half)
 
 
 claim = Claim(

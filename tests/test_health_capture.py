@@ -81,16 +81,18 @@ def test_multihead_attention_with_padding(weights):
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = module
+            self.multihead_attn = module
 
         def forward(self, x):
-            return self.inner(x, x, x, key_padding_mask=hidden, need_weights=weights, average_attn_weights=False)
+            return self.multihead_attn(
+                x, x, x, key_padding_mask=hidden, need_weights=weights, average_attn_weights=False
+            )
 
     seen = []
     holder = Holder()
     holder.register_forward_hook(lambda module, inputs, output: seen.append(output))
     report = examine(holder, [x])
-    assert [head.layer for head in report.heads] == ["inner"] * 3
+    assert [head.layer for head in report.heads] == ["multihead_attn"] * 3
     entropy = regard.statistics.of_weights(dense_weights.double()).entropy  # [B, H, M]
     expected = torch.stack([entropy[:, head][~hidden].mean() for head in range(3)])
     torch.testing.assert_close(means(report, "entropy"), expected, rtol=1e-4, atol=1e-6)
@@ -112,9 +114,12 @@ def test_transformer_layers_and_cross_attention():
 def test_padding_rows_of_a_decoder_do_not_count_in_cross_attention():
     layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
     hidden = torch.arange(6) >= torch.tensor([6, 4])[:, None]
-    batch = dict(tgt=torch.randn(2, 6, 16), memory=torch.randn(2, 9, 16), tgt_key_padding_mask=hidden)
-    report = examine(layer, [batch])
-    assert [head.statistics["entropy"].count for head in report.heads] == [10] * 4
+    for length in (9, 6):
+        batch = dict(tgt=torch.randn(2, 6, 16), memory=torch.randn(2, length, 16), tgt_key_padding_mask=hidden)
+        batch["memory_key_padding_mask"] = torch.arange(length) >= torch.tensor([3, length])[:, None]
+        report = examine(layer, [batch])
+        assert [head.statistics["entropy"].count for head in report.heads] == [10] * 4
+        assert report.heads[-1].statistics["visible_keys"].mean == pytest.approx((6 * 3 + 4 * length) / 10)
 
 
 def test_regards_own_attention_is_measured_as_it_is():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import regard
 
+CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention are called
 HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
 
 
@@ -29,6 +30,7 @@ class Call:
     causal: bool = False
     options: dict = field(default_factory=dict)  # more keyword arguments of regard.attention
     dropout: float = 0.0  # what the model's own way drops while it runs
+    cross: bool | None = None  # do the queries come from elsewhere than the keys? None: the module's name tells
     sliceable: bool = True  # may `own` be asked for a few rows only?
     obstacle: str | None = None  # why it cannot be measured, where that is plain from the outside
 
@@ -137,31 +139,32 @@ class Rows:
         self._masks.clear()
         self._last.clear()
 
-    def of(self, call: Call) -> Tensor | None:
+    def of(self, call: Call, name: str = "") -> Tensor | None:
         """[B, M] bool, or None if every row counts.
 
-        A key that no query sees is padding, and in self-attention so is the query at its place. Cross-attention has
-        its queries' padding from the self-attention before it.
+        A key that no query sees is padding, and in self-attention so is the query at its place. Cross-attention has its
+        queries' padding from the self-attention before it.
         """
         batch, _, queries, _ = call.q.shape
         keys = call.k.shape[2]
+        cross = any(part in name.lower() for part in CROSS) if call.cross is None else call.cross
+        before = self._last.get((batch, queries)) if cross else None
         if call.mask is None and call.options.get("key_lengths") is None:
-            return self._last.get((batch, queries)) if queries != keys else None
-        if call.mask is None:
+            rows = before
+        else:
+            seen, alive = self._seen(call, batch, queries, keys)
+            rows = alive & before if before is not None else alive if cross or queries != keys else alive & seen
+        if not cross:
+            self._last[batch, queries] = rows
+        return rows
+
+    def _seen(self, call: Call, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+        """([B, N]: somebody sees this key, [B, M]: this query sees some key)."""
+        mask = call.mask
+        if mask is None:
             lengths = call.options["key_lengths"]
             seen = torch.arange(keys, device=lengths.device) < lengths[:, None]
-            alive = (lengths > 0)[:, None].expand(batch, queries)
-        else:
-            seen, alive = self._seen(call.mask, batch, queries, keys)
-        if queries == keys:
-            rows = seen & alive
-            self._last[batch, queries] = rows
-            return rows
-        before = self._last.get((batch, queries))
-        return alive if before is None else alive & before
-
-    def _seen(self, mask: Tensor, batch: int, queries: int, keys: int) -> tuple[Tensor, Tensor]:
-        """([B, N]: somebody sees this key, [B, M]: this query sees some key)."""
+            return seen, (lengths > 0)[:, None].expand(batch, queries)
         for known, found in self._masks:
             if known is mask:
                 return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -138,7 +139,7 @@ def _top() -> nn.Module | None:
     return _STACK[-1] if _STACK else None
 
 
-def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, cross=None):
     def run(q, mask, causal, dropout):
         return SDPA(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -166,6 +167,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         causal=is_causal,
         options=dict(scale=scale),
         dropout=dropout_p,
+        cross=cross,
     )
     return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
 
@@ -190,7 +192,8 @@ def _multi_head(func, args, kwargs):
             "need_weights=True cannot be served under regard.using; call the module with need_weights=False"
         )
     result = func(*args, **kwargs) if wants_weights else None
-    F.scaled_dot_product_attention = _sdpa
+    query, key = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key")))
+    F.scaled_dot_product_attention = partial(_sdpa, cross=query is not key)
     try:
         measured = func(*args, **{**kwargs, "need_weights": False})
     finally:

@@ -109,7 +109,7 @@ class Recorder:
         try:
             with torch.no_grad():
                 rebuilt, stats = self._measure(call)
-                rows = self.rows.of(call)
+                rows = self.rows.of(call, name)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._give_up(key, f"regard.attention cannot compute it: {error}", otherwise)
         sight = self._sight(key, call)

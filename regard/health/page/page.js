@@ -122,7 +122,7 @@
     return { button, canvas };
   });
   const paintThumb = (s) => {
-    const { canvas } = thumbs[s], rows = data.layers.length, unit = 8;
+    const { canvas } = thumbs[s], rows = data.layers.length, unit = Math.max(4, Math.ceil(120 / widest));
     canvas.width = widest * unit;
     canvas.height = rows * unit;
     const brush = canvas.getContext("2d");
@@ -134,8 +134,8 @@
       }
     }
     brush.strokeStyle = "#f0562f";
-    brush.lineWidth = 2;
-    brush.strokeRect(state.head * unit + 1, state.layer * unit + 1, unit - 2, unit - 2);
+    brush.lineWidth = Math.max(1.5, unit / 7);
+    brush.strokeRect(state.head * unit, state.layer * unit, unit, unit);
   };
 
   const paintMap = () => {
@@ -185,6 +185,7 @@
   const paintCurve = (one, before) => {
     byId("curve-title").textContent = "entropy ratio against the query's position";
     const svg = frame(byId("curve"), "Mean entropy ratio by query position");
+    if (!one.curve.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "left out: too many heads"); return; }
     const last = Math.max(...one.curve.map(([position]) => position), 1);
     const x = (position) => 30 + 440 * Math.log2(1 + position) / Math.log2(1 + last);
     const y = (value) => 175 - 160 * value;

@@ -64,7 +64,8 @@ def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str, *, 
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                found = _kernels[key] = getattr(_module(template, text(template, tiles, precision, allocates)), template.__name__)
+                module = _module(template, text(template, tiles, precision, allocates))
+                found = _kernels[key] = getattr(module, template.__name__)
     return found
 
 
@@ -127,9 +128,8 @@ class _Bind(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self.calls:
-            prefix = "tile_" if self.is_tile else ""
-            name = self.writer.add(self.calls[node.id], f"{prefix}{node.id}_{len(self.writer.names)}", is_tile=self.is_tile)
-            return ast.Name(name, ast.Load())
+            name = f"{node.id}_{len(self.writer.names)}"
+            return ast.Name(self.writer.add(self.calls[node.id], name, is_tile=self.is_tile), ast.Load())
         value = self.scope.get(node.id)
         value = getattr(value, "value", value)  # a tl.constexpr
         if isinstance(node.ctx, ast.Load) and isinstance(value, (bool, int, float)):
@@ -156,13 +156,13 @@ class _Bind(ast.NodeTransformer):
 
 
 def _real(value: float) -> ast.Call:
-    number = repr(value) if math.isfinite(value) else {"inf": "math.inf", "-inf": "-math.inf"}.get(str(value), "math.nan")
+    number = repr(value) if math.isfinite(value) else str(value).replace("inf", "math.inf").replace("nan", "math.nan")
     return ast.Call(ast.Name("real", ast.Load()), [ast.parse(number, mode="eval").body], [])
 
 
 @functools.cache
 def _dialect() -> str:
-    return (Path(__file__).parent / "words.py").read_text(encoding="utf-8")
+    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("words.py", "_vectors.py"))
 
 
 def _module(template: FunctionType, content: str) -> ModuleType:
@@ -202,7 +202,7 @@ def _wanted_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: $XDG_CACHE_HOME/regard or ~/.cache/regard; readable and writable by its owner only."""
+    """Where compiled kernels are kept, for their owner alone: $XDG_CACHE_HOME/regard or ~/.cache/regard."""
     folder = _wanted_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()

@@ -13,8 +13,8 @@ HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
 
 
 def tiles(normalizer, dtype):
-    names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight"
-    return {"shift": SHIFTS[normalizer.shift], "exponential": normalizer.exponential, **{name: getattr(normalizer, name) for name in names}}
+    names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight", "exponential"
+    return {"shift": SHIFTS[normalizer.shift], **{name: getattr(normalizer, name) for name in names}}
 
 
 def shifted(top):

@@ -7,8 +7,8 @@
 >>> p, state = rows.forward(s, normalizers.get("sparsemax"))
 >>> p
 tensor([[0.0000, 0.2500, 0.7500]])
->>> rows.backward(torch.tensor([[1.0, 0.0, 0.0]]), p, state, normalizers.get("sparsemax"))
-tensor([[0., -0., -0.]])
+>>> rows.backward(torch.tensor([[0.0, 1.0, 0.0]]), p, state, normalizers.get("sparsemax"))
+tensor([[ 0.0000,  0.5000, -0.5000]])
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *argum
     over_rows(work, rows, columns)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family = _FAMILIES[normalizer.family]
     precision = "float64" if dtype == torch.float64 else "float32"

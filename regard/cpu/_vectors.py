@@ -1,0 +1,182 @@
+"""Words for whole vectors: pack the entries above a bound together, and work on sixteen interleaved rows at once.
+
+LLVM finds vectors in plain loops by itself; these are the patterns that it does not find.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _pack(context, builder, kind, values, kept, out, count):
+    """Write the kept lanes of `values` side by side at out[count:]; returns the new count."""
+    lanes = values.type.count
+    element = "f" if isinstance(values.type.element, (ir.FloatType, ir.DoubleType)) else "i"
+    name = f"llvm.experimental.vector.compress.v{lanes}{element}{kind.dtype.bitwidth}"
+    packing = ir.FunctionType(values.type, [values.type, kept.type, values.type])
+    packed = builder.call(cgutils.get_or_insert_function(builder.module, packing, name), [values, kept, values])
+    place = builder.gep(context.make_array(kind)(context, builder, out).data, [count])
+    builder.store(packed, builder.bitcast(place, values.type.as_pointer()), align=1)
+    number = builder.ctpop(builder.bitcast(kept, ir.IntType(lanes)))
+    return builder.add(count, builder.zext(number, count.type))
+
+
+def _spread(builder, value, lanes):
+    vector = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
+
+
+def _block(context, builder, kind, array, start):
+    """The vector x[start:start + L], 512 bits."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), 512 // kind.dtype.bitwidth)
+    place = builder.gep(context.make_array(kind)(context, builder, array).data, [start])
+    return builder.load(builder.bitcast(place, vector.as_pointer()), align=1)
+
+
+@intrinsic
+def compress(typing, x, start, shift, bound, out, count):
+    """Append to out[count:] those of x[start:start + L] − shift that exceed bound; returns the new count.
+
+    L is 16 for float32 and 8 for float64. L entries are written, so `out` needs that much room behind its last one.
+    """
+
+    def build(context, builder, signature, args):
+        row = _block(context, builder, x, args[0], args[1])
+        row = builder.fsub(row, _spread(builder, args[2], row.type.count))
+        kept = builder.fcmp_ordered(">", row, _spread(builder, args[3], row.type.count))
+        return _pack(context, builder, out, row, kept, args[4], args[5])
+
+    index = types.intp
+    return index(x, index, x.dtype, x.dtype, out, index), build
+
+
+@intrinsic
+def compress_index(typing, x, start, bound, out, count):
+    """Append to out[count:] the indices, as `bits`, of those of x[start:start + L] that exceed bound; the new count."""
+
+    def build(context, builder, signature, args):
+        row = _block(context, builder, x, args[0], args[1])
+        lanes, whole = row.type.count, ir.IntType(x.dtype.bitwidth)
+        kept = builder.fcmp_ordered(">", row, _spread(builder, args[2], lanes))
+        start = builder.trunc(args[1], whole) if whole.width < 64 else args[1]
+        offsets = ir.Constant(ir.VectorType(whole, lanes), list(range(lanes)))
+        indices = builder.add(_spread(builder, start, lanes), offsets)
+        return _pack(context, builder, out, indices, kept, args[3], args[4])
+
+    index = types.intp
+    return index(x, index, x.dtype, out, index), build
+
+
+SIDE = 16  # rows side by side in the two words below
+
+
+def _side_by_side(context, builder, kind, x, n, totals, step):
+    """Fold step(totals, entry) over the n entries of SIDE interleaved rows; the totals stay in registers."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
+    data = context.make_array(kind)(context, builder, x).data
+    places = [cgutils.alloca_once_value(builder, total) for total in totals]
+    with cgutils.for_range(builder, n) as loop:
+        entry = builder.gep(data, [builder.mul(loop.index, ir.Constant(n.type, SIDE))])
+        entry = builder.load(builder.bitcast(entry, vector.as_pointer()), align=4)
+        for place, total in zip(places, step([builder.load(place) for place in places], entry), strict=True):
+            builder.store(total, place)
+    return [builder.load(place) for place in places]
+
+
+def _lanes(context, builder, kind, array, row):
+    """Where row `row` of SIDE entries lies in an array, as a vector."""
+    vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(64), row * SIDE)]), vector.as_pointer())
+
+
+def _vector_call(builder, name, kind, values):
+    name = f"{name}.v{SIDE}f{kind.bitwidth}"
+    function = ir.FunctionType(values[0].type, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), values, fastmath=("nsz",))
+
+
+@intrinsic
+def side_interleave(typing, x, start, n, out):
+    """out[j·SIDE + l] ← x[start + l·n + j] for the columns j in whole blocks of SIDE; the caller sees to the rest."""
+
+    def build(context, builder, signature, args):
+        array, start, n, target = args
+        real, whole = context.get_value_type(x.dtype), start.type
+        vector = ir.VectorType(real, SIDE)
+        data = context.make_array(x)(context, builder, array).data
+        place = context.make_array(out)(context, builder, target).data
+        side = ir.Constant(whole, SIDE)
+
+        def vector_at(pointer, index):
+            return builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+
+        with cgutils.for_range(builder, builder.sdiv(n, side)) as loop:
+            column = builder.mul(loop.index, side)
+            rows = []
+            for lane in range(SIDE):
+                index = builder.add(builder.add(start, column), builder.mul(n, ir.Constant(whole, lane)))
+                rows.append(builder.load(vector_at(data, index), align=4))
+            for half in (1, 2, 4, 8):  # swap ever larger off-diagonal blocks
+                swapped = list(rows)
+                for a in range(SIDE):
+                    if a & half:
+                        continue
+                    low = [lane if not lane & half else SIDE + lane - half for lane in range(SIDE)]
+                    high = [lane + half if not lane & half else SIDE + lane for lane in range(SIDE)]
+                    for into, order in ((a, low), (a + half, high)):
+                        chosen = ir.Constant(ir.VectorType(ir.IntType(32), SIDE), order)
+                        swapped[into] = builder.shuffle_vector(rows[a], rows[a + half], chosen)
+                rows = swapped
+            for lane, row in enumerate(rows):
+                index = builder.mul(builder.add(column, ir.Constant(whole, lane)), side)
+                builder.store(row, vector_at(place, index), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.intp, out), build
+
+
+@intrinsic
+def side_maximum(typing, x, n, out):
+    """out[l] ← max_j x[j·SIDE + l], NaN if any is."""
+
+    def build(context, builder, signature, args):
+        vector = ir.VectorType(context.get_value_type(x.dtype), SIDE)
+        low = ir.Constant(vector, [float("-inf")] * SIDE)
+
+        def step(totals, entry):
+            return [_vector_call(builder, "llvm.maximum", x.dtype, [totals[0], entry])]
+
+        (top,) = _side_by_side(context, builder, x, args[0], args[1], [low], step)
+        builder.store(top, _lanes(context, builder, out, args[2], 0), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, out), build
+
+
+@intrinsic
+def side_moments(typing, x, n, tau, out):
+    """out[k·SIDE + l] ← Σ_j tᵏ for k = 0, 1, 2 over the t = x[j·SIDE + l] − tau[l] that are positive."""
+
+    def build(context, builder, signature, args):
+        vector = ir.VectorType(context.get_value_type(x.dtype), SIDE)
+        zero, one = ir.Constant(vector, [0.0] * SIDE), ir.Constant(vector, [1.0] * SIDE)
+        level = builder.load(_lanes(context, builder, tau, args[2], 0), align=4)
+
+        def step(totals, entry):
+            t = builder.fsub(entry, level)
+            above = builder.fcmp_ordered(">", t, zero)
+            t = builder.select(above, t, zero)
+            square = _vector_call(builder, "llvm.fma", x.dtype, [t, t, totals[2]])
+            return [builder.fadd(totals[0], builder.select(above, one, zero)), builder.fadd(totals[1], t), square]
+
+        totals = _side_by_side(context, builder, x, args[0], args[1], [zero] * 3, step)
+        for row, total in enumerate(totals):
+            builder.store(total, _lanes(context, builder, out, args[3], row), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, tau, out), build

@@ -17,31 +17,29 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from regard import statistics
-
 BINS = 512
-DERIVED = ("entropy_ratio", "gain_ratio")
-NAMES = (*statistics.NAMES, *DERIVED)
-
-# statistic -> (scale, first edge, last edge), the edges on that scale
+# statistic -> (scale, first edge, last edge), the edges on that scale; in the order of a reading's rows: those of one
+# scale stand together, and so do the two that a row with one key does not have
 LAYOUT = dict(
     visible_keys=("log", -2.0, 7.0),
-    max_logit=("asinh", -15.0, 15.0),
-    mean_logit=("asinh", -15.0, 15.0),
-    logit_variance=("log", -8.0, 8.0),
-    logsumexp=("asinh", -15.0, 15.0),
-    mass=("share", 0.0, 1.28),
-    entropy=("linear", 0.0, 16.0),
     effective_keys=("log", -2.0, 7.0),
     participation=("log", -2.0, 7.0),
-    max_weight=("share", 0.0, 1.28),
     support=("log", -2.0, 7.0),
     distance=("log", -2.0, 7.0),
+    logit_variance=("log", -8.0, 8.0),
+    max_logit=("asinh", -15.0, 15.0),
+    mean_logit=("asinh", -15.0, 15.0),
+    logsumexp=("asinh", -15.0, 15.0),
+    mass=("share", 0.0, 1.28),
+    max_weight=("share", 0.0, 1.28),
     first_key_mass=("share", 0.0, 1.28),
     gradient_gain=("share", 0.0, 1.28),
-    entropy_ratio=("linear", 0.0, 1.0),
     gain_ratio=("share", 0.0, 1.28),
+    entropy_ratio=("linear", 0.0, 1.0),
+    entropy=("linear", 0.0, 16.0),
 )
+NAMES = tuple(LAYOUT)
+DERIVED = slice(NAMES.index("gain_ratio"), NAMES.index("entropy_ratio") + 1)
 SHARE_SLOPE = 0.07  # of the share scale above 1: 10⁴ lands on 1.28, and 10⁻⁴ on an edge
 
 
@@ -66,19 +64,19 @@ INVERSES: dict[str, Callable[[Tensor], Tensor]] = dict(
 
 def place(values: Tensor) -> Tensor:
     """The bin of each value, values [S, H, R] in the order of NAMES; values beyond the ends go to the end bins."""
-    t = torch.empty_like(values)
-    for scale, rows in _rows_by_scale(values.device).items():
-        t[rows] = SCALES[scale](values[rows])
+    t = torch.cat([SCALES[scale](values[rows]) for scale, rows in GROUPS.items()])
     low, width = _origin(values.device, values.dtype)
-    return ((t - low) / width).clamp_(0, BINS - 1).nan_to_num_(0.0).long()
+    return t.sub_(low).div_(width).clamp_(0, BINS - 1).nan_to_num_(0.0).long()
 
 
-@cache
-def _rows_by_scale(device) -> dict[str, Tensor]:
-    groups: dict[str, list[int]] = {}
-    for row, name in enumerate(NAMES):
-        groups.setdefault(LAYOUT[name][0], []).append(row)
-    return {scale: torch.tensor(rows, device=device) for scale, rows in groups.items()}
+def _groups() -> dict[str, slice]:
+    scales = [scale for scale, _, _ in LAYOUT.values()]
+    return {
+        scale: slice(scales.index(scale), len(scales) - scales[::-1].index(scale)) for scale in dict.fromkeys(scales)
+    }
+
+
+GROUPS = _groups()
 
 
 @cache

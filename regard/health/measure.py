@@ -19,6 +19,7 @@ from regard.scores import resolve_scale
 
 WHOLE = 1024  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
 SAMPLED = 128
+PREDICTED = 1024  # rows and keys whose norms are taken, at least
 # relative difference of one head's output, as the square root of the sums of squares
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 GPU_FLOAT32 = 5e-3  # products in TF32
@@ -194,14 +195,17 @@ def _unfaithful(apart: float, limit: float) -> str | None:
 
 def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:
     """scale²·E‖q‖²·E‖k − k̄‖²/d per head: the variance of the logits if no query knew of any key's direction."""
-    q, k = call.q.detach().float(), call.k.detach().float()
+    every_q, every_k = (max(1, x.shape[2] // PREDICTED) for x in (call.q, call.k))
+    seen = rows[:, ::every_k] if rows is not None and rows.shape[1] == call.k.shape[2] else None
+    rows = None if rows is None else rows[:, ::every_q]
+    q, k = call.q.detach()[:, :, ::every_q].float(), call.k.detach()[:, :, ::every_k].float()
     norm = q.square().sum(-1)  # [B, H, M]
     if rows is None:
         q_norm = norm.mean((0, 2))
     else:
         q_norm = norm.masked_fill(~rows[:, None], 0.0).sum((0, 2)) / rows.sum().clamp_min(1)
-    if rows is not None and rows.shape[1] == k.shape[2]:
-        weight = rows[:, None, :, None].float()
+    if seen is not None:
+        weight = seen[:, None, :, None].float()
         count = weight.sum(2, keepdim=True).clamp_min(1)
         k = k - (k * weight).sum(2, keepdim=True) / count
         k_norm = ((k * weight).square().sum((2, 3)) / count[..., 0, 0]).mean(0)

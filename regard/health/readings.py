@@ -20,18 +20,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from regard import statistics
 from regard.health import bins
-from regard.health.bins import BINS, NAMES
+from regard.health.bins import BINS, DERIVED, NAMES
 
 ROW = {name: row for row, name in enumerate(NAMES)}
 CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
 POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2²⁰
 FINGERPRINT = 3  # features per row that tell one head's distribution from another's
+COMPARED = 1024  # rows of a call that are compared, at least
 LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 
 
@@ -121,32 +122,41 @@ class LayerReading:
         self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
     ):
         """Add statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
-        queries = stats["entropy"].shape[-1]
-        x = torch.stack([stats[name] for name in statistics.NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
-        position = torch.arange(start, start + queries, device=x.device).repeat(stats["entropy"].shape[0])
+        batch, _, queries = stats["entropy"].shape
+        there = {**stats, **_derived(stats)}
+        x = torch.stack([there[name] for name in NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
+        position = _position_bins(start, queries, batch, x.device)
         if rows is not None:
             kept = rows.flatten().nonzero().squeeze(-1)
             x, position = x[..., kept], position[kept]
         if not x.shape[-1]:
             return self
-        x = torch.cat([x, _derived(x)])
-        there = ~x.isnan()
-        filled = x.nan_to_num(0.0, posinf=None, neginf=None)
-        count = there.sum(-1).double()
-        mean = filled.sum(-1, dtype=torch.float64) / count.clamp_min(1)
-        deviation = (filled - mean.to(x.dtype)[..., None]).masked_fill_(~there, 0.0)
-        correction = deviation.sum(-1, dtype=torch.float64) / count.clamp_min(1)  # what rounding the mean left over
-        square = deviation.square_().sum(-1, dtype=torch.float64) - correction.square() * count
-        self._moments(count, mean, square.clamp_min(0.0))
-        self.low = torch.minimum(self.low, x.nan_to_num(math.inf, posinf=math.inf).amin(-1).double())
-        self.high = torch.maximum(self.high, x.nan_to_num(-math.inf, neginf=-math.inf).amax(-1).double())
-        self._count_bins(filled, there)
+        self._sum(x)
+        self._count_bins(x)
         self._follow(x, position)
-        self._compare(x)
+        self._compare(x[..., :: max(1, x.shape[-1] // COMPARED)])
         if predicted is not None:
             self.predicted += predicted.double()
             self.calls += 1
         return self
+
+    def _sum(self, x: Tensor) -> None:
+        """Moments and extremes; the derived statistics over the rows that have them."""
+        variance, mean = (part.double() for part in torch.var_mean(x, -1, correction=0))
+        low, high = (part.double() for part in torch.aminmax(x, dim=-1))
+        count = torch.full_like(mean, x.shape[-1])
+        part = x[DERIVED]
+        some = ~part.isnan()
+        number = some.sum(-1).double()
+        total = part.nan_to_num(0.0).sum(-1, dtype=torch.float64)
+        middle = total / number.clamp_min(1)
+        apart = (part - middle.to(x.dtype)[..., None]).nan_to_num_(0.0)
+        count[DERIVED], mean[DERIVED] = number, middle
+        variance[DERIVED] = apart.square().sum(-1, dtype=torch.float64) / number.clamp_min(1)
+        low[DERIVED] = part.nan_to_num(math.inf).amin(-1).double()
+        high[DERIVED] = part.nan_to_num(-math.inf).amax(-1).double()
+        self._moments(count, mean, variance * count)
+        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def _moments(self, count: Tensor, mean: Tensor, square: Tensor) -> None:
         total = self.count + count
@@ -156,16 +166,19 @@ class LayerReading:
         self.mean = self.mean + gap * weight
         self.count = total
 
-    def _count_bins(self, x: Tensor, there: Tensor) -> None:
-        offset = torch.arange(len(NAMES) * self.heads, device=x.device).reshape(len(NAMES), self.heads, 1) * BINS
-        flat = self.histogram.view(-1)
-        flat.scatter_add_(0, (bins.place(x) + offset).flatten(), there.flatten().long())
+    def _count_bins(self, x: Tensor) -> None:
+        at = bins.place(x)
+        flat = self.histogram.view(len(NAMES), -1)
+        at += torch.arange(self.heads, device=x.device)[:, None] * BINS
+        one = at.new_ones(())
+        for part in (slice(0, DERIVED.start), DERIVED, slice(DERIVED.stop, None)):
+            weight = one.expand_as(at[part]) if part is not DERIVED else (~x[part].isnan()).long()
+            flat[part].scatter_add_(1, at[part].flatten(1), weight.flatten(1))
 
     def _follow(self, x: Tensor, position: Tensor) -> None:
         wanted = torch.stack([x[ROW[name]] for name in CURVES])
-        at = position_bin(position)
-        self.curve_count.index_add_(-1, at, (~wanted.isnan()).double())
-        self.curve.index_add_(-1, at, wanted.nan_to_num(0.0).double())
+        self.curve_count.index_add_(-1, position, (~wanted.isnan()).double())
+        self.curve.index_add_(-1, position, wanted.nan_to_num(0.0).double())
 
     def _compare(self, x: Tensor) -> None:
         n, top, variance, ratio = (x[ROW[i]] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio"))
@@ -230,18 +243,22 @@ class LayerReading:
         return relative.amax(0)  # every feature must agree
 
 
-def _derived(x: Tensor) -> Tensor:
-    """entropy / ln n and gain / (1 − 1/n), [2, H, R]; NaN, so not counted, where one key leaves no choice."""
-    n, entropy, gain = (x[ROW[name]] for name in ("visible_keys", "entropy", "gradient_gain"))
-    alone = n < 2
-    n = n.masked_fill(alone, 2.0)
-    ratio, gain = entropy / torch.log(n), gain / (1.0 - 1.0 / n)
-    return torch.stack([ratio, gain]).masked_fill_(alone, math.nan)
+def _derived(stats: dict[str, Tensor]) -> dict[str, Tensor]:
+    """entropy / ln n and gain / (1 − 1/n); NaN, so not counted, where one key leaves no choice."""
+    alone = stats["visible_keys"] < 2
+    n = stats["visible_keys"].masked_fill(alone, 2.0)
+    ratio, gain = stats["entropy"] / torch.log(n), stats["gradient_gain"] / (1.0 - 1.0 / n)
+    return dict(entropy_ratio=ratio.masked_fill_(alone, math.nan), gain_ratio=gain.masked_fill_(alone, math.nan))
 
 
 def position_bin(position: Tensor) -> Tensor:
     log = 16 + torch.floor(8.0 * torch.log2(position.clamp_min(1).double() / 16.0) + 1e-9)
     return torch.where(position < 16, position.double(), log).clamp_max(POSITIONS - 1).long()
+
+
+@lru_cache(maxsize=4)
+def _position_bins(start: int, queries: int, batch: int, device: torch.device) -> Tensor:
+    return position_bin(torch.arange(start, start + queries, device=device)).repeat(batch)
 
 
 def position_of(at: int) -> int:

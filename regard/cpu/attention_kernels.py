@@ -13,6 +13,7 @@ import torch
 
 from regard.cpu import attention_rows, attention_rows_backward, attention_tiles
 from regard.cpu._compile import kernel
+from regard.cpu._rows_threshold import is_power
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._families import nothing
 
@@ -76,6 +77,7 @@ def _tiles(normalizer: Normalizer, precision: str) -> dict:
         smallest=float(limits.tiny),
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
+        power=family == "threshold" and is_power(normalizer),
         level=attention_tiles.threshold_level if family == "threshold" else attention_tiles.plain_level,
         rest=getattr(normalizer, "rest", nothing),
     )

@@ -17,6 +17,7 @@ from regard.cpu._rows_side import forward_short, interleave_direct, interleave_l
 from regard.normalizers._language import speak
 
 SHORT = 128  # columns up to which rows are solved side by side
+WHOLE = 64  # entries that a vector loop takes at once
 STEPS = 60  # Newton needs 4 to 14
 CLOSED = 12  # after so many closed-form steps only Newton's
 
@@ -117,9 +118,10 @@ def solve_quadratic(y, size):
 def sums(y, size, tau, parameter):
     """(Σp, Σg)."""
     values, slopes = np.float64(0), np.float64(0)
-    for start in range(0, size, CHUNK):
+    padded = (size + tile.lanes - 1) // tile.lanes * tile.lanes
+    for start in range(0, padded, CHUNK):
         value, slope = 0.0, 0.0
-        chunk = y[start : min(start + CHUNK, size)]
+        chunk = y[start : min(start + CHUNK, padded)]
         for j in range(chunk.size):
             t = words.maximum(chunk[j] - tau, 0.0)
             g = words.where(t > 0.0, tile.slope(t, parameter), 0.0)
@@ -239,12 +241,16 @@ def backward_sparse(g, weights, row, found, slopes, parameter, scale):
     size = found.size
     for k in range(size):
         slopes[k] = weights[np.uint64(words.bits(found[k]))]
+    padded = (size + WHOLE - 1) // WHOLE * WHOLE
+    for k in range(size, padded):
+        slopes[k] = 0.0
     totals, products = np.float64(0), np.float64(0)
-    for start in range(0, size, CHUNK):
-        total, chunk = 0.0, slopes[start : min(start + CHUNK, size)]
+    for start in range(0, padded, CHUNK):
+        total, chunk = 0.0, slopes[start : min(start + CHUNK, padded)]
         for k in range(chunk.size):
-            chunk[k] = tile.slope_of_weight(chunk[k], parameter)
-            total = words.accumulate(total, chunk[k])
+            g_k = words.where(chunk[k] > 0.0, tile.slope_of_weight(chunk[k], parameter), 0.0)
+            chunk[k] = g_k
+            total = words.accumulate(total, g_k)
         totals += total
     for k in range(size):
         products += slopes[k] * g[np.uint64(words.bits(found[k]))]

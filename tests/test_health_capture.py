@@ -172,7 +172,7 @@ def test_long_rows_are_checked_on_samples_and_go_on_rebuilt(monkeypatch):
     sampled = examine(module, [x])
     torch.testing.assert_close(means(sampled, "entropy"), means(whole, "entropy"))
     torch.testing.assert_close(seen[0], module(x).detach(), rtol=1e-4, atol=1e-5)
-    assert "8 rows" in sampled.how["faithful"]["checked"]
+    assert "on 8 rows" in sampled.how["faithful"]["checked"]
 
 
 @pytest.mark.parametrize("long", [False, True])

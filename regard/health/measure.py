@@ -17,8 +17,8 @@ from regard.health.readings import LayerReading
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 
-WHOLE = 1024  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
-SAMPLED = 128
+WHOLE = 256  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
+SAMPLED = 64
 PREDICTED = 1024  # rows and keys whose norms are taken, at least
 # relative difference of one head's output, as the square root of the sums of squares
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

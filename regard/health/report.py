@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import regard
-from regard.health import files
+from regard.health import files, measure
 from regard.health.findings import Finding
 from regard.health.heads import HeadReading
-from regard.health.measure import SAMPLED, WHOLE, Layer
+from regard.health.measure import Layer
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,11 @@ def _count(number: int, noun: str) -> str:
 def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, seconds: float) -> dict:
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    checked = f"on {SAMPLED} rows of each call" if any(layer.sampled for layer in measured) else "on every counted row"
+    checked = (
+        f"on {measure.SAMPLED} rows of each call"
+        if any(layer.sampled for layer in measured)
+        else "on every counted row"
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return dict(
         model=type(model).__name__,
@@ -136,7 +140,7 @@ def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, second
         faithful=dict(
             checked=f"the output rebuilt from the measured weights against the model's own, {checked}",
             largest_relative_difference=max((layer.error for layer in measured), default=0.0),
-            goes_on_with=f"the model's own output; beyond {WHOLE} queries the rebuilt one, once it agrees",
+            goes_on_with=f"the model's own output; beyond {measure.WHOLE} queries the rebuilt one, if it agrees",
         ),
         counted="rows of padding queries and rows that see no key are left out",
         quantiles="from histograms of 512 fixed bins, within one bin's width",

@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -113,3 +116,20 @@ def asked(kind, **headers):
 def test_only_the_page_itself_is_answered(headers, passes):
     assert asked("http", **headers) == ("passed" if passes else 403)
     assert asked("websocket", **headers) == ("passed" if passes else 1008)
+
+
+def test_one_ctrl_c_ends_it_though_a_page_is_connected():
+    client = pytest.importorskip("websockets.sync.client")
+    command = [sys.executable, "-m", "regard", "explore", "--no-browser"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            address = server.stderr.readline().split()[-1]
+            socket = address.replace("http", "ws", 1).replace("/?", "/ws?session_id=s_000001&")
+            with client.connect(socket) as page:
+                page.recv(timeout=60)  # the cells have begun to run
+                server.send_signal(signal.SIGINT)
+                _, told = server.communicate(timeout=20)
+        finally:
+            server.kill()
+    assert server.returncode == 130
+    assert told.endswith("\ninterrupted\n") and "Traceback" not in told

@@ -1,9 +1,11 @@
 """The explorer in a browser: a knob moves, and the numbers become what the library says."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,9 +15,9 @@ from regard.lab.explorer.views import Online, Setting
 PATIENCE = 120  # seconds: the first answer compiles kernels
 
 
-@pytest.fixture(scope="module")
-def address(browser):
-    """A running `regard explore`, and where it is."""
+@contextmanager
+def served():
+    """A running `regard explore`: the process, and where its page is."""
     command = [sys.executable, "-m", "regard", "explore", "--no-browser"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -23,10 +25,15 @@ def address(browser):
         try:
             line = server.stderr.readline()
             assert line.startswith("explore at http://127.0.0.1:"), line
-            yield line.split()[-1]
+            yield server, line.split()[-1]
         finally:
-            server.terminate()
-            server.communicate(timeout=30)
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def address(browser):
+    with served() as (_, where):
+        yield where
 
 
 @pytest.fixture
@@ -126,3 +133,13 @@ def test_figures_have_words_and_it_fits_a_phone(browser, address):
 def test_nothing_comes_from_elsewhere(explorer, address):
     here = urlsplit(address).netloc
     assert all(name.startswith(("data:", "blob:")) or urlsplit(name).netloc == here for name in explorer.asked())
+
+
+def test_one_ctrl_c_ends_it_while_a_page_is_open(browser):
+    with served() as (server, where):
+        browser.open(where)
+        wait_for(browser, "entropy", Setting().numbers()["entropy"])
+        server.send_signal(signal.SIGINT)
+        _, told = server.communicate(timeout=20)
+    assert server.returncode == 130
+    assert told.split("\n")[-2:] == ["interrupted", ""] and "Traceback" not in told

@@ -6,6 +6,7 @@ page itself: neither another machine nor another site in the same browser can ta
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
@@ -18,6 +19,7 @@ import uvicorn
 
 PAGE = Path(__file__).with_name("app.py")
 LOOPBACK = "127.0.0.1"
+PATIENCE = 1  # seconds from Ctrl-C until open pages are cut off; uvicorn alone waits for them for ever
 
 
 class OnlyHere:
@@ -61,8 +63,12 @@ def main(options) -> None:
         print(f"explore at {address}\nCtrl-C ends it", file=sys.stderr, flush=True)
         if not options.no_browser:
             threading.Timer(1.5, webbrowser.open, [address]).start()
-        server = uvicorn.Server(uvicorn.Config(page(port, token), log_level="warning"))
-        server.run(sockets=[listener])
+        config = uvicorn.Config(page(port, token), log_level="error", timeout_graceful_shutdown=PATIENCE)
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr, flush=True)
+            os._exit(130)  # a page's thread may be inside a kernel, where an ordinary exit would abort
 
 
 def page(port: int, token: str = ""):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard import philox
 from regard.kernels import bundle, statistics
@@ -20,15 +21,15 @@ from regard.kernels.forward_threshold import forward_threshold
 from regard.kernels.tiles import Config, Options, View
 from regard.problem import Forward, Gradients, Problem, Upstream
 
-# (most steps, |Σp − 1| from which the last step leaves nothing to mend) of the threshold solver
-SOLVER = {torch.float64: (64, 1e-7), torch.float32: (40, 1e-3), torch.float16: (40, 1e-2), torch.bfloat16: (40, 1e-2)}
-# (queries, keys, warps, stages) of the 16-bit types for head dims up to 64, 128, 256
+# (most steps, how far from Σp = 1 the last step may have left a row) of the threshold solver
+SOLVER = {torch.float64: (64, 1e-14), torch.float32: (40, 1e-6), torch.float16: (40, 3e-3), torch.bfloat16: (40, 3e-3)}
+# (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
-    "forward_online": ((128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 2)),
-    "forward_threshold": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
-    "backward_dq": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
-    "backward_dkv": ((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 1)),
-    "backward_bias": ((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+    "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
+    "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
+    "backward_dq": ((128, 64, 8, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
+    "backward_dkv": ((64, 128, 8, 2, False), (64, 128, 8, 2, False), (32, 64, 8, 1, False)),
+    "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
@@ -49,7 +50,7 @@ def forward(problem: Problem) -> Forward:
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     config, launch = _config(p, kernel.__name__)
     blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
-    arguments = (view(p.q), view(p.k), view(p.v), view(o), frame, z, stats, _options(p), config)
+    arguments = (view(p.q), view(p.k), view(p.v), *_key_blocks(p, config), view(o), frame, z, stats, _options(p), config)
     if kernel is forward_threshold:
         arguments += SOLVER[p.q.dtype]
     kernel[(blocks,)](*arguments, **launch)
@@ -72,13 +73,16 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     product = delta.clone() if upstream.sink and p.sink is not None else delta
     beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
     state = State(forward.frame, forward.z, delta, beta, gamma, epsilon)
-    flags = dict(TILTED=beta is not None, HEAT=heat is not None)
+    flags = dict(TILTED=beta is not None, HEAT=heat is not None, others=(do,))
     inputs = (view(p.q), view(p.k), view(p.v), view(do))
     config, launch = _config(p, "backward_dq", **flags)
-    backward_dq[(triton.cdiv(shape[-1], config.BM) * rows,)](*inputs, view(grads.q), heat, state, opt, config, **launch)
+    blocks = triton.cdiv(shape[-1], config.BM) * rows
+    arguments = (*inputs[:3], *_key_blocks(p, config), inputs[3], view(grads.q), heat, state, opt, config)
+    backward_dq[(blocks,)](*arguments, **launch)
     config, launch = _config(p, "backward_dkv", **flags)
+    queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
     blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
-    backward_dkv[(blocks,)](*inputs, view(grads.k), view(grads.v), state, opt, config, **launch)
+    backward_dkv[(blocks,)](*inputs, *queries, view(grads.k), view(grads.v), state, opt, config, **launch)
     if upstream.bias and p.bias is not None:
         grads.bias = _bias_gradient(p, inputs, state, opt, *_config(p, "backward_bias", **flags))
     grads.temperature = heat
@@ -158,6 +162,28 @@ def view(tensor: torch.Tensor | None) -> View:
     return View(None, (0, 0, 0, 0)) if tensor is None else View(tensor, tensor.stride())
 
 
+def described(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> TensorDescriptor | torch.Tensor:
+    """Blocks [rows, width] for Hopper's bulk copy engine, if `bulk`; otherwise something that no kernel looks at."""
+    if not bulk:
+        return tensor
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width])
+
+
+def _key_blocks(p: Problem, config: Config) -> tuple:
+    return tuple(described(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
+
+
+def bulky(*tensors: torch.Tensor) -> bool:
+    """Can the bulk copy engine read these?"""
+    if torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
+        return False
+    for tensor in tensors:
+        steps = (tensor.element_size() * stride for stride in tensor.stride()[:-1])
+        if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or any(step <= 0 or step % 16 for step in steps):
+            return False
+    return True
+
+
 def pair(number: float | None) -> tuple[float, float]:
     """A Python float as two float32 numbers: a kernel argument has no more bits."""
     number = 0.0 if number is None else float(number)
@@ -198,14 +224,14 @@ def _linear(p: Problem) -> bool:
     return p.softcap is None and p.bias is None and p.scale > 0
 
 
-def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False) -> tuple[Config, dict]:
+def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, others=()) -> tuple[Config, dict]:
     """What a kernel is compiled for, and its launch options."""
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
     dense = p.bias is not None or p.mask is not None
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, launch = _blocks(p, kernel)
+    m, n, bulk, launch = _blocks(p, kernel)
     config = Config(
         F=bundle.of(p.choice),
         NEED=statistics.needs(stats, p.choice, dense),
@@ -220,29 +246,29 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False) -
         WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,
         D=d,
         E=e,
-        BD=max(16, triton.next_power_of_2(d)),
-        BE=max(16, triton.next_power_of_2(e)),
+        BD=max(32, triton.next_power_of_2(d)),
+        BE=max(32, triton.next_power_of_2(e)),
         BM=m,
         BN=n,
+        BULK=bulk and bulky(p.q, p.k, p.v, *others),
+        LANES=8,
     )
     return config, launch
 
 
-def _blocks(p: Problem, kernel: str) -> tuple[int, int, dict]:
-    """(queries, keys) per block and the launch options: what was fastest on an H200, by head dim and dtype."""
-    if not p.q.is_cuda:
-        return 16, 16, dict(num_warps=4, num_stages=1)
+def _blocks(p: Problem, kernel: str) -> tuple[int, int, bool, dict]:
+    """(queries, keys) per block, by the bulk copy engine?, and the launch options: what was fastest on an H200, by head dim and dtype."""
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = 0 if width <= 64 else 1 if width <= 128 else 2
-    if kernel == "backward_rows":
-        return 64, 64, dict(num_warps=4)
-    if p.q.dtype == torch.float64:
-        return 16, 16, dict(num_warps=4, num_stages=1)
-    if p.q.dtype == torch.float32:
-        m, n = ((64, 32), (32, 32), (16, 16))[size]
-        return m, n, dict(num_warps=4, num_stages=1)
-    m, n, warps, stages = HALF[kernel][size]
     simple = p.choice.family == "ratio" and p.choice.exponential
-    if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or (p.stats and not simple and size < 2):
-        m, n, warps, stages = min(m, 64), min(n, 64), 4, min(stages, 2)  # more registers per score
-    return m, n, dict(num_warps=warps, num_stages=stages)
+    if not p.q.is_cuda or p.q.dtype == torch.float64:
+        m, n, warps, stages, bulk = 16, 16, 4, 1, False
+    elif kernel == "backward_rows":
+        m, n, warps, stages, bulk = 64, 64, 4, 1, False
+    elif p.q.dtype == torch.float32:
+        (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[size], 4, 1, False
+    else:
+        m, n, warps, stages, bulk = HALF[kernel][size]
+        if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or (p.stats and not simple and size < 2):
+            m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score
+    return m, n, bulk, dict(num_warps=warps, num_stages=stages)

@@ -165,8 +165,8 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def backward_dq(q, k, v, do, dq, heat, state, opt, C: tl.constexpr):
-    scene, i0 = tiles.scene_of(q, k, v, opt, C)
+def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, opt, C: tl.constexpr):
+    scene, i0 = tiles.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     b, h, i = scene.b, scene.h, scene.i
     rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C)
     d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
@@ -191,16 +191,22 @@ def backward_dq(q, k, v, do, dq, heat, state, opt, C: tl.constexpr):
 
 
 @triton.jit
-def dkv_tile(dk, dv, keys, values, q, do, state, b, h, j, start, n, seed, opt, C: tl.constexpr, EDGE: tl.constexpr):
+def dkv_tile(
+    dk, dv, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C: tl.constexpr, EDGE: tl.constexpr
+):  # fmt: skip
     """One query block, keys first: dv += pᵀ·do, dk += dsᵀ·q."""
     i = start + tl.arange(0, C.BM)
-    q_rows = tiles.block_of(q, b, h, start, 0, opt.queries, C.BM, C.D, C.BD, not EDGE)
+    if C.BULK and not EDGE:
+        q_rows = tiles.bulk_of(q_blocks, b, h, start, C.BM, C.BD)
+        d_out = tiles.bulk_of(do_blocks, b, h, start, C.BM, C.BE)
+    else:
+        q_rows = tiles.block_of(q, b, h, start, 0, opt.queries, C.BM, C.D, C.BD, not EDGE)
+        d_out = tiles.block_of(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
     x = tiles.dot(keys, tl.trans(q_rows), None, C)  # [N, M]
     r = across(rows_at(state, b, h, i, n, opt, C), True)
     i = i[None, :]
     y, seen = tiles.scores(x, b, h, i, j, r.first, r.last, opt, C.LINEAR, EDGE)
     p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
-    d_out = tiles.block_of(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
     if opt.seed is not None:
@@ -218,7 +224,7 @@ def dkv_tile(dk, dv, keys, values, q, do, state, b, h, j, start, n, seed, opt, C
 
 
 @triton.jit
-def backward_dkv(q, k, v, do, dk, dv, state, opt, C: tl.constexpr):
+def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, opt, C: tl.constexpr):
     blocks = tl.cdiv(opt.keys, C.BN)
     pid = tl.program_id(0)
     j0 = pid % blocks * C.BN  # the first keys have the most causal queries
@@ -240,12 +246,12 @@ def backward_dkv(q, k, v, do, dk, dv, state, opt, C: tl.constexpr):
             outer = begin
         elif opt.right is not None:
             for start in tl.range(begin, tl.minimum(inner, end), C.BM):
-                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, True)
+                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True)
         if not DENSE:
             for start in tl.range(inner, outer, C.BM):
-                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, False)
+                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, False)
         for start in tl.range(tl.maximum(inner, outer), end, C.BM):
-            acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, state, b, h, j, start, n, seed, opt, C, True)
+            acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True)
     if not (C.LINEAR and opt.temperature.ptr is not None):
         acc_k = acc_k * tiles.number(opt.scale, C.ACC)
     tiles.store_block(dk, b, g, j0, opt.keys, acc_k, C.BN, C.D, C.BD)

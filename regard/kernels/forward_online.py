@@ -68,22 +68,22 @@ def slopes(y, a, b2, frame, u, theta, F: tl.constexpr):
 @triton.jit
 def moved(r, top, frame, a, b2, theta, F: tl.constexpr):
     """The sums of the keys before, told in a new frame and under a new maximum, if it rose."""
-    fade = tl.exp2(r.frame - frame)
-    rise = top > r.top
-    folded = tl.where(rise, r.ties, 0.0)  # the old maximum joins the sums
-    u0, v0, _ = terms(r.top, a, b2, frame, theta, F)
-    d0, x0 = slopes(r.top, a, b2, frame, u0, theta, F)
-    log_u = fade * (r.log_u + (r.frame - frame) * r.u)
-    fall = tl.exp2((r.top - top) * b2)
+    fade = tl.exp2(r.frame - frame)[:, None]
+    shift = (r.frame - frame)[:, None]
+    u, v, _ = terms(r.top, a, b2, frame, theta, F)
+    d, x = slopes(r.top, a, b2, frame, u, theta, F)
+    folded = tl.where((top > r.top)[:, None], r.ties, 0.0)  # the old maximum joins the sums
     some = folded > 0.0
+    u, v, d, x = u[:, None], v[:, None], d[:, None], x[:, None]
+    fall = tl.exp2((r.top - top) * b2)[:, None]
     return Sums(
         top, frame, r.z * fade, r.ties - folded,
-        r.u * fade + tl.where(some, folded * u0, 0.0),
-        r.v * fade + tl.where(some, folded * v0, 0.0),
-        log_u + tl.where(some, folded * u0 * statistics.log2_or_0(u0), 0.0),
-        r.square * fade * fade + tl.where(some, folded * u0 * u0, 0.0),
-        r.slope * fade + tl.where(some, folded * d0, 0.0),
-        r.cross * fade * fade + tl.where(some, folded * x0, 0.0),
+        r.u * fade + tl.where(some, folded * u, 0.0),
+        r.v * fade + tl.where(some, folded * v, 0.0),
+        fade * (r.log_u + shift * r.u) + tl.where(some, folded * u * statistics.log2_or_0(u), 0.0),
+        r.square * fade * fade + tl.where(some, folded * u * u, 0.0),
+        r.slope * fade + tl.where(some, folded * d, 0.0),
+        r.cross * fade * fade + tl.where(some, folded * x, 0.0),
         r.lse * fall + tl.where(some, folded * fall, 0.0),
         r.distance * fade, r.support, r.n, r.first, r.first_y, r.pivot, r.mean, r.m2,
     )  # fmt: skip
@@ -91,26 +91,12 @@ def moved(r, top, frame, a, b2, theta, F: tl.constexpr):
 
 @triton.jit
 def moved_exponential(r, top, frame):
-    """The same where u = exp(s − top): the old maximum's terms are known without asking."""
-    fade = tl.exp2(r.frame - frame)
-    rise = top > r.top
+    """The same where u = exp(s − top). These sums keep the maximum in: its log is 0, its u is 1."""
+    fade = tl.exp2(r.frame - frame)[:, None]
     return Sums(
-        top, frame, r.z * fade, r.ties,
-        tl.where(rise, r.z, r.u) * fade,
-        r.v,
-        (r.log_u + (r.frame - frame) * r.z) * fade,
-        tl.where(rise, r.square + (r.z - r.u), r.square) * fade * fade,
-        r.slope, r.cross, r.lse, r.distance * fade, r.support, r.n, r.first, r.first_y, r.pivot, r.mean, r.m2,
-    )  # fmt: skip
-
-
-@triton.jit
-def completed(r):
-    """The sums that u = exp(s − top) leaves implicit: v = u′ = u, and the maximum's terms are all 1."""
-    ties = tl.floor(r.z - r.u + 0.5)
-    return Sums(
-        r.top, r.frame, r.z, ties, r.u, r.u, r.log_u, r.square, r.u, r.square, r.lse, r.distance, r.support, r.n,
-        r.first, r.first_y, r.pivot, r.mean, r.m2,
+        top, frame, r.z * fade, r.ties, r.u, r.v, (r.log_u + (r.frame - frame)[:, None] * r.z) * fade,
+        r.square * (fade * fade), r.slope, r.cross, r.lse, r.distance * fade, r.support, r.n, r.first, r.first_y,
+        r.pivot, r.mean, r.m2,
     )  # fmt: skip
 
 
@@ -125,49 +111,47 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     _, _, y, seen, j = tiles.look(scene, start, opt, C, EDGE)  # [M, N]
     top = r.top
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
-        top = tl.maximum(top, tl.max(y, 1))
+        top = tl.maximum(top, tiles.highest(y, C))
     frame = frame_of(top, b2, F)
     u, v, power = terms(y, a[:, None], b2[:, None], frame[:, None], theta, F)
     u = tl.where(seen, u, 0.0)
-    sum_u = tl.sum(u, 1)
+    sum_u = tiles.fold(u, C)
     sum_v = sum_u
     if F.family == "ratio":
         acc = acc * tl.exp2(r.frame - frame)[:, None]
         if not F.exponential:
             v = tl.where(seen, v, 0.0)
-            sum_v = tl.sum(v, 1)
-    if NEED.shares:
-        below = y != top[:, None]
-        under = tl.where(below, u, 0.0)
-        if F.exponential:
-            r = moved_exponential(r, top, frame)
-            log_u = power
-        else:
-            r = moved(r, top, frame, a, b2, theta, F)
-            log_u = statistics.log2_or_0(under)
+            sum_v = tiles.fold(v, C)
+    if F.exponential:
+        r = moved_exponential(r, top, frame)
+    else:
+        r = moved(r, top, frame, a, b2, theta, F)
     ties, su, sv, sl, sq, ss, sx, se, far = r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
-    z = r.z + sum_v
     if NEED.shares:
-        su += tl.sum(under, 1)
-        if NEED.log_u:
-            sl += tl.sum(under * log_u, 1)
-        if NEED.square:
-            sq += tl.sum(under * under, 1)
-        if not F.exponential:
-            ties += tl.sum(tl.where(seen & (below == 0), 1.0, 0.0).to(C.ACC), 1)
+        if F.exponential:
+            under = u
+            log_u = tl.where(seen, power, 0.0)
+        else:
+            below = y != top[:, None]
+            under = tl.where(below, u, 0.0)
+            log_u = statistics.log2_or_0(under)
+            su += tiles.fold(under, C)
+            ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
             if NEED.slope:
                 d, cross = slopes(y, a[:, None], b2[:, None], frame[:, None], u, theta, F)
-                sv += tl.sum(tl.where(below, v, 0.0), 1)
-                ss += tl.sum(tl.where(below & seen, d, 0.0), 1)
-                sx += tl.sum(tl.where(below & seen, cross, 0.0), 1)
+                sv += tiles.fold(tl.where(below, v, 0.0), C)
+                ss += tiles.fold(tl.where(seen, tl.where(below, d, 0.0), 0.0), C)
+                sx += tiles.fold(tl.where(seen, tl.where(below, cross, 0.0), 0.0), C)
             if NEED.lse:
-                se += tl.sum(tl.where(below & seen, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 1)
+                se += tiles.fold(tl.where(seen, tl.where(below, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 0.0), C)
+        if NEED.log_u:
+            sl += tiles.fold(under * log_u, C)
+        if NEED.square:
+            sq += tiles.fold(under * under, C)
         if NEED.distance:
-            far += statistics.stretch(u, i, j, start, sum_u, C.BEHIND and not EDGE)
-    else:
-        z = r.z * tl.exp2(r.frame - frame) + sum_v
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, u, NEED)
-    r = Sums(top, frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
+            far += statistics.stretch(u, i, j, start, sum_u, C.BEHIND and not EDGE, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, u, C)
+    r = Sums(top, frame, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
     values = tiles.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
         u = tl.where(tiles.keeps(scene.b, scene.h, i[:, None], j, opt, scene.seed), u, 0.0)
@@ -179,11 +163,47 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def forward_online(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr):
+def lesser_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Σ' u, Σ' u·log2 u, Σ' u² and the ties of u = exp(s − top), once top is known."""
+    su, sl, sq, ties, top = state
+    _, _, y, seen, _ = tiles.look(scene, start, opt, C, EDGE)
+    below = y != top[:, None]
+    power = (y - top[:, None]) * (scene.a * LOG2E)[:, None]
+    u = tl.where(seen, tl.where(below, tl.exp2(power), 0.0), 0.0)
+    su += tiles.fold(u, C)
+    sl += tiles.fold(tl.where(seen, u * power, 0.0), C)
+    sq += tiles.fold(u * u, C)
+    ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+    return su, sl, sq, ties, top
+
+
+@triton.jit
+def completed(r, scene, i0, inside, opt, C: tl.constexpr):
+    """The sums without the maximum, where u = exp(s − top): all minus 1, unless that leaves too few digits.
+
+    Then one more sweep, without v, sums the lesser keys alone: nearly one-hot rows pay for their own precision.
+    """
+    su, sl, sq = r.z - 1.0, r.log_u, tl.maximum(r.square - 1.0, 0.0)
+    ties = su * 0.0 + 1.0
+    if C.NEED.shares:
+        close = su < 0.0156 + 6e-4 * tl.abs(r.frame)  # the frame's own rounding counts too
+        if tl.max(tl.where(close & inside & (r.top > HIDDEN), 1, 0), 0) > 0:
+            zero = tiles.zeros(C.BM, C.LANES, C.ACC)
+            su2, sl2, sq2, ties2, _ = tiles.sweep((zero, zero, zero, zero, r.top), scene, i0, opt, lesser_tile, C)
+            su, sl, sq, ties = tl.sum(su2, 1), tl.sum(sl2, 1), tl.sum(sq2, 1), tl.sum(ties2, 1)
+    return Sums(
+        r.top, r.frame, r.z, ties, su, su, sl, sq, su, sq, r.lse, r.distance, r.support, r.n, r.first, r.first_y,
+        r.pivot, r.mean, r.m2,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr):
     F: tl.constexpr = C.F
-    scene, i0 = tiles.scene_of(q, k, v, opt, C)
+    scene, i0 = tiles.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
     acc, r = tiles.sweep((acc, statistics.nothing(first_frame(F, C), C)), scene, i0, opt, tile, C)
+    r = statistics.gathered(r)
     inside = scene.i < opt.queries
     seen_keys = r.n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
     dead = seen_keys == 0.0
@@ -201,7 +221,7 @@ def forward_online(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr):
         if F.exponential:
             one = tiles.full(C.BM, 1.0, C.ACC)
             u1, v1, d1, x1 = one, one, one, one
-            r = completed(r)
+            r = completed(r, scene, i0, inside, opt, C)
             lse = frame * LN2 + tl.log(z)
         else:
             u1, v1, _ = terms(r.top, a, b2, r.frame, scene.theta, F)

@@ -1,7 +1,8 @@
 """o = Σ_j p_j·v_j with p = g(γ·s − τ) and τ such that Σp = 1, without keeping a score: the row is swept again instead.
 
-F(τ) = Σ g(γ·s − τ) is convex and falls from F(max − 1) ≥ 1 to F(max) = 0, in x = γ·(s − max). A first sweep finds the
-maximum, a few more evaluate F and its slope at the current τ, the last one weighs. A step from τ is
+F(τ) = Σ g(x − τ), x = γ·s, is convex and falls from F(max − 1) ≥ 1 to F(max) = 0. The first sweep finds the maximum
+and, on long rows, F at three guesses (`survey.py`); a few more evaluate F and its slope at the current τ; the last one
+weighs. A step from τ is
 
     far from Σp = 1     τ + F·log F / |F′|     as if F fell like an exponential, which tails of scores nearly do
     near it             the exact solution on the present support (g = t, t²), or Newton's step
@@ -12,23 +13,13 @@ divides by the F it meets, so what is left of the error in τ does not touch Σp
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from regard.kernels import statistics, tiles
+from regard.kernels import statistics, survey, tiles
 from regard.kernels.statistics import Sums
+from regard.kernels.survey import Solver
 from regard.kernels.tiles import HIDDEN
-
-
-class Solver(NamedTuple):
-    """Where each row stands, in x = γ·(s − max): F ≥ 1 at low, F ≤ 1 at high."""
-
-    tau: Any
-    low: Any
-    high: Any
-    left: Any  # |F − 1| at the last evaluation
 
 
 @triton.jit
@@ -55,15 +46,15 @@ def measure_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     _, _, y, _, _ = tiles.look(scene, start, opt, C, EDGE)
     t = excess(y, top[:, None], tau[:, None], scene.a[:, None], scene.theta, C)
     if C.F.order == 2:
-        mass += tl.sum(t * t, 1)
-        fall += tl.sum(2.0 * t, 1)
-        support += tl.sum(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), 1)
+        mass += tiles.fold(t * t, C)
+        fall += tiles.fold(2.0 * t, C)
+        support += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     elif C.F.order == 1:
-        mass += tl.sum(t, 1)
-        fall += tl.sum(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), 1)
+        mass += tiles.fold(t, C)
+        fall += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     else:
-        mass += tl.sum(C.F.weigh(t, scene.theta), 1)
-        fall += tl.sum(tl.where(t > 0.0, C.F.slope(t, scene.theta), 0.0), 1)
+        mass += tiles.fold(C.F.weigh(t, scene.theta), C)
+        fall += tiles.fold(tl.where(t > 0.0, C.F.slope(t, scene.theta), 0.0), C)
     return mass, fall, support, top, tau
 
 
@@ -86,18 +77,21 @@ def step(s, mass, fall, support, C: tl.constexpr):
         reach = 0.5
     tau = tl.where(tl.abs(over) <= reach, near, far)
     tau = tl.where(some, tl.minimum(tl.maximum(tau, low), high), 0.5 * (low + high))
-    return Solver(tau, low, high, tl.abs(over))
+    left = over * over
+    if C.F.order == 2:  # what keys that enter or leave the support on the way could add to F
+        left = tl.where(tl.abs(over) <= reach, support * (tau - s.tau) * (tau - s.tau), left)
+    return Solver(tau, low, high, left)
 
 
 @triton.jit
-def solve(scene, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
+def solve(s, scene, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
     """τ of every row, relative to γ·max; ends early once no row is farther from Σp = 1 than a last step mends."""
-    zero = tiles.full(C.BM, 0.0, C.ACC)
-    s = Solver(zero - 1.0, zero - 1.0, zero, zero + 1.0)
+    lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
     busy = tl.max(tl.where(alive, 1, 0), 0)
     turns = 0
     while (busy > 0) & (turns < LIMIT):
-        mass, fall, support, _, _ = tiles.sweep((zero, zero, zero, top, s.tau), scene, i0, opt, measure_tile, C)
+        mass, fall, support, _, _ = tiles.sweep((lanes, lanes, lanes, top, s.tau), scene, i0, opt, measure_tile, C)
+        mass, fall, support = tl.sum(mass, 1), tl.sum(fall, 1), tl.sum(support, 1)
         if C.F.order == 0:
             fall = fall / C.F.gain(scene.theta)
         s = step(s, mass, fall, support, C)
@@ -115,28 +109,28 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     t = excess(y, r.top[:, None], r.frame[:, None], scene.a[:, None], scene.theta, C)
     u = C.F.weigh(t, scene.theta)
     d = tl.where(t > 0.0, C.F.slope(t, scene.theta), t)
-    sum_u = tl.sum(u, 1)
-    z, sv = r.z + sum_u, r.v + tl.sum(d, 1)
+    sum_u = tiles.fold(u, C)
+    z, sv = r.z + sum_u, r.v + tiles.fold(d, C)
     ties, su, sl, sq, ss, sx, se, far = r.ties, r.u, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
     if NEED.shares:
         below = y != r.top[:, None]
         under = tl.where(below, u, 0.0)
-        su += tl.sum(under, 1)
-        ties += tl.sum(tl.where(seen & (below == 0), 1.0, 0.0).to(C.ACC), 1)
+        su += tiles.fold(under, C)
+        ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
         if NEED.log_u:
-            sl += tl.sum(under * statistics.log2_or_0(under), 1)
+            sl += tiles.fold(under * statistics.log2_or_0(under), C)
         if NEED.square:
-            sq += tl.sum(under * under, 1)
+            sq += tiles.fold(under * under, C)
         if NEED.slope:
             lower = tl.where(below, d, 0.0)
-            ss += tl.sum(lower, 1)
-            sx += tl.sum(lower * lower, 1)
+            ss += tiles.fold(lower, C)
+            sx += tiles.fold(lower * lower, C)
         if NEED.lse:
             gap = (y - r.top[:, None]) * (scene.a * tiles.LOG2E)[:, None]
-            se += tl.sum(tl.where(below & seen, tl.exp2(gap), 0.0), 1)
+            se += tiles.fold(tl.where(seen, tl.where(below, tl.exp2(gap), 0.0), 0.0), C)
         if NEED.distance:
-            far += statistics.stretch(u, scene.i, j, start, sum_u, C.BEHIND and not EDGE)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, u, NEED)
+            far += statistics.stretch(u, scene.i, j, start, sum_u, C.BEHIND and not EDGE, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, u, C)
     r = Sums(r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
     values = tiles.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
@@ -146,18 +140,23 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def forward_threshold(q, k, v, o, frames, sums, stats, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
-    scene, i0 = tiles.scene_of(q, k, v, opt, C)
+def forward_threshold(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
+    scene, i0 = tiles.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    top, n = tiles.sweep((zero + HIDDEN, zero), scene, i0, opt, top_tile, C)
+    if survey.worthwhile(scene, i0, opt, C):
+        s, top, n = survey.survey(scene, i0, opt, C)
+    else:
+        s = Solver(zero - 1.0, zero - 1.0, zero, zero + 1.0)
+        top, n = tiles.sweep((zero + HIDDEN, zero), scene, i0, opt, top_tile, C)
     inside = scene.i < opt.queries
     seen_keys = n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
     dead = seen_keys == 0.0
-    tau = solve(scene, top, inside & (dead == 0), i0, opt, C, LIMIT, CLOSE)
+    tau = solve(s, scene, top, inside & (dead == 0), i0, opt, C, LIMIT, CLOSE)
     r = statistics.nothing(tau, C)
     r = Sums(top, tau, r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance, r.support, r.n,
              r.first, r.first_y, r.pivot, r.mean, r.m2)  # fmt: skip
     acc, r = tiles.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), scene, i0, opt, weigh_tile, C)
+    r = statistics.gathered(r)
     inverse = tl.where(dead, 0.0, 1.0 / tl.where(r.z == 0.0, 1.0, r.z))
     out = tl.where(dead[:, None], 0.0, acc * (inverse * tiles.number(opt.kept, C.ACC))[:, None])
     tiles.store_block(o, scene.b, scene.h, i0, opt.queries, out, C.BM, C.E, C.BE)

@@ -66,7 +66,7 @@ def needs(names: tuple[str, ...], choice, dense: bool) -> Needs:
 
 
 class Sums(NamedTuple):
-    """The running sums of a block of rows, each [M]."""
+    """The running sums of a block of rows: [M] or, until `gathered`, [M, LANES]."""
 
     top: Any  # max y
     frame: Any  # log2 of what u is measured in (ratio)
@@ -92,12 +92,22 @@ class Sums(NamedTuple):
 @triton.jit
 def nothing(frame, C: tl.constexpr):
     """The sums of no key at all."""
-    zero = tiles.full(C.BM, 0.0, C.ACC)
+    zero = tiles.zeros(C.BM, C.LANES, C.ACC)
     hidden = tiles.full(C.BM, HIDDEN, C.ACC)
     nowhere = tiles.full(C.BM, 2147483647, tl.int32)
     return Sums(
-        hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere, zero, hidden,
-        zero, zero,
+        hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere,
+        tiles.full(C.BM, 0.0, C.ACC), hidden, zero, zero,
+    )  # fmt: skip
+
+
+@triton.jit
+def gathered(r):
+    """The lanes of each row together: every sum [M]."""
+    return Sums(
+        r.top, r.frame, tl.sum(r.z, 1), tl.sum(r.ties, 1), tl.sum(r.u, 1), tl.sum(r.v, 1), tl.sum(r.log_u, 1),
+        tl.sum(r.square, 1), tl.sum(r.slope, 1), tl.sum(r.cross, 1), tl.sum(r.lse, 1), tl.sum(r.distance, 1),
+        tl.sum(r.support, 1), tl.sum(r.n, 1), r.first, r.first_y, r.pivot, tl.sum(r.mean, 1), tl.sum(r.m2, 1),
     )  # fmt: skip
 
 
@@ -120,8 +130,9 @@ def log2_or_0(u):
 
 
 @triton.jit
-def counts(r, y, seen, j, top, u, NEED: tl.constexpr):
+def counts(r, y, seen, j, top, u, C: tl.constexpr):
     """What does not depend on the frame: (support, n, first, first_y, pivot, mean, m2) after this tile."""
+    NEED: tl.constexpr = C.NEED
     support = r.support
     n = r.n
     first = r.first
@@ -130,30 +141,30 @@ def counts(r, y, seen, j, top, u, NEED: tl.constexpr):
     mean = r.mean
     m2 = r.m2
     if NEED.support:
-        support += tl.sum(tl.where(u > 0.0, 1.0, 0.0).to(y.dtype), 1)
+        support += tiles.fold(tl.where(u > 0.0, 1.0, 0.0).to(y.dtype), C)
     if NEED.count:
-        n += tl.sum(tl.where(seen, 1.0, 0.0).to(y.dtype), 1)
+        n += tiles.fold(tl.where(seen, 1.0, 0.0).to(y.dtype), C)
     if NEED.track_first:
         here = tl.min(tl.where(seen, j, 2147483647), 1)
-        at = tl.sum(tl.where(seen & (j == here[:, None]), y, 0.0), 1)
+        at = tl.sum(tl.where(j == here[:, None], y, 0.0), 1)
         first_y = tl.where(here < first, at, first_y)
         first = tl.minimum(first, here)
     if NEED.moments:
         pivot = tl.where(pivot <= HIDDEN, top, pivot)  # the first tile's maximum: near enough to the mean
         d = tl.where(seen, y - pivot[:, None], 0.0)
-        mean += tl.sum(d, 1)
-        m2 += tl.sum(d * d, 1)
+        mean += tiles.fold(d, C)
+        m2 += tiles.fold(d * d, C)
     return support, n, first, first_y, pivot, mean, m2
 
 
 @triton.jit
-def stretch(u, i, j, start, sum_u, BEHIND: tl.constexpr):
+def stretch(u, i, j, start, sum_u, BEHIND: tl.constexpr, C: tl.constexpr):
     """Σ_j u·|i − j| of a tile. Where every key lies behind its query, the row's part leaves the inner sum."""
     if BEHIND:
         ahead = (i - start).to(u.dtype)
-        moved = ahead * sum_u - tl.sum(u * (j - start).to(u.dtype), 1)
+        moved = ahead[:, None] * sum_u - tiles.fold(u * (j - start).to(u.dtype), C)
     else:
-        moved = tl.sum(u * tl.abs((i[:, None] - start).to(u.dtype) - (j - start).to(u.dtype)), 1)
+        moved = tiles.fold(u * tl.abs((i[:, None] - start).to(u.dtype) - (j - start).to(u.dtype)), C)
     return moved
 
 
@@ -206,10 +217,11 @@ def finish(
     put(ptr, row, rows, opening, dead, 0.0, seen, SLOT.first_key_mass)
     if SLOT.gradient_gain >= 0:
         if C.F.family == "ratio":
+            alike = d1 * v1 - x1  # 0 where v′ = u′, before anything is rounded
             d1 = d1 * inverse
             v1 = v1 * inverse
             others = rest * inverse + (ties - 1.0) * v1 + r.v * inverse  # 1 − v1, without the cancellation
-            at_top = ties * (d1 * others + (d1 * v1 - x1 * inverse * inverse))
+            at_top = ties * (d1 * others + alike * inverse * inverse)
             gain = at_top + r.slope * inverse - r.cross * inverse * inverse
         elif C.F.family == "threshold":
             g = ties * d1 + r.slope

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-1e30)  # the score of a key that a row does not see: finite, so that no difference is NaN
+HIDDEN = tl.constexpr(-(2.0**100))  # the score of a key that a row does not see: finite, so that no difference is NaN
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -69,6 +69,8 @@ class Config(NamedTuple):
     BE: int
     BM: int
     BN: int
+    BULK: bool  # whole blocks come by the bulk copy engine, through tensor descriptors
+    LANES: int  # partial sums per row, so that threads of a row need not meet in every tile
 
 
 class Scene(NamedTuple):
@@ -77,6 +79,8 @@ class Scene(NamedTuple):
     q: Any  # [M, D]
     k: View
     v: View
+    k_blocks: Any  # tensor descriptors where C.BULK
+    v_blocks: Any
     b: Any
     h: Any
     i: Any  # [M]
@@ -106,6 +110,36 @@ def dot(x, y, acc, C: tl.constexpr):
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x, y, acc, input_precision=C.PRECISION, out_dtype=C.ACC)
+
+
+@triton.jit
+def fold(x, C: tl.constexpr):
+    """Σ over the tile's keys, [M, N] → [M, LANES]."""
+    return fold_to(x, x.shape[0], x.shape[1] // C.LANES, C.LANES)
+
+
+@triton.jit
+def fold_to(x, M: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr):
+    if LANES == 1:
+        folded = tl.sum(x, 1)[:, None]
+    else:
+        folded = tl.sum(tl.reshape(x, [M, PARTS, LANES]), 1)
+    return folded
+
+
+@triton.jit
+def highest(x, C: tl.constexpr):
+    """max over the tile's keys, [M, N] → [M], laid out as the lanes are."""
+    return highest_to(x, x.shape[0], x.shape[1] // C.LANES, C.LANES)
+
+
+@triton.jit
+def highest_to(x, M: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr):
+    if LANES == 1:
+        most = tl.max(x, 1)
+    else:
+        most = tl.max(tl.max(tl.reshape(x, [M, PARTS, LANES]), 1), 1)
+    return most
 
 
 @triton.jit
@@ -169,6 +203,12 @@ def block_of(
 
 
 @triton.jit
+def bulk_of(blocks, b, h, start, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """The same block, whole, through a tensor descriptor."""
+    return tl.reshape(blocks.load([tl.cast(b, tl.int32), tl.cast(h, tl.int32), start, 0]), [SIZE, PAD])
+
+
+@triton.jit
 def store_block(view, b, h, start, last, tile, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
     base = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
     base += wide(start) * view.stride[2]
@@ -193,25 +233,29 @@ def tanh(x):
 
 @triton.jit
 def scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
-    """(y, seen) of a tile of products x = q·k; y is HIDDEN where a key is not seen."""
-    seen = tl.full(x.shape, 1, tl.int1)
+    """(y, seen) of a tile of products x = q·k; y is HIDDEN where a key is not seen.
+
+    Each condition selects on its own: `and` between tiles of bits was compiled into wrong code (Triton 3.6, sm_90).
+    """
     y = x
-    if EDGE:
-        seen = (j >= first) & (j < last) & (i < opt.queries)
     if not LINEAR:
         y = x * number(opt.scale, x.dtype)
         if opt.cap is not None:
             cap = number(opt.cap, x.dtype)
             y = cap * tanh(y / cap)
-    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
-        there = (i < opt.queries) & (j < opt.keys)
-        if opt.bias.ptr is not None:
-            bias = tl.load(dense_at(opt.bias, b, h, i, j), mask=there, other=0.0).to(x.dtype)
-            seen = seen & (bias != -float("inf"))
-            y += bias
-        if opt.mask.ptr is not None:
-            seen = seen & (tl.load(dense_at(opt.mask, b, h, i, j), mask=there, other=0) != 0)
-    y = tl.where(seen, y, HIDDEN)
+    if opt.bias.ptr is not None:
+        bias = tl.load(dense_at(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)
+        y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
+    if opt.mask.ptr is not None:
+        shown = tl.load(dense_at(opt.mask, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0).to(tl.int32)
+        y = tl.where(shown == 0, HIDDEN, y)
+    if EDGE:
+        y = tl.where(j < first, HIDDEN, y)
+        y = tl.where(j < tl.where(i < opt.queries, last, 0), y, HIDDEN)
+    if EDGE or (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
+        seen = y != HIDDEN
+    else:
+        seen = tl.full(x.shape, 1, tl.int1)
     return y, seen
 
 
@@ -293,7 +337,7 @@ def query_blocks(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def scene_of(q, k, v, opt, C: tl.constexpr):
+def scene_of(q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
     """(scene, i0) of this program: one block of queries of one head, the longest causal rows first."""
     blocks = tl.cdiv(opt.queries, C.BM)
     pid = tl.program_id(0)
@@ -308,7 +352,7 @@ def scene_of(q, k, v, opt, C: tl.constexpr):
     rows = block_of(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
     a = row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     theta = number(opt.theta, C.ACC)
-    return Scene(rows, k, v, b, h, i, first, last, lowest, highest, a, theta, load_seed(opt)), i0
+    return Scene(rows, k, v, k_blocks, v_blocks, b, h, i, first, last, lowest, highest, a, theta, load_seed(opt)), i0
 
 
 @triton.jit
@@ -352,7 +396,10 @@ def look(scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """(keys, x, y, seen, j) of one key block: x = q·kᵀ [M, N], scores y, who sees what, key positions [1, N]."""
     j = (start + tl.arange(0, C.BN))[None, :]
     g = scene.h // opt.group
-    keys = block_of(scene.k, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.D, C.BD, not EDGE)
+    if C.BULK and not EDGE:
+        keys = bulk_of(scene.k_blocks, scene.b, g, start, C.BN, C.BD)
+    else:
+        keys = block_of(scene.k, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.D, C.BD, not EDGE)
     x = dot(scene.q, tl.trans(keys), None, C)
     first, last = scene.first[:, None], scene.last[:, None]
     y, seen = scores(x, scene.b, scene.h, scene.i[:, None], j, first, last, opt, C.LINEAR, EDGE)
@@ -363,7 +410,10 @@ def look(scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 def values_of(scene, start, seen, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """v's block [N, E]; where a dense mask hides a key from every row it is blank, as 0·NaN is NaN."""
     g = scene.h // opt.group
-    values = block_of(scene.v, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.E, C.BE, not EDGE)
+    if C.BULK and not EDGE:
+        values = bulk_of(scene.v_blocks, scene.b, g, start, C.BN, C.BE)
+    else:
+        values = block_of(scene.v, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.E, C.BE, not EDGE)
     return blank(values, seen, opt)
 
 

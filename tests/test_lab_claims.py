@@ -81,7 +81,18 @@ def test_verdicts_that_arithmetic_settles(name, verdict, measured):
 
 
 @pytest.mark.parametrize(
-    "name", ["power-order", "relu-weights", "mask-minus-1e9", "standard-normal", "smaller-d-sharper"]
+    "name",
+    [
+        "power-order",
+        "relu-weights",
+        "mask-minus-1e9",
+        "standard-normal",
+        "smaller-d-sharper",
+        "qk-norm",
+        "causal-and-padding",
+        "shift-invariance",
+        "range",
+    ],
 )
 def test_conditional_claims_name_their_condition(name):
     result = lab.run(name)

@@ -1,4 +1,4 @@
-"""Masked positions get weight 0."""
+"""Masked positions get weight 0, unless the row sees nothing: −inf − (−inf) is no number."""
 
 import torch
 
@@ -7,23 +7,43 @@ from regard.lab.claim import Claim, Finding, below, near
 from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
+N, LENGTHS = 12, [12, 7, 1]
+
+
+def note(scores, visible):
+    """The note's own code."""
+    return torch.softmax(scores.masked_fill(visible == 0, float("-inf")), -1)
+
+
+def zeros(w, hidden):
+    """The share of masked weights that are exactly 0; NaN is not."""
+    return (w[hidden] == 0).double().mean()
+
 
 def measure(bench):
-    n, lengths = 12, [12, 7, 1]
+    n, lengths = N, LENGTHS
     s = 3 * bench.normal(3, n, n)
     causal = regard.masks.causal(n)
     padding = regard.masks.padding(lengths, n)[:, None, :]
-    w = regard.softmax(s, mask=causal & padding)
-    hidden = ~(causal & padding)
+    visible, left = causal & padding, causal & padding.flip(-1)  # the padding after the tokens, and before them
+    w, blind = note(s, visible), note(s, left)
+    ours = regard.softmax(s, mask=left)
     q = bench.normal(3, 1, n, 8)
     _, stats = regard.attention(
         q, q, q, is_causal=True, key_lengths=torch.tensor(lengths), return_stats=("visible_keys",)
     )
-    counted = (causal & padding).sum(-1)
+    counted = visible.sum(-1)
     return Finding(
         [
-            near("largest weight at a masked position", 0.0, exact(w[hidden].max()), 1e-300),
+            near("share of masked weights that are exactly 0", 1.0, exact(zeros(w, ~visible)), 1e-9),
             below("largest |Σ w − 1| over what is visible", 1e-6, exact((w.sum(-1) - 1).abs().max())),
+            near(
+                "share of masked weights that are exactly 0, padding before the tokens",
+                1.0,
+                exact(zeros(blind, ~left)),
+                1e-9,
+            ).beyond(),
+            near("the same with regard.softmax(mask=…)", 1.0, exact(zeros(ours, ~left)), 1e-9).ours(),
             near(
                 "keys counted by regard.attention, minus the mask's",
                 0.0,
@@ -31,14 +51,15 @@ def measure(bench):
                 1e-6,
             ).ours(),
         ],
-        remark="A row of which nothing is visible is NaN with −inf in plain softmax; regard gives it zeros.",
+        condition="every row sees at least one key. With padding before the tokens the first rows of a causal mask see "
+        f"none: {int(blind.isnan().all(-1).sum())} of {3 * n} rows are NaN here; regard gives them zeros",
         figure=lambda: Figure(
             "heat",
             "key",
             "query",
             rows=w[1].tolist(),
-            alt="Weights of a causal row block whose last five keys are padding: zero above the diagonal and from "
-            "key 7 on.",
+            alt=f"Weights of {n} causal queries whose last {n - lengths[1]} keys are padding: zero above the "
+            f"diagonal and from key {lengths[1]} on.",
         ),
     )
 
@@ -47,7 +68,11 @@ claim = Claim(
     id="causal-and-padding",
     note="004",
     statement="Masked positions get weight 0.",
-    derivation=[r"s_j = -\infty \Rightarrow e^{s_j - m} = 0 \text{ exactly, as long as } m > -\infty"],
-    rule="Holds if every masked weight is exactly 0 and the visible ones sum to 1.",
+    derivation=[
+        r"s_j = -\infty \Rightarrow e^{s_j - m} = 0 \text{ exactly, as long as } m > -\infty",
+        r"\text{nothing visible: } m = -\infty, \quad s_j - m = -\infty + \infty = \mathrm{NaN}",
+    ],
+    rule="Core: with the note's masks (causal, padding after the tokens) every masked weight is exactly 0 and the "
+    "visible ones sum to 1. Beyond: with padding before the tokens too.",
     measure=measure,
 )

@@ -1,4 +1,4 @@
-"""Normalised q and k: their common scale no longer matters."""
+"""Normalised q and k: a factor on a whole vector no longer matters; unequal variances inside it do."""
 
 import torch
 from torch.nn.functional import normalize as unit
@@ -18,36 +18,45 @@ def entropy(q, k, scale):
 
 def measure(bench):
     q, k = bench.normal(1, 1, 64, 64), bench.normal(1, 1, 16, 64)
-    plain = torch.stack([entropy(size * q, k, "sqrt") for size in SIZES])
-    normed = torch.stack([entropy(unit(size * q, dim=-1), unit(k, dim=-1), GAIN) for size in SIZES])
+    plain = torch.stack([entropy(size * q, size * k, "sqrt") for size in SIZES])
+    normed = torch.stack([entropy(unit(size * q, dim=-1), unit(size * k, dim=-1), GAIN) for size in SIZES])
+    sizes_q, sizes_k = (10 ** bench.uniform(1, 1, n, 1, low=-1.0) for n in (64, 16))  # each vector its own
+    own = entropy(unit(sizes_q * q, dim=-1), unit(sizes_k * k, dim=-1), GAIN)
     uneven = torch.ones(64)
     uneven[:4] = 10.0
     pairs = bench.normal(2, 400, 8, 64)
-    cosine, cosine_uneven = (_cosines(pairs), _cosines(pairs * uneven))
+    even, odd = (mean(_deviation(_cosines(x))) for x in (pairs, pairs * uneven))
     return Finding(
         [
             below(
-                "largest change of entropy, |q| from 0.1 to 10, normalised",
+                "largest change of entropy, q and k both from 0.1 to 10 times, normalised",
                 1e-4,
                 exact((normed - normed[0]).abs().max()),
             ),
-            near("std of cos(q, k), 64 equal variances (1/√d_k)", 0.125, mean(_deviation(cosine)), 0.01).ours(),
-            near(
-                "std of cos(q, k), 4 of 64 entries 10 times as large", 0.4, mean(_deviation(cosine_uneven)), 0.05
-            ).ours(),
+            below(
+                "largest change of entropy, each q and k its own factor, normalised",
+                1e-4,
+                exact((own - normed[1]).abs().max()),
+            ),
+            near("std of cos(q, k), 64 entries of equal variance (1/√d_k)", 0.125, even, 0.01),
+            near("the same, 4 of the 64 entries 10 times as large", 0.125, odd, 0.01).beyond(),
         ],
-        remark="What goes is one common factor. Unequal variances stay: four large coordinates make the cosine of 64 "
-        "behave as one of about six. And a cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
+        condition="“variance” means one factor per vector. Unequal variances of its entries stay: with 4 of 64 entries "
+        f"10 times as large the scores' standard deviation is {odd.value:.2f} instead of {even.value:.3f}, that of "
+        f"{odd.value**-2:.0f} entries",
+        remark="A cosine lies in [−1, 1], so a gain must be learned to be sharp at all.",
         figure=lambda: Figure(
             "lines",
-            "factor on q",
+            "factor on q and k",
             "mean entropy, nats",
             {
                 "scaled dot product": (SIZES, plain.mean(-1).tolist()),
                 "normalised q, k": (SIZES, normed.mean(-1).tolist()),
             },
             log_x=True,
-            alt="The entropy of scaled dot products falls as q grows; with normalised q and k it is constant.",
+            alt=f"As q and k grow from {SIZES[0]:g} to {SIZES[-1]:g} times, the entropy of scaled dot products "
+            f"falls from {plain[0].mean():.2f} to {plain[-1].mean():.2f}; with normalised q and k it stays "
+            f"{normed.mean():.2f}.",
         ),
     )
 
@@ -66,10 +75,12 @@ claim = Claim(
     note="002",
     statement="Normalising q and k removes the influence of their variance.",
     derivation=[
-        r"\frac{(cq) \cdot k}{\|cq\|\,\|k\|} = \frac{q \cdot k}{\|q\|\,\|k\|} \text{ for every } c > 0",
-        r"\mathrm{Var}(\cos) = \textstyle\sum \lambda_i^2/(\sum \lambda_i)^2 \text{ for coordinate variances } "
-        r"\lambda_i: 1/d_k \text{ if equal}",
+        r"\frac{(aq) \cdot (bk)}{\|aq\|\,\|bk\|} = \frac{q \cdot k}{\|q\|\,\|k\|} \text{ for all } a, b > 0",
+        r"\text{entries of variance } \lambda_i: \quad \mathrm{Var}(\cos) \approx "
+        r"\textstyle\sum \lambda_i^2/(\sum \lambda_i)^2",
+        r"\text{equal } \lambda_i: \quad \mathrm{Var}(\cos) = 1/d_k",
     ],
-    rule="Holds if a factor of 100 on q changes no row's entropy by more than 1e-4.",
+    rule="Core: factors from 0.1 to 10 on q and on k change no row's entropy by more than 1e-4, and the cosines of "
+    "equal variances have standard deviation 1/√d_k. Beyond: they keep it when the variances of the entries differ.",
     measure=measure,
 )

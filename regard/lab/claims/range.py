@@ -14,17 +14,25 @@ def pair(gap, dtype):
     return regard.softmax(torch.tensor([gap, 0.0], dtype=dtype))
 
 
-def edges(dtype):
+def edges(softmax, dtype):
     """The first whole gaps at which the larger weight is exactly 1, and the smaller exactly 0."""
     gaps = torch.arange(1.0, 801.0, dtype=dtype)
-    larger, smaller = regard.softmax(torch.stack([gaps, torch.zeros_like(gaps)], -1)).unbind(-1)
-    return f"{int(gaps[larger == 1].min())} and {int(gaps[smaller == 0].min())}"
+    larger, smaller = softmax(torch.stack([gaps, torch.zeros_like(gaps)], -1)).unbind(-1)
+    return int(gaps[larger == 1].min()), int(gaps[smaller == 0].min())
+
+
+def torchs(scores):
+    return torch.softmax(scores, -1)
 
 
 def measure(bench):
     w = regard.softmax(bench.normal(1000, 16).double())
-    float32 = [pair(gap, torch.float32) for gap in GAPS]
-    float64 = [pair(gap, torch.float64) for gap in GAPS]
+    drawn = {
+        name: [max(float(torchs(torch.tensor([gap, 0.0], dtype=dtype))[1]), 1e-300) for gap in GAPS]
+        for name, dtype in (("float64", torch.float64), ("float32", torch.float32))
+    }
+    single, double = (edges(torchs, dtype) for dtype in (torch.float32, torch.float64))
+    own = [edges(regard.softmax, dtype)[1] for dtype in (torch.float32, torch.float64)]
     return Finding(
         [
             above("smallest weight, normal scores", 0.0, exact(w.min())),
@@ -33,19 +41,18 @@ def measure(bench):
             above("smallest of two weights 200 apart, float32", 0.0, exact(pair(200.0, torch.float32)[1])).beyond(),
             below("the weight of a single score (K = 1)", 1.0, exact(regard.softmax(torch.zeros(1)).max())).beyond(),
         ],
-        condition="K ≥ 2 and the scores lie close enough: the larger of two weights rounds to 1 and the smaller to 0 "
-        f"at gaps of {edges(torch.float32)} in float32, {edges(torch.float64)} in float64",
+        condition="K ≥ 2 and the scores lie close enough. By torch.softmax the larger of two weights rounds to 1 at "
+        f"a gap of {single[0]} in float32 and {double[0]} in float64, the smaller to 0 at {single[1]} and {double[1]}",
+        remark=f"regard.softmax gives 0 from gaps of {own[0]} and {own[1]} on: its exp on the CPU leaves out the "
+        "numbers too small for all their digits (subnormal).",
         figure=lambda: Figure(
             "lines",
             "gap between two scores",
-            "smaller weight (0: at the foot)",
-            {
-                "float64": (GAPS, [max(float(w[1]), 1e-300) for w in float64]),
-                "float32": (GAPS, [max(float(w[1]), 1e-300) for w in float32]),
-            },
+            "smaller weight, torch.softmax (0: at the foot)",
+            {name: (GAPS, smaller) for name, smaller in drawn.items()},
             log_y=True,
-            alt="The smaller of two weights falls as e to the minus gap; in float32 it becomes exactly 0 beyond "
-            "about 104.",
+            alt="The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "
+            f"gap of {single[1]} on in float32 and of {double[1]} in float64.",
         ),
     )
 

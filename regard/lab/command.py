@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 from regard.lab.run import Result, names, run_all, waiting
 from regard.table import Table
@@ -27,12 +30,39 @@ def main(options) -> int:
             options.fail(f"claim {name!r} is unknown; claims: {', '.join(names())}")
     if not 0 <= options.seed < 2**31:
         options.fail(f"--seed must lie in [0, 2**31), got {options.seed}")
+    path = options.html
+    if path is None and not options.json and not options.claims:
+        path = "lab.html"
+    if path is not None:
+        _must_be_writable(path, options.fail)
     results, failures = [], []
     for name, outcome in _with_progress(options.claims or names(), options.seed):
         if isinstance(outcome, Result):
             results.append(outcome)
         else:
             failures.append(f"{name}: {type(outcome).__name__}: {outcome}")
+    try:
+        _show(results, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as full:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is it tried again at exit
+        options.fail(f"the output cannot be written: {full.strerror}")
+    if path is not None and results:
+        from regard.lab.page import write
+
+        try:
+            write(path, results, options.seed)
+        except OSError as refused:
+            options.fail(f"--html {path} cannot be written: {refused.strerror}")
+        print(f"wrote {path}", file=sys.stderr)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _show(results: list[Result], options) -> None:
     if options.json:
         print(json.dumps([result.to_dict() for result in results], ensure_ascii=False, indent=2))
     elif len(options.claims) == 1:
@@ -40,15 +70,18 @@ def main(options) -> int:
     else:
         table(results, everything=not options.claims).show()
         print(summary(results))
-    path = options.html or (None if options.json or options.claims else "lab.html")
-    if path and results:
-        from regard.lab.page import write
 
-        write(path, results, options.seed)
-        print(f"wrote {path}", file=sys.stderr)
-    for failure in failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+
+def _must_be_writable(path: str, fail) -> None:
+    """Told before the experiments run, not after."""
+    if not path:
+        fail("--html is empty; give a file such as lab.html")
+    if Path(path).is_dir():
+        fail(f"--html {path} is a folder; give a file in it, such as {Path(path) / 'lab.html'}")
+    try:
+        tempfile.TemporaryFile(dir=Path(path).parent).close()
+    except OSError as refused:
+        fail(f"--html {path} cannot be written: {refused.strerror}; give a file in a folder of yours")
 
 
 def table(results: list[Result], everything: bool = True) -> Table:

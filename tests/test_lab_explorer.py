@@ -11,7 +11,7 @@ import torch
 
 import regard
 from regard.lab.explorer.command import OnlyHere
-from regard.lab.explorer.views import MASKS, NUMBERS, SCALES, Online, Setting, listed
+from regard.lab.explorer.views import FLOOR, MASKS, NUMBERS, SCALES, Online, Setting, against_d_k, listed
 
 
 @pytest.mark.parametrize("normalizer", regard.normalizers.names())
@@ -56,6 +56,15 @@ def test_gradients_against_d_k_are_the_reference_s():
         (slope,) = torch.autograd.grad(torch.softmax(z, -1), z, upstream)
         assert shown == pytest.approx(float(slope.norm(dim=-1).quantile(0.5)), rel=1e-3)
     assert middle[-1] < middle[0] / 10
+
+
+def test_what_is_zero_is_told_as_zero_and_drawn_at_a_labelled_floor():
+    samples = [torch.full((20,), value) for value in (1.0, 1e-3, 1e-15, 0.0)]
+    figure = against_d_k("gain", samples)
+    assert "1 at 4, 0.001 at 16, 1e-15 at 64, 0 at 256" in figure.alt
+    assert figure.series["rows"][2] == pytest.approx([1.0, 1e-3, FLOOR, FLOOR])
+    assert list(figure.guides.values()) == [FLOOR]
+    assert not against_d_k("gain", [torch.ones(20)] * 4).guides
 
 
 def test_masks_hide():

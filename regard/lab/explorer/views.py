@@ -22,6 +22,7 @@ from regard.scores import resolve_scale
 
 QUERIES = 256
 DIMS = [4, 16, 64, 256]
+FLOOR = 1e-12  # a logarithmic axis has no 0: what is less is drawn here, and the line is labelled
 SCALES = {"1/√d_k": "sqrt", "none": "none", "1/d_k": "inverse"}
 MASKS = ("none", "causal", "window of 4", "padding")
 NUMBERS = {
@@ -195,10 +196,12 @@ class Online:
 
 def against_d_k(what: str, samples: list[Tensor]) -> Figure:
     """Median and 10 to 90 % at each d_k: the mean would hide the rows that learn nothing."""
-    columns = [[max(float(x.flatten().quantile(p)), 1e-12) for x in samples] for p in (0.1, 0.5, 0.9)]
+    columns = [[float(x.flatten().quantile(p)) for x in samples] for p in (0.1, 0.5, 0.9)]
     medians = ", ".join(f"{middle:.2g} at {d}" for middle, d in zip(columns[1], DIMS, strict=True))
     words = f"{what} against d_k, median and 10 to 90 % of the rows; medians {medians}."
-    return Figure("bands", "d_k", what, {"rows": (DIMS, *columns)}, log_x=True, log_y=True, alt=words)
+    drawn = [[max(value, FLOOR) for value in column] for column in columns]
+    guides = {f"{FLOOR:g} or less": FLOOR} if drawn != columns else {}
+    return Figure("bands", "d_k", what, {"rows": (DIMS, *drawn)}, log_x=True, log_y=True, guides=guides, alt=words)
 
 
 def listed(numbers: dict[str, float], labels: dict[str, str] | None = None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import _ops, normalizers, reference, statistics
+from regard._normalize import transformed
 from regard.problem import Problem
 from regard.scores import resolve_scale
 from regard.statistics import DIFFERENTIABLE, Statistics
@@ -149,6 +152,8 @@ class _Call:
     ) -> _Call:  # fmt: skip
         wanted = statistics.resolve(return_stats)
         choice = normalizers.get(normalizer)
+        if choice.name == "entmax" and choice.theta == 1.0:
+            choice = normalizers.get("softmax")
         _check_tensors(q, k, v)
         q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
         if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
@@ -173,7 +178,8 @@ class _Call:
             shaped = _check_mask(attn_mask, lead, batch, heads, queries, keys, q)
             bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
         left, right = _check_window(window)
-        if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0 and math.isfinite(softcap)):
+        number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+        if softcap is not None and not (number and 0 < softcap < math.inf):
             raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
         policy = None
         if callable(temperature) and not isinstance(temperature, Tensor):
@@ -325,7 +331,7 @@ def _check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[flo
     if temperature is None:
         return 1.0, None
     if not isinstance(temperature, Tensor):
-        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+        if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
             raise TypeError(f"temperature must be a number, a tensor or a policy, got {type(temperature).__name__}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
@@ -365,7 +371,10 @@ def _check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | No
     if key_lengths is None:
         return None
     if not isinstance(key_lengths, Tensor):
-        key_lengths = torch.as_tensor(key_lengths)
+        try:
+            key_lengths = torch.tensor([operator.index(length) for length in key_lengths], dtype=torch.int64)
+        except TypeError:
+            raise TypeError(f"key_lengths must be ints, one per batch entry, got {key_lengths!r}") from None
     if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
     if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
@@ -406,6 +415,8 @@ def _choose(problem: Problem, policy, backend: str | None) -> Path:
         return Path(backend, "asked for by backend=")
     if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
         return Path("reference", f"{problem.choice.spec} has no fused form")
+    if obstacle is not None and any(transformed(x) for x in (problem.q, problem.k, problem.v)):
+        return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp, or vmap of a gradient)")
     if obstacle is None:
         hopper = device == "cuda" and _is_hopper(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
@@ -477,7 +488,7 @@ def _run_torch(call: _Call):
         dead = ~shown.any(-1, keepdim=True)  # rows that see nothing: opened, then blanked
         unseen = ~shown.any(-2)[..., None]  # [B, H, N, 1]: keys nobody sees must not leak, not even as NaN
         mask = mask | dead if mask.dtype == torch.bool else mask.masked_fill(dead, 0.0)
-        group = unseen.shape[1] // k.shape[1] if unseen.shape[1] > k.shape[1] else 1
+        group = unseen.shape[1] // k.shape[1] if unseen.shape[1] > k.shape[1] > 0 else 1
         if group > 1:
             unseen = unseen.unflatten(1, (k.shape[1], group)).all(2)
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
@@ -565,7 +576,10 @@ def _marked(problem: Problem, stats: dict[str, Tensor]) -> dict[str, Tensor]:
 def _run_reference(call: _Call):
     call = _with_policy(call)
     problem = replace(call.problem, seed=_seeded(call.problem))
-    out, stacked = reference.of_problem(problem)
+    if any(transformed(x) for x in (problem.q, problem.k, problem.v)):
+        out, stacked = reference.of_whole(problem)  # checkpoints do not go through transforms
+    else:
+        out, stacked = reference.of_problem(problem)
     stats = {name: x.to(problem.accumulator) for name, x in zip(problem.stats, stacked, strict=False)}
     return out.to(problem.q.dtype), _marked(problem, stats)
 

@@ -15,20 +15,29 @@ from regard._normalize import _check_scores, check_temperature, choose_rows_back
 from regard.statistics import Terms, solve_frame
 
 
+def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choice, float]:
+    _check_scores(z, "z")
+    if z.ndim == 0:
+        raise ValueError("z must have at least one dimension, got a scalar; write z[None]")
+    t = check_temperature(temperature)
+    if isinstance(t, Tensor):
+        raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
+    return normalizers.get(normalizer), t
+
+
 def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -> Tensor:
-    """J_ij = ∂p_i/∂z_j: (…, n) → (…, n, n). For softmax diag(p) − p pᵀ, over T.
+    """J_ij = ∂p_i/∂z_j: (…, n) → (…, n, n). For softmax diag(p) − p pᵀ, over T. It carries no gradient itself.
 
     >>> import regard, torch
     >>> regard.jacobian(torch.zeros(2))
     tensor([[ 0.2500, -0.2500],
             [-0.2500,  0.2500]])
     """
-    _check_scores(z, "z")
-    choice = normalizers.get(normalizer)
-    t = check_temperature(temperature)
-    if isinstance(t, Tensor):
-        raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
-    if t == 0.0 or t == math.inf:  # constant almost everywhere
+    choice, t = _checked(z, normalizer, temperature)
+    z = z.detach()
+    if choice.name == "relu" and (t == 0.0 or t == math.inf):  # the map does not change with the temperature
+        return jacobian(z, "relu")
+    if t == 0.0 or t == math.inf or z.numel() == 0:  # constant almost everywhere
         return z.new_zeros((*z.shape, z.shape[-1]))
     if not choice.fused:
         dense = torch.func.vmap(torch.func.jacrev(lambda row: choice.reference(row / t, None, choice.theta)))
@@ -64,14 +73,13 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     >>> regard.vjp(torch.zeros(2), torch.tensor([1.0, 0.0]))
     tensor([ 0.2500, -0.2500])
     """
-    _check_scores(z, "z")
-    choice = normalizers.get(normalizer)
-    if grad.shape != z.shape:
-        raise ValueError(f"grad must have the shape of z {tuple(z.shape)}, got {tuple(grad.shape)}")
-    t = check_temperature(temperature)
-    if isinstance(t, Tensor):
-        raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
-    if t == 0.0 or t == math.inf:
+    choice, t = _checked(z, normalizer, temperature)
+    if not isinstance(grad, Tensor) or grad.shape != z.shape:
+        came = tuple(grad.shape) if isinstance(grad, Tensor) else type(grad).__name__
+        raise ValueError(f"grad must be a tensor of z's shape {tuple(z.shape)}, got {came}")
+    if choice.name == "relu" and (t == 0.0 or t == math.inf):
+        return vjp(z, grad, "relu", backend=backend)
+    if t == 0.0 or t == math.inf or z.numel() == 0:
         return torch.zeros_like(z)
     if choice.name == "entmax" and choice.theta == 1.0:
         choice = normalizers.get("softmax")

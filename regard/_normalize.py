@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 
 import torch
 from torch import Tensor
@@ -93,7 +95,7 @@ def entmax(
     _check_scores(z, "z")
     if isinstance(alpha, Tensor):
         return _normalize(z, normalizers.get("entmax"), alpha, dim, temperature, mask, None)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
         raise TypeError(f"alpha must be a number or a tensor, got {type(alpha).__name__}")
     member = normalizers.get("entmax").normalizer
     return _normalize(z, Choice(member, member.parameter.check(alpha)), None, dim, temperature, mask, None)
@@ -126,9 +128,25 @@ def sigmoid_norm(
     _check_scores(z, "z")
     member = normalizers.get("sigmoid").normalizer
     if isinstance(bias, Tensor):
-        z = z + bias * temperature
-        bias = 0.0
+        return _sigmoid_with_bias(z, bias, dim, temperature, mask)
+    if isinstance(bias, bool) or not isinstance(bias, numbers.Real):
+        raise TypeError(f"bias must be a number or a tensor, got {type(bias).__name__}")
     return _normalize(z, Choice(member, member.parameter.check(bias)), None, dim, temperature, mask, None)
+
+
+def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> Tensor:
+    """A bias per row or entry is one more score, added after the temperature."""
+    try:
+        fits = torch.broadcast_shapes(bias.shape, z.shape) == z.shape
+    except RuntimeError:
+        fits = False
+    if not fits or not bias.is_floating_point():
+        raise ValueError(f"bias must be floating-point and broadcast to {tuple(z.shape)}, got {tuple(bias.shape)}")
+    t = check_temperature(temperature)
+    if isinstance(t, Tensor) or t in (0.0, math.inf):
+        raise ValueError("a tensor bias needs a positive, finite number as temperature; divide z by the tensor first")
+    wide = z.to(_ops.accumulator(z.dtype)) / t + bias
+    return _normalize(wide, normalizers.get("sigmoid"), None, dim, 1.0, mask, None).to(z.dtype)
 
 
 def softmax1(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -158,12 +176,7 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     >>> regard.logsumexp(torch.tensor([1000.0, 1000.0]))
     tensor(1000.6932)
     """
-    _check_scores(z, "z")
-    _check_dim(z, dim)
-    t = check_temperature(temperature)
-    if not isinstance(t, Tensor) and (t == 0.0 or t == math.inf):
-        raise ValueError(f"temperature must be positive and finite for logsumexp, which has no limit there, got {t!r}")
-    return torch.logsumexp(z if isinstance(t, float) and t == 1.0 else z / t, dim)
+    return torch.logsumexp(_divided(z, dim, temperature), dim)
 
 
 def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
@@ -173,12 +186,22 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
     >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
     tensor([    0., -1000.])
     """
+    if not isinstance(temperature, Tensor) and temperature in (0.0, math.inf):
+        return torch.log(softmax(z, dim, temperature))
+    return torch.log_softmax(_divided(z, dim, temperature), dim)
+
+
+def _divided(z: Tensor, dim: int, temperature: float | Tensor) -> Tensor:
+    """z / T, for functions that have no limit at T = 0 or inf."""
     _check_scores(z, "z")
-    _check_dim(z, dim)
+    axis = _check_dim(z, dim)
     t = check_temperature(temperature)
-    if not isinstance(t, Tensor) and (t == 0.0 or t == math.inf):
-        return torch.log(softmax(z, dim, t))
-    return torch.log_softmax(z if isinstance(t, float) and t == 1.0 else z / t, dim)
+    if isinstance(t, Tensor):
+        column = _column(t, "temperature", z.shape, axis).movedim(-1, axis) if z.ndim else t
+        return (z / column).to(z.dtype)
+    if t == 0.0 or t == math.inf:
+        raise ValueError(f"temperature must be positive and finite here, where there is no limit, got {t!r}")
+    return z if t == 1.0 else z / t
 
 
 def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
@@ -209,9 +232,13 @@ def _check_scores(scores: Tensor, name: str = "scores") -> None:
 
 def _check_dim(scores: Tensor, dim: int) -> int:
     rank = max(scores.ndim, 1)
-    if not isinstance(dim, int) or not -rank <= dim < rank:
+    try:
+        axis = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}") from None
+    if isinstance(dim, bool) or not -rank <= axis < rank:
         raise ValueError(f"dim must be an int in [{-rank}, {rank - 1}] for scores of {scores.ndim} dims, got {dim!r}")
-    return dim % rank
+    return axis % rank
 
 
 def check_temperature(temperature: float | Tensor) -> float | Tensor:
@@ -223,7 +250,7 @@ def check_temperature(temperature: float | Tensor) -> float | Tensor:
             if not bool((temperature.detach() >= 0).all()):
                 raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
         return temperature
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
+    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
     if not temperature >= 0:
         raise ValueError(f"temperature must be ≥ 0 and not NaN, got {temperature!r}")
@@ -275,8 +302,9 @@ def _normalize(scores, choice: Choice, theta, dim, temperature, mask, backend) -
     if isinstance(t, Tensor):
         column = _column(t, "temperature", scores.shape, dim)
         return _with_tensor_temperature(z, choice, theta, column, visible, backend).movedim(-1, dim)
-    if t == 0.0 or t == math.inf:
-        return _limit(z, choice, theta, visible, cold=t == 0.0).movedim(-1, dim)
+    finest = torch.finfo(torch.float64 if z.dtype == torch.float64 else torch.float32)
+    if t * finest.max < 1.0 or t == math.inf:  # 0, or 1/t overflows: the limit
+        return _limit(z, choice, theta, visible, cold=t != math.inf).movedim(-1, dim)
     return _rows(z, choice, theta, visible, 1.0 / t, backend).movedim(-1, dim)
 
 
@@ -294,12 +322,15 @@ def _check_alpha(alpha: Tensor) -> Tensor:
     if not alpha.is_floating_point():
         raise TypeError(f"alpha must be a number or a floating-point tensor, got {alpha.dtype}")
     if alpha.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_mapped(alpha):
-        if not bool((alpha.detach() >= 1.0).all()):
-            raise ValueError("alpha must be ≥ 1 and not NaN; the tensor has smaller or NaN entries")
+        parameter = normalizers.get("entmax").parameter
+        if not bool(((alpha.detach() >= parameter.low) & (alpha.detach() <= parameter.high)).all()):
+            raise ValueError(f"alpha must lie in [{parameter.low:g}, {parameter.high:g}]; the tensor has other entries")
     return alpha
 
 
 def _limit(z: Tensor, choice: Choice, theta, visible, cold: bool) -> Tensor:
+    if z.shape[-1] == 0:
+        return torch.zeros_like(z)
     theta = choice.theta if theta is None else theta
     limit = choice.normalizer.cold if cold else choice.normalizer.hot
     bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
@@ -311,7 +342,8 @@ def _with_tensor_temperature(z, choice, theta, t, visible, backend) -> Tensor:
     """Rows divided by their own temperature; 0 and inf are limits, anything below 0 or NaN gives NaN."""
     cold, hot = t == 0.0, t == math.inf
     plain = ~(cold | hot)
-    p = _rows(z / t.where(plain, 1.0), choice, theta, visible, 1.0, backend)
+    wide = z.to(_ops.accumulator(z.dtype))
+    p = _rows((wide / t.where(plain, 1.0)).to(wide.dtype), choice, theta, visible, 1.0, backend).to(z.dtype)
     if torch.compiler.is_compiling() or _is_mapped(t) or t.device.type != "cpu" or not bool(plain.all()):
         p = torch.where(cold, _limit(z, choice, theta, visible, cold=True), p)
         p = torch.where(hot, _limit(z, choice, theta, visible, cold=False), p)
@@ -321,53 +353,74 @@ def _with_tensor_temperature(z, choice, theta, t, visible, backend) -> Tensor:
 
 def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
     """z (…, n) → p (…, n): through the fused op, or the reference where a map has no fused form."""
-    alpha = choice.theta if theta is None else theta
-    is_entmax = choice.name == "entmax"
-    if is_entmax and theta is None and alpha == 1.0:
-        return _rows(z, normalizers.get("softmax"), None, visible, scale, backend)
-    beyond = is_entmax and (alpha > 2.0 if theta is None else _any(alpha > 2.0))
-    if backend == "reference" or not choice.fused or beyond:
-        wide = z.to(torch.float64 if z.dtype == torch.float64 or backend == "reference" else torch.float32)
-        return choice.reference(wide * scale, visible, alpha).to(z.dtype)
-    if is_entmax and z.dtype != torch.float64 and (alpha < NEAR_ONE if theta is None else _any(alpha < NEAR_ONE)):
-        return _rows(z.double(), choice, theta, visible, scale, backend).to(z.dtype)
-    shape = z.shape
-    flat = z.reshape(-1, shape[-1]) if z.numel() else z.reshape(math.prod(shape[:-1]), shape[-1])
-    rows_mask = None if visible is None else visible.reshape(flat.shape)
+    if choice.name == "entmax":
+        return _entmax_rows(z, choice, theta, visible, scale, backend)
+    if backend == "reference" or not choice.fused or transformed(z):
+        return _reference_rows(z, choice, choice.theta, visible, scale)
+    return _fused_rows(z, choice, None, visible, scale, backend)
+
+
+def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backend: str) -> Tensor:
+    """α = 1 is softmax, 1 < α ≤ 2 fused (in float64 near 1), beyond 2 the reference; row by row if α is a tensor."""
+    if backend == "reference" or transformed(z):
+        return _reference_rows(z, choice, choice.theta if alpha is None else alpha, visible, scale)
+    if alpha is None:
+        if choice.theta == 1.0:
+            return _rows(z, normalizers.get("softmax"), None, visible, scale, backend)
+        if choice.theta > 2.0:
+            return _reference_rows(z, choice, choice.theta, visible, scale)
+        wide = z.double() if choice.theta < NEAR_ONE else z
+        return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
+    soft, beyond = alpha <= 1.0, alpha > 2.0
+    wide = z.double() if _may(alpha < NEAR_ONE) else z
+    inner = alpha.where(~(soft | beyond), 1.5)
+    p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
+    if _may(soft):
+        q = _fused_rows(z, normalizers.get("softmax"), None, visible, scale, backend)
+        p = torch.where(soft, _with_slope_in_alpha(q, alpha), p)
+    if _may(beyond):
+        p = torch.where(beyond, _reference_rows(z, choice, alpha.where(beyond, 3.0), visible, scale), p)
+    return p
+
+
+def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
+    flat = z.reshape(math.prod(z.shape[:-1]), z.shape[-1])
+    mask = None if visible is None else visible.reshape(flat.shape)
     column = None
-    soft = None
     if theta is not None:
-        column = theta.reshape(-1).to(_ops.accumulator(z.dtype))
-        soft = column <= 1.0
-        if _any(soft):
-            p = _ops.rows(flat, rows_mask, column.where(~soft, 1.5), choice.spec, scale, backend)[0]
-            q = _SoftmaxOfAlpha.apply(flat, column, rows_mask, scale, backend)
-            return torch.where(soft[:, None], q, p).reshape(shape)
-    return _ops.rows(flat, rows_mask, column, choice.spec, scale, backend)[0].reshape(shape)
+        column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(_ops.accumulator(z.dtype))
+    return _ops.rows(flat, mask, column, choice.spec, scale, backend)[0].reshape(z.shape)
 
 
-def _any(condition: Tensor) -> bool:
-    """Whether a per-row case occurs; while tracing, where that cannot be known, it is taken to occur not."""
-    if torch.compiler.is_compiling() or _is_mapped(condition):
+def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> Tensor:
+    bad = z.isnan() | (z == math.inf)
+    bad = bad if visible is None else bad & visible
+    p = choice.reference(z.double() * scale, visible, theta).to(z.dtype)
+    return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
+
+
+def transformed(z: Tensor) -> bool:
+    """Whether a tangent rides on z, or a transform asks for gradients of mapped rows: what the ops cannot carry."""
+    if torch.compiler.is_compiling():
         return False
+    if torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(z).tangent is not None:
+        return True
+    if not _is_mapped(z):
+        return False
+    kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return any("Jvp" in kind for kind in kinds) or (len(kinds) > 1 and any("Grad" in kind for kind in kinds))
+
+
+def _may(condition: Tensor) -> bool:
+    """Whether a per-row case occurs; while tracing, where that cannot be known, it may."""
+    if torch.compiler.is_compiling() or _is_mapped(condition):
+        return True
     return bool(condition.detach().any())
 
 
-class _SoftmaxOfAlpha(torch.autograd.Function):
-    """Softmax as entmax at α = 1, whose derivative in α is known too."""
-
-    @staticmethod
-    def forward(ctx, s, alpha, mask, scale, backend):
-        p, state = _ops.rows(s, mask, None, "softmax", scale, backend)
-        ctx.save_for_backward(p, state, alpha, mask)
-        ctx.options = (scale, backend)
-        return p
-
-    @staticmethod
-    def backward(ctx, dp):
-        p, state, alpha, mask = ctx.saved_tensors
-        ds = _ops.rows_backward(dp, p, state, mask, None, "softmax", *ctx.options)
-        member = normalizers.get("entmax").normalizer
-        at_one = torch.ones_like(alpha)[:, None]
-        dalpha = member.parameter_vjp(p.to(alpha.dtype), dp.to(alpha.dtype), at_one).where(alpha <= 1.0, 0.0)
-        return ds, dalpha, None, None, None
+def _with_slope_in_alpha(p: Tensor, alpha: Tensor) -> Tensor:
+    """Softmax as entmax at α = 1: the same weights, with ∂p/∂α = p·(Σ p·log² p − log² p)/2 for autograd to see."""
+    still = p.detach().to(_ops.accumulator(p.dtype))
+    square = torch.log(still.where(still > 0, 1.0)) ** 2
+    slope = 0.5 * still * ((still * square).sum(-1, keepdim=True) - square)
+    return p + ((alpha - alpha.detach()) * slope).to(p.dtype)

@@ -78,6 +78,8 @@ class MultiheadAttention(nn.Module):
         if score == "additive" and (softcap is not None or sink):
             raise ValueError("score 'additive' takes neither softcap nor sink; its scores are bounded by Σ|w|")
         normalizers.get(normalizer)
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
         self.dropout, self.softcap = dropout, softcap
@@ -155,6 +157,10 @@ class MultiheadAttention(nn.Module):
         `cache=True` begins one, a `Cache` continues it: the new keys follow the old, and with `is_causal` query i
         stands behind all cached keys. `key` defaults to query (self-attention), `value` to key.
         """
+        if query.ndim != 3:
+            raise ValueError(f"query must have shape (B, L, embed_dim), got {tuple(query.shape)}")
+        if key_lengths is not None:
+            key_lengths = torch.as_tensor(key_lengths)
         key = query if key is None else key
         value = key if value is None else value
         q = self._heads(self.q_proj(query), self.num_heads)
@@ -216,6 +222,9 @@ class MultiheadAttention(nn.Module):
         if callable(temperature):
             raise ValueError("score 'additive' takes a number or 'learned' as temperature, not a policy")
         visible, bias = _visible(q, k, options)
+        if visible is not None:  # what no query sees cannot leak, not even as NaN
+            unseen = ~visible.any(-2)[..., None]
+            k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
         parts = []
         for first in range(0, q.shape[2], BLOCK):
             rows = slice(first, first + BLOCK)

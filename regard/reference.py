@@ -57,6 +57,12 @@ def attention(
     """
     wanted = statistics.resolve(return_stats)
     choice = normalizers.get(normalizer)
+    if key_lengths is not None:
+        key_lengths = torch.as_tensor(key_lengths)
+    if sink is not None:
+        sink = torch.as_tensor(sink, dtype=torch.float64, device=q.device)
+    if dropout_p > 0.0 and seed is None:
+        seed = torch.randint(0, 2**62, (1,))
     n, keys = q.shape[-2], k.shape[-2]
     q, k, v = (x.double() for x in (q, k, v))
     if enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:
@@ -84,10 +90,13 @@ def attention(
     visible = visible.expand(s.shape)
     s = s.masked_fill(~visible, 0.0)
     if temperature is not None:
-        t = temperature(s, visible) if callable(temperature) else temperature
+        t = temperature
+        if callable(temperature):  # a policy: per query, from the visible keys and what it asks to be measured
+            measured = statistics.of_scores(s, visible, choice, first=first_query)
+            t = temperature(visible.sum(-1).to(s.dtype), lambda names: measured)[..., None]
         s = s / (t.double() if isinstance(t, Tensor) else t)
     if sink is not None:
-        sink = sink.double().reshape(*sink.shape, *(1,) * (3 - max(sink.ndim, 1))) if sink.ndim < 3 else sink.double()
+        sink = sink.reshape(-1, 1, 1) if sink.ndim == 1 else sink  # one per head
         sink = sink.expand(*s.shape[:-1], 1)
         p = with_sink(choice, s, visible, sink)
     else:
@@ -126,6 +135,11 @@ def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
         for first in range(0, total, BLOCK)
     ]
     return torch.cat([o for o, _ in blocks], -2), torch.cat([stats for _, stats in blocks], -1)
+
+
+def of_whole(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The same in one piece."""
+    return _of_block(problem, 0, problem.q.shape[2])
 
 
 def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]:

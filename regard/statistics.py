@@ -80,10 +80,8 @@ def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None, sink: Tenso
     seen = scores.masked_fill(~visible, -math.inf)
     top = seen.amax(-1, keepdim=True)
     if choice.family == "ratio":
-        if choice.shift == "none" or choice.shift == "max0":
+        if not choice.exponential and choice.shift != "max":
             top = top.clamp_min(0.0) if choice.shift == "max0" else torch.zeros_like(top)
-        if sink is not None:
-            top = torch.maximum(top, sink)
         return top.masked_fill(top == -math.inf, 0.0)
     if choice.family == "pointwise":
         return torch.zeros_like(top)
@@ -218,14 +216,26 @@ class State:
         top = torch.where(none, torch.zeros_like(self.top), self.top)
         u, v, du, cross = terms(top, self.frame)
         ties = self.ties
-        rest = terms.rest(self.frame) + (0.0 if sink is None else torch.exp(sink - self.frame))
         positive = (u > 0) & ~none
         safe_u = torch.where(positive, u, torch.ones_like(u))
         w = torch.where(positive, self.u / safe_u, 0.0)
         count = torch.where(positive, ties + w, 1.0)  # Σu / u_max ≥ 1
         lower = (self.log_u - torch.log(safe_u) * self.u) / safe_u
         entropy = torch.where(positive, torch.log1p((ties - 1.0) + w) - lower / count, 0.0)
-        if terms.family == "ratio":
+        lse = top + torch.log(ties + self.lse)
+        if terms.exponential:  # rest and sink join in a frame of their own, so that nothing overflows
+            m = self.frame.clamp_min(0.0) if choice.shift == "max0" else self.frame
+            m = m if sink is None else torch.maximum(m, sink)
+            f = torch.exp(self.frame - m)
+            rest = terms.rest(m) + (0.0 if sink is None else torch.exp(sink - m))
+            both = ties * u + self.u
+            total_m = torch.where(none, 1.0, f * both + rest)
+            pairs = ties * (ties - 1.0) * u * u + 2.0 * ties * u * self.u + self.u**2 - self.square
+            gain = (f * f * pairs + f * both * rest) / total_m**2
+            lse = m + torch.log(total_m)
+            z = total_m / f.clamp_min(torch.finfo(f.dtype).tiny)
+        elif terms.family == "ratio":
+            rest = terms.rest(self.frame)
             others = rest + (ties - 1.0) * v + self.v
             z = others + v
             at_top = ties * (du * others + (du * v - cross))
@@ -241,14 +251,12 @@ class State:
             gain = ties * du + self.slope
         inverse = torch.where(z > 0, 1.0 / torch.where(z > 0, z, 1.0), 0.0)
         total = safe_u * count
-        silent = terms.rest(torch.zeros_like(top)) if terms.exponential else torch.zeros_like(top)
-        extra = silent * torch.exp(-top) + (0.0 if sink is None else torch.exp(sink - top))
         values = dict(
             visible_keys=self.n,
             max_logit=top,
             mean_logit=self.mean,
             logit_variance=self.m2 / self.n.clamp_min(1),
-            logsumexp=top + torch.log(ties + self.lse + extra),
+            logsumexp=lse,
             mass=torch.where(positive, total * inverse, 0.0),
             entropy=entropy.clamp_min(0.0),
             effective_keys=torch.where(positive, torch.exp(entropy.clamp_min(0.0)), 0.0),
@@ -329,7 +337,9 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise TypeError("weights must be a floating-point tensor of shape (…, queries, keys)")
     choice = normalizers.get(normalizer)
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if scores is not None:
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if scores.shape != weights.shape:
             raise ValueError(f"scores must have the shape of weights {tuple(weights.shape)}, got {tuple(scores.shape)}")
         seen = scores != -math.inf if visible is None else visible.expand(scores.shape) & (scores != -math.inf)
@@ -338,7 +348,9 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     p = torch.where(seen, weights, 0.0)
     mass = p.sum(-1, keepdim=True)
     share = p / torch.where(mass > 0, mass, 1.0)
-    entropy = 0.0 - torch.xlogy(share, share).sum(-1).clamp_max(0.0)  # 0, not −0, for a one-hot row
+    entropy = 0.0 - torch.xlogy(share, share.where(share > 0, 1.0)).sum(-1).clamp_max(
+        0.0
+    )  # 0, not −0, for a one-hot row
     n = seen.sum(-1)
     alive = (n > 0) & (mass.squeeze(-1) > 0)
     keys = torch.arange(p.shape[-1], device=p.device, dtype=p.dtype)

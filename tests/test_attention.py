@@ -324,3 +324,32 @@ def test_a_bias_that_the_caller_expanded(backend):
     once = torch.autograd.grad(regard.attention(q, k, v, attn_mask=bias, **options).square().sum(), bias)[0]
     wide = regard.attention(q, k, v, attn_mask=bias.expand(2, 3, 5, 5), **options)
     assert torch.allclose(torch.autograd.grad(wide.square().sum(), bias)[0], once, atol=1e-12)
+
+
+def test_entmax_at_one_is_softmax_and_transforms_are_carried():
+    q, k, v = (x.detach() for x in qkv(2, 3, 4, 8))
+    out, stats = regard.attention(q, k, v, normalizer="entmax(alpha=1)", return_stats=True)
+    assert torch.allclose(out, sdpa(q, k, v), atol=1e-6) and stats.entropy.isfinite().all()
+
+    def loss(q):
+        return regard.attention(q, k[0], v[0], normalizer="entmax15").square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss))(q)
+    one = q[1].clone().requires_grad_()
+    assert torch.allclose(mapped[1], torch.autograd.grad(loss(one), one)[0], atol=1e-5)
+    step, tangent = 1e-3, torch.randn_like(q[0])
+    moved = torch.func.jvp(loss, (q[0].double().float(),), (tangent,))[1]
+    slope = (loss(q[0] + step * tangent) - loss(q[0] - step * tangent)) / (2 * step)
+    assert moved.item() == pytest.approx(slope.item(), rel=0.05, abs=1e-2)
+
+
+def test_the_reference_takes_the_same_options():
+    q, k, v = (x.detach() for x in qkv(2, 3, 4, 8))
+    for options in (
+        dict(key_lengths=[1, 2]),
+        dict(sink=0.5),
+        dict(sink=torch.randn(3, 4, 1)),
+        dict(temperature=regard.temperature.SSMax(), is_causal=True),
+    ):
+        want = regard.reference.attention(q, k, v, **options)[0]
+        assert torch.allclose(regard.attention(q, k, v, **options), want.float(), atol=1e-5)

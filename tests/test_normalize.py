@@ -201,3 +201,46 @@ def test_autocast_as_torchs_softmax(dtype):
 def test_nonsense_is_named(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_forward_mode_and_nested_transforms_are_exact():
+    z = torch.randn(4, dtype=torch.float64)
+    for name in ("softmax", "entmax15", "softpick"):
+        forward = torch.func.jacfwd(lambda x, name=name: regard.normalize(x, name))(z)
+        assert torch.allclose(forward, regard.jacobian(z, name), atol=1e-9)
+    rows_ = torch.randn(3, 4, dtype=torch.float64)
+    mapped = torch.func.vmap(torch.func.grad(lambda x: regard.entmax15(x).square().sum()))(rows_)
+    w = rows_.clone().requires_grad_()
+    assert torch.allclose(mapped, torch.autograd.grad(regard.entmax15(w).square().sum(), w)[0], atol=1e-9)
+
+
+def test_alpha_per_row_compiles_and_maps_to_the_same():
+    z, alpha = torch.randn(3, 6), torch.tensor([[1.0], [1.5], [3.0]])
+    want = regard.entmax(z, alpha)
+    compiled = torch.compile(regard.entmax, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(z, alpha), want, atol=1e-6)
+    assert torch.allclose(torch.func.vmap(regard.entmax)(z, alpha), want, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [2.5, 4.0, 10.0, 30.0])
+@pytest.mark.parametrize("size", [0.01, 0.3, 5.0])
+def test_large_alpha_still_sums_to_one(alpha, size):
+    p = regard.entmax(size * torch.randn(50, 10, generator=torch.Generator().manual_seed(1)), alpha)
+    assert torch.allclose(p.sum(-1), torch.ones(50), atol=1e-6)
+
+
+def test_a_tensor_temperature_keeps_dtype_and_range():
+    z = torch.tensor([[60000.0, 59000.0, 1.0]]).half()
+    p = regard.softmax(z, temperature=torch.tensor([[0.5]]))
+    assert p.dtype == torch.float16 and torch.equal(p, torch.tensor([[1.0, 0.0, 0.0]]).half())
+    assert torch.equal(regard.softmax(torch.tensor([0.0, 1.0, 1.0]), temperature=1e-39), torch.tensor([0.0, 0.5, 0.5]))
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_the_reference_backend_poisons_rows_alike(name):
+    z = torch.tensor([[math.inf, 1.0, 2.0], [0.0, math.nan, 1.0], [0.0, 1.0, 2.0]])
+    ours, oracle = regard.normalize(z, name), regard.normalize(z, name, backend="reference")
+    assert oracle[:2].isnan().all() and ours[:2].isnan().all()
+    assert torch.allclose(ours[2], oracle[2], atol=1e-6)
+    assert regard.normalize(torch.zeros(3, 0), name, temperature=0).shape == (3, 0)
+    assert regard.normalize(torch.zeros(3, 0), name, backend="reference").shape == (3, 0)

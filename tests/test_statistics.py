@@ -135,3 +135,24 @@ def test_a_tuple_names_what_comes_back():
     q, k, v = torch.randn(3, 1, 1, 4, 8)
     _, stats = regard.attention(q, k, v, return_stats=("gradient_gain", "entropy"), backend="reference")
     assert tuple(stats) == ("entropy", "gradient_gain")
+
+
+@pytest.mark.parametrize("low", [-100.0, -800.0, -1e4])
+def test_low_logits_beside_a_sink_keep_their_shape(low):
+    """The sink takes all the weight; what the keys share among themselves is still told."""
+    s = torch.tensor([[low, low + 1.0, low]])
+    plain = of_scores(s)
+    for stats in (of_scores(s, None, "softmax1"), of_scores(s, None, "softmax", sink=torch.zeros(1, 1))):
+        assert stats["logsumexp"].item() == pytest.approx(0.0, abs=1e-6)
+        for name in ("entropy", "participation", "effective_keys", "distance", "first_key_mass"):
+            assert torch.allclose(stats[name], plain[name], rtol=1e-5), name
+        assert 0.0 <= stats["mass"].item() < 1e-30 and 0.0 <= stats["gradient_gain"].item() < 1e-30
+
+
+def test_of_weights_can_be_differentiated_through_zeros_and_counts_in_float32():
+    w = torch.tensor([[1.0, 0.0], [0.3, 0.7]], requires_grad=True)
+    of_weights(w).entropy.sum().backward()
+    assert w.grad.isfinite().all()
+    far = torch.zeros(1, 600, dtype=torch.bfloat16)
+    far[0, 599] = 1.0
+    assert of_weights(far).distance.item() == 599.0

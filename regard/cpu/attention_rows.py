@@ -110,11 +110,10 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
         inverse[r] = ratio / (ratio * total + rest)
         if tile.measured:
             sums[N, r], sums[TOP, r], sums[TIES, r], sums[MEAN, r], sums[M2, r] = n, top, ties, mean, m2
-            sums[FRAME, r], sums[FIRST, r], sums[FIRST_U, r] = m, j0 + first + start, ratio * x[start]
-            sums[U, r], sums[V, r], sums[SLOPE, r], sums[LSE, r] = ratio * below, ratio * below, ratio * below, below
-            sums[LOG_U, r] = ratio * (log_u + (np.float64(top) - m) * below)
-            sums[SQUARE, r], sums[CROSS, r] = ratio * ratio * square, ratio * ratio * square
-            sums[DISTANCE, r], sums[SUPPORT, r] = ratio * distance, n
+            sums[FRAME, r], sums[FIRST, r], sums[FIRST_U, r] = top, j0 + first + start, x[start]
+            sums[U, r], sums[V, r], sums[SLOPE, r], sums[LSE, r] = below, below, below, below
+            sums[LOG_U, r], sums[SQUARE, r], sums[CROSS, r] = log_u, square, square
+            sums[DISTANCE, r], sums[SUPPORT, r] = distance, n
 
 
 def exponential_sums(x, top, mean, offset):

@@ -1,7 +1,7 @@
 """entmax_α(s) = argmax_{p ∈ Δ} p·s + H_α(p), solved by p_i = max((α−1)·s_i − τ, 0)^{1/(α−1)} with τ such that Σp = 1.
 
 α = 1 is softmax, α = 2 sparsemax; the larger α, the sparser. Above 2 the solver's Newton steps may overshoot, so the
-fused kernels take 1 < α ≤ 2 and the reference any α ≥ 1.
+fused kernels take 1 < α ≤ 2 and the reference 1 ≤ α ≤ 32.
 
 >>> import regard, torch
 >>> regard.entmax(torch.tensor([-2.0, 0.0, 0.5]), alpha=1.5)
@@ -16,11 +16,13 @@ from regard.normalizers._language import jit, tl
 
 
 def solve(scores, visible, alpha):
-    """p = max((α−1)·s − τ, 0)^{1/(α−1)} by bisection, then two Newton steps that autograd sees.
+    """p = max((α−1)·s − τ, 0)^{1/(α−1)}: bisection on the largest weight, then Newton steps that only autograd sees.
 
-    Bisection fixes τ without a gradient; one differentiable Newton step gives τ its first derivatives, a second one
-    its second derivatives.
+    The largest weight lies in (0, 1] and fixes τ, however small t = (α−1)·s − τ gets for a large α. One differentiable
+    Newton step gives τ its first derivatives, a second one its second derivatives; the value stays the bisection's.
     """
+    if scores.shape[-1] == 0:
+        return scores * 1.0
     seen = scores > float("-inf") if visible is None else visible & (scores > float("-inf"))
     seen = seen | (scores.isnan() if visible is None else scores.isnan() & visible)
     empty = ~seen.any(-1, keepdim=True)
@@ -35,28 +37,30 @@ def solve(scores, visible, alpha):
         return torch.where(positive, t.masked_fill(~positive, 1.0) ** (1.0 / gain), 0.0)
 
     with torch.no_grad():
-        low, high = torch.full_like(x[..., :1], -1.0), torch.zeros_like(x[..., :1])
+        low, high = torch.zeros_like(x[..., :1]), torch.ones_like(x[..., :1])
         for _ in range(60):
             middle = (low + high) / 2
-            above = weights(middle).sum(-1, keepdim=True) >= 1.0
-            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-        inside = (x > low) & seen
-    tau = low
+            above = weights(-(middle**gain)).sum(-1, keepdim=True) >= 1.0
+            low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+        found = -(high**gain)
+        inside = (x > found) & seen
+    tau = found
     for _ in range(2):
         t = torch.where(inside, x - tau, 1.0)
-        missing = torch.where(inside, t ** (1.0 / gain), 0.0).sum(-1, keepdim=True) - 1.0
+        excess = torch.where(inside, t ** (1.0 / gain), 0.0).sum(-1, keepdim=True) - 1.0
         fall = torch.where(inside, t ** (1.0 / gain - 1.0), 0.0).sum(-1, keepdim=True) / gain
-        tau = tau + missing / fall.masked_fill(empty, 1.0)
+        step = excess / fall.masked_fill(empty, 1.0)
+        tau = found + (step - step.detach()) + (tau - tau.detach())
     nan = scores.isnan().any(-1, keepdim=True) | (scores == float("inf")).any(-1, keepdim=True)
-    return weights(tau).masked_fill(~inside, 0.0).masked_fill(nan, float("nan"))
+    p = weights(tau).masked_fill(~inside, 0.0)
+    total = p.detach().sum(-1, keepdim=True)  # 1 but for rounding, which a large α magnifies
+    return (p / total.masked_fill(empty, 1.0)).masked_fill(nan, float("nan"))
 
 
 def reference(scores, visible, theta):
     if not isinstance(theta, torch.Tensor):
         return softmax.reference(scores, visible, None) if theta == 1.0 else solve(scores, visible, theta)
     alpha = theta.to(scores.dtype)
-    if not (alpha == 1.0).any():
-        return solve(scores, visible, alpha)
     is_soft = alpha == 1.0
     sparse = solve(scores, visible, alpha.masked_fill(is_soft, 1.5))
     return torch.where(is_soft, softmax.reference(scores, visible, None), sparse)
@@ -107,7 +111,7 @@ normalizer = Threshold(
     sparse=True,
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
-    parameter=Parameter("alpha", default=1.5, low=1.0),
+    parameter=Parameter("alpha", default=1.5, low=1.0, high=32.0),
     parameter_vjp=parameter_vjp,
     gain=gain,
     value=value,

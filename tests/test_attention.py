@@ -326,6 +326,7 @@ def test_a_bias_that_the_caller_expanded(backend):
     assert torch.allclose(torch.autograd.grad(wide.square().sum(), bias)[0], once, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 def test_entmax_at_one_is_softmax_and_transforms_are_carried():
     q, k, v = (x.detach() for x in qkv(2, 3, 4, 8))
     out, stats = regard.attention(q, k, v, normalizer="entmax(alpha=1)", return_stats=True)

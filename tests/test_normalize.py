@@ -203,6 +203,7 @@ def test_nonsense_is_named(call, kind, words):
         call()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 def test_forward_mode_and_nested_transforms_are_exact():
     z = torch.randn(4, dtype=torch.float64)
     for name in ("softmax", "entmax15", "softpick"):

@@ -17,7 +17,7 @@ import torch
 import regard
 from regard import lab, listing
 from regard.lab.figure import Figure
-from regard.lab.mathematics import mathml
+from regard.lab.mathematics import line, mathml
 
 HERE = Path(__file__).parent
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
@@ -86,7 +86,7 @@ def claims_of(note: str) -> str:
 
 def claim_section(result: lab.Result) -> str:
     claim, finding = result.claim, result.finding
-    formulas = "".join(mathml(line, block=True) for line in claim.derivation)
+    formulas = "".join(map(line, claim.derivation))
     told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
     said = "\n\n".join(f"**{label}:** {escape(text)}" for label, text in told if text)
     rows = "\n".join(

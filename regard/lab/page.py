@@ -9,7 +9,7 @@ from pathlib import Path
 
 import regard
 from regard.lab.claim import BEYOND, CORE, OURS, Check
-from regard.lab.mathematics import mathml
+from regard.lab.mathematics import line
 from regard.lab.run import Result, waiting
 
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
@@ -52,7 +52,7 @@ def section(result: Result) -> str:
     """One claim: statement, derivation, verdict, figure, checks."""
     claim, finding = result.claim, result.finding
     figure = f"<figure>{finding.figure().img()}</figure>" if finding.figure else ""
-    derivation = "".join(mathml(line, block=True) for line in claim.derivation)
+    derivation = "".join(map(line, claim.derivation))
     told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
     said = "".join(f'<p class="said"><b>{label}:</b> {escape(text)}</p>' for label, text in told if text)
     return f"""<section id="{claim.id}"><div><h2>{claim.id} {verdict(result.verdict)}</h2>

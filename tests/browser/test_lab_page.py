@@ -4,6 +4,8 @@ import pytest
 
 from regard import lab
 from regard.lab import page
+from regard.lab.mathematics import line
+from regard.lab.run import claims
 
 CLAIMS = ("jacobian", "gradient-norm", "scaled-example", "causal-and-padding", "online-softmax")
 
@@ -42,10 +44,32 @@ def test_figures_are_drawn_and_told(browser, address, width):
 
 def test_mathematics_is_typeset_by_the_browser(browser, address):
     browser.open(address)
-    heights = browser.run("return [...document.querySelectorAll('math')].map(m => m.getBoundingClientRect().height)")
-    assert len(heights) >= len(CLAIMS) and min(heights) > 8
+    lines = "return [...document.querySelectorAll('.formula')].map(p => [...p.querySelectorAll('math')]"
+    heights = browser.run(f"{lines}.map(m => m.getBoundingClientRect().height))")
+    assert len(heights) >= len(CLAIMS) and min(map(max, heights)) > 8
     fraction = browser.run("return document.querySelectorAll('msub, mfrac').length")
     assert fraction > 5
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_derivation_runs_out_of_its_column(browser, tmp_path, width):
+    path = tmp_path / "derivations.html"
+    sections = "".join(
+        f'<section id="{name}"><div>{"".join(map(line, claim.derivation))}</div><figure style="width: 390px"></figure>'
+        "</section>"
+        for name, claim in claims().items()
+    )
+    path.write_text(
+        f'<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<style>{page.STYLE}</style>{sections}",
+        encoding="utf-8",
+    )
+    browser.open(path.as_uri(), width)
+    over = browser.run(
+        "return [...document.querySelectorAll('.formula')].filter(p => p.scrollWidth > p.clientWidth)"
+        ".map(p => p.closest('section').id)"
+    )
+    assert over == []
 
 
 def test_the_contents_lead_to_the_claims(browser, address):

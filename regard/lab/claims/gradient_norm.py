@@ -66,9 +66,9 @@ claim = Claim(
     derivation=[
         r"\partial L/\partial q = c\,K^{\top} J\,g, \quad \|K^{\top} x\| \approx \sqrt{d_k}\,\|x\|, \quad c = 1 "
         r"\text{ or } 1/\sqrt{d_k}",
-        r"\text{unscaled: } \|J\| \sim e^{-\text{gap}},\ \text{gap} \sim \sqrt{d_k}: \text{ median } "
+        r"\text{unscaled: } \|J\| \sim e^{-\mathrm{gap}},\; \mathrm{gap} \sim \sqrt{d_k}: \text{ median } "
         r"\sqrt{d_k}\,e^{-c\sqrt{d_k}}",
-        r"\text{but } P(\text{gap} < 1) \sim 1/\sqrt{d_k} \text{ keeps the mean near } \sqrt{d_k}/\sqrt{d_k} = 1",
+        r"\text{but } P(\mathrm{gap} < 1) \sim 1/\sqrt{d_k} \text{ keeps the mean near } \sqrt{d_k}/\sqrt{d_k} = 1",
     ],
     rule="Wrong if the unscaled mean's exponent is not −1 ± 0.3 or the median does not fall 16-fold from 64 to 1024.",
     measure=measure,

@@ -15,14 +15,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard import philox
 from regard.kernels import bundle, statistics
-from regard.kernels.backward import State, backward_bias, backward_dkv, backward_dq, backward_rows
+from regard.kernels.backward import State, backward_dkv, backward_dq, backward_rows
+from regard.kernels.backward_bias import backward_bias
 from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_threshold import forward_threshold
 from regard.kernels.tiles import Config, Options, View
 from regard.problem import Forward, Gradients, Problem, Upstream
 
-# (most steps, how far from Σp = 1 the last step may have left a row) of the threshold solver
-SOLVER = {torch.float64: (64, 1e-14), torch.float32: (40, 1e-6), torch.float16: (40, 3e-3), torch.bfloat16: (40, 3e-3)}
+# The threshold solver: most steps; how far from Σp = 1 keys that cross the threshold in the last step may leave a row
+# whose map is t²; |Σp − 1| before the last step for the other maps.
+SOLVER = {
+    torch.float64: (64, 1e-14, 1e-9),
+    torch.float32: (40, 1e-6, 3e-6),
+    torch.float16: (40, 3e-3, 1e-4),
+    torch.bfloat16: (40, 3e-3, 1e-4),
+}
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
     "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
@@ -50,9 +57,21 @@ def forward(problem: Problem) -> Forward:
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     config, launch = _config(p, kernel.__name__)
     blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
-    arguments = (view(p.q), view(p.k), view(p.v), *_key_blocks(p, config), view(o), frame, z, stats, _options(p), config)
+    arguments = (
+        view(p.q),
+        view(p.k),
+        view(p.v),
+        *_key_blocks(p, config),
+        view(o),
+        frame,
+        z,
+        stats,
+        _options(p),
+        config,
+    )
     if kernel is forward_threshold:
-        arguments += SOLVER[p.q.dtype]
+        steps, square, other = SOLVER[p.q.dtype]
+        arguments += (steps, square if p.choice.order == 2 else other)
     kernel[(blocks,)](*arguments, **launch)
     return Forward(o, frame, z, stats)
 
@@ -69,7 +88,9 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     delta = torch.empty(shape, **like)
     if p.choice.family != "threshold":
         config, launch = _config(p, "backward_rows")
-        backward_rows[(triton.cdiv(shape[-1], config.BM) * rows,)](view(forward.o), view(do), delta, opt, config, **launch)
+        backward_rows[(triton.cdiv(shape[-1], config.BM) * rows,)](
+            view(forward.o), view(do), delta, opt, config, **launch
+        )
     product = delta.clone() if upstream.sink and p.sink is not None else delta
     beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
     state = State(forward.frame, forward.z, delta, beta, gamma, epsilon)
@@ -257,7 +278,7 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, o
 
 
 def _blocks(p: Problem, kernel: str) -> tuple[int, int, bool, dict]:
-    """(queries, keys) per block, by the bulk copy engine?, and the launch options: what was fastest on an H200, by head dim and dtype."""
+    """(queries, keys) per block, whether by bulk copies, and the launch options: what was fastest on an H200."""
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = 0 if width <= 64 else 1 if width <= 128 else 2
     simple = p.choice.family == "ratio" and p.choice.exponential
@@ -269,6 +290,7 @@ def _blocks(p: Problem, kernel: str) -> tuple[int, int, bool, dict]:
         (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[size], 4, 1, False
     else:
         m, n, warps, stages, bulk = HALF[kernel][size]
-        if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or (p.stats and not simple and size < 2):
+        measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
+        if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:
             m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score
     return m, n, bulk, dict(num_warps=warps, num_stages=stages)

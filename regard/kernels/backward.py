@@ -1,7 +1,7 @@
 """ds = a·dp − b·δ for every family, then dq = ds·k and dk = dsᵀ·q, dv = pᵀ·do, each sum owned by one program.
 
-`backward_dq` owns a block of queries, `backward_dkv` a block of keys and the query heads of its group, `backward_bias`
-a tile of the bias and everything it is broadcast over: no atomics, so that equal inputs give equal bits. For the
+`backward_dq` owns a block of queries, `backward_dkv` a block of keys and the query heads of its group: no atomics, so
+that equal inputs give equal bits. For the
 threshold family δ = Σ g′dp / Σg′ is only known after the row's last key; dq = Σ g′dp·k − δ·Σ g′·k waits for it and
 leaves δ to `backward_dkv`. Statistics' gradients come as a tilt: ds += p·(β·log2 e) + γ·y + ε per row.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from regard.kernels import tiles
+from regard.kernels import sweeps, tiles
 from regard.kernels.tiles import LOG2E
 
 
@@ -134,15 +134,15 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     dq, dq1, sums, d_out, rows = state
     s_dp, s_heat, s_heat1 = sums
     F: tl.constexpr = C.F
-    keys, x, y, seen, j = tiles.look(scene, start, opt, C, EDGE)
+    keys, x, y, seen, j = sweeps.look(scene, start, opt, C, EDGE)
     r = across(rows, False)
     p, up, down, power = weigh(y, seen, r, scene.theta, C)
-    values = tiles.values_of(scene, start, seen, opt, C, EDGE)
+    values = sweeps.values_of(scene, start, seen, opt, C, EDGE)
     dp = tiles.dot(d_out, tl.trans(values), None, C)
     if opt.seed is not None:
         kept = tiles.keeps(scene.b, scene.h, scene.i[:, None], j, opt, scene.seed)
         dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
-    keys = tiles.blank(keys, seen, opt)
+    keys = sweeps.blank(keys, seen, opt)
     if F.family == "threshold":
         ds = tl.where(seen, up * dp, 0.0)
         s_dp += tl.sum(ds, 1)
@@ -166,13 +166,13 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, opt, C: tl.constexpr):
-    scene, i0 = tiles.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     b, h, i = scene.b, scene.h, scene.i
     rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C)
     d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    acc, acc1, sums, _, _ = tiles.sweep((acc, acc, (zero, zero, zero), d_out, rows), scene, i0, opt, dq_tile, C)
+    acc, acc1, sums, _, _ = sweeps.sweep((acc, acc, (zero, zero, zero), d_out, rows), scene, i0, opt, dq_tile, C)
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     warmth = sums[1]
@@ -192,7 +192,8 @@ def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, opt, C: tl.con
 
 @triton.jit
 def dkv_tile(
-    dk, dv, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C: tl.constexpr, EDGE: tl.constexpr
+    dk, dv, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt,
+    C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One query block, keys first: dv += pᵀ·do, dk += dsᵀ·q."""
     i = start + tl.arange(0, C.BM)
@@ -234,7 +235,7 @@ def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, opt, C: tl.con
     j = (j0 + tl.arange(0, C.BN))[:, None]
     n = tiles.key_count(opt, b)
     seed = tiles.load_seed(opt)
-    begin, inner, outer, end = tiles.query_blocks(j0, opt, n, C.BM, C.BN)
+    begin, inner, outer, end = sweeps.query_blocks(j0, opt, n, C.BM, C.BN)
     keys = tiles.block_of(k, b, g, j0, 0, n, C.BN, C.D, C.BD, False)
     values = tiles.block_of(v, b, g, j0, 0, n, C.BN, C.E, C.BE, False)
     DENSE: tl.constexpr = (opt.bias.ptr is not None) or (opt.mask.ptr is not None)
@@ -246,74 +247,36 @@ def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, opt, C: tl.con
             outer = begin
         elif opt.right is not None:
             for start in tl.range(begin, tl.minimum(inner, end), C.BM):
-                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True)
+                acc_k, acc_v = dkv_tile(
+                    acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True
+                )
         if not DENSE:
             for start in tl.range(inner, outer, C.BM):
-                acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, False)
+                acc_k, acc_v = dkv_tile(
+                    acc_k,
+                    acc_v,
+                    keys,
+                    values,
+                    q,
+                    do,
+                    q_blocks,
+                    do_blocks,
+                    state,
+                    b,
+                    h,
+                    j,
+                    start,
+                    n,
+                    seed,
+                    opt,
+                    C,
+                    False,
+                )
         for start in tl.range(tl.maximum(inner, outer), end, C.BM):
-            acc_k, acc_v = dkv_tile(acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True)
+            acc_k, acc_v = dkv_tile(
+                acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True
+            )
     if not (C.LINEAR and opt.temperature.ptr is not None):
         acc_k = acc_k * tiles.number(opt.scale, C.ACC)
     tiles.store_block(dk, b, g, j0, opt.keys, acc_k, C.BN, C.D, C.BD)
     tiles.store_block(dv, b, g, j0, opt.keys, acc_v, C.BN, C.E, C.BE)
-
-
-@triton.jit
-def backward_bias(
-    q, k, v, do, db, state, opt, over_b, over_h, over_m, over_n, C: tl.constexpr, ONE_M: tl.constexpr, ONE_N: tl.constexpr
-):
-    """d bias = ds/T. The program owns one tile of the bias as it was given and sums over what it was broadcast to."""
-    tiles_n = tl.cdiv(opt.keys, C.BN) // over_n
-    tiles_m = tl.cdiv(opt.queries, C.BM) // over_m
-    heads = opt.heads // over_h
-    pid = tl.program_id(0)
-    own_n = pid % tiles_n
-    own_m = pid // tiles_n % tiles_m
-    own_h = pid // tiles_n // tiles_m % heads
-    own_b = pid // tiles_n // tiles_m // heads
-    acc = tiles.zeros(C.BM, C.BN, C.ACC)
-    for at_b in range(over_b):
-        for at_h in range(over_h):
-            for at_m in range(over_m):
-                for at_n in range(over_n):
-                    i0 = (own_m + at_m) * C.BM
-                    j0 = (own_n + at_n) * C.BN
-                    acc = bias_tile(acc, q, k, v, do, state, own_b + at_b, own_h + at_h, i0, j0, opt, C)
-    m = own_m * C.BM + tl.arange(0, C.BM)
-    j = own_n * C.BN + tl.arange(0, C.BN)
-    base = db.ptr + tiles.wide(own_b) * db.stride[0] + tiles.wide(own_h) * db.stride[1]
-    kind = db.ptr.dtype.element_ty
-    if ONE_M and ONE_N:
-        tl.store(base, tl.sum(tl.sum(acc, 1), 0).to(kind))
-    elif ONE_M:
-        tl.store(base + tiles.wide(j) * db.stride[3], tl.sum(acc, 0).to(kind), mask=j < opt.keys)
-    elif ONE_N:
-        tl.store(base + tiles.wide(m) * db.stride[2], tl.sum(acc, 1).to(kind), mask=m < opt.queries)
-    else:
-        where = base + tiles.wide(m)[:, None] * db.stride[2] + tiles.wide(j)[None, :] * db.stride[3]
-        tl.store(where, acc.to(kind), mask=(m < opt.queries)[:, None] & (j < opt.keys)[None, :])
-
-
-@triton.jit
-def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
-    n = tiles.key_count(opt, b)
-    lowest, _ = tiles.interval(i0, opt, n)
-    _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
-    if (j0 < highest) & (j0 + C.BN > lowest):
-        i = i0 + tl.arange(0, C.BM)
-        j = (j0 + tl.arange(0, C.BN))[None, :]
-        g = h // opt.group
-        rows = tiles.block_of(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
-        d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
-        keys = tiles.block_of(k, b, g, j0, lowest, highest, C.BN, C.D, C.BD, False)
-        values = tiles.block_of(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
-        x = tiles.dot(rows, tl.trans(keys), None, C)
-        dp = tiles.dot(d_out, tl.trans(values), None, C)
-        r = across(rows_at(state, b, h, i, n, opt, C), False)
-        y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
-        p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
-        if opt.seed is not None:
-            kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
-            dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
-        acc += slope_tile(y, seen, dp, p, up, down, power, r, C) * r.a
-    return acc

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.kernels import statistics, tiles
+from regard.kernels import statistics, sweeps, tiles
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import HIDDEN, LN2, LOG2E
 
@@ -108,7 +108,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     NEED: tl.constexpr = C.NEED
     a, theta, i = scene.a, scene.theta, scene.i
     b2 = a * LOG2E
-    _, _, y, seen, j = tiles.look(scene, start, opt, C, EDGE)  # [M, N]
+    _, _, y, seen, j = sweeps.look(scene, start, opt, C, EDGE)  # [M, N]
     top = r.top
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
         top = tl.maximum(top, tiles.highest(y, C))
@@ -143,7 +143,9 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
                 ss += tiles.fold(tl.where(seen, tl.where(below, d, 0.0), 0.0), C)
                 sx += tiles.fold(tl.where(seen, tl.where(below, cross, 0.0), 0.0), C)
             if NEED.lse:
-                se += tiles.fold(tl.where(seen, tl.where(below, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 0.0), C)
+                se += tiles.fold(
+                    tl.where(seen, tl.where(below, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 0.0), C
+                )
         if NEED.log_u:
             sl += tiles.fold(under * log_u, C)
         if NEED.square:
@@ -151,8 +153,10 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.distance:
             far += statistics.stretch(u, i, j, start, sum_u, C.BEHIND and not EDGE, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, u, C)
-    r = Sums(top, frame, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
-    values = tiles.values_of(scene, start, seen, opt, C, EDGE)
+    r = Sums(
+        top, frame, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
+    )
+    values = sweeps.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
         u = tl.where(tiles.keeps(scene.b, scene.h, i[:, None], j, opt, scene.seed), u, 0.0)
     if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
@@ -166,7 +170,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 def lesser_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Σ' u, Σ' u·log2 u, Σ' u² and the ties of u = exp(s − top), once top is known."""
     su, sl, sq, ties, top = state
-    _, _, y, seen, _ = tiles.look(scene, start, opt, C, EDGE)
+    _, _, y, seen, _ = sweeps.look(scene, start, opt, C, EDGE)
     below = y != top[:, None]
     power = (y - top[:, None]) * (scene.a * LOG2E)[:, None]
     u = tl.where(seen, tl.where(below, tl.exp2(power), 0.0), 0.0)
@@ -189,7 +193,7 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
         close = su < 0.0156 + 6e-4 * tl.abs(r.frame)  # the frame's own rounding counts too
         if tl.max(tl.where(close & inside & (r.top > HIDDEN), 1, 0), 0) > 0:
             zero = tiles.zeros(C.BM, C.LANES, C.ACC)
-            su2, sl2, sq2, ties2, _ = tiles.sweep((zero, zero, zero, zero, r.top), scene, i0, opt, lesser_tile, C)
+            su2, sl2, sq2, ties2, _ = sweeps.sweep((zero, zero, zero, zero, r.top), scene, i0, opt, lesser_tile, C)
             su, sl, sq, ties = tl.sum(su2, 1), tl.sum(sl2, 1), tl.sum(sq2, 1), tl.sum(ties2, 1)
     return Sums(
         r.top, r.frame, r.z, ties, su, su, sl, sq, su, sq, r.lse, r.distance, r.support, r.n, r.first, r.first_y,
@@ -200,9 +204,9 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
 @triton.jit
 def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr):
     F: tl.constexpr = C.F
-    scene, i0 = tiles.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
-    acc, r = tiles.sweep((acc, statistics.nothing(first_frame(F, C), C)), scene, i0, opt, tile, C)
+    acc, r = sweeps.sweep((acc, statistics.nothing(first_frame(F, C), C)), scene, i0, opt, tile, C)
     r = statistics.gathered(r)
     inside = scene.i < opt.queries
     seen_keys = r.n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
@@ -231,7 +235,9 @@ def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: 
         if C.NEED.first:
             y = r.first_y if C.NEED.track_first else statistics.first_scores(scene, opt, C)
             first_u, _, _ = terms(y, a, b2, r.frame, scene.theta, F)
-        statistics.finish(stats, row, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C)
+        statistics.finish(
+            stats, row, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
+        )
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.kernels import statistics, survey, tiles
+from regard.kernels import statistics, survey, sweeps, tiles
 from regard.kernels.statistics import Sums
 from regard.kernels.survey import Solver
 from regard.kernels.tiles import HIDDEN
@@ -26,7 +26,7 @@ from regard.kernels.tiles import HIDDEN
 def top_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """max y, and the count of visible keys where a dense mask decides."""
     top, n = state
-    _, _, y, seen, _ = tiles.look(scene, start, opt, C, EDGE)
+    _, _, y, seen, _ = sweeps.look(scene, start, opt, C, EDGE)
     top = tl.maximum(top, tl.max(y, 1))
     if C.NEED.count:
         n += tl.sum(tl.where(seen, 1.0, 0.0).to(C.ACC), 1)
@@ -43,7 +43,7 @@ def excess(y, top, tau, a, theta, C: tl.constexpr):
 def measure_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """(Σ g, |∂F/∂τ|, support) at τ."""
     mass, fall, support, top, tau = state
-    _, _, y, _, _ = tiles.look(scene, start, opt, C, EDGE)
+    _, _, y, _, _ = sweeps.look(scene, start, opt, C, EDGE)
     t = excess(y, top[:, None], tau[:, None], scene.a[:, None], scene.theta, C)
     if C.F.order == 2:
         mass += tiles.fold(t * t, C)
@@ -77,7 +77,7 @@ def step(s, mass, fall, support, C: tl.constexpr):
         reach = 0.5
     tau = tl.where(tl.abs(over) <= reach, near, far)
     tau = tl.where(some, tl.minimum(tl.maximum(tau, low), high), 0.5 * (low + high))
-    left = over * over
+    left = tl.abs(over)
     if C.F.order == 2:  # what keys that enter or leave the support on the way could add to F
         left = tl.where(tl.abs(over) <= reach, support * (tau - s.tau) * (tau - s.tau), left)
     return Solver(tau, low, high, left)
@@ -90,7 +90,7 @@ def solve(s, scene, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
     busy = tl.max(tl.where(alive, 1, 0), 0)
     turns = 0
     while (busy > 0) & (turns < LIMIT):
-        mass, fall, support, _, _ = tiles.sweep((lanes, lanes, lanes, top, s.tau), scene, i0, opt, measure_tile, C)
+        mass, fall, support, _, _ = sweeps.sweep((lanes, lanes, lanes, top, s.tau), scene, i0, opt, measure_tile, C)
         mass, fall, support = tl.sum(mass, 1), tl.sum(fall, 1), tl.sum(support, 1)
         if C.F.order == 0:
             fall = fall / C.F.gain(scene.theta)
@@ -105,7 +105,7 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """The last sweep: o += p·v, Σp, Σg′ and the statistics. `r.frame` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
     acc, r = state
     NEED: tl.constexpr = C.NEED
-    _, _, y, seen, j = tiles.look(scene, start, opt, C, EDGE)
+    _, _, y, seen, j = sweeps.look(scene, start, opt, C, EDGE)
     t = excess(y, r.top[:, None], r.frame[:, None], scene.a[:, None], scene.theta, C)
     u = C.F.weigh(t, scene.theta)
     d = tl.where(t > 0.0, C.F.slope(t, scene.theta), t)
@@ -132,7 +132,7 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             far += statistics.stretch(u, scene.i, j, start, sum_u, C.BEHIND and not EDGE, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, u, C)
     r = Sums(r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
-    values = tiles.values_of(scene, start, seen, opt, C, EDGE)
+    values = sweeps.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
         u = tl.where(tiles.keeps(scene.b, scene.h, scene.i[:, None], j, opt, scene.seed), u, 0.0)
     acc = tiles.dot(u.to(values.dtype), values, acc, C)
@@ -140,14 +140,16 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def forward_threshold(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
-    scene, i0 = tiles.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+def forward_threshold(
+    q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr
+):
+    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
     if survey.worthwhile(scene, i0, opt, C):
         s, top, n = survey.survey(scene, i0, opt, C)
     else:
         s = Solver(zero - 1.0, zero - 1.0, zero, zero + 1.0)
-        top, n = tiles.sweep((zero + HIDDEN, zero), scene, i0, opt, top_tile, C)
+        top, n = sweeps.sweep((zero + HIDDEN, zero), scene, i0, opt, top_tile, C)
     inside = scene.i < opt.queries
     seen_keys = n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
     dead = seen_keys == 0.0
@@ -155,7 +157,7 @@ def forward_threshold(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, 
     r = statistics.nothing(tau, C)
     r = Sums(top, tau, r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance, r.support, r.n,
              r.first, r.first_y, r.pivot, r.mean, r.m2)  # fmt: skip
-    acc, r = tiles.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), scene, i0, opt, weigh_tile, C)
+    acc, r = sweeps.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), scene, i0, opt, weigh_tile, C)
     r = statistics.gathered(r)
     inverse = tl.where(dead, 0.0, 1.0 / tl.where(r.z == 0.0, 1.0, r.z))
     out = tl.where(dead[:, None], 0.0, acc * (inverse * tiles.number(opt.kept, C.ACC))[:, None])
@@ -172,4 +174,6 @@ def forward_threshold(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, 
             y = r.first_y if C.NEED.track_first else statistics.first_scores(scene, opt, C)
             first_u = C.F.weigh(excess(y, top, tau, a, theta, C), theta)
         lse = top * a + tl.log(r.ties + r.lse)
-        statistics.finish(stats, row, inside, dead, r, a, seen_keys, u1, u1, d1, d1 * d1, first_u, zero, inverse, lse, opt, C)
+        statistics.finish(
+            stats, row, inside, dead, r, a, seen_keys, u1, u1, d1, d1 * d1, first_u, zero, inverse, lse, opt, C
+        )

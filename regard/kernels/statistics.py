@@ -6,6 +6,7 @@ base 2 until `finish`. Sums that nobody asked for stay 0 and vanish at compile t
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
@@ -15,7 +16,7 @@ from regard.kernels import tiles
 from regard.kernels.tiles import HIDDEN, LN2
 from regard.statistics import NAMES
 
-Slots = NamedTuple("Slots", [(name, int) for name in NAMES])  # where each statistic is stored; −1: nowhere
+Slots = namedtuple("Slots", NAMES)  # type: ignore[misc]  # where each statistic is stored; −1: nowhere
 
 
 class Needs(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from regard.kernels import tiles
+from regard.kernels import sweeps, tiles
 from regard.kernels.tiles import HIDDEN
 
 
@@ -32,7 +32,7 @@ class Solver(NamedTuple):
 @triton.jit
 def worthwhile(scene, i0, opt, C: tl.constexpr):
     """Are there enough whole key blocks?"""
-    _, inner, outer = tiles.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
+    _, inner, outer = sweeps.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
     enough = (outer - inner) // C.BN >= 6
     if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
         enough = inner < 0
@@ -42,11 +42,11 @@ def worthwhile(scene, i0, opt, C: tl.constexpr):
 @triton.jit
 def guess(scene, i0, opt, C: tl.constexpr):
     """(τ, step) of each row, in x."""
-    _, inner, outer = tiles.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
+    _, inner, outer = sweeps.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
     quarter = (outer - inner) // C.BN // 4 * C.BN
-    _, _, y, _, _ = tiles.look(scene, inner + quarter, opt, C, False)
+    _, _, y, _, _ = sweeps.look(scene, inner + quarter, opt, C, False)
     one, two = tl.sum(y, 1), tl.sum(y * y, 1)
-    _, _, y, _, _ = tiles.look(scene, inner + 3 * quarter, opt, C, False)
+    _, _, y, _, _ = sweeps.look(scene, inner + 3 * quarter, opt, C, False)
     one, two = one + tl.sum(y, 1), two + tl.sum(y * y, 1)
     gain = scene.a * C.F.gain(scene.theta)
     mean = one / (2 * C.BN)
@@ -84,7 +84,7 @@ def measured(y, tau, scene, C: tl.constexpr):
 def survey_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """The maximum, and F and |F′| at three places."""
     top, tau, step, f0, f1, f2, g0, g1, g2 = state
-    _, _, y, _, _ = tiles.look(scene, start, opt, C, EDGE)
+    _, _, y, _, _ = sweeps.look(scene, start, opt, C, EDGE)
     top = tl.maximum(top, tl.max(y, 1))
     a0, b0 = measured(y, tau - step, scene, C)
     a1, b1 = measured(y, tau, scene, C)
@@ -108,7 +108,7 @@ def survey(scene, i0, opt, C: tl.constexpr):
     zero = tiles.full(C.BM, 0.0, C.ACC)
     lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
     state = (zero + HIDDEN, tau, step, lanes, lanes, lanes, lanes, lanes, lanes)
-    top, _, _, f0, f1, f2, g0, g1, g2 = tiles.sweep(state, scene, i0, opt, survey_tile, C)
+    top, _, _, f0, f1, f2, g0, g1, g2 = sweeps.sweep(state, scene, i0, opt, survey_tile, C)
     f0, f1, f2 = tl.sum(f0, 1), tl.sum(f1, 1), tl.sum(f2, 1)
     g0, g1, g2 = tl.sum(g0, 1), tl.sum(g1, 1), tl.sum(g2, 1)
     peak = top * (scene.a * C.F.gain(scene.theta))

@@ -1,4 +1,4 @@
-"""Compiling takes longer than running: REGARD_SHARD=2/12 runs every twelfth test, from the second on, of this folder."""
+"""Compiling takes longer than running: REGARD_SHARD=2/12 runs every twelfth test of this folder, from the third on."""
 
 import os
 import sys

@@ -65,15 +65,16 @@ def test_wide_heads(dtype):
 
 
 def test_gradients_of_statistics():
-    problem = make(4, m=200, n=190, d=32, e=32, dtype=torch.float32, device="cuda", sink=True, temperature=True, causal=True)
+    sizes = dict(m=200, n=190, d=32, e=32, device="cuda")
+    problem = make(4, **sizes, dtype=torch.float32, sink=True, temperature=True, causal=True)
     check_backward(attention, problem, check_forward(attention, problem), stats=statistics.DIFFERENTIABLE, slack=2.0)
 
 
 def test_sharp_and_flat_rows_of_a_long_sequence():
     for sharp in (0.02, 12.0):
         for name in ("softmax", "entmax15", "sparsemax"):
-            problem = make(5, name, b=1, h=2, g=1, m=300, n=9000, d=64, e=64, dtype=torch.bfloat16, device="cuda", sharp=sharp)
-            check_forward(attention, problem, slack=2.0)
+            sizes = dict(b=1, h=2, g=1, m=300, n=9000, d=64, e=64, device="cuda")
+            check_forward(attention, make(5, name, **sizes, dtype=torch.bfloat16, sharp=sharp), slack=2.0)
 
 
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
@@ -102,7 +103,8 @@ def test_more_than_two_to_the_31_elements():
 
 def test_hidden_nan_changes_nothing():
     for name in ("softmax", "entmax15"):
-        problem = make(7, name, b=2, m=300, n=400, d=64, e=64, dtype=torch.bfloat16, device="cuda", lengths=True, stats=())
+        sizes = dict(b=2, m=300, n=400, d=64, e=64, device="cuda")
+        problem = make(7, name, **sizes, dtype=torch.bfloat16, lengths=True, stats=())
         lengths = problem.key_lengths.clamp(max=400)
         seen = (torch.arange(400, device="cuda") < lengths[:, None])[:, None, :, None]
         answers = []

@@ -42,11 +42,6 @@ def exact(value: float | Tensor) -> Estimate:
     return Estimate(value, value, value)
 
 
-def printed(value: float, digit: float) -> Estimate:
-    """A number read in a table: value ± half of its last printed digit."""
-    return Estimate(value, value - digit / 2, value + digit / 2)
-
-
 def mean(samples: Tensor) -> Estimate:
     """Mean of independent samples (N,). Samples that share a query or a key are averaged per block first."""
     x = samples.double().flatten()

@@ -25,7 +25,7 @@ def mathml(latex: str, block: bool = False) -> str:
     from latex2mathml.converter import convert
 
     made = convert(BARE.sub(r"\1\,", latex), display="block" if block else "inline")
-    return made.replace("<mo>&#x0007E;</mo>", "<mo>&#x0223C;</mo>")  # ∼, which has its space as a relation
+    return made.replace("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>")  # ∼, which has its space as a relation
 
 
 def line(latex: str) -> str:

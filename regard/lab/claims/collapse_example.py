@@ -14,6 +14,7 @@ TEMPERATURES = [1.0, 2.0, 5.0, 10.0, 20.0]
 def measure(bench):
     w = regard.softmax(SCORES)
     entropies = [float(regard.statistics.of_scores(SCORES[None] / t).entropy) for t in TEMPERATURES]
+    largest, other, *_ = regard.softmax(torch.stack([SCORES / t for t in TEMPERATURES])).T.tolist()
     return Finding(
         [
             near("each of the three small weights", 0.0003, exact(w[1]), 0.00005),
@@ -27,12 +28,10 @@ def measure(bench):
             "lines",
             "temperature τ",
             "weight",
-            {
-                "largest": (TEMPERATURES, [float(regard.softmax(SCORES, temperature=t)[0]) for t in TEMPERATURES]),
-                "each other": (TEMPERATURES, [float(regard.softmax(SCORES, temperature=t)[1]) for t in TEMPERATURES]),
-            },
+            {"largest": (TEMPERATURES, largest), "each other": (TEMPERATURES, other)},
             log_x=True,
-            alt="With rising temperature the largest weight falls from 1 to 0.35 and the others rise.",
+            alt=f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the largest weight goes from "
+            f"{largest[0]:.3f} to {largest[-1]:.3f} and each other from {other[0]:.3f} to {other[-1]:.3f}.",
         ),
     )
 

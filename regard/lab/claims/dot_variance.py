@@ -30,7 +30,8 @@ def measure(bench):
             {"measured": (DIMS, [v.value for v in variances]), "d_k": (DIMS, DIMS)},
             log_x=True,
             log_y=True,
-            alt="The variance of q·k lies on the line d_k from 4 to 256.",
+            alt="The variance of q·k follows the line d_k: "
+            f"{', '.join(f'{v.value:.1f} at {d}' for d, v in zip(DIMS, variances, strict=True))}.",
         ),
     )
 

@@ -1,5 +1,7 @@
 """softmax = exp(z − logsumexp(z)): stable once shifted, overflowing without."""
 
+import math
+
 import torch
 
 import regard
@@ -7,6 +9,7 @@ from regard.lab.claim import Claim, Finding, below, near
 from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
+LARGEST = math.log(torch.finfo(torch.float32).max)
 SIZES = [1.0, 10.0, 50.0, 80.0, 100.0, 500.0, 1000.0]
 
 
@@ -26,6 +29,7 @@ def measure(bench):
     z = z / z.abs().amax(-1, keepdim=True)  # the largest entry has size 1, in half of the rows positive
     exactly = [regard.softmax(size * z.double()) for size in SIZES]
     finite = [float(naive(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
+    safe = [float(shifted(size * z).isfinite().all(-1).double().mean()) for size in SIZES]
     off = [float((shifted(size * z) - w).abs().max()) for size, w in zip(SIZES, exactly, strict=True)]
     identity = torch.exp(z.double() - regard.logsumexp(z.double())[:, None]) - regard.softmax(z.double())
     return Finding(
@@ -35,14 +39,15 @@ def measure(bench):
             below("rows that survive without the shift, scores to ±1000", 1.0, exact(finite[-1])),
             near("rows that survive without the shift, scores to ±80", 1.0, exact(finite[3]), 1e-9).ours(),
         ],
-        remark="float32's exp overflows at 88.7, so without the shift rows die beyond it.",
+        remark=f"float32's exp overflows at {LARGEST:.1f}, so without the shift rows die beyond it.",
         figure=lambda: Figure(
             "lines",
             "largest score",
             "share of finite rows",
-            {"exp(z)/Σexp(z)": (SIZES, finite), "shifted by the maximum": (SIZES, [1.0] * len(SIZES))},
+            {"exp(z)/Σexp(z)": (SIZES, finite), "shifted by the maximum": (SIZES, safe)},
             log_x=True,
-            alt="Without the shift rows turn to NaN once scores pass 88.7; shifted, all stay finite.",
+            alt=f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
+            f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do.",
         ),
     )
 

@@ -27,7 +27,8 @@ def measure(bench):
             "first score",
             "weight",
             {f"score {name}": (line.tolist(), moved[:, i].tolist()) for i, name in enumerate(("moving", "0", "1"))},
-            alt="As one of three scores moves from −6 to 6 its weight rises smoothly from 0 to 1 and the others fall.",
+            alt=f"As one of three scores moves from {line[0]:g} to {line[-1]:g} its weight rises smoothly from "
+            f"{moved[0, 0]:.3f} to {moved[-1, 0]:.3f} and the others fall.",
         ),
     )
 

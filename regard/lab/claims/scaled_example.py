@@ -28,7 +28,7 @@ def measure(bench):
             "score",
             "weight",
             {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())},
-            alt=f"Claimed weights 0.012, 0.089, 0.243, 0.661, 0.995; measured {listed}.",
+            alt=f"Claimed weights {', '.join(map(str, CLAIMED))}; measured {listed}.",
         ),
     )
 

@@ -47,7 +47,8 @@ def measure(bench):
             "per row, nats",
             {"entropy S": (TEMPERATURES, s.tolist()), "heat capacity C": (TEMPERATURES, c.tolist())},
             log_x=True,
-            alt="Entropy rises with temperature from 0 to ln 12; the heat capacity peaks in between.",
+            alt=f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the entropy rises from {s[0]:.2f} to "
+            f"{s[-1]:.2f} nats; the heat capacity is largest, {c.max():.2f}, at {TEMPERATURES[int(c.argmax())]:g}.",
         ),
     )
 

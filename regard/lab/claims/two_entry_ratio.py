@@ -24,7 +24,8 @@ def measure(bench):
             "k",
             "log(w₁/w₂) / log a",
             {"measured": (SCALES, example), "a^k": (SCALES, SCALES)},
-            alt="The log ratio of two weights, divided by log a, is k itself for k from 0.25 to 4.",
+            alt="The log ratio of two weights, divided by log a, is k itself: "
+            f"{', '.join(f'{x:.3f} at {k:g}' for k, x in zip(SCALES, example, strict=True))}.",
         ),
     )
 

@@ -16,14 +16,16 @@ def measure(bench):
         float(regard.attention(q, k, k, scale=scale, return_stats=("max_logit",))[1].max_logit)
         for scale in ("none", "sqrt")
     ]
+    products = [a * b for a, b in zip(Q, K, strict=True)]
     return Finding(
         [near("q·k", 0.61, exact(logits[0]), 0.005), near("q·k/√3", 0.35, exact(logits[1]), 0.005)],
         figure=lambda: Figure(
             "bars",
             "entry",
             "q_i·k_i",
-            {"products": (["1", "2", "3", "sum", "sum/√3"], [*(a * b for a, b in zip(Q, K, strict=True)), *logits])},
-            alt="The products −0.35, −0.12 and 1.08, their sum 0.61 and the scaled sum 0.35.",
+            {"products": (["1", "2", "3", "sum", "sum/√3"], [*products, *logits])},
+            alt=f"The products {', '.join(f'{x:.2f}' for x in products)}, their sum {logits[0]:.2f} and the scaled sum "
+            f"{logits[1]:.2f}.",
         ),
     )
 

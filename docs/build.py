@@ -18,9 +18,9 @@ import regard
 from regard import lab, listing
 from regard.lab.figure import Figure
 from regard.lab.mathematics import line, mathml
+from regard.lab.page import ROLES, VERDICTS
 
 HERE = Path(__file__).parent
-VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
 NOTES = {
     "000": "Softmax and its derivative",
     "001": "Why divide by √d_k",
@@ -80,7 +80,7 @@ names, and those marked `.ours()` hold our own derivation to the measurement. No
 
 
 def claims_of(note: str) -> str:
-    sections = "\n".join(claim_section(r) for r in results().values() if r.claim.note.startswith(note))
+    sections = "\n".join(claim_section(r) for r in results().values() if note in r.claim.note.split(", "))
     return f"# Note {note}: {NOTES[note]}\n\n{sections}"
 
 
@@ -90,7 +90,8 @@ def claim_section(result: lab.Result) -> str:
     told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
     said = "\n\n".join(f"**{label}:** {escape(text)}" for label, text in told if text)
     rows = "\n".join(
-        f"| {cell(c.what)} | {cell(c.allowed)} | {cell(repr(c.measured))} | {'agrees' if c.agrees else 'disagrees'} |"
+        f"| {cell(c.what)} | {cell(c.allowed)} | {cell(repr(c.measured))} | {'agrees' if c.agrees else 'disagrees'} "
+        f"| {ROLES[c.role]} |"
         for c in finding.checks
     )
     return f"""## {claim.id} {{ #{claim.id} }}
@@ -103,8 +104,8 @@ def claim_section(result: lab.Result) -> str:
 
 {said}
 
-| check | predicted | measured | |
-| --- | --- | --- | --- |
+| check | predicted | measured | | part |
+| --- | --- | --- | --- | --- |
 {rows}
 
 *Rule: {escape(claim.rule)}*

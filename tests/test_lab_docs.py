@@ -41,6 +41,18 @@ def test_a_claim_with_its_figure(build):
         assert part in text
 
 
+def test_a_check_tells_which_part_it_belongs_to(build):
+    text = build.claim_section(lab.run("qk-norm"))
+    assert "| check | predicted | measured | | part |" in text
+    assert "| agrees | the claim |" in text and "| disagrees | beyond the condition |" in text
+
+
+def test_a_claim_of_several_notes_stands_under_each(build, monkeypatch):
+    monkeypatch.setattr(build, "results", lambda: {name: lab.run(name) for name in ("scaled-variance", "e24")})
+    assert "## scaled-variance" in build.claims_of("001") and "## e24" in build.claims_of("001")
+    assert "## scaled-variance" in build.claims_of("003") and "## e24" not in build.claims_of("003")
+
+
 def test_mathematics_is_typeset_outside_code_only(build):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="why.md"))
     text = build.on_page_markdown("$a^k$ and `$a^k$`\n\n$$x$$\n\n```\n$y$\n```\n", page, None, None)

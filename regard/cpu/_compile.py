@@ -115,7 +115,7 @@ class _Bind(ast.NodeTransformer):
         node.body = [self.visit(statement) for statement in node.body]
         return node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if not (isinstance(node.value, ast.Name) and node.value.id == "tile"):
             return self.generic_visit(node)
         value = self.writer.tiles[node.attr]
@@ -150,7 +150,7 @@ class _Bind(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
         node = self.generic_visit(node)
-        if self.is_tile:
+        if self.is_tile and node.value is not None:
             node.value = ast.Call(ast.Name("real", ast.Load()), [node.value], [])
         return node
 

@@ -14,7 +14,7 @@ import torch
 from regard.cpu import attention_rows, attention_rows_backward, attention_tiles
 from regard.cpu._compile import kernel
 from regard.cpu._rows_threshold import is_power
-from regard.normalizers import Choice, Normalizer
+from regard.normalizers import Choice, Normalizer, Ratio
 from regard.normalizers._families import nothing
 
 MOMENTS = {"mean_logit", "logit_variance"}
@@ -72,7 +72,7 @@ def _tiles(normalizer: Normalizer, precision: str) -> dict:
         sparse=normalizer.sparse,
         shifted=shift != "none",
         lowest_shift=0.0 if shift == "max0" else float("-inf"),
-        silent=_exponential(normalizer) and normalizer.rest is not nothing,
+        silent=isinstance(normalizer, Ratio) and normalizer.exponential and normalizer.rest is not nothing,
         lowest=float(np.log(limits.tiny)) - 20.0,  # its exp is 0
         smallest=float(limits.tiny),
         lanes=512 // limits.bits,
@@ -91,7 +91,7 @@ def _tiles(normalizer: Normalizer, precision: str) -> dict:
 
 
 def _exponential(normalizer: Normalizer) -> bool:
-    return normalizer.family == "ratio" and normalizer.exponential
+    return isinstance(normalizer, Ratio) and normalizer.exponential
 
 
 def _precision(dtype: torch.dtype) -> str:

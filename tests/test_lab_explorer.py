@@ -141,4 +141,4 @@ def test_one_ctrl_c_ends_it_though_a_page_is_connected():
         finally:
             server.kill()
     assert server.returncode == 130
-    assert told.endswith("\ninterrupted\n") and "Traceback" not in told
+    assert told.endswith("interrupted\n") and "Traceback" not in told

@@ -7,7 +7,7 @@ from regard.lab.claim import Claim, Finding, above, below
 from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
-GAPS = [1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 100.0, 200.0, 400.0, 800.0]
+GAPS = [1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 100.0, 104.0, 200.0, 400.0, 690.0, 746.0, 800.0]
 
 
 def pair(gap, dtype):
@@ -48,7 +48,7 @@ def measure(bench):
         figure=lambda: Figure(
             "lines",
             "gap between two scores",
-            "smaller weight, torch.softmax (0: at the foot)",
+            "smaller weight, torch.softmax (foot: ≤ 1e-300)",
             {name: (GAPS, smaller) for name, smaller in drawn.items()},
             log_y=True,
             alt="The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "

@@ -7,8 +7,8 @@
 >>> p, state = rows.forward(s, normalizers.get("sparsemax"))
 >>> p
 tensor([[0.0000, 0.2500, 0.7500]])
->>> rows.backward(torch.tensor([[0.0, 1.0, 0.0]]), p, state, normalizers.get("sparsemax"))
-tensor([[ 0.0000,  0.5000, -0.5000]])
+>>> rows.backward(torch.tensor([[0.0, 1.0, 0.0]]), p, state, normalizers.get("sparsemax"))[:, 1:]
+tensor([[ 0.5000, -0.5000]])
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Time candidates in turns and compare their medians.
 
-In each round every candidate runs once unmeasured, so that caches and idling threads of its predecessor settle, and
-then a few times measured. The ratio of two medians of one run is the result; the milliseconds are only its witnesses.
+In each round a candidate waits until the idle threads of its predecessor have stopped spinning (OpenMP's do so for
+some milliseconds, and keep a core from whoever comes next), runs once unmeasured, and then a few times measured. The
+ratio of two medians of one run is the result; the milliseconds are only its witnesses.
 
 >>> from regard.bench.measure import Target
 >>> Target("torch", limit=1.1).tell({"regard": 2.0, "torch": 4.0})
@@ -26,7 +27,8 @@ from regard.table import Table
 
 PACKAGES = ("regard", "torch", "triton", "numba", "entmax", "adasplash")
 SLOW = 0.25  # seconds; a call that takes longer is measured in few rounds
-BURST = 3
+BURST = 5
+SETTLE = 0.02  # seconds between candidates
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
             if slow and turn >= 2:
                 continue
             if not slow:
+                if device == "cpu":
+                    time.sleep(SETTLE)
                 call()
             samples[name] += [clock(call) for _ in range(1 if slow else BURST)]
     values = {name: statistics.median(found) for name, found in samples.items()}

@@ -36,7 +36,9 @@ def test_loads_a_torch_state_dict_inside_a_model():
 def test_a_state_dict_survives_a_change_of_normaliser():
     first = MultiheadAttention(8, 2, normalizer="softmax")
     for name in regard.normalizers.names():
-        MultiheadAttention(8, 2, normalizer=name).load_state_dict(first.state_dict())
+        other = MultiheadAttention(8, 2, normalizer=name)
+        other.load_state_dict(first.state_dict())
+        assert torch.equal(other.q_proj.weight, first.q_proj.weight)
 
 
 @pytest.mark.parametrize("score", regard.nn.SCORES)

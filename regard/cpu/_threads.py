@@ -1,27 +1,34 @@
-"""work(first, last) over all rows, on as many threads as torch would use.
+"""work(first, last) over all rows, on the threads that torch itself would use.
 
-The calling thread works too and takes pieces from the same counter as the helpers, so a slow or busy core never
-holds up the rest. Kernels release the interpreter lock. numba's own threading layers are left alone: one is not
-safe to call from two threads, the other not after a fork.
+Pieces are taken from one counter, so a slow or busy core never holds up the rest, and kernels release the interpreter
+lock. The threads are those of torch's own OpenMP team wherever that can be found: they are awake when torch has just
+used them, and two teams do not fight for the same cores. Elsewhere, and after a fork, which an OpenMP team does not
+survive, a pool of Python threads does the same. numba's threading layers are left alone: one is not safe to call from
+two threads, the other not after a fork.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 SMALL = 32_768  # units of work below which waking a thread costs more than it saves
 PIECES = 4  # per thread
 
+_Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_here = threading.local()
+_forked = False
 _pool: ThreadPoolExecutor | None = None
 _size = 0
 _lock = threading.Lock()
-_here = threading.local()
 
 
 def over_rows(work: Callable[[int, int], None], rows: int, cost: float = 1.0, piece: int | None = None) -> None:
@@ -39,11 +46,37 @@ def over_rows(work: Callable[[int, int], None], rows: int, cost: float = 1.0, pi
     counter = itertools.count()  # next() is atomic
 
     def share() -> None:
-        while (first := next(counter) * piece) < rows:
-            work(first, min(first + piece, rows))
+        _here.helping = True  # a call made from inside stays on its thread
+        try:
+            while (first := next(counter) * piece) < rows:
+                work(first, min(first + piece, rows))
+        finally:
+            _here.helping = False
 
+    parallel = None if _forked else _openmp()
+    if parallel is None:
+        _on_pool(share, threads)
+    else:
+        _on_team(parallel, share, threads)
+
+
+def _on_team(parallel: Callable, share: Callable[[], None], threads: int) -> None:
+    failures: list[BaseException] = []
+
+    def body(_: int | None) -> None:
+        try:
+            share()
+        except BaseException as failure:  # nothing may unwind through OpenMP; raised again below
+            failures.append(failure)
+
+    parallel(_Body(body), None, threads, 0)
+    if failures:
+        raise failures[0]
+
+
+def _on_pool(share: Callable[[], None], threads: int) -> None:
     pool = _executor(threads - 1)
-    helpers = [pool.submit(_helping, share) for _ in range(threads - 1)]
+    helpers = [pool.submit(share) for _ in range(threads - 1)]
     try:
         share()
     finally:
@@ -54,12 +87,24 @@ def over_rows(work: Callable[[int, int], None], rows: int, cost: float = 1.0, pi
         helper.result()
 
 
-def _helping(share: Callable[[], None]) -> None:
-    _here.helping = True  # a call made from inside stays on this thread
+@functools.cache
+def _openmp() -> Callable | None:
+    """GOMP_parallel(body, data, threads, flags) of the OpenMP library that this process has loaded, if there is one."""
     try:
-        share()
-    finally:
-        _here.helping = False
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    except OSError:
+        return None
+    known = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
+    bundled = [path for path in known if Path(torch.__file__).parent in Path(path).parents]
+    known = bundled or known
+    if len(known) != 1:  # none, or no way to tell which is torch's
+        return None
+    try:
+        parallel = ctypes.CDLL(known[0]).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes, parallel.restype = [_Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return parallel
 
 
 def _executor(size: int) -> ThreadPoolExecutor:
@@ -71,8 +116,8 @@ def _executor(size: int) -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    global _pool, _size, _lock
-    _pool, _size, _lock = None, 0, threading.Lock()  # threads do not survive a fork
+    global _forked, _pool, _size, _lock
+    _forked, _pool, _size, _lock = True, None, 0, threading.Lock()  # threads do not survive a fork
 
 
 if hasattr(os, "register_at_fork"):

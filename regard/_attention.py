@@ -19,7 +19,7 @@ from regard._normalize import transformed
 from regard.problem import Problem
 from regard.scores import resolve_scale
 from regard.statistics import DIFFERENTIABLE, Statistics
-from regard.temperature import visible_keys
+from regard.temperature import Rows, visible_keys
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
 HOPPER_ORDER = [
@@ -183,7 +183,8 @@ class _Call:
             raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
         policy = None
         if callable(temperature) and not isinstance(temperature, Tensor):
-            policy, temperature = temperature, None
+            settled = getattr(temperature, "value", None)  # of a policy that asks nothing of the rows
+            policy, temperature = (temperature, None) if settled is None else (None, settled)
         number, tensor = _check_temperature(temperature, lead, batch, heads, queries, q)
         if number != 1.0:
             if softcap is None and bias is None:
@@ -520,11 +521,27 @@ def _with_policy(call: _Call) -> _Call:
         plain = replace(call.problem, stats=statistics.resolve(names), dropout_p=0.0)
         return _RUN[call.path.backend](replace(call, problem=plain, policy=None, wanted=plain.stats))[1]
 
-    asked = call.policy(visible_keys(call.problem), measure).to(call.problem.accumulator)
-    if asked.ndim != 3:
-        asked = asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
+    asked = _check_asked(call.policy(visible_keys(call.problem), Rows(call.problem.q, measure)), call)
     problem = replace(call.problem, temperature=asked.expand(call.problem.q.shape[:3]))
     return replace(call, problem=problem, temperature=asked, policy=None)
+
+
+def _check_asked(asked, call: _Call) -> Tensor:
+    """What a policy gave, as a tensor of 3 dims that broadcasts to [B, H, M]."""
+    rows, policy = call.problem.q.shape[:3], type(call.policy).__name__
+    if not isinstance(asked, Tensor) or not asked.is_floating_point():
+        raise TypeError(f"temperature: the policy {policy} must return a floating-point tensor, got {asked!r}")
+    try:
+        fits = torch.broadcast_shapes(asked.shape, rows) == rows
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
+            f"{tuple(asked.shape)}"
+        )
+    asked = asked.to(call.problem.q.device, call.problem.accumulator)
+    return asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
 
 
 def _run_fused(call: _Call):

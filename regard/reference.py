@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from regard import masks, normalizers, philox, statistics
 from regard.problem import Problem
 from regard.scores import resolve_scale, soft_cap
+from regard.temperature import Rows
 
 
 def normalize(scores: Tensor, normalizer="softmax", *, temperature=1.0, mask=None, theta=None) -> Tensor:
@@ -89,15 +90,19 @@ def attention(
     s = s if bias is None else s + bias
     visible = visible.expand(s.shape)
     s = s.masked_fill(~visible, 0.0)
-    if temperature is not None:
-        t = temperature
-        if callable(temperature):  # a policy: per query, from the visible keys and what it asks to be measured
-            measured = statistics.of_scores(s, visible, choice, first=first_query)
-            t = temperature(visible.sum(-1).to(s.dtype), lambda names: measured)[..., None]
-        s = s / (t.double() if isinstance(t, Tensor) else t)
     if sink is not None:
         sink = sink.reshape(-1, 1, 1) if sink.ndim == 1 else sink  # one per head
         sink = sink.expand(*s.shape[:-1], 1)
+    if temperature is not None:
+        t = temperature
+        if callable(
+            temperature
+        ):  # a policy: per query, from the visible keys, the queries, what it asks to be measured
+            measured = statistics.of_scores(s, visible, choice, sink=sink, first=first_query)
+            rows = Rows(q * scale if isinstance(scale, Tensor) else q, lambda names: measured)
+            t = temperature(visible.sum(-1).to(s.dtype), rows)[..., None]
+        s = s / (t.double() if isinstance(t, Tensor) else t)
+    if sink is not None:
         p = with_sink(choice, s, visible, sink)
     else:
         p = choice.reference(s, visible, choice.theta)

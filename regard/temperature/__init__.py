@@ -1,0 +1,24 @@
+"""Temperatures as policies: what `regard.attention(temperature=…)`, `regard.using` and `regard.nn` divide scores by.
+
+A policy is called with the number of visible keys per query, [B, H, M], and the call's `Rows`: calling those measures
+statistics of the rows with the temperature left at 1, and `rows.q` are the queries, [B, H, M, D]. It returns a positive
+tensor that broadcasts to [B, H, M]. A policy that needs neither offers `.value`, and nothing is counted for it.
+A function of the same two arguments is a policy too.
+
+>>> import regard, torch
+>>> q = k = v = torch.randn(1, 2, 5, 4)
+>>> policy = regard.temperature.SSMax(s=0.5)
+>>> policy(torch.tensor([[[100.0]]]), None)
+tensor([[[0.4343]]])
+>>> regard.attention(q, k, v, temperature=policy).shape
+torch.Size([1, 2, 5, 4])
+"""
+
+from regard.temperature.adaptive import Adaptive
+from regard.temperature.fixed import Fixed
+from regard.temperature.learned import Learned
+from regard.temperature.query_dependent import QueryDependent
+from regard.temperature.rows import Rows, visible_keys
+from regard.temperature.ssmax import SSMax
+
+__all__ = ["Adaptive", "Fixed", "Learned", "QueryDependent", "Rows", "SSMax", "visible_keys"]

@@ -1,0 +1,41 @@
+"""One temperature per head, learned."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class Learned(nn.Module):
+    """T_h = exp(θ_h): one learned temperature per head, always positive, begun at `begin`.
+
+    >>> import regard, torch
+    >>> policy = regard.temperature.Learned(heads=2)
+    >>> q = k = v = torch.randn(1, 2, 5, 4)
+    >>> regard.attention(q, k, v, temperature=policy).square().sum().backward()
+    >>> policy.log_temperature.grad.shape
+    torch.Size([2])
+
+    Under `regard.using`, hand its parameters to the optimizer yourself; in `regard.nn` they belong to the module.
+    """
+
+    def __init__(self, heads: int, begin: float = 1.0, *, device=None, dtype=None) -> None:
+        super().__init__()
+        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"heads must be an int ≥ 1, got {heads!r}")
+        if not 0 < begin < math.inf:
+            raise ValueError(f"begin must be a positive, finite number, got {begin!r}")
+        self.log_temperature = nn.Parameter(torch.full((heads,), math.log(begin), device=device, dtype=dtype))
+
+    @property
+    def value(self) -> Tensor:
+        """[H, 1, 1]: T per head, which broadcasts to (B, H, M, 1)."""
+        return self.log_temperature.exp()[:, None, None]
+
+    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+        return self.value[..., 0].to(visible_keys)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.log_temperature.numel()}"

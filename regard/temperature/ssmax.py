@@ -1,0 +1,47 @@
+"""Scalable softmax: rows of many keys stay as sharp as rows of few."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+SMALLEST = 1e-3  # of |s|: T stays finite and positive wherever an optimizer leads s
+
+
+class SSMax(nn.Module):
+    """T = 1 / (s·log n) for a row of n visible keys: scalable softmax (arXiv 2501.19399).
+
+    One key at +3 among keys at −2 keeps its weight from n = 10 to n = 10 000, where softmax leaves it 0.0146:
+
+    >>> import regard, torch
+    >>> for n in (10, 10_000):
+    ...     z = torch.full((n,), -2.0).index_fill(0, torch.tensor(0), 3.0)
+    ...     t = regard.temperature.SSMax(0.43)(torch.tensor(float(n)), None)
+    ...     print(f"{regard.softmax(z)[0]:.4f} {regard.softmax(z, temperature=t)[0]:.4f}")
+    0.9428 0.9401
+    0.0146 1.0000
+
+    Args:
+        s: a number, or a tensor with one entry per head.
+        learn: make s a parameter; its absolute value counts, so that T stays positive.
+
+    n = 1 is treated as 2, where s·log n would be 0 and the row is one-hot anyway.
+    """
+
+    def __init__(self, s: float | Tensor = 0.43, learn: bool = False) -> None:
+        super().__init__()
+        value = torch.as_tensor(s, dtype=torch.float32)
+        if value.ndim > 1 or not bool(((value > 0) & value.isfinite()).all()):
+            raise ValueError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
+        if learn:
+            self.s = nn.Parameter(value.clone())
+        else:
+            self.register_buffer("s", value, persistent=False)
+
+    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+        s = self.s.to(visible_keys).abs().clamp_min(SMALLEST)
+        s = s if s.ndim == 0 else s[:, None]
+        return 1.0 / (s * torch.log(visible_keys.clamp_min(2.0)))
+
+    def extra_repr(self) -> str:
+        return f"s={[round(x, 4) for x in self.s.flatten().tolist()]}, learn={isinstance(self.s, nn.Parameter)}"

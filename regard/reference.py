@@ -97,7 +97,7 @@ def attention(
         t = temperature
         if callable(
             temperature
-        ):  # a policy: per query, from the visible keys, the queries, what it asks to be measured
+        ):  # a policy: from the visible keys, the queries, what it asks to be measured
             measured = statistics.of_scores(s, visible, choice, sink=sink, first=first_query)
             rows = Rows(q * scale if isinstance(scale, Tensor) else q, lambda names: measured)
             t = temperature(visible.sum(-1).to(s.dtype), rows)[..., None]

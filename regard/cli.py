@@ -40,6 +40,7 @@ COMMANDS = {
     "examine": Command("regard.health.commands.examine", "look into every attention head of a model", "hf"),
     "compare": Command("regard.health.commands.compare", "two reports side by side", "report"),
     "lab": Command("regard.lab.command", "put the claims about attention to the test", "lab"),
+    "lab train": Command("regard.lab.training.command", "train models that answer what arithmetic cannot", "lab"),
     "explore": Command("regard.lab.explorer.command", "turn the knobs of attention in the browser", "lab"),
     "bench": Command("regard.bench", "rows and attention against torch, on this machine"),
     "list": Command("regard.listing", "the normalisers: formula, sum, sparsity, paper"),
@@ -85,6 +86,8 @@ def dispatch(argv: list[str]) -> int:
         print(f"regard {regard.__version__}")
         return 0
     name, *rest = argv
+    if " ".join(argv[:2]) in offered:  # a command of two words
+        name, rest = " ".join(argv[:2]), argv[2:]
     if name not in offered:
         near = difflib.get_close_matches(name, offered, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(offered)}"
@@ -105,6 +108,6 @@ def dispatch(argv: list[str]) -> int:
 
 
 def overview(offered: dict[str, Command]) -> str:
-    lines = [f"  {name:9}{command.help}" for name, command in offered.items()]
+    lines = [f"  {name:11}{command.help}" for name, command in offered.items()]
     usage = "usage: regard COMMAND [options]     (regard COMMAND --help tells its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])

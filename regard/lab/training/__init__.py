@@ -1,0 +1,11 @@
+"""Training experiments: what the notes ask and only training answers.
+
+>>> from regard.lab import training
+>>> training.get("scale").question
+'What does the scale of the scores do to loss, entropy and gradient gain over training, by d_k?'
+"""
+
+from regard.lab.training.experiment import Experiment, Preset, Setting, Trial, get, names
+from regard.lab.training.results import shipped
+
+__all__ = ["Experiment", "Preset", "Setting", "Trial", "get", "names", "shipped"]

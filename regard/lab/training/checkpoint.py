@@ -1,0 +1,71 @@
+"""All that a run needs to go on, in one safetensors file: weights, optimizer, random state, step, history.
+
+The file appears whole or not at all: it is written beside its place and then moved there.
+
+>>> import tempfile, pathlib
+>>> from regard.lab.training import checkpoint
+>>> layer = torch.nn.Linear(2, 2)
+>>> optimizer = torch.optim.AdamW(layer.parameters())
+>>> path = pathlib.Path(tempfile.mkdtemp(), "run.safetensors")
+>>> checkpoint.save(path, layer, optimizer, {"step": 7})
+>>> checkpoint.load(path, layer, optimizer)
+{'step': 7}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: dict) -> None:
+    """`notes` is what JSON can hold: the step, the history so far."""
+    from safetensors.torch import save_file
+
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
+    tensors["random.cpu"] = torch.get_rng_state()
+    if any(value.is_cuda for value in tensors.values()):
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    whole = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+    written_whole(path, lambda beside: save_file(whole, beside, metadata={"notes": json.dumps(notes)}))
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Put everything back and return the notes."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        notes = json.loads(file.metadata()["notes"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    model.load_state_dict(_below("model", tensors))
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in _below("optimizer", tensors).items():
+        index, _, key = name.partition(".")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+    return notes
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}
+
+
+def written_whole(path: Path, write) -> None:
+    """`write(beside)` makes a file beside `path`, which then takes its place in one move."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,114 @@
+"""regard lab train [EXPERIMENT …]: train models that answer what arithmetic cannot; resumable, with intervals."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from regard.lab.training.experiment import experiments
+from regard.table import Table
+
+
+def arguments(parser) -> None:
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="which to run; without, they are listed")
+    parser.add_argument("--preset", choices=("small", "full"), default="small", help="minutes on a CPU, or on a GPU")
+    parser.add_argument("--data", metavar="PATH", type=Path, help="text file, or folder of a parallel corpus")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one for full, else cpu)")
+    parser.add_argument("--seeds", type=int, help="runs per variant, at least 3 (default: the preset's)")
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", default=(), help="these variants alone")
+    parser.add_argument("--workers", type=int, default=1, help="processes that train at the same time (default 1)")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="checkpoints, records, results")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def main(options) -> int:
+    known = experiments()
+    if not options.experiments:
+        listing().show()
+        return 0
+    _check(options, known)
+    from regard.lab.training.loop import write
+    from regard.lab.training.session import train
+
+    results = []
+    for name in options.experiments:
+        device = options.device or _device(options.preset)
+        result = train(
+            name, options.preset, options.out, options.data, device, options.seeds, options.only, options.workers,
+            command=_command(name, options),
+        )  # fmt: skip
+        folder = options.out / name / options.preset
+        write(folder / "result.json", result)
+        for figure, drawn in known[name].figures(result).items():
+            (folder / f"{name}-{figure}.svg").write_text(drawn.svg(420, 260), encoding="utf-8")
+        results.append(result)
+        if not options.json:
+            table(result).show()
+            print(f"{folder / 'result.json'}, and figures beside it")
+    if options.json:
+        print(json.dumps(results, ensure_ascii=False, indent=2))
+    return 0
+
+
+def listing() -> Table:
+    rows = [[name, str(len(e.variants)), e.question] for name, e in experiments().items()]
+    return Table(["experiment", "variants", "question"], rows, numbers=["variants"])
+
+
+def table(result: dict) -> Table:
+    """One row per variant: the headline metric with its interval, runs that diverged, two readings where they exist."""
+    shown = [result["metric"]]
+    first = next(iter(result["summary"].values()))
+    shown += [name for name in ("loss", "bleu", "accuracy", "entropy_ratio", "gradient_gain", "max_logit")
+              if name in first and name not in shown]  # fmt: skip
+    rows = []
+    for variant, told in result["summary"].items():
+        cells = [_cell(told.get(name)) for name in shown]
+        rows.append([variant, *cells, f"{told['diverged']} of {told['runs']}"])
+    names = [shown[0] + f" [{result['how']['level']:.0%}]", *shown[1:]]
+    return Table(["variant", *names, "diverged"], rows)
+
+
+def _cell(estimate: dict | None) -> str:
+    if estimate is None:
+        return ""
+    low, high = estimate["low"], estimate["high"]
+    return f"{estimate['mean']:.4g}" + ("" if low is None else f" [{low:.4g}, {high:.4g}]")
+
+
+def _check(options, known: dict) -> None:
+    for name in options.experiments:
+        if name not in known:
+            options.fail(f"experiment {name!r} is unknown; experiments: {', '.join(known)}")
+        for variant in options.only:
+            if variant not in known[name].variants:
+                options.fail(f"--only {variant!r}: {name} has the variants {', '.join(known[name].variants)}")
+    if options.seeds is not None and options.seeds < 3:
+        options.fail(f"--seeds must be at least 3, or no interval means anything; got {options.seeds}")
+    if options.workers < 1:
+        options.fail(f"--workers must be at least 1, got {options.workers}")
+    if options.data is not None and not options.data.exists():
+        options.fail(f"--data {options.data} does not exist")
+    if options.device is not None and options.device.split(":")[0] not in ("cpu", "cuda"):
+        options.fail(f"--device must be cpu or cuda, got {options.device!r}")
+    if options.out.exists() and not options.out.is_dir():
+        options.fail(f"--out {options.out} is a file; give a folder")
+
+
+def _device(preset: str) -> str:
+    import torch
+
+    return "cuda" if preset == "full" and torch.cuda.is_available() else "cpu"
+
+
+def _command(name: str, options) -> str:
+    """The line that repeats this result; of --data only the name, as its place is this machine's."""
+    words = ["regard", "lab", "train", name, "--preset", options.preset]
+    if options.data is not None:
+        words += ["--data", options.data.name]
+    if options.seeds is not None:
+        words += ["--seeds", str(options.seeds)]
+    if options.only:
+        words += ["--only", *options.only]
+    return shlex.join(words)

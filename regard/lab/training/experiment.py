@@ -1,0 +1,166 @@
+"""The contract of a training experiment: one file in `experiments/` that defines `experiment = Experiment(…)`.
+
+    run    = one variant × one seed: `make(setting)` → a `Trial`, trained for `preset.steps` steps
+    record = what a run leaves: its history of evaluations, its last one, whether and where it diverged
+    result = all records of an experiment, and per variant a t-interval over the seeds
+
+An experiment says what varies, how one model is made from it, and how large it is; the loop, checkpoints, resuming,
+results and progress are the framework's. The whole of a file, but for its figures (`experiments/scale.py` is one):
+
+    experiment = Experiment(
+        name="scale",                                  # the file's name, - for _
+        question="What does the scale do to loss and entropy?",
+        variants={"none": {"attention": {"score": "dot"}}, "sqrt": {"attention": {"score": "scaled_dot"}}},
+        make=lambda setting: LanguageTrial(setting),   # setting.options = preset.sizes, then the variant's
+        presets={
+            "small": Preset(steps=60, every=20, sizes={"width": 64}, learner="sqrt", learns={"loss": 2.0}),
+            "full": Preset(steps=1500, every=100, sizes={"width": 256}),
+        },
+        figures=figures,                               # results (a dict, see results.py) → name → Figure
+    )
+
+>>> from regard.lab import training
+>>> training.get("scale").presets["small"].seeds
+3
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from regard.lab.figure import Figure
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one run is made of. `options` are the preset's sizes, overridden by the variant's own."""
+
+    options: Mapping[str, Any]
+    seed: int
+    data: Path | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def generator(self, step: int) -> torch.Generator:
+        """Random numbers of a step: they depend on the seed and the step only, so that a resumed run sees the same
+        batches, and every variant of one seed too."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+
+
+class Trial:
+    """One model in training. A subclass makes `model` and says what a batch, its loss and an evaluation are.
+
+    All weights are drawn in its constructor, from torch's global generator, which the loop has seeded.
+    """
+
+    model: nn.Module
+    rate: float = 2e-3  # the highest learning rate
+    clip: float | None = 1.0  # of the gradient's norm
+
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """The tensors of a training step, on the model's device. Draw them from `setting.generator(step)`."""
+        raise NotImplementedError
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """A scalar. On CUDA it is captured in a graph: no `.item()`, no branch on a tensor's value."""
+        raise NotImplementedError
+
+    def evaluate(self) -> dict[str, float]:
+        """name → number, every `preset.every` steps and at the end; under `model.eval()` and no_grad."""
+        raise NotImplementedError
+
+    def finish(self) -> dict[str, Any]:
+        """More about the trained model, once, after the last step: numbers, or anything JSON can hold."""
+        return {}
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        on_cuda = next(self.model.parameters()).is_cuda
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=self.rate, betas=(0.9, 0.98), weight_decay=0.01, capturable=on_cuda
+        )
+
+    def schedule(self, step: int, steps: int) -> float:
+        """The learning rate's factor at a step: a short warm-up, then half a cosine."""
+        return min(1.0, (step + 1) / min(50, steps / 10)) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+    def after_step(self) -> None:
+        """After every optimizer step, such as a clip of the weights."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """How long and how large. `learns`: what the variant `learner` must end below (metric → bound); tested."""
+
+    steps: int
+    every: int
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 3
+    learner: str = ""
+    learns: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.every <= self.steps:
+            raise ValueError(f"every must lie in [1, steps], got {self.every} of {self.steps} steps")
+        if self.seeds < 3:
+            raise ValueError(f"seeds must be at least 3, or no interval means anything; got {self.seeds}")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What varies, how a run is made of it, how large it is, and what is drawn of the results."""
+
+    name: str
+    question: str
+    variants: Mapping[str, Mapping[str, Any]]
+    make: Callable[[Setting], Trial]
+    presets: Mapping[str, Preset]
+    figures: Callable[[dict], Mapping[str, Figure]]
+    metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives
+
+    def __post_init__(self) -> None:
+        if not {"small", "full"} <= set(self.presets):
+            raise ValueError(f"presets of {self.name!r} must hold 'small' and 'full', got {list(self.presets)}")
+        small = self.presets["small"]
+        if small.learner not in self.variants or not small.learns:
+            raise ValueError(f"preset 'small' of {self.name!r} must name a learner, one of {list(self.variants)}, and "
+                             f"what it learns; got {small.learner!r} and {dict(small.learns)}")  # fmt: skip
+
+    def setting(self, preset: str, variant: str, seed: int, data: Path | None, device: torch.device) -> Setting:
+        return Setting({**self.presets[preset].sizes, **self.variants[variant]}, seed, data, device)
+
+
+@cache
+def experiments() -> dict[str, Experiment]:
+    """name → experiment, for every file of `experiments/`."""
+    found = {}
+    for path in sorted((Path(__file__).parent / "experiments").glob("[!_]*.py")):
+        module = importlib.import_module(f"regard.lab.training.experiments.{path.stem}")
+        experiment, name = getattr(module, "experiment", None), path.stem.replace("_", "-")
+        if not isinstance(experiment, Experiment) or experiment.name != name:
+            raise ValueError(f"{path.name} must define `experiment = Experiment(name={name!r}, …)`")
+        found[name] = experiment
+    return found
+
+
+def names() -> list[str]:
+    """The names of all experiments."""
+    return list(experiments())
+
+
+def get(name: str) -> Experiment:
+    """An experiment by its name."""
+    if name not in experiments():
+        near = difflib.get_close_matches(name, names(), n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
+        raise ValueError(f"experiment {name!r} is unknown; {hint}")
+    return experiments()[name]

@@ -1,0 +1,143 @@
+"""One run: train, evaluate every so many steps, save, and go on from where a killed run stood.
+
+A run's files are `VARIANT-seedN.safetensors` (where it stands) and `VARIANT-seedN.json` (its record, once it is over).
+On the CPU a resumed run ends with the same bits as one that was never stopped. A run whose loss stops being finite is
+recorded as diverged at that step, and ends there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.lab.training import checkpoint
+from regard.lab.training.experiment import Experiment, Trial
+from regard.lab.training.step import Step
+
+Tick = Callable[[int, float], None]  # step, loss
+
+
+def run(
+    experiment: Experiment,
+    preset: str,
+    variant: str,
+    seed: int,
+    folder: Path,
+    data: Path | None = None,
+    device: str = "cpu",
+    tick: Tick = lambda step, loss: None,
+) -> dict:
+    """The record of one run, trained now, gone on with, or read if it is over."""
+    place = torch.device(device)
+    plan, setting = experiment.presets[preset], experiment.setting(preset, variant, seed, data, place)
+    identity = dict(
+        experiment=experiment.name,
+        preset=preset,
+        variant=variant,
+        seed=seed,
+        steps=plan.steps,
+        options=json.loads(json.dumps(dict(setting.options))),
+        data=fingerprint(data),
+        device=place.type,
+    )
+    over, state = folder / f"{variant}-seed{seed}.json", folder / f"{variant}-seed{seed}.safetensors"
+    if over.exists():
+        record = json.loads(over.read_text(encoding="utf-8"))
+        _must_be(identity, record, over)
+        return record
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        torch.manual_seed(seed)
+        trial = experiment.make(setting)
+        optimizer = trial.optimizer()
+        history, start, spent = [], 0, 0.0
+        if state.exists():
+            notes = checkpoint.load(state, trial.model, optimizer)
+            _must_be(identity, notes["identity"], state)
+            history, start, spent = notes["history"], notes["step"], notes["seconds"]
+        else:
+            history.append({"step": 0, **evaluation(trial)})
+        began = time.perf_counter() - spent
+        step, bad = Step(trial, optimizer, plan.steps), None
+        for done in range(start, plan.steps):
+            step(done)
+            if (done + 1) % plan.every and done + 1 < plan.steps:
+                continue
+            bad = step.first_bad()
+            if bad is not None:
+                break
+            history.append({"step": done + 1, **evaluation(trial)})
+            bad = None if math.isfinite(history[-1].get("loss", 0.0)) else done + 1
+            if bad is not None:
+                break
+            tick(done + 1, step.last_loss())
+            notes = dict(identity=identity, step=done + 1, history=history, seconds=time.perf_counter() - began)
+            checkpoint.save(state, trial.model, optimizer, notes)
+        record = dict(
+            **identity,
+            diverged=bad is not None,
+            diverged_at=bad,
+            parameters=sum(p.numel() for p in trial.model.parameters()),
+            seconds=round(time.perf_counter() - began, 2),
+            history=[rounded(entry) for entry in history],
+            final=None if bad is not None else rounded({**history[-1], **finish(trial)}),
+        )
+    write(over, record)
+    return record
+
+
+def evaluation(trial: Trial) -> dict[str, float]:
+    trial.model.eval()
+    with torch.no_grad():
+        numbers = trial.evaluate()
+    trial.model.train()
+    return numbers
+
+
+def finish(trial: Trial) -> dict[str, Any]:
+    trial.model.eval()
+    with torch.no_grad():
+        return trial.finish()
+
+
+def write(path: Path, content: dict) -> None:
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    checkpoint.written_whole(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+
+
+def rounded(x: Any) -> Any:
+    """Five digits, and null for what is not finite."""
+    if isinstance(x, dict):
+        return {name: rounded(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [rounded(value) for value in x]
+    if isinstance(x, float):
+        return float(f"{x:.5g}") if math.isfinite(x) else None
+    return x
+
+
+@cache
+def fingerprint(data: Path | None) -> str:
+    """The name of the data and the digest of its bytes; a folder's are those of its files in order."""
+    if data is None:
+        return "built-in"
+    digest = hashlib.sha256()
+    for path in sorted(data.iterdir()) if data.is_dir() else [data]:
+        digest.update(path.read_bytes())
+    return f"{data.name} {digest.hexdigest()[:12]}"
+
+
+def _must_be(identity: dict, found: dict, path: Path) -> None:
+    for name, value in identity.items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{path} is of another run: its {name} is {found.get(name)!r}, not {value!r}; remove it or choose "
+                "another --out"
+            )

@@ -1,0 +1,119 @@
+"""From records to results: per variant the mean over its seeds and its t-interval, and how many runs diverged.
+
+A result is what JSON holds: `{"experiment", "preset", "question", "metric", "how", "records": […], "summary":
+{variant: {"runs", "diverged", metric: {"mean", "low", "high", "n"}}}}`. Diverged runs count as diverged; the means
+are over the others, and say over how many.
+
+>>> from regard.lab.training.results import interval
+>>> low, high = interval([1.0, 2.0, 3.0])
+>>> round(low, 3), round(high, 3)
+(-0.484, 4.484)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import regard
+from regard.lab.training.experiment import Experiment
+from regard.lab.training.loop import rounded
+
+LEVEL = 0.95
+SHIPPED = Path(__file__).parent / "results"
+
+
+def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """mean ± t·s/√n; the whole line for fewer than two values."""
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return -math.inf, math.inf
+    middle = statistics.fmean(values)
+    half = float(t.ppf((1 + level) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return middle - half, middle + half
+
+
+def collect(experiment: Experiment, preset: str, records: Sequence[dict], command: str = "") -> dict:
+    """The result of all records of one experiment."""
+    device = "cpu"
+    if any(record["device"] == "cuda" for record in records):
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cuda"
+    how = dict(
+        command=command,
+        device=device,
+        data=records[0]["data"] if records else "",
+        level=LEVEL,
+        regard=regard.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+    )
+    variants = [name for name in experiment.variants if any(r["variant"] == name for r in records)]
+    return dict(
+        experiment=experiment.name,
+        preset=preset,
+        question=experiment.question,
+        metric=experiment.metric,
+        how=how,
+        summary={name: summary([r for r in records if r["variant"] == name]) for name in variants},
+        records=list(records),
+    )
+
+
+def summary(records: Sequence[dict]) -> dict[str, Any]:
+    """Of one variant: {"runs", "diverged", "parameters", metric: {"mean", "low", "high", "n"}, …}."""
+    whole = [record for record in records if not record["diverged"]]
+    told: dict[str, Any] = dict(
+        runs=len(records), diverged=len(records) - len(whole), parameters=records[0]["parameters"]
+    )
+    names = [name for name, value in (whole[0]["final"] if whole else {}).items() if isinstance(value, int | float)]
+    for name in names:
+        values = [r["final"][name] for r in whole if r["final"].get(name) is not None]
+        if name != "step" and values:
+            low, high = interval(values)
+            told[name] = rounded(dict(mean=statistics.fmean(values), low=low, high=high, n=len(values)))
+    return told
+
+
+def finals(result: dict, variant: str, metric: str | None = None) -> dict[int, float]:
+    """seed → the last value of a metric, of the runs that did not diverge."""
+    metric = metric or result["metric"]
+    chosen = [r for r in result["records"] if r["variant"] == variant and not r["diverged"]]
+    return {r["seed"]: r["final"][metric] for r in chosen if r["final"].get(metric) is not None}
+
+
+def paired(result: dict, variant: str, other: str, metric: str | None = None) -> list[float]:
+    """variant − other, seed by seed: the same batches on both sides."""
+    a, b = finals(result, variant, metric), finals(result, other, metric)
+    return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
+
+
+def course(result: dict, variant: str, metric: str) -> tuple[list[int], list[float], list[float], list[float]]:
+    """(steps, low, mean, high) of a metric over training, as a figure of bands takes it: the range over the seeds."""
+    by_step: dict[int, list[float]] = {}
+    for record in result["records"]:
+        if record["variant"] == variant:
+            for entry in record["history"]:
+                if entry.get(metric) is not None:
+                    by_step.setdefault(entry["step"], []).append(entry[metric])
+    steps = sorted(by_step)
+    columns = [(min(v), statistics.fmean(v), max(v)) for v in map(by_step.get, steps)]
+    low, middle, high = (list(column) for column in zip(*columns, strict=True)) if columns else ([], [], [])
+    return steps, low, middle, high
+
+
+@cache
+def shipped(name: str) -> dict:
+    """The result of the full preset that this version ships."""
+    path = SHIPPED / f"{name}.json"
+    if not path.exists():
+        raise ValueError(f"experiment {name!r} has no shipped result; run `regard lab train {name} --preset full`")
+    return json.loads(path.read_text(encoding="utf-8"))

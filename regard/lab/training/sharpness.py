@@ -1,0 +1,54 @@
+"""Numbers that say how sharp a model attends: means over layers, heads and rows of `regard.attention`'s statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from regard.statistics import Statistics
+
+WANTED = (
+    "visible_keys",
+    "max_logit",
+    "mass",
+    "entropy",
+    "max_weight",
+    "support",
+    "distance",
+    "first_key_mass",
+    "gradient_gain",
+)
+BY_HEAD = ("entropy_ratio", "max_weight", "distance", "first_key_mass", "gradient_gain")
+
+
+def readings(layers: Sequence[Statistics]) -> dict[str, float]:
+    """Of rows that see two keys or more: a row of one key is sharp whatever the model does.
+
+    entropy_ratio is entropy / ln n, support_share the part of the keys with weight, max_logit the largest of all.
+    """
+    heads = [by_head(stats) for stats in layers]
+    means = {name: sum(float(head[name].mean()) for head in heads) / len(heads) for name in heads[0]}
+    means["max_logit"] = max(float(stats.max_logit.max()) for stats in layers)
+    return means
+
+
+def by_head(stats: Statistics) -> dict[str, Tensor]:
+    """name → [H], means over batch and rows."""
+    n = stats.visible_keys  # [B, H, L]
+    rows = n > 1
+    values = {name: stats[name] for name in ("entropy", "max_weight", "mass", "distance", "first_key_mass")}
+    values["gradient_gain"] = stats.gradient_gain
+    values["entropy_ratio"] = stats.entropy / n.clamp_min(2).log()
+    values["support_share"] = stats.support / n.clamp_min(1)
+    count = rows.sum((0, 2))
+    return {name: (value * rows).sum((0, 2)) / count for name, value in values.items()}
+
+
+def head_table(layers: Sequence[Statistics]) -> list[list[dict[str, float]]]:
+    """[layer][head] → its readings, for records."""
+    tables = []
+    for stats in layers:
+        heads = by_head(stats)
+        tables.append([{name: float(heads[name][h]) for name in BY_HEAD} for h in range(len(heads["entropy"]))])
+    return tables

@@ -1,0 +1,81 @@
+"""One optimizer step. On CUDA the step is captured once as a graph and replayed: a small model is all launches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.lab.training.experiment import Trial
+
+EAGER = 3  # steps before the capture, which must not meet anything for the first time
+
+
+class Step:
+    """`step(i)` trains on batch i: loss, gradient, clip, optimizer, `after_step`. Losses stay on the device."""
+
+    def __init__(self, trial: Trial, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self.trial, self.optimizer, self.steps = trial, optimizer, steps
+        self.device = next(trial.model.parameters()).device
+        self.loss = torch.zeros((), device=self.device)
+        self.bad = torch.full((), -1, dtype=torch.int64, device=self.device)
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        if self.device.type == "cuda":
+            for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = torch.tensor(float(rate), device=self.device)  # the graph reads it where it stands
+            self.stream = torch.cuda.Stream()
+            torch.backends.cuda.matmul.allow_tf32 = True
+        self.eager = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, step: int) -> None:
+        factor = self.trial.schedule(step, self.steps)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(float(rate) * factor)
+            else:
+                group["lr"] = rate * factor
+        batch = self.trial.batch(step)
+        if self.device.type == "cuda":
+            self._on_cuda(batch)
+        else:
+            self._train(batch)
+        self.trial.after_step()
+        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(self.loss), step, self.bad))
+
+    def first_bad(self) -> int | None:
+        """The first step whose loss was not finite."""
+        bad = int(self.bad)
+        return None if bad < 0 else bad
+
+    def last_loss(self) -> float:
+        return float(self.loss)
+
+    def _train(self, batch: tuple[Tensor, ...]) -> None:
+        loss = self.trial.loss(batch)
+        self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
+        loss.backward()
+        if self.trial.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.trial.model.parameters(), self.trial.clip)
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+
+    def _on_cuda(self, batch: tuple[Tensor, ...]) -> None:
+        if self.eager < EAGER:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self._train(batch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.eager += 1
+            return
+        if self.graph is None:
+            self.inputs = tuple(torch.empty_like(x) for x in batch)
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            for into, x in zip(self.inputs, batch, strict=True):
+                into.copy_(x)
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self._train(self.inputs)
+        for into, x in zip(self.inputs, batch, strict=True):
+            into.copy_(x)
+        self.graph.replay()

@@ -1,0 +1,61 @@
+"""Text for character models: a file (`--data`), or made-up sentences that need no file.
+
+The made-up text has what a language model can learn step by step: letters, words, an order of words, and names that
+come back some sixty characters later, which only attention can carry over.
+
+>>> from regard.lab.training import text
+>>> print(text.made(1, seed=0), end="")
+the merry singer of renby helped the tired clerk of wenby near the market. renby called the singer, wenby the clerk.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from regard.health.tiny import encode
+
+KINDS = ("baker", "miller", "sailor", "weaver", "painter", "shepherd", "singer", "clerk")
+MANNERS = ("old", "young", "quiet", "merry", "tired", "proud")
+VERBS = ("met", "heard", "saw", "helped", "followed")
+PLACES = ("mill", "harbour", "market", "bridge", "old gate")
+STARTS = ("ren", "tar", "mil", "sel", "bro", "hal", "wen", "dor", "cal", "fen")
+ENDS = ("wick", "ly", "ham", "stow", "by", "ford", "mere", "don")
+
+
+def made(sentences: int, seed: int = 0) -> str:
+    """Sentences of a small grammar, each with two towns that it names twice."""
+    chance = random.Random(seed)
+
+    def person():
+        return chance.choice(MANNERS), chance.choice(KINDS), chance.choice(STARTS) + chance.choice(ENDS)
+
+    lines = []
+    for _ in range(sentences):
+        (manner, kind, town), (other_manner, other_kind, other_town) = person(), person()
+        verb, place = chance.choice(VERBS), chance.choice(PLACES)
+        lines.append(
+            f"the {manner} {kind} of {town} {verb} the {other_manner} {other_kind} of {other_town} near the {place}. "
+            f"{town} called the {kind}, {other_town} the {other_kind}.\n"
+        )
+    return "".join(lines)
+
+
+@cache
+def halves(data: Path | None) -> tuple[Tensor, Tensor]:
+    """Character ids to train on and to validate on: the first 90 % and the rest."""
+    whole = made(4000) if data is None else data.read_text(encoding="utf-8")
+    ids = encode(whole)
+    if len(ids) < 4096:
+        raise ValueError(f"--data {data} has {len(ids)} characters, too few to train on; give 4096 or more")
+    return ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
+
+
+def windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """[count, length + 1]: pieces of the text that begin anywhere; inputs and, one further, targets."""
+    starts = torch.randint(len(ids) - length - 1, (count, 1), generator=generator)
+    return ids[(starts + torch.arange(length + 1)).to(ids.device)]

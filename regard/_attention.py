@@ -177,7 +177,7 @@ class _Call:
         if attn_mask is not None:
             shaped = _check_mask(attn_mask, lead, batch, heads, queries, keys, q)
             bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
-        left, right = _check_window(window)
+        left, right = check_window(window)
         number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
         if softcap is not None and not (number and 0 < softcap < math.inf):
             raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
@@ -316,7 +316,7 @@ def _check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, outer[-1], *inner)
 
 
-def _check_window(window) -> tuple[int | None, int | None]:
+def check_window(window) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:

@@ -1,5 +1,7 @@
 """regard.nn.MultiheadAttention: torch's own output, four scores, a cache, and weights that outlive the normaliser."""
 
+import copy
+
 import pytest
 import torch
 
@@ -79,21 +81,101 @@ def test_a_cache_continues_the_sequence(score):
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
 
 
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+@pytest.mark.parametrize("window", [None, (2, None), (1, 0), (None, 0)])
+def test_a_cache_keeps_window_mask_and_lengths_in_place(score, window):
+    layer = MultiheadAttention(8, 2, kv_heads=1, score=score).double().eval()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    mask = torch.rand(2, 1, 9, 9) > 0.2
+    mask |= torch.eye(9, dtype=torch.bool)
+    seen = mask & regard.masks.window(9, left=None if window is None else window[0], right=0)
+    seen &= regard.masks.padding([9, 8], 9)[:, None, None]
+    whole = layer(x, attn_mask=seen)
+    _, cache = layer(x[:, :6], cache=True)
+    options = dict(is_causal=True, window=window, key_lengths=torch.tensor([9, 8]))
+    last, _ = layer(x[:, 6:], attn_mask=mask[:, :, 6:], cache=cache, **options)
+    assert torch.allclose(last, whole[:, 6:], atol=1e-10)
+    assert torch.allclose(layer(x, attn_mask=mask, **options), whole, atol=1e-10)
+
+
 def test_additive_blocks_are_the_whole(monkeypatch):
     layer = MultiheadAttention(8, 2, score="additive")
     x = torch.randn(1, 9, 8)
     mask = torch.randn(9, 9)
     whole = layer(x, attn_mask=mask, key_lengths=torch.tensor([6]))
-    monkeypatch.setattr(regard.nn, "BLOCK", 2)
+    monkeypatch.setattr(regard.nn.additive, "BLOCK", 2)
     assert torch.allclose(layer(x, attn_mask=mask, key_lengths=torch.tensor([6])), whole, atol=1e-6)
 
 
-def test_sink_softcap_dropout_and_policies():
+@pytest.mark.parametrize("policy", [2.0, "learned", regard.temperature.SSMax(), regard.temperature.Adaptive()])
+def test_additive_takes_every_option(policy):
+    layer = MultiheadAttention(8, 2, score="additive", temperature=policy, softcap=1.5, sink=True).double()
+    torch.nn.init.normal_(layer.sink)
+    x = torch.randn(2, 6, 8, dtype=torch.float64)
+    out, stats = layer(x, is_causal=True, return_stats=True)
+    q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    s = (layer.additive[:, None, None] * torch.tanh(q[:, :, :, None] + k[:, :, None])).sum(-1)
+    s = 1.5 * torch.tanh(s / 1.5)
+    seen = regard.masks.causal(6).expand(s.shape)
+    if policy == 2.0:
+        s = s / 2.0
+    elif isinstance(policy, regard.temperature.SSMax):
+        s = s * 0.43 * torch.arange(1.0, 7.0).clamp_min(2).log().double()[:, None]
+    elif isinstance(policy, regard.temperature.Adaptive):
+        entropy = regard.statistics.of_scores(s, seen, "softmax")["entropy"]
+        s = s / policy(None, lambda names: dict(entropy=entropy))[..., None]
+    top = s.masked_fill(~seen, -torch.inf)
+    z = top.exp().sum(-1, keepdim=True) + layer.sink.exp()[:, None, None]
+    want = layer.out_proj((top.exp() / z @ v).transpose(1, 2).flatten(2))
+    assert torch.allclose(out, want, atol=1e-10)
+    assert torch.allclose(stats.mass, (top.exp() / z).sum(-1), atol=1e-10)
+    out.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+POLICIES = {
+    "learned": lambda: "learned",
+    "ssmax": lambda: regard.temperature.SSMax(torch.tensor([0.3, 0.6]), learn=True),
+    "adaptive": regard.temperature.Adaptive,
+    "query": lambda: regard.temperature.QueryDependent(2, 4),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("score", regard.nn.SCORES)
+def test_policies_learn_inside_every_score(policy, score):
+    layer = MultiheadAttention(8, 2, score=score, sink=True, softcap=5.0, temperature=POLICIES[policy]())
     x = torch.randn(2, 5, 8)
-    layer = MultiheadAttention(8, 2, sink=True, softcap=5.0, dropout=0.5, temperature=regard.temperature.SSMax())
-    layer(x).sum().backward()
-    assert layer.sink.grad is not None
+    layer(x, is_causal=True).square().sum().backward()
+    missing = [name for name, p in layer.named_parameters() if p.grad is None or not p.grad.any()]
+    assert missing in ([], ["k_proj.bias"])  # a key's bias moves a row of dot products as a whole
+    other = MultiheadAttention(8, 2, score=score, sink=True, normalizer="softmax1", temperature=POLICIES[policy]())
+    assert other.load_state_dict(layer.state_dict()).missing_keys == []
+
+
+def test_dropout_is_for_training():
+    x = torch.randn(2, 5, 8)
+    layer = MultiheadAttention(8, 2, dropout=0.5)
+    assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), layer(x))
+
+
+def test_copies_and_files_do_not_carry_activations(tmp_path):
+    layer = MultiheadAttention(8, 2)
+    layer(torch.randn(2, 5, 8))
+    torch.save(layer, tmp_path / "layer.pt")
+    for other in (copy.deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
+        assert other._last is None and torch.equal(other.q_proj.weight, layer.q_proj.weight)
+
+
+def test_weights_that_do_not_fit_are_refused():
+    theirs = torch.nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    with pytest.raises(ValueError, match="add_bias_kv"):
+        MultiheadAttention.from_torch(theirs)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2), kv_heads=1)
+    with pytest.raises(TypeError, match="Linear"):
+        MultiheadAttention.from_torch(torch.nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -101,12 +183,42 @@ def test_sink_softcap_dropout_and_policies():
     [
         (dict(score="dotty"), "score"),
         (dict(num_heads=3), "num_heads"),
+        (dict(num_heads=2.0), "num_heads"),
+        (dict(embed_dim=0), "embed_dim"),
         (dict(kv_heads=4), "kv_heads"),
+        (dict(kdim=-1), "kdim"),
         (dict(normalizer="sofmax"), "softmax"),
         (dict(temperature="warm"), "temperature"),
-        (dict(score="additive", sink=True), "additive"),
+        (dict(temperature=0.0), "positive"),
+        (dict(temperature=torch.ones(2)), "temperature"),
+        (dict(softcap=-1.0), "softcap"),
+        (dict(dropout=1.0), "dropout"),
+        (dict(sink=True, normalizer="entmax15"), "sink"),
     ],
 )
 def test_nonsense_is_named(options, word):
     with pytest.raises(ValueError, match=word):
-        MultiheadAttention(8, **{"num_heads": 2, **options})
+        MultiheadAttention(**{"embed_dim": 8, "num_heads": 2, **options})
+
+
+X = torch.zeros(2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "word"),
+    [
+        (lambda layer: layer(X[0]), ValueError, r"query must have shape \(B, L, 8\), got \(5, 8\)"),
+        (lambda layer: layer(X[..., :6]), ValueError, "query"),
+        (lambda layer: layer(X, X[..., :6]), ValueError, r"key must have shape \(B, L, 8\)"),
+        (lambda layer: layer(X, X[:1]), ValueError, "batch of query"),
+        (lambda layer: layer(X, X, X[:, :3]), ValueError, "same length"),
+        (lambda layer: layer("x"), TypeError, "query"),
+        (lambda layer: layer(X, cache="old"), TypeError, "cache"),
+        (lambda layer: layer(X, cache=Cache(X, X)), ValueError, r"cache.k must have shape \(2, 2, N, 4\)"),
+        (lambda layer: layer(X, window=(-1, 0)), ValueError, "window"),
+        (lambda layer: layer(X, return_stats="entropie"), ValueError, "entropy"),
+    ],
+)
+def test_a_bad_call_is_named(call, error, word):
+    with pytest.raises(error, match=word):
+        call(MultiheadAttention(8, 2))

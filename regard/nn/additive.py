@@ -1,0 +1,99 @@
+"""Additive scores, s_ij = w·tanh(q_i + k_j): no product to hide in, so a block of queries at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from regard import statistics
+from regard._normalize import normalize
+from regard.masks import dense
+from regard.scores import soft_cap
+from regard.temperature import Rows
+
+BLOCK = 64  # queries scored at once
+
+
+def attention(
+    q: Tensor,  # [B, H, M, D]
+    k: Tensor,  # [B, G, N, D]
+    v: Tensor,  # [B, G, N, E]
+    w: Tensor,  # [H, D]
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    dropout_p: float = 0.0,
+    normalizer: str = "softmax",
+    temperature: float | Tensor | Callable | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    wanted: tuple[str, ...] = (),
+) -> tuple[Tensor, statistics.Statistics]:
+    """p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), o_i = Σ_j p_ij·v_j; blocks are recomputed in backward.
+
+    >>> import torch
+    >>> from regard.nn.additive import attention
+    >>> q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    >>> out, stats = attention(q, k, v, torch.ones(2, 4), is_causal=True, wanted=("support",))
+    >>> stats.support[0, 0]
+    tensor([1., 2., 3., 4., 5.])
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    visible = dense(
+        q.shape[2], k.shape[2], is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device
+    )
+    visible, bias = _with_mask(visible, attn_mask)
+    if visible is not None:  # what no query sees cannot leak, not even as NaN
+        unseen = ~visible.any(-2)[..., None]
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+
+    def block(q, k, v, visible, bias, first):
+        s = soft_cap(torch.einsum("hd,bhmnd->bhmn", w, torch.tanh(q[:, :, :, None] + k[:, :, None])), softcap)
+        s = s if bias is None else s + bias
+        shown = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
+        column = None if sink is None else sink[:, None, None].to(s.dtype).expand(*s.shape[:-1], 1)
+
+        def measure(names):
+            return statistics.of_scores(s, shown, normalizer, sink=column, first=first)
+
+        t = temperature
+        if callable(t) and not isinstance(t, Tensor):
+            t = t(shown.sum(-1).to(s.dtype), Rows(q, measure))[..., None]
+        s = s if t is None else s / t
+        stats = {}
+        if wanted:
+            every = statistics.of_scores(s.detach(), shown, normalizer, sink=column, first=first)
+            stats = {name: every[name] for name in wanted}
+        if column is None:
+            p = normalize(s, normalizer, mask=visible)
+        else:  # one more key, without a value
+            joined = torch.cat([s, column], -1), torch.cat([shown, torch.ones_like(column, dtype=torch.bool)], -1)
+            p = normalize(joined[0], normalizer, mask=joined[1])[..., :-1]
+        return F.dropout(p, dropout_p) @ v, stats
+
+    parts = []
+    for first in range(0, q.shape[2], BLOCK):
+        rows = slice(first, first + BLOCK)
+        cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
+        parts.append(checkpoint(block, q[:, :, rows], k, v, *cut, first, use_reentrant=False))
+    out = torch.cat([o for o, _ in parts], 2) if parts else torch.zeros_like(q)
+    stats = {name: torch.cat([stats[name] for _, stats in parts], 2) for name in wanted if parts}
+    return out, statistics.Statistics(stats)
+
+
+def _with_mask(visible: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(who sees whom, bias) once attn_mask, bool or additive, has joined the intervals."""
+    if mask is None:
+        return visible, None
+    if mask.dtype == torch.bool:
+        return (mask if visible is None else visible & mask), None
+    shown = mask != -math.inf
+    return (shown if visible is None else visible & shown), mask.masked_fill(~shown, 0.0)

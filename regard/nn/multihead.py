@@ -1,0 +1,293 @@
+"""The module itself: projections, the choice of score, a cache, torch's weights."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regard import normalizers, statistics
+from regard._attention import attention
+from regard.nn import additive
+from regard.nn.order import Order
+from regard.temperature import Fixed, Learned
+
+SCORES = ("scaled_dot", "dot", "additive", "cosine")
+
+
+class Cache(NamedTuple):
+    """The keys and values seen so far, [B, G, N, D] and [B, G, N, E]."""
+
+    k: Tensor
+    v: Tensor
+
+
+class MultiheadAttention(nn.Module):
+    """out = W_o · concat_h attention(W_q x, W_k y, W_v y), batch first: (B, L, embed_dim) → (B, L, embed_dim).
+
+    >>> import regard, torch
+    >>> layer = regard.nn.MultiheadAttention(16, num_heads=4, normalizer="entmax15")
+    >>> x = torch.randn(2, 5, 16)
+    >>> out, stats = layer(x, is_causal=True, return_stats=("support",))
+    >>> out.shape, stats.support.shape
+    (torch.Size([2, 5, 16]), torch.Size([2, 4, 5]))
+
+    Args:
+        embed_dim, num_heads: as in torch; `kv_heads` < num_heads groups queries over shared keys and values.
+        score: "scaled_dot" q·k/√d, "dot" q·k, "additive" w·tanh(q + k), or "cosine" g·q̂·k̂ with unit vectors
+            (QK-norm) and a learned gain g per head, begun at √d.
+        normalizer: any name of `regard.normalizers`. It holds no weights: a state dict survives a change of it.
+        temperature: None, a number, "learned" (one per head, begun at 1) or a policy of `regard.temperature`, whose
+            parameters then belong to the module.
+        softcap: c in c·tanh(x/c). sink: True adds a learned logit per head to softmax's denominator.
+        dropout: on the weights, in training only. kdim, vdim, bias: as in torch's `nn.MultiheadAttention`.
+
+    `load_state_dict` also reads the weights of a torch `nn.MultiheadAttention` of the same sizes, and
+    `MultiheadAttention.from_torch(module)` makes a copy that gives the same output.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kv_heads: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        score: str = "scaled_dot",
+        normalizer: str = "softmax",
+        temperature=None,
+        softcap: float | None = None,
+        sink: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if kv_heads is None else kv_heads
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
+        _check_options(score, normalizer, dropout, softcap, sink)
+        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
+        self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
+        self.dropout, self.softcap = dropout, softcap
+        place = dict(device=device, dtype=dtype)
+        inner = kv_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **place)
+        self.k_proj = nn.Linear(kdim or embed_dim, inner, bias, **place)
+        self.v_proj = nn.Linear(vdim or embed_dim, inner, bias, **place)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **place)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            nn.init.xavier_uniform_(projection.weight)
+        if bias:
+            for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+                nn.init.zeros_(projection.bias)
+        if score == "cosine":
+            self.gain = nn.Parameter(torch.full((num_heads,), math.sqrt(self.head_dim), **place))
+        if score == "additive":
+            self.additive = nn.Parameter(torch.randn(num_heads, self.head_dim, **place) / math.sqrt(self.head_dim))
+        self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
+        self.temperature = _temperature(temperature, num_heads, place)
+        self._last: tuple | None = None
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention, **options) -> MultiheadAttention:
+        """A copy of a torch `nn.MultiheadAttention` that gives the same output (batch first).
+
+        Its `key_padding_mask` (True = hidden) is `attn_mask=~key_padding_mask[:, None, None]` here
+        """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("add_bias_kv and add_zero_attn have no counterpart here; use a module without them")
+        weight = module.out_proj.weight
+        ours = cls(
+            module.embed_dim,
+            module.num_heads,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            bias=module.in_proj_bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+            **{"dropout": module.dropout, **options},
+        )
+        loaded = ours.load_state_dict(module.state_dict(), strict=False)
+        projections = [name for name in loaded.missing_keys if "_proj" in name]
+        if projections or loaded.unexpected_keys:
+            raise ValueError(f"weights do not fit: missing {projections}, unexpected {loaded.unexpected_keys}")
+        return ours.train(module.training)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Torch's names for the same weights: in_proj_weight stacks q, k, v."""
+        for kind in ("weight", "bias"):
+            stacked = state_dict.pop(f"{prefix}in_proj_{kind}", None)
+            if stacked is not None:
+                for name, part in zip("qkv", stacked.chunk(3), strict=True):
+                    state_dict[f"{prefix}{name}_proj.{kind}"] = part
+        for name in "qkv":
+            separate = state_dict.pop(f"{prefix}{name}_proj_weight", None)
+            if separate is not None:
+                state_dict[f"{prefix}{name}_proj.weight"] = separate
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        attn_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        cache: Cache | bool | None = None,
+        return_stats: bool | str | tuple[str, ...] = False,
+    ):
+        """(B, Lq, embed_dim) → out, then the statistics if asked for, then the grown cache if one was given.
+
+        `cache=True` begins one, a `Cache` continues it: the new keys follow the old, and with `is_causal` or `window`
+        query i stands behind all cached keys, which `attn_mask` and `key_lengths` count too. `key` defaults to query
+        (self-attention), `value` to key. `is_causal` and `attn_mask` may go together. The statistic `distance` counts
+        queries from 0, cache or not.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        self._check_inputs(query, key, value)
+        q = self._heads(self.q_proj(query), self.num_heads)
+        k = self._heads(self.k_proj(key), self.kv_heads)
+        v = self._heads(self.v_proj(value), self.kv_heads)
+        past = 0
+        if cache is not None and not isinstance(cache, bool):
+            cache = self._check_cache(cache, k)
+            past = cache.k.shape[2]
+            k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
+        order = Order.of(k.shape[2], past, is_causal, window, attn_mask, key_lengths)
+        wanted = statistics.resolve(return_stats)
+        run = self._additive if self.score == "additive" else self._product
+        out, stats = run(q, order.keys(k), order.keys(v), wanted, order.options)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        result = [out]
+        if wanted:
+            result.append(stats)
+        if cache is not None and cache is not False:
+            result.append(Cache(k, v))
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _product(self, q, k, v, wanted, options):
+        scale = {"scaled_dot": None, "dot": "none"}.get(self.score)
+        if self.score == "cosine":
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            scale = self.gain
+        self._remember(q, k, scale, options)
+        result = attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=scale,
+            enable_gqa=self.kv_heads != self.num_heads,
+            normalizer=self.normalizer,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            sink=self.sink,
+            return_stats=wanted,
+            **options,
+        )
+        return result if wanted else (result, None)
+
+    def _additive(self, q, k, v, wanted, options):
+        temperature = self.temperature
+        dropout = self.dropout if self.training else 0.0
+        if dropout and wanted:
+            raise ValueError("return_stats with dropout in training is undefined; measure in evaluation mode")
+        return additive.attention(
+            q,
+            k,
+            v,
+            self.additive,
+            dropout_p=dropout,
+            normalizer=self.normalizer,
+            temperature=getattr(temperature, "value", temperature),
+            softcap=self.softcap,
+            sink=self.sink,
+            wanted=wanted,
+            **options,
+        )
+
+    def _remember(self, q, k, scale, options) -> None:
+        """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them."""
+        if torch.compiler.is_compiling():
+            return
+        watched = self.training and torch.is_grad_enabled() and self.score != "cosine"
+        self._last = (q.detach(), k.detach(), scale, options) if watched else None
+
+    def __getstate__(self):
+        return {**self.__dict__, "_last": None}
+
+    def _check_inputs(self, query, key, value) -> None:
+        widths = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
+        for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.ndim != 3 or x.shape[-1] != width:
+                raise ValueError(f"{name} must have shape (B, L, {width}), got {tuple(x.shape)}")
+            if x.shape[0] != query.shape[0]:
+                raise ValueError(f"{name} must have the batch of query ({query.shape[0]}), got {x.shape[0]}")
+        if key.shape[1] != value.shape[1]:
+            raise ValueError(f"key and value must have the same length, got {key.shape[1]} and {value.shape[1]}")
+
+    def _check_cache(self, cache, k: Tensor) -> Cache:
+        if not (isinstance(cache, tuple) and len(cache) == 2 and all(isinstance(x, Tensor) for x in cache)):
+            raise TypeError(f"cache must be True, None or the Cache that the last call returned, got {cache!r}")
+        want = (k.shape[0], self.kv_heads, "N", self.head_dim)
+        for name, x in zip("kv", cache, strict=True):
+            if x.ndim != 4 or (x.shape[0], x.shape[1], "N", x.shape[3]) != want:
+                shape = f"({', '.join(map(str, want))})"
+                raise ValueError(f"cache.{name} must have shape {shape}, got {tuple(x.shape)}")
+        return Cache(*cache)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, kv_heads={self.kv_heads}, score={self.score}, normalizer={self.normalizer}"
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is None and name in ("kdim", "vdim"):
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
+    if sizes["embed_dim"] % sizes["num_heads"]:
+        raise ValueError(f"embed_dim ({sizes['embed_dim']}) must be a multiple of num_heads ({sizes['num_heads']})")
+    if sizes["num_heads"] % sizes["kv_heads"]:
+        raise ValueError(f"num_heads ({sizes['num_heads']}) must be a multiple of kv_heads ({sizes['kv_heads']})")
+
+
+def _check_options(score, normalizer, dropout, softcap, sink) -> None:
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
+    if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
+    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if softcap is not None and not (number and 0 < softcap < math.inf):
+        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    choice = normalizers.get(normalizer)
+    if sink and (choice.family != "ratio" or not choice.exponential):
+        raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
+
+
+def _temperature(temperature, heads: int, place: dict):
+    """None, a number or a policy; "learned" is one."""
+    if temperature is None or (callable(temperature) and not isinstance(temperature, Tensor)):
+        return temperature
+    if isinstance(temperature, str) and temperature == "learned":
+        return Learned(heads, **place)
+    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+        raise ValueError(f"temperature must be None, a number, 'learned' or a policy, got {temperature!r}")
+    return Fixed(temperature).value

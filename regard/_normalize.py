@@ -389,7 +389,7 @@ def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend
     column = None
     if theta is not None:
         column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(_ops.accumulator(z.dtype))
-    return _ops.rows(flat, mask, column, choice.spec, scale, backend)[0].reshape(z.shape)
+    return _ops.rows_weights(flat, mask, column, choice.spec, scale, backend).reshape(z.shape)
 
 
 def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> Tensor:

@@ -6,6 +6,6 @@ known shapes. `rows` maps a matrix of scores to weights; `attention` is the fuse
 
 from regard._ops.attention_ops import attention, attention_backward
 from regard._ops.backends import accumulator
-from regard._ops.row_ops import rows, rows_backward
+from regard._ops.row_ops import rows, rows_backward, rows_weights
 
-__all__ = ["accumulator", "attention", "attention_backward", "rows", "rows_backward"]
+__all__ = ["accumulator", "attention", "attention_backward", "rows", "rows_backward", "rows_weights"]

@@ -76,6 +76,18 @@ def _rows_backward(ctx, dp, dstate):
 rows.register_autograd(_rows_backward, setup_context=_rows_setup)
 
 
+def rows_weights(s: Tensor, mask, theta, normalizer: str, scale: float, backend: str) -> Tensor:
+    """The op's p, without the dispatcher where nothing records or rewrites the call: it costs more than a short row."""
+    recorded = torch.is_grad_enabled() and (s.requires_grad or (theta is not None and theta.requires_grad))
+    watched = recorded or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    plain = type(s) is Tensor and s.device.type in ("cpu", "cuda")
+    if watched or not plain or torch._C._functorch.peek_interpreter_stack() is not None:
+        return rows(s, mask, theta, normalizer, scale, backend)[0]
+    module = backend_module(ROWS, backend)
+    with torch.no_grad():
+        return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)[0]
+
+
 def differentiable_vjp(dp, saved, state, mask, theta, normalizer: str, scale: float) -> Tensor:
     """scale·(a·dp − b·δ) in plain torch, for the gradient of the gradient."""
     choice = normalizers.get(normalizer)

@@ -79,11 +79,11 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
         for lane in range(SIDE):
             tau[lane] = -1.0
             known[lane] = UNKNOWN
-        words.side_moments(x, n, tau, sums)
+        words.side_moments(x, n, tau, tile.order, sums)
         for _ in range(STEPS):
             if not side_step(tau, sums, known):
                 break
-            words.side_moments(x, n, tau, sums)
+            words.side_moments(x, n, tau, tile.order, sums)
         for lane in range(min(SIDE, last - block)):
             i = block + lane
             if not (words.abs(top[lane]) < INF):

@@ -74,17 +74,35 @@ def compress_index(typing, x, start, bound, out, count):
 SIDE = 16  # rows side by side in the two words below
 
 
-def _side_by_side(context, builder, kind, x, n, totals, step):
-    """Fold step(totals, entry) over the n entries of SIDE interleaved rows; the totals stay in registers."""
+UNROLL = 4  # chains of dependent additions that run beside each other
+
+
+def _side_by_side(context, builder, kind, x, n, totals, step, join):
+    """Fold step(totals, entry) over the n entries of SIDE interleaved rows; the totals stay in registers.
+
+    Every UNROLL-th entry goes to the same totals; `join` makes one of two.
+    """
     vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
     data = context.make_array(kind)(context, builder, x).data
-    places = [cgutils.alloca_once_value(builder, total) for total in totals]
-    with cgutils.for_range(builder, n) as loop:
-        entry = builder.gep(data, [builder.mul(loop.index, ir.Constant(n.type, SIDE))])
+    chains = [[cgutils.alloca_once_value(builder, total) for total in totals] for _ in range(UNROLL)]
+
+    def take(places, index):
+        entry = builder.gep(data, [builder.mul(index, ir.Constant(n.type, SIDE))])
         entry = builder.load(builder.bitcast(entry, vector.as_pointer()), align=4)
         for place, total in zip(places, step([builder.load(place) for place in places], entry), strict=True):
             builder.store(total, place)
-    return [builder.load(place) for place in places]
+
+    unroll = ir.Constant(n.type, UNROLL)
+    whole = builder.mul(builder.sdiv(n, unroll), unroll)
+    with cgutils.for_range_slice(builder, ir.Constant(n.type, 0), whole, unroll) as (index, _):
+        for k, places in enumerate(chains):
+            take(places, builder.add(index, ir.Constant(n.type, k)))
+    with cgutils.for_range_slice(builder, whole, n, ir.Constant(n.type, 1)) as (index, _):
+        take(chains[0], index)
+    found = [[builder.load(place) for place in places] for places in chains]
+    while len(found) > 1:
+        found = [join(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
 
 
 def _lanes(context, builder, kind, array, row):
@@ -151,7 +169,10 @@ def side_maximum(typing, x, n, out):
         def step(totals, entry):
             return [_vector_call(builder, "llvm.maximum", x.dtype, [totals[0], entry])]
 
-        (top,) = _side_by_side(context, builder, x, args[0], args[1], [low], step)
+        def join(a, b):
+            return step(a, b[0])
+
+        (top,) = _side_by_side(context, builder, x, args[0], args[1], [low], step, join)
         builder.store(top, _lanes(context, builder, out, args[2], 0), align=4)
         return context.get_dummy_value()
 
@@ -159,8 +180,10 @@ def side_maximum(typing, x, n, out):
 
 
 @intrinsic
-def side_moments(typing, x, n, tau, out):
-    """out[k·SIDE + l] ← Σ_j tᵏ for k = 0, 1, 2 over the t = x[j·SIDE + l] − tau[l] that are positive."""
+def side_moments(typing, x, n, tau, order, out):
+    """out[k·SIDE + l] ← Σ_j tᵏ for k = 0 … order over t = x[j·SIDE + l] − tau[l] > 0; order: 1 or 2, a literal."""
+    if not isinstance(order, types.IntegerLiteral):
+        return None
 
     def build(context, builder, signature, args):
         vector = ir.VectorType(context.get_value_type(x.dtype), SIDE)
@@ -171,12 +194,17 @@ def side_moments(typing, x, n, tau, out):
             t = builder.fsub(entry, level)
             above = builder.fcmp_ordered(">", t, zero)
             t = builder.select(above, t, zero)
-            square = _vector_call(builder, "llvm.fma", x.dtype, [t, t, totals[2]])
-            return [builder.fadd(totals[0], builder.select(above, one, zero)), builder.fadd(totals[1], t), square]
+            more = [builder.fadd(totals[0], builder.select(above, one, zero)), builder.fadd(totals[1], t)]
+            if order.literal_value == 2:
+                more.append(_vector_call(builder, "llvm.fma", x.dtype, [t, t, totals[2]]))
+            return more
 
-        totals = _side_by_side(context, builder, x, args[0], args[1], [zero] * 3, step)
+        def join(a, b):
+            return [builder.fadd(left, right) for left, right in zip(a, b, strict=True)]
+
+        totals = _side_by_side(context, builder, x, args[0], args[1], [zero] * (order.literal_value + 1), step, join)
         for row, total in enumerate(totals):
-            builder.store(total, _lanes(context, builder, out, args[3], row), align=4)
+            builder.store(total, _lanes(context, builder, out, args[4], row), align=4)
         return context.get_dummy_value()
 
-    return types.void(x, types.intp, tau, out), build
+    return types.void(x, types.intp, tau, order, out), build

@@ -210,10 +210,12 @@ def _drop(blocks: Blocks, block: Block, s: Tensor) -> None:
     """Dropout of weights, or of their gradients, by the words of `regard.philox`."""
     problem = blocks.problem
     if problem.dropout_p > 0.0:
-        base = (block.b * blocks.heads + block.h0) * blocks.queries
+        queries = blocks.queries if problem.queries is None else problem.queries  # of the whole sequence
+        base = (block.b * blocks.heads + block.h0) * queries
         seed = np.uint64(int(problem.seed) & 0xFFFFFFFFFFFFFFFF)
         bound, factor = np.uint64(philox.threshold(problem.dropout_p)), 1.0 / (1.0 - problem.dropout_p)
-        place = block.i0, block.queries, block.j0, base, blocks.queries
+        query, key = blocks.start
+        place = block.i0 + query, block.queries, block.j0 + key, base, queries
         kernels.drop(problem.accumulator)(block.flat(s), *place, seed, bound, factor)
 
 

@@ -99,8 +99,12 @@ class Blocks:
         left, right = problem.reach
         self.left = FAR if left is None else left
         self.right = FAR if right is None else right
-        lengths = [self.n] * self.batch if problem.key_lengths is None else problem.key_lengths.tolist()
-        self.limits = [min(max(int(length), 0), self.n) for length in lengths]
+        self.start = problem.first_query, problem.first_key
+        self.shift = problem.first_query - problem.first_key  # query i stands where key i + shift stands
+        ends = [self.n] * self.batch
+        if problem.key_lengths is not None:
+            ends = [int(length) - problem.first_key for length in problem.key_lengths.tolist()]
+        self.limits = [min(max(end, 0), self.n) for end in ends]
         self.width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most
         rows = max(scores // self.width, min(ROWS, 4 * scores // self.width), FEWEST)
         if self.width < self.n:
@@ -138,8 +142,8 @@ class Blocks:
     def of(self, task: Task) -> Iterator[Block]:
         for i0 in reversed(range(task.i0, task.i1, self.step)):
             i1 = min(i0 + self.step, task.i1)
-            j0 = max(0, i0 - self.left)
-            j1 = max(j0, min(self.limits[task.b], i1 + self.right))
+            j0 = min(max(0, i0 + self.shift - self.left), self.n)
+            j1 = max(j0, min(self.limits[task.b], i1 + self.shift + self.right))
             yield Block(task, self.share, i0, i1, j0, j1)
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
@@ -154,8 +158,9 @@ class Blocks:
         _cores.each(self.tasks, in_order, 1 if size < SMALL else None)
 
     def geometry(self, block: Block) -> tuple[int, ...]:
-        """What a row kernel needs to know which keys each of its rows sees."""
-        return block.i0, block.queries, block.j0, self.left, self.right, self.limits[block.b]
+        """What a row kernel needs to know which keys each of its rows sees, in positions of the whole sequence."""
+        query, key = self.start
+        return block.i0 + query, block.queries, block.j0 + key, self.left, self.right, self.limits[block.b] + key
 
     def wide(self, x: Tensor, block: Block) -> Tensor:
         """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's type."""
@@ -187,7 +192,7 @@ class Blocks:
         seen = torch.zeros(task.g1 - task.g0, len(places), dtype=torch.bool)
         heads = slice(task.g0 * self.share, task.g1 * self.share)
         for i0 in range(0, self.queries, step):
-            i = torch.arange(i0, min(i0 + step, self.queries))[:, None]
+            i = self.shift + torch.arange(i0, min(i0 + step, self.queries))[:, None]
             reached = (places >= i - self.left) & (places <= i + self.right) & (places < self.limits[task.b])
             here = task.b, heads, slice(i0, i0 + step)
             if problem.mask is not None:

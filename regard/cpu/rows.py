@@ -27,6 +27,7 @@ from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, LEAST = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
 _HALF = (torch.bfloat16, torch.float16)
+_NO_MASK = torch.empty(0, dtype=torch.bool).numpy()
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
 
 
@@ -98,13 +99,18 @@ def _theta(choice: Choice, theta: Tensor | None, state: Tensor):
     """(numbers, step): row i has numbers[i·step]."""
     if theta is not None:
         return _array(theta.to(state.dtype)), 1
-    return _array(torch.tensor([choice.theta or 0.0], dtype=state.dtype)), 0
+    return _number(choice.theta or 0.0, state.dtype), 0
+
+
+@functools.lru_cache(maxsize=256)
+def _number(value: float, dtype: torch.dtype):
+    return _array(torch.tensor([value], dtype=dtype))
 
 
 def _mask(mask: Tensor | None, s: Tensor):
     """(entries, step, masked): row i sees entries[i·step:][:N], a flat view wherever the columns lie side by side."""
     if mask is None:
-        return _array(torch.empty(0, dtype=torch.bool)), 0, False
+        return _NO_MASK, 0, False
     rows, columns = s.shape
     if columns > 1 and mask.stride(1) != 1:
         mask = mask.contiguous()

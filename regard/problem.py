@@ -36,6 +36,9 @@ class Problem:
     dropout_p: float = 0.0
     seed: Tensor | None = None  # [1] int64, on q's device
     stats: tuple[str, ...] = ()  # names, in the order of statistics.NAMES
+    first_query: int = 0  # where q and k begin in the whole sequence, if they are pieces of it: causal order, window,
+    first_key: int = 0  # key_lengths, distance and dropout count positions there
+    queries: int | None = None  # of the whole sequence; None: q is whole
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

@@ -213,7 +213,12 @@ def test_many_threads_at_once_and_pieces_of_any_size():
     assert torch.equal(torch.cat([rows.forward(part, choice)[0] for part in s[0].split(37)]), alone[0])
 
 
-def test_over_rows_covers_every_row_once_and_passes_errors_on():
+@pytest.mark.parametrize("threads", ["OpenMP team", "pool"])
+def test_over_rows_covers_every_row_once_and_passes_errors_on(threads, monkeypatch):
+    if threads == "pool":
+        monkeypatch.setattr(_threads, "_openmp", lambda: None)
+    elif _threads._openmp() is None:
+        pytest.skip("no OpenMP library is loaded")
     seen = torch.zeros(1001, dtype=torch.int64)
 
     def count(first, last):
@@ -223,6 +228,8 @@ def test_over_rows_covers_every_row_once_and_passes_errors_on():
     assert (seen == 1).all()
     with pytest.raises(ZeroDivisionError):
         _threads.over_rows(lambda first, last: 1 // 0, 1001, cost=1e6)
+    _threads.over_rows(lambda first, last: _threads.over_rows(count, 1001, cost=1e6), 2, cost=1e6)  # from inside
+    assert (seen == 3).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -219,10 +220,11 @@ def test_over_rows_covers_every_row_once_and_passes_errors_on(threads, monkeypat
         monkeypatch.setattr(_threads, "_openmp", lambda: None)
     elif _threads._openmp() is None:
         pytest.skip("no OpenMP library is loaded")
-    seen = torch.zeros(1001, dtype=torch.int64)
+    seen, lock = torch.zeros(1001, dtype=torch.int64), threading.Lock()
 
     def count(first, last):
-        seen[first:last] += 1
+        with lock:
+            seen[first:last] += 1
 
     _threads.over_rows(count, 1001, cost=1e6, piece=13)
     assert (seen == 1).all()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.health import intercept, measure
+from regard.health import faithful, intercept, measure
 from regard.health.examination import examine
 
 
@@ -166,7 +166,7 @@ def test_long_rows_are_checked_on_samples_and_go_on_rebuilt(monkeypatch):
     module, x = Own(is_causal=True), torch.randn(1, 40, 12)
     whole = examine(module, [x])
     monkeypatch.setattr(measure, "WHOLE", 16)
-    monkeypatch.setattr(measure, "SAMPLED", 8)
+    monkeypatch.setattr(faithful, "SAMPLED", 8)
     seen = []
     module.register_forward_hook(lambda module, inputs, output: seen.append(output))
     sampled = examine(module, [x])

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.health.aside import Aside
 from regard.health.call import Call, Rows
+from regard.health.faithful import difference, limit, sample, unfaithful
+from regard.health.predicted import predicted_variance
 from regard.health.readings import LayerReading
 from regard.health.what_if import WhatIf
-from regard.scores import resolve_scale
 
 WHOLE = 256  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
-SAMPLED = 64
-PREDICTED = 1024  # rows and keys whose norms are taken, at least
-# relative difference of one head's output, as the square root of the sums of squares
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-GPU_FLOAT32 = 5e-3  # products in TF32
 
 
 @dataclass
@@ -72,6 +69,7 @@ class Recorder:
         self.rows = Rows()
         self._uses: dict[str, int] = {}
         self._batch: dict[tuple[str, int], Sight] = {}
+        self._aside = Aside()
 
     def begin(self) -> None:
         """A new forward: uses count from 0, masks are new."""
@@ -83,11 +81,12 @@ class Recorder:
 
         It must where the model went on with a rebuilt output that was not its own: what came after saw something else.
         """
+        self._aside.join()
         sights, self._batch = self._batch, {}
         differences = _numbers([sight.apart for sight in sights.values()])
         wrong = False
         for (key, sight), apart in zip(sights.items(), differences, strict=True):
-            reason = _unfaithful(apart, sight.limit)
+            reason = unfaithful(apart, sight.limit)
             if reason is not None:
                 self.layers[key].give_up(reason)
                 wrong |= sight.sampled
@@ -113,53 +112,42 @@ class Recorder:
                 rows = self.rows.of(call, name)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._give_up(key, f"regard.attention cannot compute it: {error}", otherwise)
-        sight = self._sight(key, call)
-        if sight.reading.heads != call.q.shape[1]:
+        known = self._batch.get(key)
+        if known is not None and known.reading.heads != call.q.shape[1]:
             return self._give_up(key, "its number of heads changes from call to call", otherwise)
         long = call.sliceable and call.q.shape[2] > WHOLE
         sampled = long and call is whole and not call.dropout and not call.q.requires_grad
         output = None if sampled else otherwise()
         with torch.no_grad():
-            own = None if sampled else whole.own(None) if call.dropout else output
-            sight.apart = torch.maximum(sight.apart, self._difference(call, rebuilt, own, rows))
-            sight.sampled |= sampled
-            self._record(layer, sight, call, stats, rows)
+            at = sample(call.q) if sampled else None
+            part = rebuilt if at is None else rebuilt.index_select(2, at)
+            apart = None if sampled else difference(whole.own(None) if call.dropout else output, part, rows)
+            with self._aside(call.q.device, call, part, apart, stats, rows, at):  # not what the model may write to
+                if apart is None:
+                    apart = difference(call.own(at), part, None if rows is None else rows[:, at])
+                sight = self._sight(key, call)
+                sight.apart = torch.maximum(sight.apart, apart)
+                sight.sampled |= sampled
+                self._record(layer, sight, call, stats, rows)
         return rebuilt.to(call.q.dtype) if output is None else output
 
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
         if key not in self._batch:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
             layer.kind, layer.dtype = call.kind, call.q.dtype
-            on_gpu = (call.q.dtype, call.q.is_cuda) == (torch.float32, True)
-            limit = GPU_FLOAT32 if on_gpu else TOLERANCE[call.q.dtype]
-            self._batch[key] = Sight(LayerReading(heads, device), torch.zeros((), device=device), limit, False)
+            zero = torch.zeros((), device=device)
+            self._batch[key] = Sight(LayerReading(heads, device), zero, limit(call.q), False)
         return self._batch[key]
 
     def _measure(self, call: Call):
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
-    def _difference(self, call: Call, rebuilt: Tensor, own: Tensor | None, rows: Tensor | None) -> Tensor:
-        """The largest relative difference over heads, on the rows that count; `own` None: on a sample of them."""
-        if own is None:
-            queries = call.q.shape[2]
-            at = torch.linspace(0, queries - 1, SAMPLED, device=call.q.device).round().long()
-            own, rebuilt = call.own(at), rebuilt.index_select(2, at)
-            rows = None if rows is None else rows[:, at]
-        own, rebuilt = own[: len(rebuilt)].detach().float(), rebuilt.float()
-        if rows is not None:
-            hidden = ~rows[:, None, :, None]
-            own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)
-        size = own.square().sum((0, 2, 3)).sqrt()
-        apart = (own - rebuilt).square().sum((0, 2, 3)).sqrt()
-        return (apart / torch.where(size > 0, size, 1.0)).max() if own.numel() else apart.sum()
-
     def _record(self, layer: Layer, sight: Sight, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
         queries, keys = call.q.shape[2], call.k.shape[2]
         cached = queries < keys and bool(getattr(call.module, "is_causal", False))
         start = keys - queries if cached else 0
-        scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
-        sight.reading.update(stats, rows, predicted_variance(call, rows, scale), start)
+        sight.reading.update(stats, rows, predicted_variance(call, rows), start)
         for change in self.what_if:
             if change.name in layer.refused:
                 continue
@@ -182,34 +170,3 @@ def _numbers(tensors: list[Tensor]) -> list[float]:
     if len({x.device for x in tensors}) == 1:
         return torch.stack(tensors).tolist()
     return [x.item() for x in tensors]
-
-
-def _unfaithful(apart: float, limit: float) -> str | None:
-    """Why a relative difference is too large, None if it is not."""
-    if apart != apart:
-        return "its output is not finite"
-    if apart > limit:
-        return f"the output rebuilt from the weights differs by {apart:.2g} from the model's own (limit {limit:g})"
-    return None
-
-
-def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:
-    """scale²·E‖q‖²·E‖k − k̄‖²/d per head: the variance of the logits if no query knew of any key's direction."""
-    every_q, every_k = (max(1, x.shape[2] // PREDICTED) for x in (call.q, call.k))
-    seen = rows[:, ::every_k] if rows is not None and rows.shape[1] == call.k.shape[2] else None
-    rows = None if rows is None else rows[:, ::every_q]
-    q, k = call.q.detach()[:, :, ::every_q].float(), call.k.detach()[:, :, ::every_k].float()
-    norm = q.square().sum(-1)  # [B, H, M]
-    if rows is None:
-        q_norm = norm.mean((0, 2))
-    else:
-        q_norm = norm.masked_fill(~rows[:, None], 0.0).sum((0, 2)) / rows.sum().clamp_min(1)
-    if seen is not None:
-        weight = seen[:, None, :, None].float()
-        count = weight.sum(2, keepdim=True).clamp_min(1)
-        k = k - (k * weight).sum(2, keepdim=True) / count
-        k_norm = ((k * weight).square().sum((2, 3)) / count[..., 0, 0]).mean(0)
-    else:
-        k_norm = (k - k.mean(2, keepdim=True)).square().sum(-1).mean((0, 2))
-    k_norm = k_norm.repeat_interleave(q_norm.shape[0] // k_norm.shape[0])
-    return scale**2 * q_norm * k_norm / q.shape[-1]

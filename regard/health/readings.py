@@ -33,6 +33,8 @@ CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query'
 POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2²⁰
 FINGERPRINT = 3  # features per row that tell one head's distribution from another's
 COMPARED = 1024  # rows of a call that are compared, at least
+ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls")  # merge by adding
+WIDE = dict(dtype=torch.float64)
 LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 
 
@@ -101,27 +103,36 @@ class LayerReading:
     """The sums of one layer, [S, H] and [S, H, 512] on the device of its batches."""
 
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
-        rows = (len(NAMES), heads)
-        wide = dict(dtype=torch.float64, device=device)
         self.heads = heads
-        self.count = torch.zeros(rows, **wide)
-        self.mean = torch.zeros(rows, **wide)
-        self.square = torch.zeros(rows, **wide)  # Σ (x − mean)²
-        self.low = torch.full(rows, math.inf, **wide)
-        self.high = torch.full(rows, -math.inf, **wide)
-        self.histogram = torch.zeros((*rows, BINS), dtype=torch.int64, device=device)
-        self.curve = torch.zeros((len(CURVES), heads, POSITIONS), **wide)
-        self.curve_count = torch.zeros((len(CURVES), heads, POSITIONS), **wide)
-        self.products = torch.zeros((FINGERPRINT, heads, heads), **wide)  # Σ f_g·f_h over rows
-        self.totals = torch.zeros((FINGERPRINT, heads), **wide)
-        self.compared = torch.zeros((), **wide)  # rows behind products
-        self.predicted = torch.zeros(heads, **wide)  # Σ over calls of the logit variance that the norms predict
-        self.calls = 0
+        self._lay_out(torch.zeros(sum(math.prod(shape) for shape in _shapes(heads).values()), **WIDE, device=device))
+        self.low.fill_(math.inf)
+        self.high.fill_(-math.inf)
+        self.histogram = torch.zeros((len(NAMES), heads, BINS), dtype=torch.int64, device=device)
+
+    def _lay_out(self, flat: Tensor) -> None:
+        """Name the parts of the one tensor that holds every sum but the histogram, so that it travels at once."""
+        self.flat, start = flat, 0
+        for name, shape in _shapes(self.heads).items():
+            size = math.prod(shape)
+            setattr(self, name, flat[start : start + size].view(shape))
+            start += size
 
     def update(
         self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
     ):
         """Add statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
+        if stats["entropy"].is_cuda:
+            from regard.health import fused
+
+            fused.update(self, stats, rows, start)
+        else:
+            self._add(stats, rows, start)
+        if predicted is not None:
+            self.predicted += predicted
+            self.calls += 1 if rows is None else rows.any()
+        return self
+
+    def _add(self, stats: dict[str, Tensor], rows: Tensor | None, start: int) -> None:
         batch, _, queries = stats["entropy"].shape
         there = {**stats, **_derived(stats)}
         x = torch.stack([there[name] for name in NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
@@ -129,16 +140,11 @@ class LayerReading:
         if rows is not None:
             kept = rows.flatten().nonzero().squeeze(-1)
             x, position = x[..., kept], position[kept]
-        if not x.shape[-1]:
-            return self
-        self._sum(x)
-        self._count_bins(x)
-        self._follow(x, position)
-        self._compare(x[..., :: max(1, x.shape[-1] // COMPARED)])
-        if predicted is not None:
-            self.predicted += predicted.double()
-            self.calls += 1
-        return self
+        if x.shape[-1]:
+            self._sum(x)
+            self._count_bins(x)
+            self._follow(x, position)
+            self._compare(x[..., :: max(1, x.shape[-1] // COMPARED)])
 
     def _sum(self, x: Tensor) -> None:
         """Moments and extremes; the derived statistics over the rows that have them."""
@@ -156,15 +162,19 @@ class LayerReading:
         low[DERIVED] = part.nan_to_num(math.inf).amin(-1).double()
         high[DERIVED] = part.nan_to_num(-math.inf).amax(-1).double()
         self._moments(count, mean, variance * count)
-        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        self._extremes(low, high)
+
+    def _extremes(self, low: Tensor, high: Tensor) -> None:
+        torch.minimum(self.low, low, out=self.low)
+        torch.maximum(self.high, high, out=self.high)
 
     def _moments(self, count: Tensor, mean: Tensor, square: Tensor) -> None:
         total = self.count + count
         weight = count / total.clamp_min(1)
         gap = mean - self.mean
-        self.square = self.square + square + gap.square() * self.count * weight
-        self.mean = self.mean + gap * weight
-        self.count = total
+        self.square += square + gap.square() * self.count * weight
+        self.mean += gap * weight
+        self.count.copy_(total)
 
     def _count_bins(self, x: Tensor) -> None:
         at = bins.place(x)
@@ -196,16 +206,14 @@ class LayerReading:
         merged = LayerReading(self.heads, self.count.device)
         for part in (self, other):
             merged._moments(part.count, part.mean, part.square)
-        merged.low, merged.high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
-        for name in ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls"):
-            setattr(merged, name, getattr(self, name) + getattr(other, name))
+            merged._extremes(part.low, part.high)
+            for name in ADDED:
+                getattr(merged, name).add_(getattr(part, name))
         return merged
 
     def cpu(self) -> LayerReading:
-        moved = object.__new__(LayerReading)
-        for name, value in vars(self).items():
-            setattr(moved, name, value.cpu() if isinstance(value, Tensor) else value)
-        return moved
+        """The same on the CPU; itself if it is there."""
+        return fetched([self])[0] if self.flat.is_cuda else self
 
     def spread(self, name: str, head: int) -> Spread:
         return self.spreads()[head][name]
@@ -231,7 +239,7 @@ class LayerReading:
 
     def predicted_variance(self, head: int) -> float:
         """The logit variance that the norms of q and k predict for directions that know nothing of one another."""
-        return self.predicted[head].item() / self.calls if self.calls else math.nan
+        return (self.predicted[head] / self.calls).item()  # NaN where nothing was predicted
 
     def likeness(self) -> Tensor:
         """[H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
@@ -241,6 +249,44 @@ class LayerReading:
         mean = (varies[:, :, None] + varies[:, None, :]) / 2.0
         relative = apart.clamp_min(0.0) / mean.clamp_min(1e-12 * self.compared.clamp_min(1.0))
         return relative.amax(0)  # every feature must agree
+
+
+def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:
+    """The readings on the CPU, with one wait for each device they are on."""
+    parts = [(reading, _landing(reading.flat), _landing(reading.histogram)) for reading in readings]
+    for device in {reading.flat.device for reading in readings if reading.flat.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    moved = []
+    for reading, flat, histogram in parts:
+        there = object.__new__(LayerReading)
+        there.heads, there.histogram = reading.heads, histogram
+        there._lay_out(flat)
+        moved.append(there)
+    return moved
+
+
+def _landing(x: Tensor) -> Tensor:
+    """A tensor on the CPU that x is on its way to; x itself if it is there."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) if x.is_cuda else x
+
+
+def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
+    """What a reading holds beside its histogram."""
+    rows, places = (len(NAMES), heads), (len(CURVES), heads, POSITIONS)
+    return dict(
+        count=rows,
+        mean=rows,
+        square=rows,  # Σ (x − mean)²
+        low=rows,
+        high=rows,
+        curve=places,
+        curve_count=places,
+        products=(FINGERPRINT, heads, heads),  # Σ f_g·f_h over rows
+        totals=(FINGERPRINT, heads),
+        compared=(),  # rows behind products
+        predicted=(heads,),  # Σ over calls of the logit variance that the norms predict
+        calls=(),  # behind predicted
+    )
 
 
 def _derived(stats: dict[str, Tensor]) -> dict[str, Tensor]:

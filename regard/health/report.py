@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.health import files, measure
+from regard.health import faithful, files, measure
 from regard.health.findings import Finding
 from regard.health.heads import HeadReading
 from regard.health.measure import Layer
@@ -124,7 +124,7 @@ def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, second
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     checked = (
-        f"on {measure.SAMPLED} rows of each call"
+        f"on {faithful.SAMPLED} rows of each call"
         if any(layer.sampled for layer in measured)
         else "on every counted row"
     )

@@ -1,0 +1,47 @@
+"""Work that the model need not wait for: on a second stream of its GPU, beside what it does next."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Aside:
+    """`with aside(device, *what_is_read): …` runs the body's kernels beside the model; elsewhere it is a plain block.
+
+    What they read is kept until the model's own stream has been told to wait for them, at the next such block or at
+    `join`: only then may its memory be given to others. So no more than one block's tensors are held.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._running: dict[torch.device, tuple[torch.cuda.Event, Any]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, device: torch.device, *read: Any) -> Iterator[None]:
+        if device.type != "cuda":
+            yield
+            return
+        self._join(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        side.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            self._running[device] = side.record_event(), read
+
+    def join(self) -> None:
+        """From here on the models' streams see what was done aside."""
+        for device in list(self._running):
+            self._join(device)
+
+    def _join(self, device: torch.device) -> None:
+        if device in self._running:
+            event, _ = self._running.pop(device)
+            torch.cuda.current_stream(device).wait_event(event)

@@ -1,0 +1,46 @@
+"""Faithful or silent: how far the output rebuilt from the measured weights is from the model's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SAMPLED = 64  # rows of a long call on which the two are compared
+# relative difference of one head's output, as the square root of the sums of squares
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+GPU_FLOAT32 = 5e-3  # products in TF32
+
+
+def limit(q: Tensor) -> float:
+    """The relative difference from which on a layer is not measured."""
+    return GPU_FLOAT32 if (q.dtype, q.is_cuda) == (torch.float32, True) else TOLERANCE[q.dtype]
+
+
+def sample(q: Tensor) -> Tensor:
+    """64 rows spread over a long call."""
+    return torch.linspace(0, q.shape[2] - 1, SAMPLED, device=q.device).round().long()
+
+
+def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
+    """The largest ‖own − rebuilt‖/‖own‖ over heads, both [B, H, M, E], on the rows [B, M] that count."""
+    own = own[: len(rebuilt)].detach()
+    if own.is_cuda and 0 < own.shape[2] <= SAMPLED:
+        from regard.health import fused_call
+
+        return fused_call.difference(own, rebuilt, rows).max()
+    own, rebuilt = own.float(), rebuilt.float()
+    if rows is not None:
+        hidden = ~rows[:, None, :, None]
+        own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)
+    size = own.square().sum((0, 2, 3)).sqrt()
+    apart = (own - rebuilt).square().sum((0, 2, 3)).sqrt()
+    return (apart / torch.where(size > 0, size, 1.0)).max() if own.numel() else apart.sum()
+
+
+def unfaithful(apart: float, limit: float) -> str | None:
+    """Why a relative difference is too large, None if it is not."""
+    if apart != apart:
+        return "its output is not finite"
+    if apart > limit:
+        return f"the output rebuilt from the weights differs by {apart:.2g} from the model's own (limit {limit:g})"
+    return None

@@ -1,0 +1,109 @@
+"""Of one call on the GPU, a launch each: how far a rebuilt output is from the model's own, and the norms of q and k."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
+    """Per head ‖own − rebuilt‖ / ‖own‖, both [B, H, R, E], over the rows [B, R] that count: [H]."""
+    batch, heads, some, width = own.shape
+    apart = torch.empty(heads, dtype=torch.float32, device=own.device)
+    gap[(heads,)](
+        own, rebuilt, own if rows is None else rows.contiguous().view(torch.uint8), apart, *own.stride(),
+        *rebuilt.stride(), batch, some, width, HAS_ROWS=rows is not None, **_tile(width, "BE"),
+    )  # fmt: skip
+    return apart
+
+
+def norms(q: Tensor, k: Tensor, rows: Tensor | None, every: tuple[int, int], of_keys: bool) -> Tensor:
+    """Per head E‖q‖²·E‖k − k̄‖²/d over every so many rows and keys; `rows` [B, M] count, and if `of_keys` keys do."""
+    batch, heads, queries, width = q.shape
+    product = torch.empty(heads, dtype=torch.float32, device=q.device)
+    lengths[(heads,)](
+        q, k, q if rows is None else rows.contiguous().view(torch.uint8), product, *q.stride(), *k.stride(), *every,
+        batch, heads // k.shape[1], queries, k.shape[2], width,
+        HAS_ROWS=rows is not None, OF_KEYS=of_keys, **_tile(width, "BD"),
+    )  # fmt: skip
+    return product
+
+
+def _tile(width: int, name: str) -> dict[str, int]:
+    wide = triton.next_power_of_2(width)
+    return {name: wide, "BR": max(16, min(64, 4096 // wide))}
+
+
+@triton.jit
+def block(x, b, h, m, inside, sb, sh, sm, sd, D, BD: tl.constexpr):
+    """Rows m of head h in sequence b, as [BR, BD] in float32."""
+    d = tl.arange(0, BD)
+    start = x + tl.cast(b, tl.int64) * sb + tl.cast(h, tl.int64) * sh
+    return tl.load(start + m[:, None].to(tl.int64) * sm + d * sd, inside[:, None] & (d < D), 0.0).to(tl.float32)
+
+
+@triton.jit
+def gap(
+    own, rebuilt, rows, apart, ob, oh, om, oe, rb, rh, rm, re, B, R, E,
+    HAS_ROWS: tl.constexpr, BR: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    size = tl.zeros([BR, BE], tl.float32)
+    squares = tl.zeros([BR, BE], tl.float32)
+    for b in range(0, B):
+        for start in range(0, R, BR):
+            r = start + tl.arange(0, BR)
+            inside = r < R
+            if HAS_ROWS:
+                inside = inside & (tl.load(rows + b * R + r, inside, 0) != 0)
+            x = block(own, b, h, r, inside, ob, oh, om, oe, E, BE)
+            y = block(rebuilt, b, h, r, inside, rb, rh, rm, re, E, BE)
+            size += x * x
+            squares += (x - y) * (x - y)
+    length = tl.sqrt_rn(tl.sum(tl.sum(size, 1), 0))
+    tl.store(apart + h, tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0)) / tl.where(length == 0, 1.0, length))
+
+
+@triton.jit
+def lengths(
+    q, k, rows, product, qb, qh, qm, qd, kb, kh, kn, kd, every_q, every_k, B, GROUP, M, N, D,
+    HAS_ROWS: tl.constexpr, OF_KEYS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    squares = tl.zeros([BR, BD], tl.float32)
+    number = tl.zeros([BR], tl.float32)
+    spread = 0.0
+    for b in range(0, B):
+        for start in range(0, M, BR * every_q):
+            m = start + tl.arange(0, BR) * every_q
+            inside = m < M
+            if HAS_ROWS:
+                inside = inside & (tl.load(rows + b * M + m, inside, 0) != 0)
+            x = block(q, b, h, m, inside, qb, qh, qm, qd, D, BD)
+            squares += x * x
+            number += tl.where(inside, 1.0, 0.0)
+        total = tl.zeros([BR, BD], tl.float32)
+        seen = tl.zeros([BR], tl.float32)
+        for start in range(0, N, BR * every_k):
+            n = start + tl.arange(0, BR) * every_k
+            inside = n < N
+            if OF_KEYS:
+                inside = inside & (tl.load(rows + b * M + n, inside, 0) != 0)
+            total += block(k, b, h // GROUP, n, inside, kb, kh, kn, kd, D, BD)
+            seen += tl.where(inside, 1.0, 0.0)
+        keys = tl.maximum(tl.sum(seen, 0), 1.0)
+        middle = tl.sum(total, 0) / keys  # [BD]
+        apart = tl.zeros([BR, BD], tl.float32)
+        for start in range(0, N, BR * every_k):
+            n = start + tl.arange(0, BR) * every_k
+            inside = n < N
+            if OF_KEYS:
+                inside = inside & (tl.load(rows + b * M + n, inside, 0) != 0)
+            y = block(k, b, h // GROUP, n, inside, kb, kh, kn, kd, D, BD)
+            y = tl.where(inside[:, None], y - middle, 0.0)
+            apart += y * y
+        spread += tl.sum(tl.sum(apart, 1), 0) / keys
+    long = tl.sum(tl.sum(squares, 1), 0) / tl.maximum(tl.sum(number, 0), 1.0)
+    tl.store(product + h, long * (spread / B) / D)

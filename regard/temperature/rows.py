@@ -24,13 +24,13 @@ def visible_keys(problem) -> Tensor:
     """[B, H, M]: how many keys each query of a problem sees, from the intervals alone where there is no dense mask."""
     batch, heads, queries = problem.q.shape[:3]
     keys, device = problem.k.shape[2], problem.q.device
-    i = torch.arange(queries, device=device)
+    i = torch.arange(queries, device=device) + (problem.first_query - problem.first_key)
     left, right = problem.reach
     first = torch.zeros_like(i) if left is None else (i - left).clamp(0, keys)
     last = torch.full_like(i, keys) if right is None else (i + right + 1).clamp(0, keys)
     last = last.expand(batch, queries)
     if problem.key_lengths is not None:
-        last = torch.minimum(last, problem.key_lengths.to(device)[:, None])
+        last = torch.minimum(last, problem.key_lengths.to(device)[:, None] - problem.first_key)
     if problem.mask is None and problem.bias is None:
         count = (last - first).clamp_min(0)[:, None, :].expand(batch, heads, queries)
         return count.to(problem.accumulator)

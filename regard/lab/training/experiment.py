@@ -66,13 +66,14 @@ class Trial:
     model: nn.Module
     rate: float = 2e-3  # the highest learning rate
     clip: float | None = 1.0  # of the gradient's norm
+    graph: bool = True  # on CUDA: capture the step once, then replay it
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """The tensors of a training step, on the model's device. Draw them from `setting.generator(step)`."""
         raise NotImplementedError
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """A scalar. On CUDA it is captured in a graph: no `.item()`, no branch on a tensor's value."""
+        """A scalar. On CUDA it is captured in a graph (unless `graph` is False): no `.item()`, no branch on a value."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:

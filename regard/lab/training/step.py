@@ -61,7 +61,7 @@ class Step:
         self.loss.copy_(loss.detach())
 
     def _on_cuda(self, batch: tuple[Tensor, ...]) -> None:
-        if self.eager < EAGER:
+        if self.eager < EAGER or not self.trial.graph:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 self._train(batch)

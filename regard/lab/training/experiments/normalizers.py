@@ -1,0 +1,58 @@
+"""Eight normalisers, the same model, the same parameters and tokens: loss, sharpness, time.
+
+sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax stands between softmax and entmax15 at α = 1.25.
+"""
+
+from regard.lab.figure import Figure
+from regard.lab.training.experiment import Experiment, Preset
+from regard.lab.training.language import LanguageTrial
+from regard.lab.training.results import course, finals
+
+NORMALIZERS = {
+    "softmax": "softmax",
+    "softmax1": "softmax1",
+    "entmax": "entmax(alpha=1.25)",
+    "entmax15": "entmax15",
+    "sparsemax": "sparsemax",
+    "relu": "relu",
+    "sigmoid": "sigmoid(bias=-4.852)",
+    "softpick": "softpick",
+}
+
+
+def figures(result, metric="loss", title="validation loss"):
+    seeds = {name: list(finals(result, name, metric).values()) for name in result["summary"]}
+    means = {name: sum(values) / len(values) for name, values in seeds.items() if values}
+    points = {"a run": ([n for n, v in seeds.items() for _ in v], [x for v in seeds.values() for x in v])}
+    return {
+        "quality": Figure(
+            "bars", "", title, points, alt=f"{title}: " + ", ".join(f"{n} {y:.4g}" for n, y in means.items()) + ".",
+        ),
+        "entropy": Figure(
+            "bands", "step", "entropy / ln n",
+            {name: course(result, name, "entropy_ratio") for name in list(result["summary"])[:6]},
+            alt="Entropy over ln n in training, one line for each normaliser whose rows can be compared; bands are the "
+            "range over seeds.",
+        ),
+    }  # fmt: skip
+
+
+experiment = Experiment(
+    name="normalizers",
+    question="How do the normalisers compare at equal parameters and tokens: loss, sharpness, time?",
+    variants={name: {"attention": {"normalizer": spec}} for name, spec in NORMALIZERS.items()},
+    make=LanguageTrial,
+    presets={
+        "small": Preset(
+            steps=60,
+            every=20,
+            sizes={"layers": 1, "heads": 4, "width": 128, "length": 48, "batch": 8, "validation": 2048},
+            learner="softmax",
+            learns={"loss": 2.2},
+        ),
+        "full": Preset(
+            steps=1500, every=100, seeds=5, sizes={"layers": 3, "heads": 4, "width": 256, "length": 128, "batch": 32}
+        ),
+    },
+    figures=figures,
+)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from regard.health.measure import Layer
-from regard.health.readings import LayerReading, Spreads
+from regard.health.readings import LayerReading, Spreads, fetched
 
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 
@@ -43,28 +45,26 @@ class HeadReading:
 
 def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
     """Every head that was measured, layer by layer."""
-    return [head for layer in layers if layer.reading is not None for head in _heads(layer, layer.reading.cpu())]
+    return _heads([(layer, layer.reading) for layer in layers if layer.reading is not None])
 
 
 def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
     """The same heads under a what-if."""
-    return [head for layer in layers if name in layer.what_if for head in _heads(layer, layer.what_if[name].cpu())]
+    return _heads([(layer, layer.what_if[name]) for layer in layers if name in layer.what_if])
 
 
-def _heads(layer: Layer, reading: LayerReading) -> list[HeadReading]:
-    alike = (reading.likeness() < TWINS).tolist()
+def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[HeadReading]:
     found = []
-    for head, spreads in enumerate(reading.spreads()):
-        found.append(
-            HeadReading(
-                layer=layer.name,
-                index=layer.index,
-                head=head,
-                statistics=spreads,
-                reading=reading,
-                predicted_variance=reading.predicted_variance(head),
-                dtype=str(layer.dtype).removeprefix("torch."),
-                twins=tuple(other for other, same in enumerate(alike[head]) if same and other != head),
-            )
-        )
-    return [head for head in found if head.statistics.count("entropy")]
+    for (layer, _), reading in zip(pairs, fetched([reading for _, reading in pairs]), strict=True):
+        alike = reading.likeness() < TWINS
+        np.fill_diagonal(alike, False)
+        twins = {head: tuple(np.flatnonzero(alike[head]).tolist()) for head in np.flatnonzero(alike.any(1)).tolist()}
+        predicted, dtype = reading.predicted_variances(), str(layer.dtype).removeprefix("torch.")
+        for head, spreads in enumerate(reading.spreads()):
+            if spreads.count("entropy"):
+                found.append(
+                    HeadReading(
+                        layer.name, layer.index, head, spreads, reading, predicted[head], dtype, twins.get(head, ())
+                    )
+                )
+    return found

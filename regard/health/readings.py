@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -220,9 +221,10 @@ class LayerReading:
 
     def spreads(self) -> list[Spreads]:
         """Per head, every statistic's spread; of a reading on the CPU."""
-        std = (self.square / self.count.clamp_min(1.0)).sqrt()
-        columns = [x.masked_fill(self.count == 0, math.nan) for x in (self.mean, std, self.low, self.high)]
-        numbers = [self.count.long().tolist(), *(column.tolist() for column in columns)]
+        count, mean, square, low, high = (x.numpy() for x in (self.count, self.mean, self.square, self.low, self.high))
+        std = np.sqrt(square / np.maximum(count, 1.0))
+        columns = [np.where(count == 0, math.nan, x).tolist() for x in (mean, std, low, high)]
+        numbers = [count.astype(int).tolist(), *columns]
         return [Spreads(numbers, self.histogram, head) for head in range(self.heads)]
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
@@ -237,18 +239,19 @@ class LayerReading:
             for name, values in zip(CURVES, means, strict=True)
         }
 
-    def predicted_variance(self, head: int) -> float:
-        """The logit variance that the norms of q and k predict for directions that know nothing of one another."""
-        return (self.predicted[head] / self.calls).item()  # NaN where nothing was predicted
+    def predicted_variances(self) -> list[float]:
+        """Per head the logit variance that the norms of q and k predict for directions that know nothing of one another."""
+        calls = self.calls.item()
+        return [total / calls if calls else math.nan for total in self.predicted.tolist()]
 
-    def likeness(self) -> Tensor:
+    def likeness(self) -> np.ndarray:
         """[H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
-        own = self.products.diagonal(dim1=-2, dim2=-1)  # [F, H]
-        apart = own[:, :, None] + own[:, None, :] - 2.0 * self.products
-        varies = own - self.totals.square() / self.compared.clamp_min(1)
+        products, totals, compared = self.products.numpy(), self.totals.numpy(), max(self.compared.item(), 1.0)
+        own = products.diagonal(axis1=-2, axis2=-1)  # [F, H]
+        apart = own[:, :, None] + own[:, None, :] - 2.0 * products
+        varies = own - np.square(totals) / compared
         mean = (varies[:, :, None] + varies[:, None, :]) / 2.0
-        relative = apart.clamp_min(0.0) / mean.clamp_min(1e-12 * self.compared.clamp_min(1.0))
-        return relative.amax(0)  # every feature must agree
+        return (np.maximum(apart, 0.0) / np.maximum(mean, 1e-12 * compared)).max(0)  # every feature must agree
 
 
 def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:

@@ -14,9 +14,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard import philox
-from regard.kernels import bundle, statistics
+from regard.kernels import bundle, decode, hopper, statistics
 from regard.kernels.backward import State, backward_dkv, backward_dq, backward_rows
 from regard.kernels.backward_bias import backward_bias
+from regard.kernels.forward_lesser import forward_lesser
 from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_threshold import forward_threshold
 from regard.kernels.tiles import Config, Options, View
@@ -33,11 +34,13 @@ SOLVER = {
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
     "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
+    "forward_lesser": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
     "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
     "backward_dq": ((128, 64, 8, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
     "backward_dkv": ((64, 128, 8, 2, False), (64, 128, 8, 2, False), (32, 64, 8, 1, False)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
+DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
@@ -53,6 +56,14 @@ def forward(problem: Problem) -> Forward:
     if p.k.shape[-2] == 0:
         return _unseeing(p, o, frame, z, stats)
     if o.numel() == 0 and frame.numel() == 0:
+        return Forward(o, frame, z, stats)
+    if decode.suits(p):
+        config, launch = _config(p, "forward_decode")
+        inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(o), frame, z, stats)
+        decode.forward(p, inputs, _key_blocks(p, config), outputs, _options(p), config, launch)
+        return Forward(o, frame, z, stats)
+    if hopper.takes(p):
+        hopper.forward(p, o, frame, z, stats, view(p.k), _options(p), lambda rough: _look_again(p, rough, stats))
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     config, launch = _config(p, kernel.__name__)
@@ -74,6 +85,13 @@ def forward(problem: Problem) -> Forward:
         arguments += (steps, square if p.choice.order == 2 else other)
     kernel[(blocks,)](*arguments, **launch)
     return Forward(o, frame, z, stats)
+
+
+def _look_again(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:
+    config, launch = _config(p, "forward_lesser")
+    blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
+    arguments = (view(p.q), view(p.k), view(p.v), *_key_blocks(p, config), rough, stats, _options(p), config)
+    forward_lesser[(blocks,)](*arguments, **launch)
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
@@ -272,7 +290,7 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, o
         BM=m,
         BN=n,
         BULK=bulk and bulky(p.q, p.k, p.v, *others),
-        LANES=8,
+        LANES=min(n, 32) if kernel == "forward_decode" else 8,  # there warps lie side by side along the keys
     )
     return config, launch
 
@@ -288,6 +306,8 @@ def _blocks(p: Problem, kernel: str) -> tuple[int, int, bool, dict]:
         m, n, warps, stages, bulk = 64, 64, 4, 1, False
     elif p.q.dtype == torch.float32:
         (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[size], 4, 1, False
+    elif kernel == "forward_decode":
+        m, n, warps, stages, bulk = decode.rows_per_program(p), *DECODE[size]
     else:
         m, n, warps, stages, bulk = HALF[kernel][size]
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")

@@ -37,6 +37,8 @@ class Plan(NamedTuple):
     parts: int
     warps: int
     meets: bool
+    registers: int | None = None  # a thread's most, so that several programs share a multiprocessor
+    again: bool = False  # the tile is read again from the cache rather than held
 
     def groups(self, vector: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
@@ -81,7 +83,8 @@ def forward(
         extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[state.dtype]}
         launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
     else:
-        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": s.dtype == torch.float32})
+        exact = s.dtype == torch.float32 and bool(F.exponential)
+        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": exact, "AGAIN": launch.plan.again})
     return p, state
 
 
@@ -103,7 +106,8 @@ def backward(
     if F.family == "threshold":
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
     else:
-        extra = {"EXACT": saved.dtype == torch.float32}
+        exact = saved.dtype == torch.float32 and bool(F.exponential)
+        extra = {"EXACT": exact, "AGAIN": launch.plan.again}
         launch(rows_online.backward_online, (dp, saved, ds, state), 1, extra, sums=F.family == "ratio")
     return ds
 
@@ -142,7 +146,7 @@ class _Launch:
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
 
     def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
-        rows, columns, parts, warps, meets = self.plan
+        rows, columns, parts, warps, meets, registers, _ = self.plan
         R, N, s = self.R, self.N, self.s
         if parts == 1:
             stages = ("whole",)
@@ -157,6 +161,8 @@ class _Launch:
             counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
         options = {"num_warps": warps, "enable_fp_fusion": True}
+        if registers is not None:
+            options["maxnreg"] = registers
         grid = (-(-R // rows) * parts,)
         with torch.cuda.device(s.device) if s.is_cuda else contextlib.nullcontext():
             for stage in stages:

@@ -35,20 +35,8 @@ def shift_of(m, F: tl.constexpr):
 
 
 @triton.jit
-def forward_online(
-    s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
-    scale: tl.float64, theta: tl.float64,
-    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, STAGE: tl.constexpr,
-):  # fmt: skip
-    ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, row, part = place(parts, ROWS, COLUMNS)
-    scale = number(scale, ACC)
-    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
-    x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    top = highest(x)  # [ROWS, 1], of the bare scores: their difference from it is exact where weights are large
-    shift = shift_of(finite(top), F)
-    z = finite(top) * 0.0
+def terms(x, shift, scale, theta, F: tl.constexpr, EXACT: tl.constexpr):
+    """(u, v) of scores, 0 where they are −inf."""
     if F.family == "ratio":
         e = exponential(x, shift, scale, EXACT)
         c = tl.exp(-shift * scale)
@@ -57,9 +45,34 @@ def forward_online(
         if not F.exponential:  # an exponential is 0 there by itself
             u = tl.where(x > float("-inf"), u, 0.0)
             v = tl.where(x > float("-inf"), v, 0.0)
-        z = tl.sum(v, 1, keep_dims=True)
     else:
         u = tl.where(x > float("-inf"), F.weigh(x * scale, theta), 0.0)
+        v = u
+    return u, v
+
+
+@triton.jit
+def forward_online(
+    s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
+    scale: tl.float64, theta: tl.float64,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
+):  # fmt: skip
+    """AGAIN: the tile is read again, from the cache, for each of its uses, so that no register holds it between."""
+    ACC: tl.constexpr = state.dtype.element_ty
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
+    scale = number(scale, ACC)
+    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
+    top = highest(x)  # [ROWS, 1], of the bare scores: their difference from it is exact where weights are large
+    shift = shift_of(finite(top), F)
+    z = finite(top) * 0.0
+    if AGAIN and F.family == "ratio" and F.shift != "none":
+        tl.debug_barrier()
+        x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
+    u, v = terms(x, shift, scale, theta, F, EXACT)
+    if F.family == "ratio":
+        z = tl.sum(v, 1, keep_dims=True)
     fall = z * 0.0 + 1.0
     if STAGE != "whole":
         partial += row * 2 * parts
@@ -80,13 +93,17 @@ def forward_online(
                 fall = tl.where(own == float("-inf"), 0.0, tl.exp((shift - common) * scale))
                 shift = common
     if STAGE != "publish":
+        if AGAIN:
+            tl.debug_barrier()
+            x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
+            u, v = terms(x, shift, scale, theta, F, EXACT)
         if F.family == "ratio":
             z = tl.where(top == float("-inf"), 0.0, z + F.rest(tl.exp(-shift * scale)))
             inverse = reciprocal(z)
         else:
             inverse = fall
         inverse = tl.where(top < float("inf"), inverse, float("nan"))
-        if STAGE != "whole":
+        if STAGE != "whole" and not AGAIN:
             u = u * fall
         if EXACT and F.family == "ratio":  # what 1/z lost to rounding is put back
             lost = tl.where(z == 0.0, 0.0, tl.fma(-z, inverse, 1.0) * inverse)
@@ -98,20 +115,13 @@ def forward_online(
 
 
 @triton.jit
-def backward_online(
-    dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
-    scale: tl.float64, theta: tl.float64,
-    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, STAGE: tl.constexpr,
-):  # fmt: skip
-    """ds = scale·(a·dp − b·δ) with δ = Σ p·dp for ratios, δ = 0 for pointwise maps."""
-    ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, row, part = place(parts, ROWS, COLUMNS)
-    scale = number(scale, ACC)
-    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
+def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl.constexpr, HAS_MASK: tl.constexpr,
+              ACC: tl.constexpr):  # fmt: skip
+    """(dp, p or s, who is seen); dp is 0 where nobody is."""
     above = load(dp, rows, columns, R, N, 0.0, ACC)
     if F.slope_of_weight is not None:
         x = load(saved, rows, columns, R, N, 0.0, ACC)
+        seen = columns < N
         if HAS_MASK:
             seen = visible(mask, rows, columns, R, N, mask_row, mask_column)
             above = tl.where(seen, above, 0.0)
@@ -120,22 +130,47 @@ def backward_online(
         seen = x != float("-inf")
         x = tl.where(seen, x, 0.0)
         above = tl.where(seen, above, 0.0)
+    return above, x, seen
+
+
+@triton.jit
+def slopes(x, m, scale, inverse, F: tl.constexpr, EXACT: tl.constexpr):
+    """(p, a, b) of a ratio, from p; or all three times Z, from s."""
+    if F.slope_of_weight is not None:
+        p = x
+        a = F.slope_of_weight(p, inverse)
+        b = a
+    else:
+        x = x * scale
+        e = exponential(x, m, 1.0, EXACT)
+        c = tl.exp(-m)
+        p = F.numerator(e, x, c)
+        a = F.numerator_slope(e, x, c)
+        b = F.denominator_slope(e, x, c)
+    return p, a, b
+
+
+@triton.jit
+def backward_online(
+    dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
+    scale: tl.float64, theta: tl.float64,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
+):  # fmt: skip
+    """ds = scale·(a·dp − b·δ) with δ = Σ p·dp for ratios, δ = 0 for pointwise maps."""
+    ACC: tl.constexpr = state.dtype.element_ty
+    rows, columns, row, part = place(parts, ROWS, COLUMNS)
+    scale = number(scale, ACC)
+    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
     if F.family == "ratio":
+        m = tl.load(state + rows, mask=rows < R, other=0.0)
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         inverse = reciprocal(z)
-        if F.slope_of_weight is not None:
-            p = x
-            a = F.slope_of_weight(p, inverse)
-            b = a
-        else:
-            m = tl.load(state + rows, mask=rows < R, other=0.0)
-            x = x * scale
-            e = exponential(x, m, 1.0, EXACT)
-            c = tl.exp(-m)
-            p = F.numerator(e, x, c) * inverse
-            a = F.numerator_slope(e, x, c) * inverse
-            b = F.denominator_slope(e, x, c) * inverse
+        p, a, b = slopes(x, m, scale, inverse, F, EXACT)
         delta = tl.sum(p * above, 1, keep_dims=True)
+        if F.slope_of_weight is None:
+            delta = delta * inverse
         if STAGE != "whole":
             if STAGE != "finish":
                 publish(partial + row * parts, delta, 0, part, parts)
@@ -143,7 +178,14 @@ def backward_online(
                 meet(counters + row, parts)
             if STAGE != "publish":
                 delta = tl.sum(gather(partial + row * parts, 0, parts, 0.0, PARTS), 0)
-        below = (a * above - b * delta) * scale
+        if AGAIN and STAGE != "publish":
+            tl.debug_barrier()
+            above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
+            _, a, b = slopes(x, m, scale, inverse, F, EXACT)
+        if F.slope_of_weight is not None:
+            below = a * (above - delta) * scale
+        else:
+            below = (a * above - b * delta) * (inverse * scale)
     else:
         if F.slope_of_weight is not None:
             below = F.slope_of_weight(x, theta) * above * scale

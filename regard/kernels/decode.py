@@ -1,0 +1,259 @@
+"""o = Σ_j u_j·v_j / Z for few queries over many keys: programs share the keys, and their sums meet by the merge law.
+
+    forward_split   the rows of one key head (its query heads times the queries) over one range of keys: Σu·v and sums
+    forward_merge   one row: its parts told in their common frame and added; o, row state, statistics
+
+Reading k and v is what such a call costs, so the maximum stays out of every sum here as it does in
+`regard.statistics.State`, softmax's too: nothing is summed twice, however sharp a row is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from regard.kernels import statistics, sweeps, tiles
+from regard.kernels.forward_online import ending, first_frame, frame_of, moved, slopes, terms, tile
+from regard.kernels.statistics import Sums
+from regard.kernels.tiles import HIDDEN, LN2, LOG2E, Config
+from regard.problem import Problem
+
+QUERIES = 16  # at most so many queries, and
+KEYS = 2048  # at least so many keys, make a call one for these kernels
+PROGRAMS = 2048  # to cut the keys into: eight waves of two on each of an H200's multiprocessors
+SHORTEST = 512  # keys of one part
+PARTS = 128
+FIELDS = 16  # numbers that a part tells of a row
+
+
+def suits(p: Problem) -> bool:
+    """Few queries, many keys, and nothing that is read per score."""
+    dense = p.bias is not None or p.mask is not None or p.dropout_p > 0.0
+    whole = p.first_query == 0 and p.first_key == 0 and p.queries is None
+    return p.choice.family != "threshold" and p.q.shape[2] <= QUERIES and p.k.shape[2] >= KEYS and whole and not dense
+
+
+def rows_per_program(p: Problem) -> int:
+    return min(max(triton.next_power_of_2(p.q.shape[1] // p.k.shape[1] * p.q.shape[2]), 16), 64)
+
+
+def own_maximum(F):
+    """The functions of a map as this file takes them: u in the frame of the row's own maximum, which stays out."""
+    if F.family == "ratio" and F.exponential:
+        return F._replace(exponential=False, shift="max", cache_key=F.cache_key + " own maximum")
+    return F
+
+
+def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, launch: dict) -> None:
+    """Fill `outputs`, (view of o, frame, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
+    (b, h, m, _), (_, g, n, _) = p.q.shape, p.k.shape
+    rows = b * h * m
+    heads = b * g * triton.cdiv(h // g * m, C.BM)
+    parts = max(1, min(triton.cdiv(PROGRAMS, heads), n // SHORTEST, PARTS))
+    length = triton.cdiv(triton.cdiv(n, parts), C.BN) * C.BN
+    parts = triton.cdiv(n, length)
+    like = dict(dtype=p.accumulator, device=p.q.device)
+    part_o = torch.empty(parts, rows, C.E, **like)
+    sums = torch.empty(FIELDS, parts, rows, **like)
+    split = C._replace(F=own_maximum(C.F))
+    forward_split[(heads * parts,)](*inputs, *blocks, part_o, sums, opt, length, parts, split, **launch)
+    padded = triton.next_power_of_2(parts)
+    row = C._replace(BM=1, LANES=1)
+    forward_merge[(rows,)](*inputs[:2], part_o, sums, *outputs, opt, length, parts, padded, row, num_warps=4)
+
+
+@triton.jit
+def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts, C: tl.constexpr):
+    F: tl.constexpr = C.F
+    many = opt.group * opt.queries
+    blocks = tl.cdiv(many, C.BM)
+    pid = tl.program_id(0)
+    part = pid // blocks % parts
+    heads = opt.heads // opt.group
+    g = pid // blocks // parts % heads
+    b = pid // blocks // parts // heads
+    packed = pid % blocks * C.BM + tl.arange(0, C.BM)  # [M]: the query heads of g, and within a head the queries
+    inside = packed < many
+    h = g * opt.group + tl.where(inside, packed // opt.queries, 0)
+    i = tl.where(inside, packed % opt.queries, opt.queries)
+    n = tiles.key_count(opt, b)
+    lo = part * length
+    hi = tl.minimum(lo + length, n)
+    first, last = tiles.interval(i, opt, n)
+    lowest, least = tiles.interval(0, opt, n)
+    latest, highest = tiles.interval(opt.queries - 1, opt, n)
+    lowest = tl.maximum(lowest, lo)
+    highest = tl.minimum(highest, hi)
+    d = tl.arange(0, C.BD)
+    where = q.ptr + tiles.wide(b) * q.stride[0] + tiles.wide(h)[:, None] * q.stride[1]
+    where += tiles.wide(i)[:, None] * q.stride[2] + d[None, :] * q.stride[3]
+    queries = tl.load(where, mask=inside[:, None] & (d[None, :] < C.D), other=0.0)  # [M, D]
+    a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+    scene = sweeps.Scene(
+        queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, a,
+        tiles.number(opt.theta, C.ACC), 0,
+    )  # fmt: skip
+    state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.nothing(first_frame(F, C), C)
+    begin = lowest // C.BN * C.BN
+    inner = tl.cdiv(tl.maximum(latest, lo), C.BN) * C.BN
+    outer = tl.minimum(least, hi) // C.BN * C.BN
+    if opt.left is not None:
+        for start in tl.range(begin, tl.minimum(inner, highest), C.BN):
+            state = tile(state, scene, start, opt, C, True)
+    for start in tl.range(inner, outer, C.BN):
+        state = tile(state, scene, start, opt, C, False)
+    for start in tl.range(tl.maximum(inner, outer), highest, C.BN):
+        state = tile(state, scene, start, opt, C, True)
+    acc, r = state
+    r = statistics.gathered(r)
+    row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
+    rows = tl.num_programs(0) // (heads * blocks * parts) * tiles.wide(opt.heads) * opt.queries
+    e = tl.arange(0, C.BE)
+    place = (part * rows + row)[:, None] * C.E + e[None, :]
+    tl.store(part_o + place, acc, mask=inside[:, None] & (e[None, :] < C.E))
+    sums += part * rows + row
+    step = parts * rows
+    need: tl.constexpr = C.NEED
+    keep(sums, r.top, inside, True)
+    keep(sums + step, r.frame, inside, True)
+    keep(sums + 2 * step, r.z, inside, True)
+    keep(sums + 3 * step, r.ties, inside, need.shares)
+    keep(sums + 4 * step, r.u, inside, need.shares)
+    keep(sums + 5 * step, r.v, inside, need.slope)
+    keep(sums + 6 * step, r.log_u, inside, need.log_u)
+    keep(sums + 7 * step, r.square, inside, need.square)
+    keep(sums + 8 * step, r.slope, inside, need.slope)
+    keep(sums + 9 * step, r.cross, inside, need.slope)
+    keep(sums + 10 * step, r.lse, inside, need.lse)
+    keep(sums + 11 * step, r.distance, inside, need.distance)
+    keep(sums + 12 * step, r.support, inside, need.support)
+    keep(sums + 13 * step, r.pivot, inside, need.moments)
+    keep(sums + 14 * step, r.mean, inside, need.moments)
+    keep(sums + 15 * step, r.m2, inside, need.moments)
+
+
+@triton.jit
+def keep(where, x, inside, WANTED: tl.constexpr):
+    if WANTED:
+        tl.store(where, x, mask=inside)
+
+
+@triton.jit
+def forward_merge(q, k, part_o, sums, o, frames, zs, stats, opt, length, parts, PARTS: tl.constexpr, C: tl.constexpr):
+    F: tl.constexpr = C.F
+    NEED: tl.constexpr = C.NEED
+    row = tiles.wide(tl.program_id(0))
+    rows = tiles.wide(tl.num_programs(0))
+    i0 = (row % opt.queries).to(tl.int32)
+    h = (row // opt.queries % opt.heads).to(tl.int32)
+    b = (row // opt.queries // opt.heads).to(tl.int32)
+    i = i0 + tl.arange(0, 1)  # [1]
+    first, last = tiles.interval(i, opt, tiles.key_count(opt, b))
+    a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+    b2 = a * LOG2E
+    theta = tiles.number(opt.theta, C.ACC)
+    queries = tiles.block_of(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
+    scene = sweeps.Scene(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, a, theta, 0)
+    inside = i < opt.queries
+
+    part = tl.arange(0, PARTS)
+    there = part < parts
+    r = parts_of(sums + part * rows + row, parts * rows, there, C)
+    top = tl.max(r.top, 0) + tl.zeros([1], C.ACC)
+    frame = frame_of(top, b2, F)
+    e = tl.arange(0, C.BE)
+    place = (part * rows + row)[:, None] * C.E + e[None, :]
+    acc = tl.load(part_o + place, mask=there[:, None] & (e[None, :] < C.E), other=0.0)  # [PARTS, E]
+    if F.family == "ratio":
+        acc = acc * tl.exp2(r.frame - frame)[:, None]
+    acc = tl.sum(acc, 0)[None, :]
+    pivot, spread = moments(r, part, length, first, last, C)
+    r = moved(r, top, frame, a, b2, theta, F)
+    r = Sums(
+        top, frame, tl.sum(r.z, 0), tl.sum(r.ties, 0), tl.sum(r.u, 0), tl.sum(r.v, 0), tl.sum(r.log_u, 0),
+        tl.sum(r.square, 0), tl.sum(r.slope, 0), tl.sum(r.cross, 0), tl.sum(r.lse, 0), tl.sum(r.distance, 0),
+        tl.sum(r.support, 0), tl.sum(r.n, 0), first, a, pivot, pivot * 0.0, spread,
+    )  # fmt: skip
+
+    seen_keys = tl.maximum(last - first, 0).to(C.ACC)
+    dead = seen_keys == 0.0
+    frame, rest, inverse, z = ending(r, scene, inside, opt, C)
+    inverse = tl.where(dead, 0.0, inverse)
+    tiles.store_block(o, b, h, i0, opt.queries, tl.where(dead[:, None], 0.0, acc * inverse[:, None]), 1, C.E, C.BE)
+    natural = frame * LN2
+    place = row + tl.arange(0, 1)
+    tl.store(frames + place, tl.where(dead, 0.0, natural))
+    tl.store(zs + place, tl.where(dead, 0.0, z * tl.exp2(frame - natural * LOG2E)))  # as forward_online has it
+    if NEED.top:
+        u1, v1, _ = terms(top, a, b2, r.frame, theta, F)
+        d1, x1 = slopes(top, a, b2, r.frame, u1, theta, F)
+        lse = top * a + tl.log(r.ties + r.lse)
+        if F.exponential:  # u′ = v′ = u
+            lse = natural + tl.log(z)
+            r = Sums(
+                r.top, r.frame, r.z, r.ties, r.u, r.u, r.log_u, r.square, r.u, r.square, r.lse, r.distance, r.support,
+                r.n, r.first, r.first_y, r.pivot, r.mean, r.m2,
+            )  # fmt: skip
+        first_u = r.z * 0.0
+        if NEED.first:
+            first_u, _, _ = terms(statistics.first_scores(scene, opt, C), a, b2, r.frame, theta, F)
+        statistics.finish(
+            stats, place, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
+        )
+
+
+@triton.jit
+def parts_of(where, step, there, C: tl.constexpr):
+    """The sums of every part of a row: top and frame [PARTS], the others [PARTS, 1]."""
+    NEED: tl.constexpr = C.NEED
+    hidden: tl.constexpr = HIDDEN
+    zero = told(where, there, False)
+    return Sums(
+        tl.load(where, mask=there, other=hidden),
+        tl.load(where + step, mask=there, other=hidden),
+        told(where + 2 * step, there, True),
+        told(where + 3 * step, there, NEED.shares),
+        told(where + 4 * step, there, NEED.shares),
+        told(where + 5 * step, there, NEED.slope),
+        told(where + 6 * step, there, NEED.log_u),
+        told(where + 7 * step, there, NEED.square),
+        told(where + 8 * step, there, NEED.slope),
+        told(where + 9 * step, there, NEED.slope),
+        told(where + 10 * step, there, NEED.lse),
+        told(where + 11 * step, there, NEED.distance),
+        told(where + 12 * step, there, NEED.support),
+        zero,
+        zero,
+        zero,
+        told(where + 13 * step, there, NEED.moments),
+        told(where + 14 * step, there, NEED.moments),
+        told(where + 15 * step, there, NEED.moments),
+    )
+
+
+@triton.jit
+def told(where, there, WANTED: tl.constexpr):
+    """One number of each part, [PARTS, 1]; 0 where there is no such part, or nobody asked."""
+    if WANTED:
+        x = tl.load(where, mask=there, other=0.0)[:, None]
+    else:
+        x = tl.zeros([where.shape[0], 1], where.dtype.element_ty)
+    return x
+
+
+@triton.jit
+def moments(r, part, length, first, last, C: tl.constexpr):
+    """(mean of y, Σ (y − mean)²) of a row, each [1], from its parts' sums around their own pivots."""
+    mean = tl.zeros([1], C.ACC)
+    spread = tl.zeros([1], C.ACC)
+    if C.NEED.moments:
+        n = tl.minimum(last, (part + 1) * length) - tl.maximum(first, part * length)  # [PARTS]
+        n = tl.maximum(n, 0).to(C.ACC)[:, None]
+        some = n > 0.0
+        each = tl.where(some, n, 1.0)
+        centre = tl.where(some, r.pivot + r.mean / each, 0.0)
+        mean = tl.sum(n * centre, 0) / tl.maximum(tl.sum(n, 0), 1.0)
+        away = tl.where(some, centre - mean[None, :], 0.0)
+        spread = tl.sum(tl.where(some, r.m2 - r.mean * (r.mean / each), 0.0) + n * away * away, 0)
+    return mean, spread

@@ -1,0 +1,64 @@
+"""Rows that `forward_hopper` calls vague, summed again: without their maximum, and about their mean.
+
+    H = log(t + w) − Σ'u·log u / (t + w),  w = Σ'u          from the lesser keys alone, so that w may be tiny
+    var s = a²·(Σ(y − c)²/n − (Σ(y − c)/n)²)                 with c the mean that the first pass found
+
+A block without such a row ends at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard.kernels import statistics, sweeps, tiles
+from regard.kernels.forward_online import ending, lesser
+from regard.kernels.statistics import Sums
+from regard.kernels.tiles import LN2, LOG2E
+
+
+@triton.jit
+def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    su, sl, sq, ties, mean, m2, top, pivot = state
+    _, _, y, seen, _ = sweeps.look(scene, start, opt, C, EDGE)
+    su, sl, sq, ties = lesser(su, sl, sq, ties, top, y, seen, scene, C)
+    if C.NEED.moments:
+        d = tl.where(seen, y - pivot[:, None], 0.0)
+        mean += tiles.fold(d, C)
+        m2 += tiles.fold(d * d, C)
+    return su, sl, sq, ties, mean, m2, top, pivot
+
+
+@triton.jit
+def forward_lesser(q, k, v, k_blocks, v_blocks, rough, stats, opt, C: tl.constexpr):
+    blocks = tl.cdiv(opt.queries, C.BM)
+    pid = tl.program_id(0)
+    i = (blocks - 1 - pid % blocks) * C.BM + tl.arange(0, C.BM)  # as sweeps.scene_of counts
+    inside = i < opt.queries
+    row = pid // blocks * tiles.wide(opt.queries) + i
+    top = tl.load(rough + row, mask=inside, other=float("inf"))
+    vague = top < float("inf")
+    if tl.max(vague.to(tl.int32), 0) > 0:
+        rows = tl.num_programs(0) // blocks * tiles.wide(opt.queries)
+        z = tl.load(rough + rows + row, mask=vague, other=1.0)
+        distance = tl.load(rough + 2 * rows + row, mask=vague, other=0.0)
+        pivot = tl.load(rough + 3 * rows + row, mask=vague, other=0.0)
+        top = tl.where(vague, top, 0.0)
+        scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+        zero = tiles.zeros(C.BM, C.LANES, C.ACC)
+        state = (zero, zero, zero, zero, zero, zero, top, pivot)
+        su2, sl2, sq2, ties2, mean2, m22, _, _ = sweeps.sweep(state, scene, i0, opt, tile, C)
+        su, sq, ties, none = tl.sum(su2, 1), tl.sum(sq2, 1), tl.sum(ties2, 1), z * 0.0
+        one = none + 1.0
+        b2 = scene.a * LOG2E
+        r = Sums(
+            top, top * b2, z, ties, su, su, tl.sum(sl2, 1), sq, su, sq, none, distance, none, none, i, none, pivot,
+            tl.sum(mean2, 1), tl.sum(m22, 1),
+        )  # fmt: skip
+        frame, rest, inverse, total = ending(r, scene, inside, opt, C)
+        lse = frame * LN2 + tl.log(total)
+        n = (scene.last - scene.first).to(C.ACC)
+        first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.frame)
+        statistics.finish(
+            stats, row, vague, i < 0, r, scene.a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C
+        )

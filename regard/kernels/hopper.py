@@ -1,0 +1,102 @@
+"""Launch of the Hopper kernel: which calls it takes, its descriptors, and the second look at rows that need one."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from regard.kernels import bundle, statistics
+from regard.problem import Problem
+
+PROVEN = False  # until the kernel has been measured on the machine
+ROWS = 64  # queries of one warpgroup
+KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# (keys per tile, stages of the ring, registers of a warpgroup) by head width
+BLOCKS = {64: (128, 3, 240), 128: (128, 2, 240)}
+
+
+def takes(p: Problem) -> bool:
+    """Is this a call that the Hopper kernel was built for and proven on?"""
+    left, right = p.reach
+    return (
+        PROVEN
+        and p.q.is_cuda
+        and p.q.dtype in KINDS
+        and p.q.shape[-1] in BLOCKS
+        and p.v.shape[-1] == p.q.shape[-1]
+        and p.choice.family == "ratio"
+        and p.choice.exponential
+        and p.scale > 0
+        and left is None
+        and right in (None, 0)
+        and all(x is None for x in (p.softcap, p.bias, p.mask, p.key_lengths))
+        and p.dropout_p == 0.0
+        and p.q.shape[-2] >= ROWS
+        and capable(p.q.device)
+        and all(map(reachable, (p.q, p.k, p.v)))
+    )
+
+
+@cache
+def capable(device: torch.device) -> bool:
+    """Hopper itself (no other chip has its warpgroups), and a Triton whose Gluon was tried."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
+
+
+def reachable(x: torch.Tensor) -> bool:
+    """Can the bulk copy engine read this tensor?"""
+    steps = (x.element_size() * stride for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def forward(p: Problem, o, frame, z, stats, k_view, options, lesser) -> None:
+    """Fill o, frame, z and stats. `lesser(rough)` looks again at the rows that `rough` names."""
+    from regard.kernels.forward_hopper import forward_hopper
+
+    C = shape_of(p)
+    k, v = p.k, p.v
+    if C.BEHIND and k.shape[-2] > p.q.shape[-2]:  # what no query sees may hold NaN: it is not read
+        k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
+    rough = torch.empty(4, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else stats
+    blocks = triton.cdiv(p.q.shape[-2], C.BM) * p.q.shape[0] * p.q.shape[1]
+    forward_hopper[(blocks,)](
+        described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS), k_view, frame, z, stats,
+        rough, options, C, num_warps=4,
+    )  # fmt: skip
+    if C.NEED.shares or C.NEED.moments:
+        lesser(rough)
+
+
+def shape_of(p: Problem):
+    from regard.kernels.forward_hopper import Shape
+
+    d, behind = p.q.shape[-1], p.reach[1] is not None
+    keys, stages, registers = BLOCKS[d]
+    return Shape(
+        F=bundle.of(p.choice),
+        NEED=statistics.needs(p.stats, p.choice, False),
+        SLOT=statistics.slots(p.stats),
+        SPARSE=p.choice.sparse,
+        BEHIND=behind,
+        CUT=not behind and p.k.shape[-2] % keys != 0,
+        D=d,
+        BM=128,
+        BN=keys,
+        STAGES=stages,
+        REGISTERS=registers,
+        ACC=tl.float32,
+    )
+
+
+def described(x: torch.Tensor, rows: int):
+    """Blocks [rows, D] of x for the bulk copy engine, laid out in shared memory as the tensor cores read them."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, KINDS[x.dtype]))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

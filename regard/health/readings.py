@@ -240,7 +240,7 @@ class LayerReading:
         }
 
     def predicted_variances(self) -> list[float]:
-        """Per head the logit variance that the norms of q and k predict for directions that know nothing of one another."""
+        """Per head the logit variance that the norms predict, if directions know nothing of one another."""
         calls = self.calls.item()
         return [total / calls if calls else math.nan for total in self.predicted.tolist()]
 

@@ -41,8 +41,8 @@ def normalize(
         mask: bool, broadcastable to scores, True = visible. A row with nothing visible is all zeros.
         backend: "cpu", "triton" or "reference"; None chooses by device.
     """
-    choice = normalizers.get(normalizer)
     _check_scores(scores)
+    choice = normalizers.get(normalizer)
     return _normalize(scores, choice, None, dim, temperature, mask, backend)
 
 
@@ -53,7 +53,7 @@ def softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: T
     >>> regard.softmax(torch.tensor([0.0, 1.0]), temperature=0)
     tensor([0., 1.])
     """
-    return normalize(z, "softmax", dim, temperature, mask)
+    return _named(z, "softmax", dim, temperature, mask)
 
 
 def sparsemax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def sparsemax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask:
     >>> regard.sparsemax(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.2500, 0.7500])
     """
-    return normalize(z, "sparsemax", dim, temperature, mask)
+    return _named(z, "sparsemax", dim, temperature, mask)
 
 
 def entmax15(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def entmax15(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> regard.entmax15(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.3260, 0.6740])
     """
-    return normalize(z, "entmax15", dim, temperature, mask)
+    return _named(z, "entmax15", dim, temperature, mask)
 
 
 def entmax(
@@ -109,7 +109,7 @@ def relu_norm(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask:
     tensor([[0.7500, 0.2500, 0.0000],
             [0.0000, 0.0000, 0.0000]])
     """
-    return normalize(z, "relu", dim, temperature, mask)
+    return _named(z, "relu", dim, temperature, mask)
 
 
 def sigmoid_norm(
@@ -156,7 +156,7 @@ def softmax1(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> regard.softmax1(torch.tensor([0.0, 0.0]))
     tensor([0.3333, 0.3333])
     """
-    return normalize(z, "softmax1", dim, temperature, mask)
+    return _named(z, "softmax1", dim, temperature, mask)
 
 
 def softpick(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -166,7 +166,7 @@ def softpick(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> regard.softpick(torch.tensor([0.0, 0.0, -1.0]))
     tensor([0., 0., 0.])
     """
-    return normalize(z, "softpick", dim, temperature, mask)
+    return _named(z, "softpick", dim, temperature, mask)
 
 
 def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
@@ -211,6 +211,8 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
     >>> regard.softmax_backward(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
     tensor([ 0.2500, -0.2500])
     """
+    _check_scores(grad_output, "grad_output")
+    _check_scores(softmax_output, "softmax_output")
     if grad_output.shape != softmax_output.shape:
         raise ValueError(
             f"grad_output must have the shape of softmax_output {tuple(softmax_output.shape)}, "
@@ -223,11 +225,18 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
 # validation and the way to the op ---------------------------------------------------------------------------------
 
 
+def _named(z, name: str, dim, temperature, mask) -> Tensor:
+    _check_scores(z, "z")
+    return _normalize(z, normalizers.get(name), None, dim, temperature, mask, None)
+
+
 def _check_scores(scores: Tensor, name: str = "scores") -> None:
     if not isinstance(scores, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
-    if not scores.is_floating_point():
-        raise TypeError(f"{name} must be floating-point, got {scores.dtype}; convert with .float()")
+    if not scores.is_floating_point() or scores.dtype.itemsize == 1:
+        raise TypeError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {scores.dtype}; convert with .float()"
+        )
 
 
 def _check_dim(scores: Tensor, dim: int) -> int:

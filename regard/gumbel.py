@@ -35,4 +35,5 @@ def gumbel_softmax(
         return soft.to(z.dtype)
     at = (z.detach().to(wide) + noise).argmax(axis, keepdim=True)
     one_hot = torch.zeros_like(soft).scatter(axis, at, 1.0)
+    one_hot = one_hot.where(soft.detach().amax(axis, keepdim=True) != 0, 0.0)  # nothing to choose from: choose nothing
     return (one_hot + (soft - soft.detach())).to(z.dtype)

@@ -14,6 +14,7 @@ tensor([[ True, False, False],
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,7 @@ def window(
 ) -> Tensor:
     """(n, keys): query i sees keys i − left … i + right; None is no limit on that side. Queries count from `first`."""
     keys = n if keys is None else keys
+    n, keys = _count(n, "n"), _count(keys, "keys")
     offset = torch.arange(keys, device=device) - torch.arange(first, first + n, device=device)[:, None]
     seen = torch.ones(n, keys, dtype=torch.bool, device=device)
     if left is not None:
@@ -42,11 +44,29 @@ def window(
 def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:
     """(B, max_len): the first lengths[b] positions of each row are visible."""
     lengths = torch.as_tensor(lengths)
+    if lengths.numel() == 0:
+        lengths = lengths.long()
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
     if lengths.ndim != 1:
         raise ValueError(f"lengths must have shape (B,), got {tuple(lengths.shape)}")
     if max_len is None:
         max_len = int(lengths.max()) if lengths.numel() else 0
+    max_len = _count(max_len, "max_len")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not bool(((lengths >= 0) & (lengths <= max_len)).all()):
+            raise ValueError(f"lengths must lie in [0, max_len = {max_len}], got {lengths.tolist()[:8]}")
     return torch.arange(max_len, device=lengths.device) < lengths[:, None]
+
+
+def _count(n: int, name: str) -> int:
+    try:
+        count = operator.index(n)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(n).__name__}") from None
+    if count < 0:
+        raise ValueError(f"{name} must be ≥ 0, got {n!r}")
+    return count
 
 
 def dense(

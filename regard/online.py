@@ -42,6 +42,8 @@ class OnlineSoftmax:
 
     def merge(self, other: OnlineSoftmax) -> OnlineSoftmax:
         """Take in what another has seen; returns self."""
+        if not isinstance(other, OnlineSoftmax):
+            raise TypeError(f"other must be an OnlineSoftmax, got {type(other).__name__}; update(block) takes tensors")
         if other.max is None or other.sum is None:
             return self
         if self.max is None or self.sum is None:
@@ -64,6 +66,9 @@ class OnlineSoftmax:
     def weights(self, block: Tensor) -> Tensor:
         """exp(block − m) / ℓ: the weights of a block within the whole."""
         m, total = self._seen()
+        if not isinstance(block, Tensor) or not block.is_floating_point() or block.shape[:-1] != m.shape:
+            got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
+            raise TypeError(f"block must be a floating-point tensor of shape {(*m.shape, 'n')}, got {got}")
         e = torch.exp(block.to(m.dtype) - _finite(m)[..., None])
         return (e / torch.where(total == 0, 1.0, total)[..., None]).to(block.dtype)
 

@@ -61,6 +61,8 @@ def resolve(wanted: bool | str | Iterable[str]) -> tuple[str, ...]:
         return NAMES
     if wanted is False or wanted is None:
         return ()
+    if not isinstance(wanted, (str, tuple, list, set, frozenset)):
+        raise TypeError(f"return_stats must be True, False, a name or a tuple of names, got {wanted!r}")
     wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for name in wanted:
         if name not in NAMES:
@@ -170,20 +172,24 @@ class State:
         """The state of both parts together. Commutative; associative up to rounding."""
         terms = Terms(choice, theta)
         top = torch.maximum(self.top, other.top)
-        frame = torch.maximum(self.frame, other.frame) if choice.family == "ratio" else self.frame
+        frame = self.frame
+        if choice.family == "ratio":  # a part without keys has no say
+            frame = torch.maximum(self.frame, other.frame)
+            frame = torch.where(self.n == 0, other.frame, torch.where(other.n == 0, self.frame, frame))
         parts = [part._moved(top, frame, terms) for part in (self, other)]
         a, b = parts
         n = a.n + b.n
         weight = b.n / n.clamp_min(1)
         gap = b.mean - a.mean
+        sooner = (b.n > 0) & ((a.n == 0) | (b.first < a.first))
         merged = {field.name: getattr(a, field.name) + getattr(b, field.name) for field in fields(State)}
         merged.update(
             top=top,
             frame=frame,
             mean=a.mean + gap * weight,
             m2=a.m2 + b.m2 + gap * gap * a.n * weight,
-            first=torch.minimum(a.first, b.first),
-            first_u=torch.where(b.first < a.first, b.first_u, a.first_u),
+            first=torch.where(sooner, b.first, a.first),
+            first_u=torch.where(sooner, b.first_u, a.first_u),
         )
         return State(**merged)
 
@@ -191,8 +197,8 @@ class State:
         """The same keys told in another frame, with another maximum to leave out."""
         changes = {}
         if terms.family == "ratio":
-            r = torch.exp(self.frame - frame)
-            shift = self.frame - frame
+            shift = (self.frame - frame).masked_fill(self.n == 0, 0.0)
+            r = torch.exp(shift)
             changes["log_u"] = r * (self.log_u + shift * self.u)
             for name, power in dict(u=1, v=1, first_u=1, distance=1, slope=1, square=2, cross=2).items():
                 changes[name] = getattr(self, name) * r**power
@@ -339,6 +345,8 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     choice = normalizers.get(normalizer)
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if scores is not None:
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            raise TypeError("scores must be a floating-point tensor with the shape of weights")
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if scores.shape != weights.shape:
             raise ValueError(f"scores must have the shape of weights {tuple(weights.shape)}, got {tuple(scores.shape)}")

@@ -245,3 +245,30 @@ def test_the_reference_backend_poisons_rows_alike(name):
     assert torch.allclose(ours[2], oracle[2], atol=1e-6)
     assert regard.normalize(torch.zeros(3, 0), name, temperature=0).shape == (3, 0)
     assert regard.normalize(torch.zeros(3, 0), name, backend="reference").shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (lambda: regard.softmax(torch.tensor([1, 2])), TypeError, "z must be float64"),
+        (lambda: regard.sparsemax(torch.ones(2).to(torch.float8_e4m3fn)), TypeError, "z must be float64"),
+        (lambda: regard.softmax_backward([1.0], torch.ones(1)), TypeError, "grad_output must be"),
+        (lambda: regard.softmax_backward(torch.ones(1), 1.0), TypeError, "softmax_output must be"),
+        (lambda: regard.OnlineSoftmax().update(torch.ones(2)).merge(3), TypeError, "other must be"),
+        (lambda: regard.OnlineSoftmax().update(torch.ones(2)).weights([1.0]), TypeError, "block must be"),
+        (lambda: regard.masks.causal(-1), ValueError, "n must be ≥ 0"),
+        (lambda: regard.masks.causal(2.5), TypeError, "n must be an int"),
+        (lambda: regard.masks.padding([1.5]), TypeError, "lengths must be integers"),
+        (lambda: regard.masks.padding([5], 3), ValueError, "lengths must lie in"),
+        (lambda: regard.statistics.of_weights(torch.ones(1, 1), scores=[1]), TypeError, "scores must be"),
+        (lambda: regard.statistics.resolve(3), TypeError, "return_stats must be"),
+    ],
+)
+def test_nonsense_is_named(call, kind, says):
+    with pytest.raises(kind, match=says):
+        call()
+
+
+def test_a_hard_sample_of_nothing_is_nothing():
+    z = torch.tensor([[-torch.inf] * 3, [0.0, 1.0, 2.0]])
+    assert regard.gumbel_softmax(z, hard=True).sum(-1).tolist() == [0.0, 1.0]

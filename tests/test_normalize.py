@@ -264,7 +264,7 @@ def test_the_reference_backend_poisons_rows_alike(name):
         (lambda: regard.statistics.resolve(3), TypeError, "return_stats must be"),
     ],
 )
-def test_nonsense_is_named(call, kind, says):
+def test_more_nonsense_is_named(call, kind, says):
     with pytest.raises(kind, match=says):
         call()
 

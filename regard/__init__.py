@@ -31,11 +31,15 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """The names of health, imported when first asked for."""
+    """The names of health and what stands on it, imported when first asked for."""
     if name in ("Monitor", "examine", "using"):
         from regard import health
 
         return getattr(health, name)
+    if name == "qk_clip":
+        from regard._qk_clip import qk_clip
+
+        return qk_clip
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 
 

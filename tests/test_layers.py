@@ -19,6 +19,7 @@ LAYERS = [
     ["regard._normalize", "regard._attention", "regard._jacobian", "regard.gumbel", "regard.online"],
     ["regard"],  # __init__: the public names
     ["regard.nn", "regard.parallel", "regard.health", "regard.listing", "regard.bench"],
+    ["regard._qk_clip"],
     ["regard.lab"],
     ["regard.cli"],
     ["regard.__main__"],
@@ -26,7 +27,7 @@ LAYERS = [
 LEVEL = {prefix: level for level, layer in enumerate(LAYERS) for prefix in layer}
 APART = {"regard.cpu", "regard.kernels"}  # one layer, but neither may know of the other
 # What __init__ hands out from above its own layer.
-PUBLIC_FROM_ABOVE = {"regard.nn", "regard.parallel", "regard.health"}
+PUBLIC_FROM_ABOVE = {"regard.nn", "regard.parallel", "regard.health", "regard._qk_clip"}
 
 
 def module_name(path: Path) -> str:

@@ -185,7 +185,8 @@ class MultiheadAttention(nn.Module):
         if self.score == "cosine":
             q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
             scale = self.gain
-        self._remember(q, k, scale, options)
+        else:
+            self._remember(q, k, scale, options)
         result = attention(
             q,
             k,
@@ -223,10 +224,8 @@ class MultiheadAttention(nn.Module):
 
     def _remember(self, q, k, scale, options) -> None:
         """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them."""
-        if torch.compiler.is_compiling():
-            return
-        watched = self.training and torch.is_grad_enabled() and self.score != "cosine"
-        self._last = (q.detach(), k.detach(), scale, options) if watched else None
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._last = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self):
         return {**self.__dict__, "_last": None}

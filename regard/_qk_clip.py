@@ -1,0 +1,189 @@
+"""QK-clip: after an optimizer step, shrink the query and key weights of heads whose logits have grown too large."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import weakref
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard._attention import attention
+from regard.health.call import forget_masks
+from regard.health.intercept import Interception
+from regard.health.intercept import _enter as enter
+from regard.nn import MultiheadAttention
+from regard.nn.projections import NotFound, projections
+
+
+class Clip(NamedTuple):
+    """One head that was clipped: its largest logit, and the factor that brought it to the threshold."""
+
+    layer: str
+    head: int
+    max_logit: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What a call of `qk_clip` found: the heads it clipped, the largest logit per layer and head, who was left out."""
+
+    heads: list[Clip] = field(default_factory=list)
+    max_logit: dict[str, list[float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)  # layer -> why its weights cannot be clipped
+
+
+def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clipped:
+    """W_q, W_k ← √(τ/m)·W_q, √(τ/m)·W_k for every head whose largest logit m passed the threshold τ, as Kimi K2 does.
+
+    >>> import regard, torch
+    >>> model = regard.nn.MultiheadAttention(8, num_heads=2)
+    >>> with torch.no_grad():
+    ...     _ = model.q_proj.weight[:4].mul_(1e4)  # head 0 explodes
+    >>> x = torch.randn(2, 6, 8)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    >>> model(x).square().mean().backward()
+    >>> optimizer.step()
+    >>> [(clip.layer, clip.head) for clip in regard.qk_clip(model, threshold=100.0).heads]
+    [('', 0)]
+    >>> _, stats = model(x, return_stats=("max_logit",))
+    >>> f"{stats.max_logit[:, 0].max():.1f}"
+    '100.0'
+
+    Call it after every `optimizer.step()`; nothing else need be done. The logits are those of the training forwards
+    since the last call, scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts
+    to watch; for `regard.nn` it already knows the last forward, in other models it clips from the next step on.
+    Watching costs one fused pass over q and k per forward; `regard.qk_clip.stop(model)` ends it.
+
+    Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
+    factor τ/m there. Heads below the threshold keep their weights to the bit. A head whose logit is not finite is
+    left alone. Scores that do not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason.
+
+    Args:
+        model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
+            transformers, or others whose queries and keys come from linear layers named as usual.
+        threshold: τ, the largest logit a head may have.
+        group: the process group whose ranks hold the same weights; None is all of them, if there are any.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+    if not (number and 0 < threshold < math.inf):
+        raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
+    watch = _WATCHES.get(model)
+    if watch is None:
+        watch = _WATCHES[model] = _Watch(model)
+        watch.read_modules(model)
+    elif watch.forwards and not watch.found:
+        raise ValueError(
+            "qk_clip saw a training forward of the model and no attention call in it; it catches regard.nn, torch's "
+            "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers"
+        )
+    modules = dict(model.named_modules())
+    largest = watch.take(group)
+    result = Clipped(max_logit={name: tops.tolist() for name, tops in largest.items()})
+    for name, tops in largest.items():
+        try:
+            query, key = projections(modules[name], len(tops), watch.head_dim[name])
+        except NotFound as reason:
+            result.skipped[name] = str(reason)
+            continue
+        factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
+        if (factors == 1.0).all():
+            continue
+        shared = query.heads != key.heads
+        query.shrink(factors if shared else factors.sqrt())
+        if not shared:
+            key.shrink(factors.sqrt())
+        for head in (factors < 1.0).nonzero()[:, 0].tolist():
+            result.heads.append(Clip(name, head, tops[head].item(), factors[head].item()))
+    return result
+
+
+def stop(model: nn.Module) -> None:
+    """Stop watching `model` for `qk_clip`; the model is as it was."""
+    watch = _WATCHES.pop(model, None)
+    if watch is not None:
+        watch.close()
+
+
+qk_clip.stop = stop  # type: ignore[attr-defined]
+
+
+class _Watch:
+    """The largest logit of every head over the training forwards since it was last asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.largest: dict[str, Tensor] = {}  # layer -> [H]
+        self.head_dim: dict[str, int] = {}
+        self.found, self.forwards = False, 0
+        self._inside: list = []
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def read_modules(self, model: nn.Module) -> None:
+        """What `regard.nn` modules remember of their last training call."""
+        for name, module in model.named_modules():
+            if isinstance(module, MultiheadAttention) and module._last is not None:
+                q, k, scale, options = module._last
+                self._add(name, q, k, scale=scale, **options)
+
+    def take(self, group) -> dict[str, Tensor]:
+        """Layer → [H] on the CPU, the same on every rank; then forget."""
+        largest, self.largest = self.largest, {}
+        if not largest:
+            return {}
+        sizes = [len(tops) for tops in largest.values()]
+        joined = torch.cat([tops.to(next(iter(largest.values())).device) for tops in largest.values()])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group=group)
+        return dict(zip(largest, joined.cpu().split(sizes), strict=True))
+
+    def __call__(self, call, name: str, otherwise) -> Tensor:
+        output = otherwise()
+        names = ("scale", "window", "key_lengths")
+        options = {key: call.options[key] for key in names if call.options.get(key) is not None}
+        self._add(name, call.q.detach(), call.k.detach(), attn_mask=call.mask, is_causal=call.causal, **options)
+        return output
+
+    def _add(self, name: str, q: Tensor, k: Tensor, attn_mask=None, **options) -> None:
+        """The largest logit per head of one call, [B, H, M, D] with [B, G, N, D]."""
+        self.found, self.head_dim[name] = True, q.shape[-1]
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask != -math.inf
+        with torch.no_grad():
+            stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
+            tops = stats.max_logit.amax((0, 2)).float()
+        self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
+
+    def _before(self, module, inputs) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        self.forwards += 1
+        interception = Interception(module, observe=self)
+        interception.start()
+        context = interception.torch_calls()
+        context.__enter__()
+        enter(module, inputs)  # its own hooks were gathered before the interception's were there
+        self._inside.append((interception, context))
+
+    def _after(self, module, inputs, output) -> None:
+        if self._inside and self._inside[-1][0].model is module:
+            interception, context = self._inside.pop()
+            context.__exit__(None, None, None)
+            interception.stop()
+            forget_masks()
+
+
+_WATCHES: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()

@@ -1,0 +1,124 @@
+"""Where a module keeps the weights that make its queries and keys, head by head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"), ("Wq", "Wk"))
+STACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")  # q, k, v one after another
+NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "qk_norm")
+
+
+class NotFound(LookupError):
+    """The weights of queries and keys are not where they usually are."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """`heads` blocks of equal width along `dim` of a weight, from `start` on, and of its bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    heads: int
+    width: int  # of all heads together
+    start: int = 0
+    dim: int = 0
+
+    @torch.no_grad()
+    def shrink(self, factors: Tensor) -> None:
+        """Every head's weights and bias times its factor; a factor of 1 leaves the bits as they are.
+
+        >>> import torch
+        >>> from regard.nn.projections import Projection
+        >>> weight = torch.ones(4, 1)
+        >>> Projection(weight, None, heads=2, width=4).shrink(torch.tensor([0.5, 1.0]))
+        >>> weight[:, 0]
+        tensor([0.5000, 0.5000, 1.0000, 1.0000])
+        """
+        each = factors.repeat_interleave(self.width // self.heads).to(self.weight.device, torch.float32)
+        rows = self.weight.narrow(self.dim, self.start, self.width)
+        rows.copy_(rows * (each[:, None] if self.dim == 0 else each))
+        if self.bias is not None:
+            part = self.bias.narrow(0, self.start, self.width)
+            part.copy_(part * each)
+
+
+def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+    """(of the queries, of the keys) of an attention module with so many query heads of that width.
+
+    >>> import torch
+    >>> from regard.nn.projections import projections
+    >>> query, key = projections(torch.nn.MultiheadAttention(8, 2), heads=2, head_dim=4)
+    >>> query.start, key.start
+    (0, 8)
+    """
+    if getattr(module, "score", None) in ("cosine", "additive"):
+        raise NotFound(f"its {module.score} scores do not grow with the weights")
+    norm = next((name for name in NORMS if getattr(module, name, None) is not None), None)
+    if norm is not None:
+        raise NotFound(f"its queries and keys are normalised ({norm}): they do not grow with the weights")
+    if isinstance(module, nn.MultiheadAttention):
+        return _of_torch(module)
+    for names in SEPARATE:
+        found = [getattr(module, name, None) for name in names]
+        if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in found):
+            return _of_layers(*found, heads, head_dim)
+    for name in STACKED:
+        layer = getattr(module, name, None)
+        if isinstance(layer, nn.Module) and hasattr(layer, "weight"):
+            return _of_stack(layer, name, heads, head_dim)
+    known = ", ".join(f"{q}/{k}" for q, k in SEPARATE) + ", " + ", ".join(STACKED)
+    raise NotFound(f"{type(module).__name__} has no linear layers named {known}")
+
+
+def _of_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:
+    heads, width, bias = module.num_heads, module.embed_dim, module.in_proj_bias
+    if module.in_proj_weight is not None:
+        whole = module.in_proj_weight
+        return Projection(whole, bias, heads, width), Projection(whole, bias, heads, width, start=width)
+    biases = (None, None) if bias is None else (bias[:width], bias[width : 2 * width])
+    return (
+        Projection(module.q_proj_weight, biases[0], heads, width),
+        Projection(module.k_proj_weight, biases[1], heads, width),
+    )
+
+
+def _of_layers(query: nn.Module, key: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+    width, keys = (_floating(layer).shape[_out(layer)] for layer in (query, key))
+    shared = keys // head_dim
+    if width != heads * head_dim or keys != shared * head_dim or heads % max(shared, 1):
+        raise NotFound(f"its query and key layers make {width} and {keys} numbers for {heads} heads of {head_dim}")
+    return (
+        Projection(query.weight, _bias(query), heads, width, dim=_out(query)),
+        Projection(key.weight, _bias(key), shared, keys, dim=_out(key)),
+    )
+
+
+def _of_stack(layer: nn.Module, name: str, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+    total, width = _floating(layer).shape[_out(layer)], heads * head_dim
+    shared = (total - width) // (2 * head_dim)
+    if shared < 1 or heads % shared or total != width + 2 * shared * head_dim:
+        raise NotFound(f"its {name} makes {total} numbers, which are not q, k, v of {heads} heads of {head_dim}")
+    weight, bias, dim = layer.weight, _bias(layer), _out(layer)
+    return (
+        Projection(weight, bias, heads, width, dim=dim),
+        Projection(weight, bias, shared, shared * head_dim, start=width, dim=dim),
+    )
+
+
+def _floating(layer: nn.Module) -> Tensor:
+    if not layer.weight.is_floating_point() or layer.weight.ndim != 2:
+        raise NotFound(f"the weights of its {type(layer).__name__} are not a floating-point matrix")
+    return layer.weight
+
+
+def _out(layer: nn.Module) -> int:
+    """The weight's dimension of outputs: 0 for nn.Linear, 1 for GPT-2's Conv1D."""
+    return 1 if type(layer).__name__ == "Conv1D" else 0
+
+
+def _bias(layer: nn.Module) -> Tensor | None:
+    return getattr(layer, "bias", None)

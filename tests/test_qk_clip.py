@@ -1,0 +1,213 @@
+"""regard.qk_clip: after an ordinary step, every head's largest logit is at most the threshold, the others untouched."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.health import intercept
+from regard.nn.projections import NotFound, projections
+
+
+def logits(model, batch, layer="") -> torch.Tensor:
+    """[H]: the largest logit of each head of a layer, by examining the model."""
+    heads = regard.examine(model, [batch]).heads
+    return torch.tensor([head.statistics["max_logit"].max for head in heads if head.layer == layer])
+
+
+def step(model, batch, lr=1e-12) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    out = model(**batch) if isinstance(batch, dict) else model(batch)
+    (getattr(out, "last_hidden_state", out)).float().square().mean().backward()
+    optimizer.step()
+
+
+class Self(nn.Module):
+    """torch's module as self-attention."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 4, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.inner(x, x[..., : self.inner.kdim], x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("score", ["scaled_dot", "dot"])
+def test_regard_nn_after_its_first_step(kv_heads, score):
+    torch.manual_seed(kv_heads)
+    model = nn.Sequential(nn.LayerNorm(16), regard.nn.MultiheadAttention(16, 4, kv_heads=kv_heads, score=score))
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj"):
+            nn.init.normal_(getattr(model[1], name).bias)
+        model[1].q_proj.weight[4:8] *= 300  # head 1
+        model[1].q_proj.weight[12:] *= 30  # head 3
+    x = torch.randn(3, 9, 16)
+    step(model, x)
+    before, was = logits(model, x, "1"), copy.deepcopy(model)
+    threshold = before.sort().values[1:3].mean().item()
+    clipped = regard.qk_clip(model, threshold)
+    assert [(clip.layer, clip.head) for clip in clipped.heads] == [("1", 1), ("1", 3)]
+    assert torch.allclose(torch.tensor(clipped.max_logit["1"]), before, rtol=1e-4)
+    after = logits(model, x, "1")
+    assert torch.allclose(after, before.clamp_max(threshold), rtol=1e-4)
+    rows = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])
+    assert torch.equal(model[1].q_proj.weight[rows], was[1].q_proj.weight[rows])
+    ratio = (model[1].q_proj.weight / was[1].q_proj.weight)[4].mean().item()
+    factor = threshold / before[1].item()
+    assert ratio == pytest.approx(factor if kv_heads < 4 else math.sqrt(factor), rel=1e-4)
+    if kv_heads < 4:
+        assert torch.equal(model[1].k_proj.weight, was[1].k_proj.weight)
+    assert intercept.ACTIVE == []
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 16}, {"bias": False}])
+def test_torchs_module_from_its_second_step(options):
+    torch.manual_seed(0)
+    model, x = Self(**options), torch.randn(2, 7, 16)
+    with torch.no_grad():
+        query = model.inner.in_proj_weight if model.inner.in_proj_weight is not None else model.inner.q_proj_weight
+        query[4:8] *= 1e3
+        if model.inner.in_proj_bias is not None:
+            nn.init.normal_(model.inner.in_proj_bias)
+    step(model, x)
+    assert regard.qk_clip(model, 10.0).heads == []  # watching begins
+    step(model, x)
+    before = logits(model, x, "inner")
+    clipped = regard.qk_clip(model, 10.0)
+    assert [clip.head for clip in clipped.heads] == (before > 10.0).nonzero()[:, 0].tolist() != []
+    assert torch.allclose(logits(model, x, "inner"), before.clamp_max(10.0), rtol=1e-4)
+    assert regard.qk_clip(model, 10.0).heads == []  # no forward since
+    regard.qk_clip.stop(model)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def small(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=50)
+    if kind == "llama":
+        config, layer = transformers.LlamaConfig(**sizes, num_key_value_heads=2), "layers.1.self_attn"
+    elif kind == "bert":
+        config, layer = transformers.BertConfig(**sizes), "encoder.layer.1.attention.self"
+    elif kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50)
+        layer = "h.1.attn"
+    else:
+        config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=8)
+        layer = "layers.1.self_attn"
+    torch.manual_seed(1)
+    return transformers.AutoModel.from_config(config), layer
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
+def test_transformers_models(kind):
+    model, layer = small(kind)
+    attention = model.get_submodule(layer)
+    with torch.no_grad():
+        query, _ = projections(attention, 4, 8)
+        query.weight.narrow(query.dim, 8, 8).mul_(3e3)  # head 1
+    ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2))
+    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    regard.qk_clip(model, 5.0)
+    step(model, batch)
+    before = logits(model.eval(), batch, layer)
+    clipped = regard.qk_clip(model, 5.0)
+    assert before[1] > 5.0 and (layer, 1) in [(clip.layer, clip.head) for clip in clipped.heads]
+    assert torch.allclose(logits(model, batch, layer), before.clamp_max(5.0), rtol=2e-3)
+
+
+def test_what_does_not_grow_with_the_weights_is_skipped():
+    model, layer = small("qwen3")
+    regard.qk_clip(model, 1e-6)
+    step(model.train(), dict(input_ids=torch.randint(50, (2, 9))))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    clipped = regard.qk_clip(model, 1e-6)
+    assert clipped.heads == [] and "q_norm" in clipped.skipped[layer]
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(NotFound, match="cosine"):
+        projections(regard.nn.MultiheadAttention(8, 2, score="cosine"), 2, 4)
+    with pytest.raises(NotFound, match="no linear layers"):
+        projections(nn.Linear(8, 8), 2, 4)
+
+
+def test_masks_and_evaluation_do_not_count():
+    model = regard.nn.MultiheadAttention(8, 2)
+    x, keys = torch.randn(1, 6, 8), torch.randn(1, 6, 8)
+    keys[:, 3:] *= 1e5  # only hidden keys are large
+    seen = (torch.arange(6) < 3).expand(1, 1, 6, 6)
+    hidden = torch.zeros(1, 1, 6, 6).masked_fill(~seen, -math.inf)
+    for mask in (seen, hidden):
+        model(x, keys, attn_mask=mask).sum().backward()
+        assert regard.qk_clip(model, 1e3).heads == []
+    model.eval()(x, keys)
+    with torch.no_grad():
+        model.train()(x, keys)
+    assert regard.qk_clip(model, 1e3).max_logit == {}
+    model(x, keys)
+    assert len(regard.qk_clip(model, 1e3).heads) == 2
+
+
+def test_the_largest_of_several_forwards_counts_and_nan_is_left_alone():
+    model = regard.nn.MultiheadAttention(8, 2)
+    regard.qk_clip(model, 1e9)
+    x = torch.randn(1, 6, 8)
+    tops = []
+    for size in (1.0, 30.0, 2.0):
+        model(size * x)
+        tops.append(logits(model, size * x))
+    assert torch.allclose(torch.tensor(regard.qk_clip(model, 1e9).max_logit[""]), torch.stack(tops).amax(0), rtol=1e-4)
+    with torch.no_grad():
+        model.q_proj.weight[:4] = math.inf
+    weight = model.q_proj.weight.clone()
+    model(x)
+    assert [clip.head for clip in regard.qk_clip(model, 1e-3).heads] in ([], [1])
+    assert torch.equal(model.q_proj.weight[:4], weight[:4])
+
+
+def test_a_gradient_step_after_it_goes_on():
+    """High learning rate, no scale: without clipping the logits leave, with it they stay."""
+
+    def run(clip: bool) -> float:
+        torch.manual_seed(0)
+        model = regard.nn.MultiheadAttention(16, 2, score="dot")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        x, y = torch.randn(4, 12, 16), torch.randn(4, 12, 16)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            if clip:
+                regard.qk_clip(model, 5.0)
+        return logits(model, x).max().item()
+
+    assert run(False) > 20.0
+    assert run(True) < 10.0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "word"),
+    [
+        (lambda: regard.qk_clip("model"), TypeError, "model"),
+        (lambda: regard.qk_clip(nn.Linear(2, 2), 0.0), ValueError, "threshold"),
+        (lambda: regard.qk_clip(nn.Linear(2, 2), "high"), ValueError, "threshold"),
+    ],
+)
+def test_nonsense_is_named(call, error, word):
+    with pytest.raises(error, match=word):
+        call()
+
+
+def test_a_model_without_attention_is_told():
+    model = nn.Linear(4, 4)
+    regard.qk_clip(model)
+    model(torch.randn(2, 4))
+    with pytest.raises(ValueError, match="no attention call"):
+        regard.qk_clip(model)

@@ -89,9 +89,10 @@ def forward(problem: Problem) -> Forward:
 
 def _look_again(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:
     config, launch = _config(p, "forward_lesser")
-    blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
-    arguments = (view(p.q), view(p.k), view(p.v), *_key_blocks(p, config), rough, stats, _options(p), config)
-    forward_lesser[(blocks,)](*arguments, **launch)
+    rows, many = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
+    programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1], many)
+    arguments = (view(p.q), view(p.k), view(p.v), *_key_blocks(p, config), rough, stats, rows, _options(p), config)
+    forward_lesser[(programs,)](*arguments, many, **launch)
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:

@@ -30,35 +30,41 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def forward_lesser(q, k, v, k_blocks, v_blocks, rough, stats, opt, C: tl.constexpr):
+def forward_lesser(q, k, v, k_blocks, v_blocks, rough, stats, rows, opt, C: tl.constexpr, MANY: tl.constexpr):
+    """MANY blocks of queries to a program: most programs only find that there is nothing to do."""
     blocks = tl.cdiv(opt.queries, C.BM)
-    pid = tl.program_id(0)
-    i = (blocks - 1 - pid % blocks) * C.BM + tl.arange(0, C.BM)  # as sweeps.scene_of counts
-    inside = i < opt.queries
-    row = pid // blocks * tiles.wide(opt.queries) + i
-    top = tl.load(rough + row, mask=inside, other=float("inf"))
+    for block in range(
+        tl.program_id(0) * MANY, tl.minimum(tl.program_id(0) * MANY + MANY, rows // opt.queries * blocks)
+    ):
+        i = (blocks - 1 - block % blocks) * C.BM + tl.arange(0, C.BM)  # as sweeps.scene_at counts
+        row = block // blocks * tiles.wide(opt.queries) + i
+        top = tl.load(rough + row, mask=i < opt.queries, other=float("inf"))
+        if tl.min(top, 0) < float("inf"):
+            look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, tiles.wide(rows), opt, C)
+
+
+@triton.jit
+def look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, rows, opt, C: tl.constexpr):
     vague = top < float("inf")
-    if tl.max(vague.to(tl.int32), 0) > 0:
-        rows = tl.num_programs(0) // blocks * tiles.wide(opt.queries)
-        z = tl.load(rough + rows + row, mask=vague, other=1.0)
-        distance = tl.load(rough + 2 * rows + row, mask=vague, other=0.0)
-        pivot = tl.load(rough + 3 * rows + row, mask=vague, other=0.0)
-        top = tl.where(vague, top, 0.0)
-        scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
-        zero = tiles.zeros(C.BM, C.LANES, C.ACC)
-        state = (zero, zero, zero, zero, zero, zero, top, pivot)
-        su2, sl2, sq2, ties2, mean2, m22, _, _ = sweeps.sweep(state, scene, i0, opt, tile, C)
-        su, sq, ties, none = tl.sum(su2, 1), tl.sum(sq2, 1), tl.sum(ties2, 1), z * 0.0
-        one = none + 1.0
-        b2 = scene.a * LOG2E
-        r = Sums(
-            top, top * b2, z, ties, su, su, tl.sum(sl2, 1), sq, su, sq, none, distance, none, none, i, none, pivot,
-            tl.sum(mean2, 1), tl.sum(m22, 1),
-        )  # fmt: skip
-        frame, rest, inverse, total = ending(r, scene, inside, opt, C)
-        lse = frame * LN2 + tl.log(total)
-        n = (scene.last - scene.first).to(C.ACC)
-        first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.frame)
-        statistics.finish(
-            stats, row, vague, i < 0, r, scene.a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C
-        )
+    z = tl.load(rough + rows + row, mask=vague, other=1.0)
+    distance = tl.load(rough + 2 * rows + row, mask=vague, other=0.0)
+    pivot = tl.load(rough + 3 * rows + row, mask=vague, other=0.0)
+    top = tl.where(vague, top, 0.0)
+    scene, i0 = sweeps.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
+    zero = tiles.zeros(C.BM, C.LANES, C.ACC)
+    state = (zero, zero, zero, zero, zero, zero, top, pivot)
+    su2, sl2, sq2, ties2, mean2, m22, _, _ = sweeps.sweep(state, scene, i0, opt, tile, C)
+    su, sq, none = tl.sum(su2, 1), tl.sum(sq2, 1), z * 0.0
+    one = none + 1.0
+    b2 = scene.a * LOG2E
+    r = Sums(
+        top, top * b2, z, tl.sum(ties2, 1), su, su, tl.sum(sl2, 1), sq, su, sq, none, distance, none, none, scene.i,
+        none, pivot, tl.sum(mean2, 1), tl.sum(m22, 1),
+    )  # fmt: skip
+    frame, rest, inverse, total = ending(r, scene, vague, opt, C)
+    lse = frame * LN2 + tl.log(total)
+    n = (scene.last - scene.first).to(C.ACC)
+    first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.frame)
+    statistics.finish(
+        stats, row, vague, scene.i < 0, r, scene.a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows
+    )

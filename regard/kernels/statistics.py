@@ -177,12 +177,16 @@ def put(ptr, row, rows, value, dead, bare, seen, SLOT: tl.constexpr):
 
 @triton.jit
 def finish(
-    ptr, row, seen, dead, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C: tl.constexpr
+    ptr, row, seen, dead, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C: tl.constexpr, rows=None
 ):  # fmt: skip
-    """Store every statistic asked for. u1, v1, d1, x1 are u, v, u′ and cross at the maximum, p = u·inverse."""
+    """Store every statistic asked for. u1, v1, d1, x1 are u, v, u′ and cross at the maximum, p = u·inverse.
+
+    `rows` of the whole call are what lies between two statistics; None where each program has one block of C.BM.
+    """
     SLOT: tl.constexpr = C.SLOT
     NEED: tl.constexpr = C.NEED
-    rows = tl.num_programs(0) // tl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
+    if rows is None:
+        rows = tl.num_programs(0) // tl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
     alive = (u1 > 0.0) & (dead == 0)
     unit = tl.where(u1 > 0.0, u1, 1.0)
     ties = r.ties

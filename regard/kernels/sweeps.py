@@ -37,12 +37,17 @@ class Scene(NamedTuple):
 
 @triton.jit
 def scene_of(q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
-    """(scene, i0) of this program: one block of queries of one head, the longest causal rows first."""
+    """(scene, i0) of this program: one block of queries of one head."""
+    return scene_at(tl.program_id(0), q, k, v, k_blocks, v_blocks, opt, C)
+
+
+@triton.jit
+def scene_at(block, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
+    """(scene, i0) of a block of queries, the longest causal rows of a head first."""
     blocks = tl.cdiv(opt.queries, C.BM)
-    pid = tl.program_id(0)
-    i0 = (blocks - 1 - pid % blocks) * C.BM
-    h = (pid // blocks) % opt.heads
-    b = pid // blocks // opt.heads
+    i0 = (blocks - 1 - block % blocks) * C.BM
+    h = (block // blocks) % opt.heads
+    b = block // blocks // opt.heads
     i = i0 + tl.arange(0, C.BM)
     n = tiles.key_count(opt, b)
     first, last = tiles.interval(i, opt, n)

@@ -96,3 +96,34 @@ class Upstream:
     bias: bool = False  # is the bias's gradient wanted?
     temperature: bool = False
     sink: bool = False
+
+
+@dataclass
+class Part:
+    """What a part of their keys says of rows, before sinks and rests: see `regard.parallel.merge` for the law.
+
+    ratio: o = Σu·v / z and z = Σv in the frame m (z = 0: the part weighs nothing). pointwise: o = Σp·v.
+    threshold, at a given τ: o = Σp·v, z = Σp, slopes = Σg′.
+    """
+
+    o: Tensor  # [B, H, M, E], accumulator dtype
+    m: Tensor  # [B, H, M], accumulator dtype
+    z: Tensor  # [B, H, M], accumulator dtype
+    slopes: Tensor | None = None  # [B, H, M]
+    sums: Tensor | None = None  # [17, B, H, M] float64, the fields of statistics.State, where statistics are wanted
+
+
+@dataclass
+class Whole:
+    """What backward of a part must know of its whole rows, each [B, H, M] in the accumulator's dtype.
+
+        ds = a·dp − b·δ + p·(lift − β·(s − m)) + γ·(s − mean)
+
+    The last two terms are the statistics' gradients. Threshold maps: m is the largest gain·s, c = τ − m.
+    """
+
+    m: Tensor
+    z: Tensor  # Z; Σg′ for threshold maps
+    delta: Tensor
+    c: Tensor | None = None
+    tilt: Tensor | None = None  # [4, B, H, M]: lift, β, γ, mean

@@ -1,0 +1,57 @@
+"""Where the gradients of pairs of chunks are added up: those of rows, and those of keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.problem import Gradients, Problem, Upstream, Whole
+
+
+class RowGradients:
+    """dq, dtemperature [B, H, M] and dbias, the latter in the bias's unexpanded shape."""
+
+    def __init__(self, rows: Problem, upstream: Upstream):
+        like = dict(dtype=rows.accumulator, device=rows.q.device)
+        self.q = torch.zeros(rows.q.shape, **like)
+        self.heat = torch.zeros(rows.q.shape[:3], **like) if upstream.temperature else None
+        self.bias = None
+        if upstream.bias:
+            self.bias = torch.zeros(unexpanded(rows.bias), **like)
+
+    def add(self, grads: Gradients, here: slice, columns: slice) -> None:
+        """`here` are the pair's rows, `columns` its columns of the bias."""
+        self.q[:, :, here] += grads.q
+        if self.heat is not None:
+            self.heat[:, :, here] += grads.temperature
+        if self.bias is not None:
+            target = self.bias if self.bias.shape[2] == 1 else self.bias[:, :, here]
+            target = target if target.shape[3] == 1 else target[..., columns]
+            target += grads.bias.sum_to_size(target.shape)
+
+
+class KeyGradients:
+    """dk and dv of one rank's keys, in the accumulator's dtype."""
+
+    def __init__(self, problem: Problem, k: Tensor | None = None, v: Tensor | None = None):
+        k, v = (problem.k, problem.v) if k is None else (k, v)
+        self.k, self.v = (torch.zeros(x.shape, dtype=problem.accumulator, device=x.device) for x in (k, v))
+
+    def add(self, grads: Gradients, there: slice) -> None:
+        self.k[:, :, there] += grads.k
+        self.v[:, :, there] += grads.v
+
+
+def unexpanded(x: Tensor) -> list[int]:
+    """The shape of an expanded tensor before it was expanded."""
+    return [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
+def rows_of(whole: Whole, here: slice) -> Whole:
+    c = None if whole.c is None else whole.c[:, :, here]
+    tilt = None if whole.tilt is None else whole.tilt[..., here]
+    return Whole(whole.m[:, :, here], whole.z[:, :, here], whole.delta[:, :, here], c, tilt)
+
+
+def upstream_of(upstream: Upstream, here: slice) -> Upstream:
+    return Upstream(upstream.o[:, :, here], {}, upstream.bias, upstream.temperature, False)

@@ -1,0 +1,128 @@
+"""Who holds which positions: a sequence of n cut over ranks, and back.
+
+    contiguous   rank r holds [n·r/W, n·(r+1)/W)
+    balanced     the sequence is cut into 2W chunks, and rank r holds chunks r and 2W − 1 − r
+
+Under causal order a query at position i sees i + 1 keys, so that contiguous pieces give the last rank about twice the
+mean work. A front and a back chunk together see as much as every other pair does: r + (2W − 1 − r) is the same for all.
+
+>>> from regard.parallel.layout import spans
+>>> spans(16, 2)
+[[(0, 4), (12, 16)], [(4, 8), (8, 12)]]
+>>> spans(5, 3, "contiguous")
+[[(0, 1)], [(1, 3)], [(3, 5)]]
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regard.parallel.line import Line
+
+LAYOUTS = ("balanced", "contiguous")
+
+Spans = list[tuple[int, int]]
+
+
+def spans(length: int, world: int, layout: str = "balanced") -> list[Spans]:
+    """The positions of every rank, as [start, stop) spans; chunks differ by at most one in length."""
+    check(layout)
+    if layout == "contiguous":
+        return [[(length * rank // world, length * (rank + 1) // world)] for rank in range(world)]
+    cuts = [length * chunk // (2 * world) for chunk in range(2 * world + 1)]
+    chunks = list(itertools.pairwise(cuts))
+    return [[chunks[rank], chunks[2 * world - 1 - rank]] for rank in range(world)]
+
+
+def given_spans(lengths: list[int], layout: str, name: str) -> list[Spans]:
+    """The spans of pieces of these lengths, one per rank."""
+    if layout == "contiguous":
+        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+        return [[(start, start + length)] for start, length in zip(starts, lengths, strict=True)]
+    cut = spans(sum(lengths), len(lengths), layout)
+    for rank, (length, own) in enumerate(zip(lengths, cut, strict=True)):
+        if length != size(own):
+            raise ValueError(
+                f"{name}: rank {rank} holds {length} positions, but the {layout} layout of {sum(lengths)} over "
+                f"{len(lengths)} ranks gives it {size(own)}; cut with regard.parallel.shard, or pass "
+                'layout="contiguous", which takes pieces of any length'
+            )
+    return cut
+
+
+def size(own: Spans) -> int:
+    return sum(stop - start for start, stop in own)
+
+
+def check(layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+
+
+def shard(x: Tensor, dim: int = -2, group: dist.ProcessGroup | None = None, layout: str = "balanced") -> Tensor:
+    """This rank's piece of a whole tensor: its chunks of dimension `dim`, one after another.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> regard.parallel.shard(torch.arange(4), dim=0)
+    tensor([0, 1, 2, 3])
+    >>> torch.distributed.destroy_process_group()
+
+    Args:
+        x: the whole tensor, the same on every rank. Gradients flow to the rank's own positions.
+        dim: the dimension that is cut: −2 for q, k, v of shape (…, length, head_dim), and for a mask's queries.
+        group: the ranks that share the sequence; None is all of them.
+        layout: "balanced" or "contiguous", as in `regard.parallel.attention`.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    line = Line.of(group)
+    own = spans(x.shape[dim], line.world, layout)[line.rank]
+    return torch.cat([x.narrow(dim, start, stop - start) for start, stop in own], dim)
+
+
+def unshard(x: Tensor, dim: int = -2, group: dist.ProcessGroup | None = None, layout: str = "balanced") -> Tensor:
+    """The whole tensor from every rank's piece, on every rank; the inverse of `shard`.
+
+    Backward takes the rank's own positions of the gradient: each rank is to put its whole loss's gradient there, as it
+    does where every rank computes the same loss from the whole tensor.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> regard.parallel.unshard(torch.arange(4), dim=0)
+    tensor([0, 1, 2, 3])
+    >>> torch.distributed.destroy_process_group()
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    check(layout)
+    return _Unshard.apply(x, dim % x.ndim, Line.of(group), layout)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, line: Line, layout: str) -> Tensor:
+        lengths = [int(n) for (n,) in line.all_gather_numbers([x.shape[dim]], "unshard")]
+        cut = given_spans(lengths, layout, "x")
+        ctx.dim, ctx.own = dim, cut[line.rank]
+        shape = list(x.shape)
+        pieces = []
+        for rank, length in enumerate(lengths):
+            shape[dim] = length
+            piece = x.contiguous() if rank == line.rank else x.new_empty(shape)
+            pieces.append(line.broadcast(piece, rank, "unshard"))
+        shape[dim] = sum(lengths)
+        whole = x.new_empty(shape)
+        for piece, own in zip(pieces, cut, strict=True):
+            at = 0
+            for start, stop in own:
+                whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, at, stop - start))
+                at += stop - start
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        own = [grad.narrow(ctx.dim, start, stop - start) for start, stop in ctx.own]
+        return torch.cat(own, ctx.dim), None, None, None

@@ -1,0 +1,101 @@
+"""Parts of a row become the row: (m, z, o) of two parts of the keys, and what joins the denominator once at the end.
+
+    ratio       m = max(m₁, m₂),  z = z₁e^(m₁−m) + z₂e^(m₂−m),  o = (z₁e^(m₁−m)·o₁ + z₂e^(m₂−m)·o₂) / z
+    threshold   at one τ everything adds; pointwise maps add too
+
+The sums behind the statistics merge by `regard.statistics.State.merge`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from regard.normalizers import Choice
+from regard.normalizers._language import speak, torch_words
+from regard.problem import Part, Problem
+from regard.statistics import State
+
+FIELDS = tuple(field.name for field in fields(State))
+
+
+@dataclass
+class Total:
+    """The parts of some rows so far. `m` is −inf where nothing weighed anything yet."""
+
+    choice: Choice
+    o: Tensor | None = None
+    m: Tensor | None = None
+    z: Tensor | None = None
+    slopes: Tensor | None = None
+    state: State | None = None
+
+    def add(self, part: Part) -> None:
+        m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
+        if self.o is None:
+            self.o, self.m, self.z, self.slopes = part.o, m, part.z, part.slopes
+        elif self.choice.family == "ratio":
+            top = torch.maximum(self.m, m)
+            safe = top.masked_fill(top == -math.inf, 0.0)
+            old, new = self.z * torch.exp(self.m - safe), part.z * torch.exp(m - safe)
+            self.m, self.z = top, old + new
+            share = torch.where(self.z == 0, 0.0, new / self.z)  # a NaN stays
+            self.o = torch.lerp(self.o, part.o, share[..., None])
+        else:
+            self.o, self.z = self.o + part.o, self.z + part.z
+            self.slopes = None if self.slopes is None else self.slopes + part.slopes
+        if part.sums is not None:
+            state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
+            self.state = state if self.state is None else self.state.merge(state, self.choice)
+
+    def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+        """(o, m, z) of whole rows, once every part is in: sink and rest join, dead rows are 0."""
+        o, m, z = self.o, self.m, self.z
+        if self.choice.family == "threshold":
+            total = z[..., None]
+            return torch.where(total == 0, 0.0, o / total), m, self.slopes
+        if self.choice.family == "pointwise":
+            return o, torch.zeros_like(m), torch.zeros_like(z)
+        dead = m == -math.inf
+        logits = silent_logits(problem)
+        if not self.choice.exponential:
+            m = m.masked_fill(dead, 0.0)
+            if self.choice.shift == "max0":
+                m = m.clamp_min(0.0)
+            z = z * torch.exp(self.m - m) + speak(self.choice.rest, torch_words)(torch.exp(-m))
+            kept = torch.where(z == 0, 0.0, self.z * torch.exp(self.m - m) / z)
+        else:
+            top = m
+            for logit in logits:
+                top = torch.maximum(top, logit)
+            own = z * torch.exp(m - top)
+            z = own + sum(torch.exp(logit - top) for logit in logits)
+            kept, m = own / z, top
+        kept, m, z = (x.masked_fill(dead, 0.0) for x in (kept, m, z))
+        return o * kept[..., None], m, z
+
+
+def nothing(rows: Problem) -> Part:
+    """The part of rows in which nobody sees a key."""
+    shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
+    sums = None
+    if rows.stats:
+        sums = torch.zeros((len(FIELDS), *shape), dtype=torch.float64, device=rows.q.device)
+        sums[FIELDS.index("top")] = -math.inf
+    zero = torch.zeros(shape, **like)
+    slopes = zero if rows.choice.family == "threshold" else None
+    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), zero, zero, slopes, sums)
+
+
+def silent_logits(problem: Problem) -> list[Tensor]:
+    """What joins Z of the softmax family beside the keys, as logits [B, H, M]: a sink, softmax1's silent key."""
+    found = [] if problem.sink is None else [problem.sink.to(problem.accumulator)]
+    if problem.choice.family == "ratio" and problem.choice.exponential:
+        rest = float(speak(problem.choice.rest)(1.0))
+        if rest > 0:
+            rows = problem.q.shape[:3]
+            found.append(problem.q.new_full((1,), math.log(rest), dtype=problem.accumulator).expand(rows))
+    return found

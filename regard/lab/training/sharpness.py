@@ -22,21 +22,22 @@ WANTED = (
 BY_HEAD = ("entropy_ratio", "max_weight", "distance", "first_key_mass", "gradient_gain")
 
 
-def readings(layers: Sequence[Statistics]) -> dict[str, float]:
+def readings(layers: Sequence[Statistics], rows: Sequence[Tensor] | None = None) -> dict[str, float]:
     """Of rows that see two keys or more: a row of one key is sharp whatever the model does.
 
-    entropy_ratio is entropy / ln n, support_share the part of the keys with weight, max_logit the largest of all.
+    `rows` [B, L] per layer leaves padding queries out. entropy_ratio is entropy / ln n, support_share the part of the
+    keys with weight, max_logit the largest of all.
     """
-    heads = [by_head(stats) for stats in layers]
+    heads = [by_head(stats, None if rows is None else rows[i]) for i, stats in enumerate(layers)]
     means = {name: sum(float(head[name].mean()) for head in heads) / len(heads) for name in heads[0]}
     means["max_logit"] = max(float(stats.max_logit.max()) for stats in layers)
     return means
 
 
-def by_head(stats: Statistics) -> dict[str, Tensor]:
+def by_head(stats: Statistics, real: Tensor | None = None) -> dict[str, Tensor]:
     """name → [H], means over batch and rows."""
     n = stats.visible_keys  # [B, H, L]
-    rows = n > 1
+    rows = n > 1 if real is None else (n > 1) & real[:, None]
     values = {name: stats[name] for name in ("entropy", "max_weight", "mass", "distance", "first_key_mass")}
     values["gradient_gain"] = stats.gradient_gain
     values["entropy_ratio"] = stats.entropy / n.clamp_min(2).log()

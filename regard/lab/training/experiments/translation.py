@@ -1,0 +1,39 @@
+"""Eight normalisers in a translator, all its attentions alike: loss and BLEU at equal parameters and tokens.
+
+sigmoid has the bias −ln 16: an average sentence has some 14 words.
+"""
+
+from regard.lab.training.experiment import Experiment, Preset
+from regard.lab.training.experiments import normalizers
+from regard.lab.training.translation import TranslationTrial
+
+
+def figures(result):
+    return normalizers.figures(result, metric="bleu", title="BLEU")
+
+
+experiment = Experiment(
+    name="translation",
+    question="How do the normalisers compare in translation at equal parameters and tokens: BLEU, loss, sharpness?",
+    variants={
+        name: {"attention": {"normalizer": "sigmoid(bias=-2.773)" if name == "sigmoid" else spec}}
+        for name, spec in normalizers.NORMALIZERS.items()
+    },
+    make=TranslationTrial,
+    presets={
+        "small": Preset(
+            steps=80,
+            every=40,
+            sizes={"layers": 1, "heads": 2, "width": 64, "length": 12, "batch": 32, "dropout": 0.0, "rate": 5e-3},
+            learner="softmax",
+            learns={"loss": 0.6},
+        ),
+        "full": Preset(
+            steps=2500,
+            every=250,
+            sizes={"layers": 3, "heads": 4, "width": 256, "length": 40, "batch": 128, "dropout": 0.2},
+        ),
+    },
+    metric="bleu",
+    figures=figures,
+)

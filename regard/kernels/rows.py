@@ -80,11 +80,11 @@ def forward(
     if F.family == "threshold":
         vector = min(16 // s.element_size(), launch.plan.columns)
         groups = launch.plan.groups(vector)
-        extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[state.dtype]}
+        extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[s.dtype]}
         launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
     else:
         exact = s.dtype == torch.float32 and bool(F.exponential)
-        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": exact, "AGAIN": launch.plan.again})
+        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": exact})
     return p, state
 
 
@@ -107,12 +107,13 @@ def backward(
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
     else:
         exact = saved.dtype == torch.float32 and bool(F.exponential)
-        extra = {"EXACT": exact, "AGAIN": launch.plan.again}
+        extra = {"EXACT": exact}
         launch(rows_online.backward_online, (dp, saved, ds, state), 1, extra, sums=F.family == "ratio")
     return ds
 
 
-_TOLERANCE = {torch.float32: 5e-7, torch.float64: 1e-14}
+# |Σp − 1| at which the solver stops, before the weights are divided by Σp
+_TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 
 
 def _accumulator(s: Tensor) -> torch.dtype:
@@ -146,7 +147,7 @@ class _Launch:
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
 
     def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
-        rows, columns, parts, warps, meets, registers, _ = self.plan
+        rows, columns, parts, warps, meets, registers, again = self.plan
         R, N, s = self.R, self.N, self.s
         if parts == 1:
             stages = ("whole",)
@@ -168,7 +169,7 @@ class _Launch:
             for stage in stages:
                 kernel[grid](
                     *tensors, self.mask, self.theta_rows, partial, counters, R, N, parts, *self.strides, *self.numbers,
-                    F=self.F, ROWS=rows, COLUMNS=columns, **shape, **extra, STAGE=stage, **options,
+                    F=self.F, ROWS=rows, COLUMNS=columns, **shape, **extra, AGAIN=again, STAGE=stage, **options,
                 )  # fmt: skip
                 if solves and stage == "publish":
                     rows_threshold.solve_rows[(R,)](

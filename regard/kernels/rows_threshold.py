@@ -9,6 +9,10 @@ The solution for some of the scores is a lower bound for all. So the few maxima 
 the many then need one or two steps more, which is what a row costs.
 """
 
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -88,19 +92,48 @@ def advance(tau, floor, total, slope, count, gain, TOLERANCE: tl.constexpr, F: t
     return after, floor, (alive & far).to(tl.int32)
 
 
+class Row(NamedTuple):
+    """A program's scores: where they are, and y = factor·(x − top) of them where they are held, else None."""
+
+    s: Any
+    mask: Any
+    rows: Any
+    columns: Any
+    R: Any
+    N: Any
+    mask_row: Any
+    mask_column: Any
+    y: Any
+
+
 @triton.jit
-def solve(y, tau, theta, gain, partial, counter, part, parts, TOLERANCE: tl.constexpr, F: tl.constexpr,
-          PARTS: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+def scores_of(row, top, factor, HAS_MASK: tl.constexpr, ACC: tl.constexpr, AGAIN: tl.constexpr):
+    """y [1, COLUMNS], read again from the cache if AGAIN."""
+    if AGAIN:
+        tl.debug_barrier()  # or the compiler would hold on to what it read before
+        x = load_scores(
+            row.s, row.mask, row.rows, row.columns, row.R, row.N, row.mask_row, row.mask_column, HAS_MASK, ACC
+        )
+        y = (x - finite(top)) * factor
+    else:
+        y = row.y
+    return y
+
+
+@triton.jit
+def solve(row, top, factor, tau, theta, gain, partial, counter, part, parts, TOLERANCE: tl.constexpr, F: tl.constexpr,
+          PARTS: tl.constexpr, SHARED: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr,
+          AGAIN: tl.constexpr):  # fmt: skip
     """τ with Σ value = 1, and the sums there. SHARED: over all parts of the row, which meet at every step."""
     floor = tau * 0.0 - 1.0
-    total, slope, count = sums(y, tau, theta, F)
+    total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, F)
     if SHARED:
         total, slope, count = share(total, slope, count, 0, partial, counter, part, parts, PARTS, F)
     after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
     step = 1
     while (tl.max(far) > 0) & (step < LIMIT):
         tau = after
-        total, slope, count = sums(y, tau, theta, F)
+        total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, F)
         if SHARED:
             total, slope, count = share(total, slope, count, step, partial, counter, part, parts, PARTS, F)
         after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
@@ -130,8 +163,11 @@ def share(total, slope, count, step, partial, counter, part, parts, PARTS: tl.co
 def start(few, theta, gain, factor, partial, F: tl.constexpr):
     """The maximum of a few scores [1, n], and about the τ at which they alone would sum to 1."""
     top = alone(tl.reduce(few, 1, larger, keep_dims=True))
-    y = (few - finite(top)) * factor
-    tau, _, _ = solve(y, finite(top) * 0.0 - 1.0, theta, gain, partial, partial, 0, 1, 1e-3, F, 1, False)
+    held = Row(0, 0, 0, 0, 0, 0, 0, 0, (few - finite(top)) * factor)
+    low = finite(top) * 0.0 - 1.0
+    tau, _, _ = solve(
+        held, top, factor, low, theta, gain, partial, partial, 0, 1, 1e-3, F, 1, False, False, few.dtype, False
+    )
     return top, alone(tau)
 
 
@@ -148,9 +184,12 @@ def forward_threshold(
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
-    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, STAGE: tl.constexpr,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
-    """One row or part per program (ROWS = 1): rows that step together all take as many steps as the slowest."""
+    """One row or part per program (ROWS = 1): rows that step together all take as many steps as the slowest.
+
+    AGAIN: the scores are read again, from the cache, at every step, so that no register holds them between.
+    """
     ACC: tl.constexpr = state.dtype.element_ty
     rows, columns, row, part = place(parts, ROWS, COLUMNS)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
@@ -170,10 +209,12 @@ def forward_threshold(
         else:
             top, tau = highest(x), tl.full([1, 1], -1.0, ACC)
         y = (x - finite(top)) * factor
+        held = Row(s, mask, rows, columns, R, N, mask_row, mask_column, 0 if AGAIN else y)
         tau, total, slope = solve(
-            y, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F, PARTS,
-            STAGE == "meet",
+            held, top, factor, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F,
+            PARTS, STAGE == "meet", HAS_MASK, ACC, AGAIN,
         )  # fmt: skip
+        y = scores_of(held, top, factor, HAS_MASK, ACC, AGAIN)
     if STAGE == "finish":  # solve_rows has been here
         found = partial + R * (GROUPS + SUMS) * parts + row * FOUND
         top, tau, total, slope = one(found, ACC), one(found + 1, ACC), one(found + 2, ACC), one(found + 3, ACC)
@@ -256,27 +297,37 @@ def add(total, lost, more):
 
 
 @triton.jit
+def slopes(row, state, scale, theta, F: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):
+    """(g′, dp) of a tile, dp 0 where nobody is seen; `row.y` is dp."""
+    above = load(row.y, row.rows, row.columns, row.R, row.N, 0.0, ACC)
+    if F.slope_of_weight is not None:
+        a = F.slope_of_weight(load(row.s, row.rows, row.columns, row.R, row.N, 0.0, ACC), theta)
+    else:
+        x = load_scores(
+            row.s, row.mask, row.rows, row.columns, row.R, row.N, row.mask_row, row.mask_column, HAS_MASK, ACC
+        )
+        tau = tl.load(state + row.rows, mask=row.rows < row.R, other=0.0)
+        a = F.slope(tl.maximum(x * scale * F.gain(theta) - tau, 0.0), theta)
+    if HAS_MASK:
+        seen = visible(row.mask, row.rows, row.columns, row.R, row.N, row.mask_row, row.mask_column)
+        above = tl.where(seen, above, 0.0)
+    return a.to(ACC), above
+
+
+@triton.jit
 def backward_threshold(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·g′·(dp − δ) with δ = Σ g′·dp / Σ g′."""
     ACC: tl.constexpr = state.dtype.element_ty
     rows, columns, row, part = place(parts, ROWS, COLUMNS)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     scale = number(scale, ACC)
-    above = load(dp, rows, columns, R, N, 0.0, ACC)
-    if F.slope_of_weight is not None:
-        a = F.slope_of_weight(load(saved, rows, columns, R, N, 0.0, ACC), theta)
-    else:
-        x = load_scores(saved, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-        tau = tl.load(state + rows, mask=rows < R, other=0.0)
-        a = F.slope(tl.maximum(x * scale * F.gain(theta) - tau, 0.0), theta)
-    if HAS_MASK:
-        above = tl.where(visible(mask, rows, columns, R, N, mask_row, mask_column), above, 0.0)
-    a = a.to(ACC)
+    held = Row(saved, mask, rows, columns, R, N, mask_row, mask_column, dp)
+    a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)
     weight = tl.sum(a, 1, keep_dims=True)
     delta = tl.sum(a * above, 1, keep_dims=True)
     if STAGE != "whole":
@@ -292,4 +343,7 @@ def backward_threshold(
     if STAGE != "publish":
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         delta = tl.where(z == z, delta / tl.where(weight == 0.0, 1.0, weight), z)  # a NaN row stays NaN
+        if AGAIN:
+            tl.debug_barrier()
+            a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)
         store(ds, a * (above - delta) * scale, rows, columns, R, N)

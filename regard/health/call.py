@@ -75,7 +75,12 @@ def as_four(x: Tensor) -> Tensor:
 
 def causal_rows(rows: Tensor, keys: int) -> Tensor:
     """The rows of torch's causal mask, [1, 1, rows, keys]: query i sees keys ≤ i."""
-    return (torch.arange(keys, device=rows.device) <= rows[:, None])[None, None]
+    for known, length, mask in _CAUSAL:  # layers ask for the same
+        if known is rows and length == keys:
+            return mask
+    mask = (torch.arange(keys, device=rows.device) <= rows[:, None])[None, None]
+    _CAUSAL.append((rows, keys, mask))
+    return mask
 
 
 def rows_of(mask: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -107,10 +112,12 @@ def cleaned(mask: Tensor | None) -> Tensor | None:
 
 
 _CLEANED: deque = deque(maxlen=4)
+_CAUSAL: deque = deque(maxlen=2)
 
 
 def forget_masks() -> None:
     _CLEANED.clear()
+    _CAUSAL.clear()
 
 
 def joined(

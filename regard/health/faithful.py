@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,12 @@ def limit(q: Tensor) -> float:
 
 def sample(q: Tensor) -> Tensor:
     """64 rows spread over a long call."""
-    return torch.linspace(0, q.shape[2] - 1, SAMPLED, device=q.device).round().long()
+    return _spread(q.shape[2], SAMPLED, q.device)
+
+
+@lru_cache(maxsize=8)
+def _spread(length: int, count: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, length - 1, count).round().long().to(device)
 
 
 def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:

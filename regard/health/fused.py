@@ -1,15 +1,17 @@
-"""A reading on the GPU: three launches per call of a layer, no copy to the host and no wait for it.
+"""A reading on the GPU: one launch per call of a layer and a small product, no copy to the host and no wait for it.
 
-    summarize   one program per statistic and head: count, mean, Σ(x − mean)², extremes, histogram
-    follow      one program per curve, head and bin of positions
-    compare     one program per feature and head: Σ f_g·f_h over a sample of rows
+The programs of `account` share the work, each sum belonging to one of them, so that equal inputs give equal bits:
 
-They add to a `LayerReading` what its torch road adds. Each sum belongs to one program, so equal inputs give equal bits.
+    summarize   one per statistic and head: count, mean, Σ(x − mean)², extremes, histogram
+    follow      one per curve, head and bin of positions
+    fingerprint one per feature and head: the feature on a sample of rows, whose products over heads are taken after
+
+They give a `LayerReading` what its torch road gives it.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -22,33 +24,34 @@ from regard.health.readings import COMPARED, CURVES, LEAST_KEYS, POSITIONS, Laye
 KEPT = tuple(name for name in NAMES if name not in NAMES[DERIVED])  # what a call returns; the others follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
 FEATURES = ("entropy", "max_weight", "logit_variance")
+FOLLOWED = tuple(NAMES.index(name) for name in CURVES)
+SLOTS = tuple(KEPT.index(name) for name in FEATURES)
+KEYS = KEPT.index("visible_keys")
 SCALE = dict(linear=0, log=1, asinh=2, share=3)
 LOG10_2, LN_2 = tl.constexpr(0.30102999566398120), tl.constexpr(0.69314718055994531)
 SLOPE = tl.constexpr(SHARE_SLOPE)
-BLOCK = 1024
 
 
 def update(reading: LayerReading, stats: dict[str, Tensor], rows: Tensor | None, start: int) -> None:
     """Add statistics [B, H, M] to a reading, as `LayerReading.update` says."""
     packed = torch.stack([stats[name] for name in KEPT])  # [14, B, H, M]
     _, batch, heads, queries = packed.shape
-    shown = packed if rows is None else rows.contiguous().view(torch.uint8)
-    sizes = (packed[0].numel(), batch, heads, queries)
-    whence, origin, edges = _plan(packed.device)
-    given = dict(HAS_ROWS=rows is not None, KEYS=KEPT.index("visible_keys"))
-    told = (reading.count, reading.mean, reading.square, reading.low, reading.high, reading.histogram)
-    summarize[(len(NAMES), heads)](packed, shown, whence, origin, *told, *sizes, BINS=BINS, BLOCK=BLOCK, **given)
+    every = max(1, batch * queries // COMPARED)
+    features = packed.new_empty((len(FEATURES), heads, -(-batch * queries // every)), dtype=torch.float64)
     first, last = _bin_of(start), _bin_of(start + queries - 1)
-    follow[(len(CURVES), heads, last - first + 1)](
-        packed, shown, whence, edges, reading.curve, reading.curve_count, *sizes, start, first, POSITIONS,
-        ROWS=tuple(NAMES.index(name) for name in CURVES), BLOCK=128, **given,
+    places = last - first + 1
+    account[(heads, len(NAMES) + len(CURVES) * places + len(FEATURES))](
+        packed, packed if rows is None else rows.contiguous().view(torch.uint8), *_plan(packed.device), reading.count,
+        reading.mean, reading.square, reading.low, reading.high, reading.histogram, reading.curve, reading.curve_count,
+        features, reading.totals, reading.compared, packed[0].numel(), batch, heads, queries, start, first, places,
+        POSITIONS, every, features.shape[-1],
+        STATISTICS=len(NAMES), CURVES=len(CURVES), FOLLOWED=FOLLOWED, SLOTS=SLOTS, KEYS=KEYS, LEAST=LEAST_KEYS,
+        HAS_ROWS=rows is not None, BINS=BINS, BLOCK=1024,
     )  # fmt: skip
-    compare[(reading.products.shape[0], heads)](
-        packed, shown, reading.products, reading.totals, reading.compared, *sizes, max(1, batch * queries // COMPARED),
-        LEAST=LEAST_KEYS, SLOTS=tuple(KEPT.index(name) for name in FEATURES), BLOCK=BLOCK, **given,
-    )  # fmt: skip
+    torch.baddbmm(reading.products, features, features.mT, out=reading.products)
 
 
+@lru_cache(maxsize=256)
 def _bin_of(position: int) -> int:
     """The bin of one position."""
     return int(position_bin(torch.tensor(position)))
@@ -113,17 +116,18 @@ def on_scale(x, scale):
 
 @triton.jit
 def summarize(
-    stats, rows, whence, origin, count, mean, square, low, high, histogram, plane, B, H, M,
-    HAS_ROWS: tl.constexpr, KEYS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    s, h, stats, rows, whence, origin, count, mean, square, low, high, histogram, plane, B, H, M,
+    KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    s, h = tl.program_id(0), tl.program_id(1)
-    plane = tl.cast(plane, tl.int64)
     slot, scale, derived = tl.load(whence + 3 * s), tl.load(whence + 3 * s + 1), tl.load(whence + 3 * s + 2)
     first, width = tl.load(origin + 2 * s), tl.load(origin + 2 * s + 1)
-    number = tl.zeros([BLOCK], tl.float64)
+    pilot = tl.load(stats + slot * plane + h * M).to(tl.float64)  # near the others: squares are taken from here
+    pilot = tl.where(tl.abs(pilot) < 1e30, pilot, 0.0)
+    number = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float64)
-    least = tl.full([BLOCK], float("inf"), tl.float64)
-    most = tl.full([BLOCK], float("-inf"), tl.float64)
+    squares = tl.zeros([BLOCK], tl.float64)
+    least = tl.full([BLOCK], float("inf"), stats.dtype.element_ty)
+    most = tl.full([BLOCK], float("-inf"), stats.dtype.element_ty)
     bins = tl.zeros([BINS], tl.int32)
     for start in range(0, B * M, BLOCK):
         r = start + tl.arange(0, BLOCK)
@@ -132,29 +136,23 @@ def summarize(
         t = tl.div_rn(on_scale(x.to(tl.float32), scale) - first, width)
         t = tl.where(t == t, tl.minimum(tl.maximum(t, 0.0), BINS - 1.0), 0.0)
         bins += tl.histogram(t.to(tl.int32), BINS, mask=inside)
-        x = x.to(tl.float64)
-        number += tl.where(inside, 1.0, 0.0)
-        total += tl.where(inside, x, 0.0)
+        number += tl.where(inside, 1, 0)
         least = tl.minimum(least, tl.where(inside, x, float("inf")))
         most = tl.maximum(most, tl.where(inside, x, float("-inf")))
-    n = tl.sum(number, 0)
+        gap = tl.where(inside, x.to(tl.float64) - pilot, 0.0)
+        total += gap
+        squares += gap * gap
+    n = tl.sum(number, 0).to(tl.float64)
     middle = tl.sum(total, 0) / tl.maximum(n, 1.0)
-    apart = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, B * M, BLOCK):
-        r = start + tl.arange(0, BLOCK)
-        inside = counted(rows, r, r < B * M, HAS_ROWS)
-        x, inside = read(stats, place(r, h, H, M), slot, derived, inside, plane, KEYS)
-        gap = tl.where(inside, x.to(tl.float64) - middle, 0.0)
-        apart += gap * gap
+    apart = tl.maximum(tl.sum(squares, 0) - n * middle * middle, 0.0)
     at = s * H + h
     before, mean_before = tl.load(count + at), tl.load(mean + at)
     after = before + n
+    gap_ = middle + pilot - mean_before
     share = n / tl.maximum(after, 1.0)
-    gap = middle - mean_before
-    tl.store(
-        square + at, tl.load(square + at) + tl.sum(apart, 0) + tl.where(before > 0, gap * gap * before * share, 0.0)
-    )
-    tl.store(mean + at, tl.where(n > 0, mean_before + gap * share, mean_before))
+    between = tl.where(before > 0, gap_ * gap_ * before * share, 0.0)
+    tl.store(square + at, tl.load(square + at) + apart + between)
+    tl.store(mean + at, tl.where(n > 0, mean_before + gap_ * share, mean_before))
     tl.store(count + at, after)
     tl.store(low + at, tl.minimum(tl.load(low + at), tl.min(least, 0)))
     tl.store(high + at, tl.maximum(tl.load(high + at), tl.max(most, 0)))
@@ -164,62 +162,82 @@ def summarize(
 
 @triton.jit
 def follow(
-    stats, rows, whence, edges, curve, curve_count, plane, B, H, M, START, FIRST, POSITIONS,
-    ROWS: tl.constexpr, HAS_ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    c, h, p, stats, rows, whence, edges, curve, curve_count, plane, B, H, M, START, POSITIONS,
+    FOLLOWED: tl.constexpr, KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    plane = tl.cast(plane, tl.int64)
-    c, h, p = tl.program_id(0), tl.program_id(1), FIRST + tl.program_id(2)
-    s = tl.where(c == 0, ROWS[0], tl.where(c == 1, ROWS[1], ROWS[2]))
+    s = tl.where(c == 0, FOLLOWED[0], tl.where(c == 1, FOLLOWED[1], FOLLOWED[2]))
     slot, derived = tl.load(whence + 3 * s), tl.load(whence + 3 * s + 2)
-    from_, to = tl.load(edges + p), tl.load(edges + p + 1)
-    from_, to = tl.maximum(from_ - START, 0), tl.minimum(to - START, M)
-    if from_ < to:
-        number = tl.zeros([BLOCK], tl.float64)
-        total = tl.zeros([BLOCK], tl.float64)
-        for b in range(0, B):
-            for start in range(from_, to, BLOCK):
-                m = start + tl.arange(0, BLOCK)
-                inside = counted(rows, b * M + m, m < to, HAS_ROWS)
-                x, inside = read(stats, place(b * M + m, h, H, M), slot, derived, inside, plane, KEYS)
-                number += tl.where(inside, 1.0, 0.0)
-                total += tl.where(inside, x.to(tl.float64), 0.0)
-        at = (c * H + h) * POSITIONS + p
-        tl.store(curve + at, tl.load(curve + at) + tl.sum(total, 0))
-        tl.store(curve_count + at, tl.load(curve_count + at) + tl.sum(number, 0))
+    from_ = tl.maximum(tl.load(edges + p) - START, 0)
+    to = tl.minimum(tl.load(edges + p + 1) - START, M)
+    number = tl.zeros([BLOCK], tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for b in range(0, B):
+        for start in range(from_, to, BLOCK):
+            m = start + tl.arange(0, BLOCK)
+            inside = counted(rows, b * M + m, m < to, HAS_ROWS)
+            x, inside = read(stats, place(b * M + m, h, H, M), slot, derived, inside, plane, KEYS)
+            number += tl.where(inside, 1.0, 0.0)
+            total += tl.where(inside, x.to(tl.float64), 0.0)
+    at = (c * H + h) * POSITIONS + p
+    tl.store(curve + at, tl.load(curve + at) + tl.sum(total, 0))
+    tl.store(curve_count + at, tl.load(curve_count + at) + tl.sum(number, 0))
 
 
 @triton.jit
-def feature(stats, at, f, inside, plane, SLOTS: tl.constexpr, KEYS: tl.constexpr):
-    """What tells one head's row from another's: entropy ratio, sharpness or log variance."""
-    if f == 0:
-        y = read(stats, at, SLOTS[0], 2, inside, plane, KEYS)[0]
-    elif f == 1:
-        n = tl.maximum(tl.load(stats + KEYS * plane + at, inside, 2.0), 1.0)
-        top = tl.load(stats + SLOTS[1] * plane + at, inside, 1.0)
-        y = tl.div_rn(tl.log2(tl.maximum(top * n, 1e-30)), tl.log2(tl.maximum(n, 2.0)))
-    else:
-        v = tl.maximum(tl.load(stats + SLOTS[2] * plane + at, inside, 0.0), 0.0)
-        y = tl.where(v < 1e-3, v * (1.0 - v * (0.5 - v / 3.0)), tl.log2(1.0 + v) * LN_2)  # log(1 + v)
-    return tl.where(inside, y, 0.0).to(tl.float64)
-
-
-@triton.jit
-def compare(
-    stats, rows, products, totals, compared, plane, B, H, M, EVERY,
-    LEAST: tl.constexpr, SLOTS: tl.constexpr, HAS_ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+def fingerprint(
+    f, h, stats, rows, features, totals, compared, plane, B, H, M, EVERY, SAMPLED,
+    SLOTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    slot = tl.where(f == 0, SLOTS[0], tl.where(f == 1, SLOTS[1], SLOTS[2]))
+    number = tl.zeros([BLOCK], tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, SAMPLED, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        useful = counted(rows, i * EVERY, i < SAMPLED, HAS_ROWS)
+        at = place(i * EVERY, h, H, M)
+        n = tl.load(stats + KEYS * plane + at, useful, 0.0)
+        useful = useful & (n >= LEAST)
+        n = tl.maximum(n, 2.0)
+        x = tl.load(stats + slot * plane + at, useful, 0.0)
+        if f == 0:
+            y = tl.div_rn(x, tl.log2(n) * LN_2)
+        elif f == 1:
+            y = tl.div_rn(tl.log2(tl.maximum(x * n, 1e-30)), tl.log2(n))
+        else:
+            v = tl.maximum(x, 0.0)
+            y = tl.where(v < 1e-3, v * (1.0 - v * (0.5 - v / 3.0)), tl.log2(1.0 + v) * LN_2)  # log(1 + v)
+        wide = tl.where(useful, y, 0.0).to(tl.float64)
+        tl.store(features + (f * H + h) * SAMPLED + i, wide, i < SAMPLED)
+        number += tl.where(useful, 1.0, 0.0)
+        total += wide
+    tl.store(totals + f * H + h, tl.load(totals + f * H + h) + tl.sum(total, 0))
+    if f == 0:
+        tl.store(compared + h, tl.load(compared + h) + tl.sum(number, 0))
+
+
+@triton.jit
+def account(
+    stats, rows, whence, origin, edges, count, mean, square, low, high, histogram, curve, curve_count, features,
+    totals, compared, plane, B, H, M, START, FIRST, PLACES, POSITIONS, EVERY, SAMPLED,
+    STATISTICS: tl.constexpr, CURVES: tl.constexpr, FOLLOWED: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
+    LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    h, work = tl.program_id(0), tl.program_id(1)
     plane = tl.cast(plane, tl.int64)
-    f, g = tl.program_id(0), tl.program_id(1)
-    for start in range(0, (B * M + EVERY - 1) // EVERY, BLOCK):
-        r = (start + tl.arange(0, BLOCK)) * EVERY
-        useful = counted(rows, r, r < B * M, HAS_ROWS)
-        for h in range(0, H):
-            useful = useful & (tl.load(stats + KEYS * plane + place(r, h, H, M), useful, 0.0) >= LEAST)
-        own = feature(stats, place(r, g, H, M), f, useful, plane, SLOTS, KEYS)
-        tl.store(totals + f * H + g, tl.load(totals + f * H + g) + tl.sum(own, 0))
-        if (f == 0) & (g == 0):
-            tl.store(compared, tl.load(compared) + tl.sum(tl.where(useful, 1.0, 0.0).to(tl.float64), 0))
-        for h in range(0, H):
-            other = feature(stats, place(r, h, H, M), f, useful, plane, SLOTS, KEYS)
-            cell = products + (f * H + g) * H + h
-            tl.store(cell, tl.load(cell) + tl.sum(own * other, 0))
+    if work < STATISTICS:
+        summarize(
+            work, h, stats, rows, whence, origin, count, mean, square, low, high, histogram, plane, B, H, M,
+            KEYS, HAS_ROWS, BINS, BLOCK,
+        )  # fmt: skip
+    elif work < STATISTICS + CURVES * PLACES:
+        c, p = (work - STATISTICS) // PLACES, (work - STATISTICS) % PLACES
+        follow(
+            c, h, FIRST + p, stats, rows, whence, edges, curve, curve_count, plane, B, H, M, START, POSITIONS,
+            FOLLOWED, KEYS, HAS_ROWS, 128,
+        )  # fmt: skip
+    else:
+        f = work - STATISTICS - CURVES * PLACES
+        fingerprint(
+            f, h, stats, rows, features, totals, compared, plane, B, H, M, EVERY, SAMPLED,
+            SLOTS, KEYS, LEAST, HAS_ROWS, BLOCK,
+        )  # fmt: skip

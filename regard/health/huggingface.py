@@ -9,10 +9,11 @@ from __future__ import annotations
 from functools import partial
 
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from regard.health.call import Call, causal_rows, cleaned, joined, rows_of
-from regard.health.intercept import attend, watched
+from regard.health.intercept import SDPA, attend, watched
 
 _KEPT: dict[str, object] = {}
 
@@ -57,6 +58,18 @@ def _called(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     return out.transpose(1, 2), weights
 
 
+def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """torch's function as transformers' sdpa calls it, but the queries of a group as rows of one head: k and v are not
+    copied for each of them."""
+    batch, heads, rows, width = query.shape
+    group = heads // key.shape[1]
+    if mask is not None:
+        mask = mask.expand(-1, group, -1, -1) if mask.shape[1] == 1 else mask
+        mask = mask.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
+    folded = query.reshape(batch, -1, group * rows, width)
+    return SDPA(folded, key, value, mask, scale=scale).reshape(batch, heads, rows, -1)
+
+
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = getattr(own, "__name__", type(own).__name__)
     eager = name == "eager_attention_forward"
@@ -79,6 +92,8 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
         if rows is None:
             return own(module, query, key, value, attention_mask, **quiet)[0].transpose(1, 2)
         shown = causal_rows(rows, keys) if causal else rows_of(attention_mask, rows)
+        if own is sdpa_attention_forward and bias is None and query.shape[1] > key.shape[1]:
+            return _grouped(query.index_select(2, rows), key, value, shown, kwargs.get("scaling"))
         if bias is not None:
             quiet["position_bias"] = rows_of(bias, rows)
         return own(module, query.index_select(2, rows), key, value, shown, **quiet)[0].transpose(1, 2)

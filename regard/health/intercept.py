@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
 
@@ -105,18 +105,34 @@ def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
     """The output of a caught call: swaps first, then observers; `otherwise` is the model's own way, dropout and all."""
     before, _BUSY[0] = _BUSY[0], True
     try:
-        swapped = call
-        for one in ACTIVE:
-            if one.swap is not None and id(call.module) in one.names:
-                swapped = one.swap(swapped)
-        if swapped is not call:
-            otherwise = swapped.run
-        for one in ACTIVE:
-            if one.observe is not None and id(call.module) in one.names:
-                return one.observe(swapped, one.names[id(call.module)], otherwise)
-        return otherwise()
+        with _mode_aside():
+            return _attended(call, otherwise)
     finally:
         _BUSY[0] = before
+
+
+def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
+    swapped = call
+    for one in ACTIVE:
+        if one.swap is not None and id(call.module) in one.names:
+            swapped = one.swap(swapped)
+    if swapped is not call:
+        otherwise = swapped.run
+    for one in ACTIVE:
+        if one.observe is not None and id(call.module) in one.names:
+            return one.observe(swapped, one.names[id(call.module)], otherwise)
+    return otherwise()
+
+
+@contextlib.contextmanager
+def _mode_aside():
+    """Without our mode, where it is the innermost one: nothing is caught in here, and each torch call is cheaper."""
+    depth = torch._C._len_torch_function_stack()
+    if not depth or not isinstance(torch._C._get_function_stack_at(depth - 1), _Mode):
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
 
 
 class _Mode(TorchFunctionMode):

@@ -35,7 +35,6 @@ POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2
 FINGERPRINT = 3  # features per row that tell one head's distribution from another's
 COMPARED = 1024  # rows of a call that are compared, at least
 ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls")  # merge by adding
-WIDE = dict(dtype=torch.float64)
 LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 
 
@@ -105,9 +104,7 @@ class LayerReading:
 
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads
-        self._lay_out(torch.zeros(sum(math.prod(shape) for shape in _shapes(heads).values()), **WIDE, device=device))
-        self.low.fill_(math.inf)
-        self.high.fill_(-math.inf)
+        self._lay_out(_empty(heads, torch.device(device)).clone())
         self.histogram = torch.zeros((len(NAMES), heads, BINS), dtype=torch.int64, device=device)
 
     def _lay_out(self, flat: Tensor) -> None:
@@ -193,12 +190,12 @@ class LayerReading:
 
     def _compare(self, x: Tensor) -> None:
         n, top, variance, ratio = (x[ROW[i]] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio"))
-        useful = n.amin(0) >= LEAST_KEYS  # [R]
+        useful = n >= LEAST_KEYS  # [H, R]
         sharpness = torch.log((top * n).clamp_min(1e-30)) / torch.log(n.clamp_min(2.0))
         f = torch.stack([ratio, sharpness, torch.log1p(variance.clamp_min(0.0))]).masked_fill(~useful, 0.0).double()
         self.products += f @ f.transpose(-1, -2)
         self.totals += f.sum(-1)
-        self.compared += useful.sum()
+        self.compared += useful.sum(-1)
 
     def merge(self, other: LayerReading) -> LayerReading:
         """Both readings together; neither is changed."""
@@ -246,7 +243,7 @@ class LayerReading:
 
     def likeness(self) -> np.ndarray:
         """[H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
-        products, totals, compared = self.products.numpy(), self.totals.numpy(), max(self.compared.item(), 1.0)
+        products, totals, compared = self.products.numpy(), self.totals.numpy(), self.compared.clamp_min(1.0).numpy()
         own = products.diagonal(axis1=-2, axis2=-1)  # [F, H]
         apart = own[:, :, None] + own[:, None, :] - 2.0 * products
         varies = own - np.square(totals) / compared
@@ -286,10 +283,18 @@ def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
         curve_count=places,
         products=(FINGERPRINT, heads, heads),  # Σ f_g·f_h over rows
         totals=(FINGERPRINT, heads),
-        compared=(),  # rows behind products
+        compared=(heads,),  # rows behind products
         predicted=(heads,),  # Σ over calls of the logit variance that the norms predict
         calls=(),  # behind predicted
     )
+
+
+@lru_cache(maxsize=16)
+def _empty(heads: int, device: torch.device) -> Tensor:
+    """The sums of a reading of nothing."""
+    extremes = dict(low=math.inf, high=-math.inf)
+    parts = [torch.full((math.prod(shape),), extremes.get(name, 0.0)) for name, shape in _shapes(heads).items()]
+    return torch.cat(parts).double().to(device)
 
 
 def _derived(stats: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,95 +1,47 @@
 """The report as one HTML file that needs nothing else: no network, no dependency, the same size for any length.
 
 Words stand in the HTML itself; numbers travel as compressed JSON and are drawn by page.js. Whatever comes from a model
-is escaped here or set as text there, and the content security policy admits this one script and this one style.
+is escaped here or set as text there.
 """
 
 from __future__ import annotations
 
-import base64
-import gzip
-import hashlib
-import html
-import json
-from functools import cache
-from importlib import resources
-
 from regard.health.page.data import payload
+from regard.health.page.document import document, escaped, packed
 
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
 DETAIL = ((48, 5), (24, 4), (0, 4), (0, 3))  # bins of a histogram, digits of a number
 
 
 def render(report) -> str:
-    style, script = _file("page.css"), _file("page.js")
-    return _page(
+    return document(
         title=f"{report.title}: attention under examination",
-        policy=(
-            f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-            "base-uri 'none'; form-action 'none'"
-        ),
-        style=style,
-        script=script,
+        script="page.js",
         body="\n".join(
             [_header(report), _findings(report), _explorer(report), _what_if(report), _unmeasured(report), _how(report)]
         ),
-        data=_packed(report),
+        numbers=_packed(report),
     )
-
-
-@cache
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _packed(report) -> str:
     for bins, digits in DETAIL:
-        plain = json.dumps(payload(report, bins, digits), separators=(",", ":"), allow_nan=False)
-        packed = base64.b64encode(gzip.compress(plain.encode(), 9, mtime=0)).decode()
-        if len(packed) <= LIMIT:
+        numbers = packed(payload(report, bins, digits))
+        if len(numbers) <= LIMIT:
             break
-    return packed
-
-
-def _page(title: str, policy: str, style: str, script: str, body: str, data: str) -> str:
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-<script type="application/octet-stream" id="numbers">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-def _text(value) -> str:
-    return html.escape(str(value), quote=True)
+    return numbers
 
 
 def _header(report) -> str:
-    lines = "".join(f"<p>{_text(line)}</p>" for line in report.summary())
+    lines = "".join(f"<p>{escaped(line)}</p>" for line in report.summary())
     worst = report.findings[0].severity if report.findings else "healthy"
-    stop = f'<p class="stop" role="alert">Incomplete: {_text(report.interrupted)}</p>' if report.interrupted else ""
+    stop = f'<p class="stop" role="alert">Incomplete: {escaped(report.interrupted)}</p>' if report.interrupted else ""
     word = {"critical": "in trouble", "warning": "needs a look", "note": "fine, with notes", "healthy": "healthy"}[
         worst
     ]
     return f"""<header>
 <p class="brand">regard · attention report</p>
-<h1>{_text(report.title)} <span class="pill {worst}">{word}</span></h1>
+<h1>{escaped(report.title)} <span class="pill {worst}">{word}</span></h1>
 {stop}<div class="summary">{lines}</div>
 </header>"""
 
@@ -106,16 +58,16 @@ def _findings(report) -> str:
 
 def _card(finding, index: dict[str, int]) -> str:
     shown = "".join(
-        f'<button type="button" class="chip" data-layer="{index[layer]}" data-head="{head}" title="{_text(layer)}">'
+        f'<button type="button" class="chip" data-layer="{index[layer]}" data-head="{head}" title="{escaped(layer)}">'
         f"{index[layer]}·{head}</button>"
         for layer, head in finding.heads[:48]
     )
     more = f'<span class="more">and {len(finding.heads) - 48} more</span>' if len(finding.heads) > 48 else ""
     return f"""<article class="card {finding.severity}">
-<h3>{_text(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span></h3>
-<p>{_text(finding.evidence)}</p>
+<h3>{escaped(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span></h3>
+<p>{escaped(finding.evidence)}</p>
 <p class="chips"><span class="label">layer·head</span>{shown}{more}</p>
-<dl><dt>Threshold</dt><dd>{_text(finding.threshold)}</dd><dt>Remedy</dt><dd>{_text(finding.remedy)}</dd></dl>
+<dl><dt>Threshold</dt><dd>{escaped(finding.threshold)}</dd><dt>Remedy</dt><dd>{escaped(finding.remedy)}</dd></dl>
 </article>"""
 
 
@@ -151,7 +103,7 @@ def _what_if(report) -> str:
         return ""
     rows = [_what_if_row("as measured", report.heads, report.findings, [])]
     rows += [_what_if_row(name, one.heads, one.findings, one.refused) for name, one in report.what_if.items()]
-    columns = "".join(f"<th>{_text(name.replace('_', ' '))}</th>" for name in SHOWN)
+    columns = "".join(f"<th>{escaped(name.replace('_', ' '))}</th>" for name in SHOWN)
     return f"""<section id="what-if"><h2>What if</h2>
 <p class="meaning">The same queries and keys, their scores treated otherwise: means over all heads. Choose a row under
 “Scores” above to see it head by head.</p>
@@ -171,13 +123,13 @@ def _what_if_row(name: str, heads, findings, refused) -> str:
     said = ", ".join(f"{finding.kind} ({len(finding.heads)})" for finding in findings) or "none"
     if refused:
         said += f"; not possible in {len(refused)} layers: {refused[0][1]}"
-    return f"<tr><th>{_text(name)}</th>{''.join(cells)}<td>{_text(said)}</td></tr>"
+    return f"<tr><th>{escaped(name)}</th>{''.join(cells)}<td>{escaped(said)}</td></tr>"
 
 
 def _unmeasured(report) -> str:
     if not report.unmeasured:
         return ""
-    rows = "".join(f"<tr><th>{_text(layer)}</th><td>{_text(reason)}</td></tr>" for layer, reason in report.unmeasured)
+    rows = "".join(f"<tr><th>{escaped(name)}</th><td>{escaped(why)}</td></tr>" for name, why in report.unmeasured)
     return f'<section id="unmeasured"><h2>Not measured</h2><div class="scroll"><table>{rows}</table></div></section>'
 
 
@@ -191,5 +143,5 @@ def _how(report) -> str:
             return f"{value:.3g}"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    rows = "".join(f"<dt>{_text(key)}</dt><dd>{_text(told(value))}</dd>" for key, value in report.how.items())
+    rows = "".join(f"<dt>{escaped(key)}</dt><dd>{escaped(told(value))}</dd>" for key, value in report.how.items())
     return f'<section id="how"><h2>How it was measured</h2><dl>{rows}</dl></section>'

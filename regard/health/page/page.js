@@ -1,45 +1,8 @@
-"use strict";
 (async () => {
-  const byId = (id) => document.getElementById(id);
-  const bytes = Uint8Array.from(atob(byId("numbers").textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const data = JSON.parse(await new Response(stream).text());
+  const data = await unpack(byId("numbers").textContent);
   const KEYS = ["mean", "std", "min", "q05", "q50", "q95", "max"];
   const state = { statistic: 0, treatment: 0, layer: 0, head: 0 };
   const name = (statistic) => data.statistics[statistic].replaceAll("_", " ");
-
-  const SVG = "http://www.w3.org/2000/svg";
-  const draw = (tag, attributes, parent, text) => {
-    const node = document.createElementNS(SVG, tag);
-    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-    if (text !== undefined) node.textContent = text;
-    if (parent) parent.appendChild(node);
-    return node;
-  };
-  const make = (tag, parent, text, className) => {
-    const node = document.createElement(tag);
-    if (text !== undefined) node.textContent = text;
-    if (className) node.className = className;
-    if (parent) parent.appendChild(node);
-    return node;
-  };
-
-  const show = (x) => {
-    if (x === null || x === undefined) return "–";
-    const size = Math.abs(x);
-    if (x === 0) return "0";
-    if (size >= 1e5 || size < 1e-3) return x.toExponential(3);
-    return String(Number(x.toPrecision(4)));
-  };
-
-  // a perceptually even ramp from dark blue to yellow
-  const RAMP = [[31, 31, 78], [45, 66, 120], [38, 103, 138], [39, 138, 141], [67, 171, 126], [139, 199, 96], [219, 216, 87], [250, 235, 160]];
-  const colour = (t) => {
-    if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
-    const at = Math.min(Math.max(t, 0), 1) * (RAMP.length - 1);
-    const low = Math.floor(at), high = Math.min(low + 1, RAMP.length - 1), part = at - low;
-    return `rgb(${RAMP[low].map((c, i) => Math.round(c + (RAMP[high][i] - c) * part)).join(" ")})`;
-  };
 
   // heads by treatment, layer and number
   const ill = new Set(data.ill.map(([layer, head]) => `${layer} ${head}`));
@@ -53,19 +16,7 @@
   const headOf = (treatment, row, head) => (tables[treatment][row] || [])[head];
 
   // one colour range per statistic, shared by all treatments; the far tail is cut where it would hide the rest
-  const UNIT = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
-  const ranges = data.statistics.map((statistic, s) => {
-    if (UNIT.has(statistic)) return { low: 0, high: 1, log: false };
-    const values = data.treatments.flatMap((t) => t.heads.map((h) => h.numbers[s][0])).filter((x) => x !== null);
-    const low = Math.min(...values), high = Math.max(...values);
-    return { low, high, log: low > 0 && high / low > 50 };
-  });
-  const place = (x, range) => {
-    if (x === null || x === undefined) return null;
-    if (range.high === range.low) return 0.5;
-    const [a, b, v] = range.log ? [range.low, range.high, x].map(Math.log) : [range.low, range.high, x];
-    return (v - a) / (b - a);
-  };
+  const ranges = data.statistics.map((statistic, s) => rangeOf(statistic, data.treatments.flatMap((t) => t.heads.map((h) => h.numbers[s][0]))));
 
   const fill = (select, items) => items.forEach((text, value) => { make("option", select, text).value = value; });
   fill(byId("statistic"), data.statistics.map((_, s) => name(s)));
@@ -148,14 +99,7 @@
       cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${name(s)} ${show(value)}`;
     }));
     const scale = byId("scale");
-    scale.replaceChildren();
-    make("span", scale, show(range.low));
-    const canvas = make("canvas", scale);
-    canvas.width = 128;
-    canvas.height = 1;
-    const brush = canvas.getContext("2d");
-    for (let x = 0; x < 128; x++) { brush.fillStyle = colour(x / 127); brush.fillRect(x, 0, 1, 1); }
-    make("span", scale, `${show(range.high)}${range.log ? " (log)" : ""}`);
+    ruler(scale, range, colour);
     if (ill.size) make("span", scale, "○ in a finding");
     byId("meaning").textContent = data.meaning[s];
   };

@@ -1,0 +1,66 @@
+"use strict";
+// what the pages share: unpacking, elements, numbers, colours
+const byId = (id) => document.getElementById(id);
+const unpack = async (text) => {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+};
+
+const SVG = "http://www.w3.org/2000/svg";
+const draw = (tag, attributes, parent, text) => {
+  const node = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  if (parent) parent.appendChild(node);
+  return node;
+};
+const make = (tag, parent, text, className) => {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (className) node.className = className;
+  if (parent) parent.appendChild(node);
+  return node;
+};
+
+const show = (x) => {
+  if (x === null || x === undefined) return "–";
+  const size = Math.abs(x);
+  if (x === 0) return "0";
+  if (size >= 1e5 || size < 1e-3) return x.toExponential(3);
+  return String(Number(x.toPrecision(4)));
+};
+
+// a perceptually even ramp from dark blue to yellow
+const RAMP = [[31, 31, 78], [45, 66, 120], [38, 103, 138], [39, 138, 141], [67, 171, 126], [139, 199, 96], [219, 216, 87], [250, 235, 160]];
+const colour = (t) => {
+  if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
+  const at = Math.min(Math.max(t, 0), 1) * (RAMP.length - 1);
+  const low = Math.floor(at), high = Math.min(low + 1, RAMP.length - 1), part = at - low;
+  return `rgb(${RAMP[low].map((c, i) => Math.round(c + (RAMP[high][i] - c) * part)).join(" ")})`;
+};
+
+// a statistic's range of colours: shares from 0 to 1, the others from the least to the most, by their logarithm if wide
+const UNIT = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
+const rangeOf = (statistic, all) => {
+  if (UNIT.has(statistic)) return { low: 0, high: 1, log: false };
+  const values = all.filter((x) => x !== null && x !== undefined);
+  const low = Math.min(...values), high = Math.max(...values);
+  return { low, high, log: low > 0 && high / low > 50 };
+};
+const place = (x, range) => {
+  if (x === null || x === undefined) return null;
+  if (range.high === range.low) return 0.5;
+  const [a, b, v] = range.log ? [range.low, range.high, x].map(Math.log) : [range.low, range.high, x];
+  return (v - a) / (b - a);
+};
+const ruler = (parent, range, paint) => {
+  parent.replaceChildren();
+  make("span", parent, show(range.low));
+  const canvas = make("canvas", parent);
+  canvas.width = 128;
+  canvas.height = 1;
+  const brush = canvas.getContext("2d");
+  for (let x = 0; x < 128; x++) { brush.fillStyle = paint(x / 127); brush.fillRect(x, 0, 1, 1); }
+  make("span", parent, `${show(range.high)}${range.log ? " (log)" : ""}`);
+};

@@ -16,7 +16,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,18 @@ def course(result: dict, variant: str, metric: str) -> tuple[list[int], list[flo
     columns = [(min(v), statistics.fmean(v), max(v)) for v in map(by_step.get, steps)]
     low, middle, high = (list(column) for column in zip(*columns, strict=True)) if columns else ([], [], [])
     return steps, low, middle, high
+
+
+def ends(result: dict, variants: Mapping[float, str], metric: str | None = None) -> tuple[list[float], ...]:
+    """(x, low, mean, high) of a metric's last values, x → variant: a figure of bands with intervals over the seeds."""
+    told = {x: result["summary"].get(v, {}).get(metric or result["metric"]) for x, v in variants.items()}
+    told = {x: estimate for x, estimate in told.items() if estimate}
+    return list(told), *([estimate[side] for estimate in told.values()] for side in ("low", "mean", "high"))
+
+
+def in_words(bands: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """The means of such bands, for a figure's text: "dot 1.5, 1.6; scaled 1.4, 1.4"."""
+    return "; ".join(f"{name} {', '.join(f'{y:.4g}' for y in columns[2])}" for name, columns in bands.items())
 
 
 @cache

@@ -6,7 +6,7 @@ Additive scores w·tanh(q + k) have d_k more weights per head and layer than the
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset, Setting
 from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course
+from regard.lab.training.results import course, ends, in_words
 
 WIDTH = 256
 DIMS = (16, 64, 256)
@@ -20,13 +20,7 @@ def make(setting: Setting) -> LanguageTrial:
 
 
 def figures(result):
-    told = result["summary"]
-    sides = ("low", "mean", "high")
-    loss = {
-        name: (DIMS, *([told[f"{name}-d{d}"].get("loss", {}).get(side) for d in DIMS] for side in sides))
-        for name in SCORES
-    }
-    words = "; ".join(f"{name} {', '.join(f'{y:.3f}' for y in c[2] if y is not None)}" for name, c in loss.items())
+    loss = {name: ends(result, {d: f"{name}-d{d}" for d in DIMS}) for name in SCORES}
     return {
         "loss": Figure(
             "bands",
@@ -34,7 +28,7 @@ def figures(result):
             "validation loss",
             loss,
             log_x=True,
-            alt=f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {words}.",
+            alt=f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {in_words(loss)}.",
         ),
         "course": Figure(
             "bands",

@@ -26,7 +26,7 @@ def figures(result, metric="loss", title="validation loss"):
     points = {"a run": ([n for n, v in seeds.items() for _ in v], [x for v in seeds.values() for x in v])}
     return {
         "quality": Figure(
-            "bars", "", title, points, alt=f"{title}: " + ", ".join(f"{n} {y:.4g}" for n, y in means.items()) + ".",
+            "bars", "", title, points, alt=f"{title} of every run; the means are " + ", ".join(f"{n} {y:.4g}" for n, y in means.items()) + ".",
         ),
         "entropy": Figure(
             "bands", "step", "entropy / ln n",

@@ -5,7 +5,7 @@ import math
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset
 from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course
+from regard.lab.training.results import course, ends, in_words
 
 WIDTH = 256
 DIMS = (16, 64, 256)
@@ -17,30 +17,28 @@ SCALES = {
 
 
 def figures(result):
-    def over_training(metric, title, scale_names, dims):
+    def over_training(metric, title, dims=(16, 256)):
         return Figure(
             "bands",
             "step",
             title,
-            {f"{scale}, d_k {d}": course(result, f"{scale}-d{d}", metric) for d in dims for scale in scale_names},
-            alt=f"{title} over training at d_k {', '.join(map(str, dims))}; bands are the range over seeds.",
+            {f"{name}, d_k {d}": course(result, f"{name}-d{d}", metric) for d in dims for name in SCALES},
+            alt=f"{title} over training at d_k {' and '.join(map(str, dims))}; bands are the range over seeds.",
         )
 
-    final = result["summary"]
-    by_dim = {
-        scale: (DIMS, *([final[f"{scale}-d{d}"].get("loss", {}).get(side) for d in DIMS] for side in
-                        ("low", "mean", "high")))
-        for scale in SCALES
-    }  # fmt: skip
-    ends = {scale: [f"{y:.3g}" for y in columns[2] if y is not None] for scale, columns in by_dim.items()}
+    loss = {name: ends(result, {d: f"{name}-d{d}" for d in DIMS}) for name in SCALES}
     return {
         "loss": Figure(
-            "bands", "d_k", "validation loss", by_dim, log_x=True,
-            alt="Validation loss against d_k: " + "; ".join(f"{s} {', '.join(y)}" for s, y in ends.items()) + ".",
+            "bands",
+            "d_k",
+            "validation loss",
+            loss,
+            log_x=True,
+            alt=f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {in_words(loss)}.",
         ),
-        "entropy": over_training("entropy_ratio", "entropy / ln n", SCALES, (16, 256)),
-        "gradient-gain": over_training("gradient_gain", "gradient gain", SCALES, (16, 256)),
-    }  # fmt: skip
+        "entropy": over_training("entropy_ratio", "entropy / ln n"),
+        "gradient-gain": over_training("gradient_gain", "gradient gain"),
+    }
 
 
 experiment = Experiment(

@@ -22,11 +22,11 @@ experiment = Experiment(
     make=TranslationTrial,
     presets={
         "small": Preset(
-            steps=80,
+            steps=120,
             every=40,
             sizes={"layers": 1, "heads": 2, "width": 64, "length": 12, "batch": 32, "dropout": 0.0, "rate": 5e-3},
             learner="softmax",
-            learns={"loss": 0.6},
+            learns={"loss": 0.8},
         ),
         "full": Preset(
             steps=2500,

@@ -402,8 +402,8 @@ def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend
 
 
 def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> Tensor:
+    z = z if visible is None else z.masked_fill(~visible, -math.inf)  # what is hidden cannot leak, not even as NaN
     bad = z.isnan() | (z == math.inf)
-    bad = bad if visible is None else bad & visible
     p = choice.reference(z.double() * scale, visible, theta).to(z.dtype)
     return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
 

@@ -76,7 +76,7 @@ def attention(
     interval = masks.dense(n, keys, **order, device=q.device)
     if interval is not None:
         if interval.ndim == 4:  # one per batch entry
-            interval = interval.reshape(-1, *(1,) * (q.ndim - 3), *interval.shape[-2:])
+            interval = interval.reshape(interval.shape[0], *(1,) * (q.ndim - 3), *interval.shape[-2:])
         visible = visible & interval
     bias = None
     if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -1,0 +1,130 @@
+"""attention with any combination of options, shapes, layouts and dtypes against the dense float64 oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_data import FLOOR, ROUNDING
+from fuzz_data import cases, laid_out
+from hypothesis import given
+from hypothesis import strategies as st
+
+import regard
+from regard import normalizers
+
+pytest.importorskip("numba")
+
+FUSED = [
+    *(name for name in normalizers.names() if normalizers.get(name).fused),
+    "entmax(alpha=1.3)",
+    "sigmoid(bias=-2)",
+]
+
+
+@st.composite
+def calls(draw):
+    """(q, k, v, options) of a call of `regard.attention` that is right in form."""
+
+    def pick(*choices):
+        return draw(st.sampled_from(choices))
+
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    dtype = pick(torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+    rank = pick(2, 3, 4, 4, 4, 5)
+    batch, groups, share = pick(1, 2, 3), pick(1, 2), pick(1, 1, 3)
+    lq, lk = pick(0, 1, 2, 5, 16, 33, 70), pick(0, 1, 2, 7, 16, 41, 130)
+    d, e = pick(1, 3, 8, 16, 20), pick(1, 5, 8, 16)
+    lead = {2: (), 3: (groups * share,), 4: (batch, groups * share), 5: (2, batch, groups * share)}[rank]
+    kv_lead = (*lead[:-1], groups) if lead else ()
+    options = {"normalizer": pick(*FUSED), "enable_gqa": rank > 2 and share > 1}
+    size = pick(0.1, 1.0, 6.0)
+
+    def tensor(*shape):
+        return laid_out(draw, torch.randn(shape, generator=generator).to(dtype))
+
+    q, k, v = tensor(*lead, lq, d) * size, tensor(*kv_lead, lk, d), tensor(*kv_lead, lk, e)
+    full = (*lead, lq, lk)
+    kind = pick("none", "none", "causal", "causal", "bool", "bias")
+    if kind == "causal":
+        options["is_causal"] = True
+    elif kind != "none":
+        sizes = [1 if pick(False, False, True) else size for size in full[pick(0, len(full) - 2) :]]
+        shown = torch.rand(sizes, generator=generator) < pick(0.0, 0.5, 0.9)
+        bias = torch.randn(sizes, generator=generator).to(dtype).masked_fill(~shown, -math.inf)
+        options["attn_mask"] = shown if kind == "bool" else bias
+    if pick(False, False, True):
+        options["window"] = (pick(None, 0, 3, 40), pick(None, 0, 2))
+    if rank == 4 and pick(False, False, True):
+        options["key_lengths"] = torch.randint(0, lk + 1, (batch,), generator=generator)
+    if pick(False, False, True):
+        options["softcap"] = pick(0.5, 5.0)
+    if pick(False, False, True):
+        options["temperature"] = pick(0.5, 2.0, "tensor")
+        if options["temperature"] == "tensor":
+            options["temperature"] = torch.rand(*lead, lq, 1, generator=generator) + 0.5
+    if pick(False, False, True):
+        options["scale"] = pick(0.3, -0.5, "inverse", "none", "sqrt")
+    family = normalizers.get(options["normalizer"])
+    if rank > 2 and family.family == "ratio" and family.exponential and pick(False, True):
+        options["sink"] = torch.randn(lead[-1], generator=generator)
+    return q, k, v, options
+
+
+def exactly(q, k, v, options):
+    wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in options.items()}
+    return regard.attention(q.double(), k.double(), v.double(), **wide, backend="reference", return_stats=True)
+
+
+@cases(0.2)
+@given(calls())
+def test_any_call(call):
+    q, k, v, options = call
+    out, stats = regard.attention(q, k, v, **options, return_stats=True)
+    exact, truths = exactly(q, k, v, options)
+    assert out.shape == exact.shape and out.dtype == q.dtype
+    assert out.isfinite().all()
+    bound = 3 * ROUNDING[q.dtype] * (1.0 + 30.0 * (options["normalizer"] == "softpick"))
+    assert (out.double() - exact).norm() <= bound * (exact.norm() + 1e-3 * v.double().norm() + 1e-9)
+    threshold = normalizers.get(options["normalizer"]).family == "threshold"
+    fine = 1e-8 if q.dtype == torch.float64 else 3e-3 if threshold and q.dtype.itemsize == 2 else 5e-4
+    for name, truth in truths.items():
+        ours, odd = stats[name].double(), ~truth.isfinite()
+        assert torch.equal(ours[odd], truth[odd]), name
+        if threshold and name in ("support", "gradient_gain", "participation"):
+            continue  # a weight of 1e-8 may round to 0
+        error = ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~odd]
+        assert error.numel() == 0 or error.max() <= fine, (name, float(error.max()))
+
+
+@cases(0.1)
+@given(calls())
+def test_any_gradient_of_a_call(call):
+    q, k, v, options = call
+    if q.dtype.itemsize == 2:
+        q, k, v = q.float(), k.float(), v.float()
+        options = {n: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in options.items()}
+    ours = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    theirs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, (exact, _) = regard.attention(*ours, **options), exactly(*theirs, options)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
+    found = torch.autograd.grad(out, ours, g, allow_unused=True, materialize_grads=True)
+    truth = torch.autograd.grad(exact, theirs, g.double(), allow_unused=True, materialize_grads=True)
+    size = g.double().norm() * (1.0 + max(float(x.detach().double().abs().max()) if x.numel() else 0.0 for x in ours))
+    for name, mine, right in zip("qkv", found, truth, strict=True):
+        assert mine.isfinite().all(), name
+        rough = 20.0 if normalizers.get(options["normalizer"]).family == "threshold" else 8.0
+        rough *= 10.0 if options["normalizer"] in ("softpick", "relu") else 1.0
+        assert (mine.double() - right).norm() <= rough * ROUNDING[q.dtype] * (right.norm() + size), name
+
+
+def test_what_nobody_sees_leaks_nothing():
+    q, k, v = (torch.randn(2, 3, 8, 4) for _ in range(3))
+    k[:, :, 5:], v[:, :, 5:] = math.nan, math.inf
+    for name in FUSED:
+        out, stats = regard.attention(q, k, v, key_lengths=[5, 5], normalizer=name, return_stats=True)
+        clean, right = regard.attention(q, k[:, :, :5], v[:, :, :5], normalizer=name, return_stats=True)
+        torch.testing.assert_close(out, clean)
+        for statistic, value in right.items():
+            torch.testing.assert_close(stats[statistic], value)

@@ -1,0 +1,141 @@
+"""Rows of any shape, layout, dtype and size of score against the float64 reference, and short ones against mpmath."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from fuzz_data import DTYPES, NAMES, cases, masks, shapes, values
+from hypothesis import given
+from hypothesis import strategies as st
+
+import regard
+from regard import normalizers
+
+pytest.importorskip("numba")
+
+
+def truth(scores, name, dim, t, mask):
+    return regard.normalize(scores.double(), name, dim, t, mask, backend="reference")
+
+
+def allowed(scores, name, dim, t, mask, exact):
+    """2 × (what the reference errs in the working precision + roundings of weights, scores and of the result)."""
+    working = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    eps, stored = torch.finfo(working).eps, torch.finfo(scores.dtype)
+    z = scores.to(working) / t if 0 < t < math.inf else scores.to(working)
+    member = normalizers.get(name)
+    if scores.ndim == 0:
+        z, mask = z.reshape(1), None if mask is None else mask.reshape(1)
+    seen = None if mask is None else mask.expand(z.shape).movedim(dim, -1)
+    peer = member.reference(z.movedim(dim, -1), seen, member.theta).movedim(-1, dim).reshape(exact.shape)
+    finite = z.masked_fill(~z.isfinite(), 0.0).abs().amax() if z.numel() else 0.0
+    slope = 1.0
+    if member.name == "softpick":  # exp(s) − 1 cancels where all scores are small: its sum says how much
+        small = z.masked_fill(~z.isfinite(), 0.0).abs()
+        slope = 1.0 / float(small.amax().clamp(eps, 1.0)) if small.numel() else 1.0
+    if member.name == "entmax":
+        slope = 8.0  # a power goes through a logarithm of that size
+    scaling = 0.0 if t == 1.0 else float(finite)
+    units = 4 * eps * slope * (1.0 + scaling) + stored.eps * exact.abs() + stored.tiny
+    return 2 * ((peer.to(scores.dtype).double() - exact).abs() + units)
+
+
+@cases(0.4)
+@given(st.data())
+def test_any_row(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    shape = data.draw(shapes())
+    scores = data.draw(values(shape, dtype))
+    name = data.draw(st.sampled_from(NAMES))
+    dim = data.draw(st.integers(-max(len(shape), 1), max(len(shape), 1) - 1))
+    t = data.draw(st.sampled_from([1.0, 1.0, 0.3, 7.0, 0.0, math.inf]))
+    mask = data.draw(masks(shape))
+    p = regard.normalize(scores, name, dim, t, mask)
+    assert p.shape == scores.shape and p.dtype == dtype and p.device == scores.device
+    exact = truth(scores, name, dim, t, mask)
+    assert torch.equal(p.isnan(), exact.isnan()), "NaN stays in its row, and only there"
+    bound = allowed(scores, name, dim, t, mask, exact)
+    good = ~exact.isnan() & ~bound.isnan()
+    assert ((p.double() - exact).abs() <= bound)[good].all(), float(((p.double() - exact).abs() - bound)[good].max())
+    if mask is not None:
+        hidden = ~mask.expand(shape) & ~p.isnan()
+        assert (p[hidden] == 0).all()
+
+
+@cases(0.2)
+@given(st.data())
+def test_any_gradient(data):
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
+    shape = data.draw(shapes(1024))
+    name = data.draw(st.sampled_from([name for name in NAMES if name != "entmax(alpha=3)"]))
+    size = data.draw(st.sampled_from([0.1, 1.0, 10.0]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    scores = (torch.randn(shape, generator=generator) * size).to(dtype)
+    g = torch.randn(shape, generator=generator).to(dtype)
+    dim = data.draw(st.integers(-max(len(shape), 1), max(len(shape), 1) - 1))
+    t = data.draw(st.sampled_from([1.0, 0.5, 3.0]))
+    mask = data.draw(masks(shape))
+    ours, theirs = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    (dz,) = torch.autograd.grad(regard.normalize(ours, name, dim, t, mask), ours, g)
+    (exact,) = torch.autograd.grad(truth(theirs, name, dim, t, mask), theirs, g.double())
+    eps = torch.finfo(dtype).eps
+    steep = 1.0 + 1.0 / max(size, 0.1) if name == "softpick" else 1.0
+    steep *= (
+        30.0 if name.startswith("entmax(") or name == "entmax15" else 1.0
+    )  # √p near 0: a slope that rounds coarsely
+    bound = 200 * eps * steep * (1.0 + size / t) / t * (1.0 + float(g.abs().max() if g.numel() else 0.0))
+    if normalizers.get(name).family == "threshold":
+        away = near_threshold(theirs.detach(), name, dim, t, mask)
+        dz, exact = dz.masked_fill(away, 0.0), exact.masked_fill(away, 0.0)
+        bound *= 20
+    assert (dz.double() - exact).abs().max().item() <= bound if dz.numel() else True
+
+
+def near_threshold(z, name, dim, t, mask):
+    """Rows in which a weight is close to 0: on which side of the threshold rounding puts it decides the gradient."""
+    p = truth(z, name, dim, t, mask)
+    nearby = (p > 0) & (p < 1e-3)
+    return nearby.any(dim, keepdim=True).expand(z.shape) if z.ndim else nearby
+
+
+@cases(0.1)
+@given(
+    st.lists(st.floats(-60, 60, allow_nan=False), min_size=1, max_size=6),
+    st.sampled_from(["softmax", "softmax1", "sigmoid", "relu", "softpick", "sparsemax", "entmax15"]),
+)
+def test_short_rows_against_mpmath(row, name):
+    p = regard.normalize(torch.tensor(row, dtype=torch.float64), name).tolist()
+    with mpmath.workdps(50):
+        exact = by_mpmath([mpmath.mpf(x) for x in row], name)
+        worst = max(abs(mpmath.mpf(ours) - theirs) for ours, theirs in zip(p, exact, strict=True))
+        smallest = min((abs(x) for x in row if x), default=1.0)
+        lost = 1e-15 / min(1.0, max(smallest, 1e-12)) if name == "softpick" else 0.0
+        assert worst <= 2e-15 * (1 + max(map(abs, row))) + lost + 1e-12 * (name == "softpick")
+
+
+def by_mpmath(z, name):
+    e = [mpmath.exp(x) for x in z]
+    if name == "softmax":
+        return [x / sum(e) for x in e]
+    if name == "softmax1":
+        return [x / (1 + sum(e)) for x in e]
+    if name == "sigmoid":
+        return [1 / (1 + mpmath.exp(-x)) for x in z]
+    if name == "relu":
+        total = sum(max(x, 0) for x in z)
+        return [max(x, 0) / total if total else mpmath.mpf(0) for x in z]
+    if name == "softpick":
+        total = sum(abs(x - 1) for x in e)
+        return [max(x - 1, 0) / total if total else mpmath.mpf(0) for x in e]
+    gain, power = (1, 1) if name == "sparsemax" else (mpmath.mpf(1) / 2, 2)
+    low, high = max(z) * gain - 1, max(z) * gain
+    for _ in range(170):
+        middle = (low + high) / 2
+        if sum(max(x * gain - middle, 0) ** power for x in z) > 1:
+            low = middle
+        else:
+            high = middle
+    return [max(x * gain - low, 0) ** power for x in z]

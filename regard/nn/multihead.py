@@ -14,7 +14,7 @@ from regard import normalizers, statistics
 from regard._attention import attention
 from regard.nn import additive
 from regard.nn.order import Order
-from regard.temperature import Fixed, Learned
+from regard.temperature import Fixed, named
 
 SCORES = ("scaled_dot", "dot", "additive", "cosine")
 
@@ -41,8 +41,8 @@ class MultiheadAttention(nn.Module):
         score: "scaled_dot" q·k/√d, "dot" q·k, "additive" w·tanh(q + k), or "cosine" g·q̂·k̂ with unit vectors
             (QK-norm) and a learned gain g per head, begun at √d.
         normalizer: any name of `regard.normalizers`. It holds no weights: a state dict survives a change of it.
-        temperature: None, a number, "learned" (one per head, begun at 1) or a policy of `regard.temperature`, whose
-            parameters then belong to the module.
+        temperature: None, a number, "learned" (one per head, begun at 1), "ssmax" (learned per head), "adaptive",
+            "query_dependent", or a policy of `regard.temperature`, whose parameters then belong to the module.
         softcap: c in c·tanh(x/c). sink: True adds a learned logit per head to softmax's denominator.
         dropout: on the weights, in training only. kdim, vdim, bias: as in torch's `nn.MultiheadAttention`.
 
@@ -91,7 +91,7 @@ class MultiheadAttention(nn.Module):
         if score == "additive":
             self.additive = nn.Parameter(torch.randn(num_heads, self.head_dim, **place) / math.sqrt(self.head_dim))
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
-        self.temperature = _temperature(temperature, num_heads, place)
+        self.temperature = _temperature(temperature, num_heads, self.head_dim, place)
         self._last: tuple | None = None
 
     @classmethod
@@ -281,12 +281,12 @@ def _check_options(score, normalizer, dropout, softcap, sink) -> None:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
 
 
-def _temperature(temperature, heads: int, place: dict):
-    """None, a number or a policy; "learned" is one."""
+def _temperature(temperature, heads: int, head_dim: int, place: dict):
+    """None, a number or a policy; a word names one."""
     if temperature is None or (callable(temperature) and not isinstance(temperature, Tensor)):
         return temperature
-    if isinstance(temperature, str) and temperature == "learned":
-        return Learned(heads, **place)
+    if isinstance(temperature, str):
+        return named(temperature, heads, head_dim, **place)
     if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
-        raise ValueError(f"temperature must be None, a number, 'learned' or a policy, got {temperature!r}")
+        raise ValueError(f"temperature must be None, a number, a word or a policy, got {temperature!r}")
     return Fixed(temperature).value

@@ -1,0 +1,36 @@
+"""Policies by name, sized for a module's heads: what a configuration file can hold."""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+from torch import nn
+
+from regard.temperature.adaptive import Adaptive
+from regard.temperature.learned import Learned
+from regard.temperature.query_dependent import QueryDependent
+from regard.temperature.ssmax import SSMax
+
+NAMES = ("learned", "ssmax", "adaptive", "query_dependent")
+
+
+def named(name: str, heads: int, head_dim: int, *, device=None, dtype=None) -> nn.Module:
+    """A policy for `heads` heads of width `head_dim`; all but "adaptive" learn parameters per head.
+
+    >>> import regard
+    >>> regard.temperature.named("ssmax", heads=2, head_dim=4)
+    SSMax(s=[0.43, 0.43], learn=True)
+    """
+    place = dict(device=device, dtype=dtype)
+    if name == "learned":
+        return Learned(heads, **place)
+    if name == "ssmax":
+        return SSMax(torch.full((heads,), 0.43), learn=True).to(**place)
+    if name == "adaptive":
+        return Adaptive()
+    if name == "query_dependent":
+        return QueryDependent(heads, head_dim, **place)
+    near = difflib.get_close_matches(str(name), NAMES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"temperature {name!r} is unknown; {hint}known words: {', '.join(NAMES)}")

@@ -1,0 +1,197 @@
+"""Policies: what they say in numbers, the same on every path, with gradients, inside real models."""
+
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named
+
+HEADS, WIDTH = 4, 5
+
+
+def make(name: str):
+    torch.manual_seed(3)
+    policy = {
+        "fixed": lambda: Fixed(0.7),
+        "learned": lambda: Learned(HEADS, begin=1.3),
+        "ssmax": lambda: SSMax(0.5, learn=True),
+        "ssmax per head": lambda: SSMax(torch.rand(HEADS) + 0.2, learn=True),
+        "published": lambda: Adaptive("published"),
+        "refit": Adaptive,
+        "query": lambda: QueryDependent(HEADS, WIDTH),
+        "function": lambda: lambda visible_keys, rows: 0.5 + rows.q.square().mean(-1),
+    }[name]()
+    if isinstance(policy, QueryDependent):
+        nn.init.normal_(policy.weight)
+    return policy.double() if isinstance(policy, nn.Module) else policy
+
+
+POLICIES = ("fixed", "learned", "ssmax", "ssmax per head", "published", "refit", "query", "function")
+OPTIONS = {
+    "plain": {},
+    "causal, sink": dict(is_causal=True, sink=torch.linspace(-1, 1, HEADS, dtype=torch.float64)),
+    "mask, cap": dict(attn_mask=torch.rand(9, 9, generator=torch.Generator().manual_seed(0)) > 0.4, softcap=2.0),
+    "window, lengths": dict(window=(3, 2), key_lengths=torch.tensor([9, 5])),
+    "scale per head": dict(scale=torch.linspace(0.1, 2.0, HEADS, dtype=torch.float64)),
+}
+
+
+def qkv(sharp=1.0):
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, HEADS, 9, WIDTH), (2, 2, 9, WIDTH), (2, 2, 9, 3))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [(sharp * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_path_agrees_with_the_reference_in_value_and_gradient(name, options):
+    for sharp in (0.3, 3.0):
+        q, k, v = qkv(sharp)
+        policy = make(name)
+        given = dict(temperature=policy, enable_gqa=True, **OPTIONS[options])
+        want = regard.reference.attention(q, k, v, **given)[0]
+        got = regard.attention(q, k, v, **given)
+        leaves = [q, k, v, *(policy.parameters() if isinstance(policy, nn.Module) else ())]
+        assert torch.allclose(got, want, atol=1e-10)
+        pairs = (torch.autograd.grad(out.cos().sum(), leaves) for out in (got, want))
+        for leaf, ours, theirs in zip(leaves, *pairs, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-8), leaf.shape
+            assert ours.any()
+
+
+@pytest.mark.parametrize("normalizer", ["entmax15", "sigmoid", "relu"])
+@pytest.mark.parametrize("name", ["ssmax per head", "query", "learned"])
+def test_other_normalisers_take_them_too(name, normalizer):
+    q, k, v = qkv()
+    policy = make(name)
+    given = dict(temperature=policy, enable_gqa=True, normalizer=normalizer, is_causal=True)
+    out, stats = regard.attention(q, k, v, **given, return_stats=True)
+    want, _, dense = regard.reference.attention(q, k, v, **given, return_stats=True)
+    assert torch.allclose(out, want, atol=1e-9)
+    assert all(torch.allclose(stats[key], dense[key], atol=1e-7) for key in dense)
+    leaves = [q, *policy.parameters()]
+    ours, theirs = (torch.autograd.grad(x.cos().sum(), leaves) for x in (out, want))
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["learned", "ssmax per head", "refit", "query"])
+def test_gradcheck(name):
+    policy = make(name)
+    q, k, v = (x.detach()[:1, :, :4].requires_grad_() for x in qkv())
+
+    def out(*inputs):
+        return regard.attention(*inputs[:3], temperature=policy, enable_gqa=True, is_causal=True)
+
+    assert torch.autograd.gradcheck(out, (q, k, v, *policy.parameters()))
+
+
+def test_scalable_softmax_as_published():
+    """arXiv 2501.19399: one score +3 among −2, s = 0.43."""
+    for n, plain, scalable in ((10, 0.943, 0.940), (100, 0.600, 0.9951), (1000, 0.129, 0.9996), (10_000, 0.0146, 1.0)):
+        scores = torch.full((1, 1, n, 1), -2.0, dtype=torch.float64)
+        scores[..., 0, 0] = 3.0
+        q, v = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.ones(1, 1, n, 1, dtype=torch.float64)
+        for temperature, want in ((None, plain), (SSMax(0.43), scalable)):
+            _, stats = regard.attention(q, scores, v, scale=1.0, temperature=temperature, return_stats=("max_weight",))
+            assert stats.max_weight.item() == pytest.approx(want, abs=6e-4)
+
+
+def test_the_published_polynomial_switches_off_and_the_refit_does_not():
+    def beta(policy, h):
+        return 1.0 / policy(None, lambda names: {"entropy": torch.tensor([h], dtype=torch.float64)}).item()
+
+    published, refit = Adaptive("published"), Adaptive()
+    assert beta(published, 5.9) > 1.0 and beta(published, 5.95) == 1.0
+    assert beta(published, 2.0) == pytest.approx(-0.037 * 16 + 0.481 * 8 - 2.3 * 4 + 4.917 * 2 - 1.791)
+    values = [beta(refit, h) for h in (0.2, 0.5, 0.51, 1.0, 4.0, 6.0, 9.0, 12.0)]
+    assert values[:2] == [1.0, 1.0] and values[2] == pytest.approx(1.0, abs=0.01)  # no jump at the floor
+    assert sorted(set(values)) == values[1:]
+
+
+def test_the_refit_is_near_the_best_of_its_script():
+    script = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "figures" / "adaptive.py"))
+    drawn = script["sample"](seed=5, longest=10, keys=2**16, at_least=64)
+    h, fitted = drawn[0], Adaptive.refit[0]
+    betas = (script["line"](script["slope"](drawn), h), script["line"](fitted, h), script["published"](h), 0 * h + 1)
+    best, ours, published, none = (script["mean_loss"](drawn, beta) for beta in betas)
+    assert best < ours < 1.1 * best  # the best slope for rows up to 65536 keys is near the best for rows up to 1024
+    assert ours < 0.9 * published < 0.9 * none
+
+
+def test_ssmax_stays_positive_wherever_its_s_goes():
+    policy = SSMax(0.4, learn=True)
+    for s in (-3.0, 0.0, 1e-9):
+        with torch.no_grad():
+            policy.s.fill_(s)
+        t = policy(torch.tensor([[[1.0, 7.0]]]), None)
+        assert (t > 0).all() and t.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["learned", "query", "ssmax per head", "refit"])
+def test_inside_a_model_by_using(name):
+    class Plain(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    model, policy = Plain(), make(name)
+    q, k, v = qkv()
+    with regard.using(model, temperature=policy):
+        out = model(q, k, v)
+    want = regard.reference.attention(q, k, v, is_causal=True, enable_gqa=True, temperature=policy)[0]
+    assert torch.allclose(out, want, atol=1e-10)
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in policy.parameters())
+
+
+def test_a_policy_that_asks_nothing_leaves_torchs_path():
+    q, k, v = (x.detach() for x in qkv())
+    path = regard.attention_path
+    assert path(q, k, v, enable_gqa=True, temperature=Fixed(2.0)).backend == "torch"
+    assert "temperature" in path(q, k, v, enable_gqa=True, temperature=Learned(HEADS)).reason
+
+
+def test_compiled_whole():
+    q, k, v = (x.detach().float() for x in qkv())
+    for policy in (Learned(HEADS), SSMax(), QueryDependent(HEADS, WIDTH)):
+
+        def run(q, k, v, policy=policy):
+            return regard.attention(q, k, v, enable_gqa=True, is_causal=True, temperature=policy)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert torch.allclose(compiled(q, k, v), run(q, k, v), atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "word"),
+    [
+        (lambda: SSMax(-1.0), ValueError, "s must be a positive"),
+        (lambda: SSMax(math.inf), ValueError, "s must be"),
+        (lambda: Fixed(0.0), ValueError, "value"),
+        (lambda: Fixed("warm"), ValueError, "value"),
+        (lambda: Learned(0), ValueError, "heads"),
+        (lambda: Learned(2, begin=-1.0), ValueError, "begin"),
+        (lambda: QueryDependent(2, 0), ValueError, "head_dim"),
+        (lambda: Adaptive("refitted"), ValueError, "'refit', 'published'"),
+        (lambda: Adaptive(()), ValueError, "coefficient"),
+        (lambda: Adaptive(floor=-1.0), ValueError, "floor"),
+        (lambda: named("ssmaxx", 2, 4), ValueError, "did you mean 'ssmax'"),
+        (lambda: regard.attention(*qkv(), enable_gqa=True, temperature=Learned(3)), ValueError, "broadcast"),
+        (lambda: regard.attention(*qkv(), enable_gqa=True, temperature=QueryDependent(4, 7)), ValueError, "head_dim=7"),
+        (lambda: regard.attention(*qkv(), enable_gqa=True, temperature=lambda n, rows: 2.0), TypeError, "function"),
+        (
+            lambda: regard.attention(*qkv(), enable_gqa=True, temperature=lambda n, rows: torch.ones(3)),
+            ValueError,
+            r"broadcast to \(B, H, M\) = \(2, 4, 9\)",
+        ),
+    ],
+)
+def test_nonsense_is_named(call, error, word):
+    with pytest.raises(error, match=word):
+        call()

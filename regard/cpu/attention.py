@@ -20,6 +20,7 @@ No buffer has more than one block of queries' rows. Blocks multiply only the key
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import numpy as np
@@ -39,9 +40,15 @@ ROWS = 4096  # whose statistics are finished together
 
 def forward(problem: Problem) -> Forward:
     """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard.problem`."""
-    problem = _detached(problem)
+    problem = detached(problem)
+    o, (frame, z), sums = weighed(problem, problem.q.dtype)
+    return Forward(o, frame.clone(), z.clone(), _statistics(problem, sums))
+
+
+def weighed(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """o in the given dtype, (frame, z) [2, B, H, M], and the sums [17, B, H, M] that statistics are made of."""
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
-    o = torch.empty((*rows, problem.v.shape[-1]), dtype=problem.q.dtype)
+    o = torch.empty((*rows, problem.v.shape[-1]), dtype=dtype)
     states = torch.empty((2, *rows), dtype=wide)
     sums = torch.empty((len(FIELDS), *rows) if problem.stats else (0, 0, 0, 0), dtype=torch.float64)
     kernel = kernels.forward(problem.choice, problem.stats, wide)
@@ -57,7 +64,7 @@ def forward(problem: Problem) -> Forward:
             sink.fill_(-math.inf) if problem.sink is None else block.of(sink).copy_(problem.sink[block.rows])
             found = torch.empty((len(sums), block.count), dtype=torch.float64)
             kernel(block.flat(s), *blocks.geometry(block), theta, *state.numpy(), found.numpy())
-            _drop(blocks, block, s)
+            drop(blocks, block, s)
             product = scratch("o", *block.shape[:2], v.shape[-1])
             torch.bmm(s, v[:, block.keys], out=product)
             torch.mul(block.of(product), block.of(inverse)[..., None], out=o[block.rows])
@@ -66,8 +73,7 @@ def forward(problem: Problem) -> Forward:
                 sums[:, *block.rows] = found.view(len(sums), *block.heads)
 
     blocks.run(work)
-    frame, z = states
-    return Forward(o, frame.clone(), z.clone(), _statistics(problem, sums))
+    return o, states, sums
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
@@ -75,12 +81,23 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
 
     Those of temperature and sink are in the accumulator's type. The bias's has size 1 where the bias has stride 0.
     """
-    problem, wide = _detached(problem), problem.accumulator
+    problem = detached(problem)
+    rows = Rows(problem, forward, upstream)
+    grads = pulled(problem, upstream, rows, problem.q.dtype)
+    grads.temperature = (
+        rows.temperature_gradient() if upstream.temperature and problem.temperature is not None else None
+    )
+    grads.sink = rows.sink_gradient() if upstream.sink and problem.sink is not None else None
+    return grads
+
+
+def pulled(problem: Problem, upstream: Upstream, rows: Callable, dtype: torch.dtype) -> Gradients:
+    """The gradients of q, k, v in the given dtype, and of the bias; `rows` turns (s, dp) of a block into (p, ds)."""
+    wide = problem.accumulator
     db = _zeros_like_unexpanded(problem.bias, wide) if upstream.bias and problem.bias is not None else None
     blocks = Blocks(problem, [db is None or db.shape[dim] == problem.q.shape[dim] for dim in range(3)])
-    dq = torch.empty(problem.q.shape, dtype=problem.q.dtype)
-    dk, dv = (KeySums(blocks, x) for x in (problem.k, problem.v))
-    rows = Rows(problem, forward, upstream)
+    dq = torch.empty(problem.q.shape, dtype=dtype)
+    dk, dv = (KeySums(blocks, x, dtype) for x in (problem.k, problem.v))
 
     def work(task: Task, scratch: Scratch) -> None:
         k, v = blocks.keys_of(task)
@@ -90,9 +107,9 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
             capped = scratch("capped", *block.shape) if problem.softcap is not None else None
             blocks.scores(block, q, k, p, capped)
             torch.bmm(do, v[:, block.keys].mT, out=ds)
-            _drop(blocks, block, ds)
+            drop(blocks, block, ds)
             rows(blocks, block, p, ds, scratch)
-            _drop(blocks, block, p)
+            drop(blocks, block, p)
             if problem.temperature is not None:
                 block.of(ds).div_(problem.temperature[block.rows][..., None])
             if db is not None:
@@ -107,14 +124,7 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
             dv.add(task, block, p, do)
 
     blocks.run(work)
-    return Gradients(
-        q=dq,
-        k=dk.total(),
-        v=dv.total(),
-        bias=None if db is None else db.to(problem.bias.dtype),
-        temperature=rows.temperature_gradient() if upstream.temperature and problem.temperature is not None else None,
-        sink=rows.sink_gradient() if upstream.sink and problem.sink is not None else None,
-    )
+    return Gradients(dq, dk.total(), dv.total(), None if db is None else db.to(problem.bias.dtype))
 
 
 class KeySums:
@@ -123,8 +133,8 @@ class KeySums:
     Where many queries add to it the sum is kept transposed: BLAS is faster then by more than turning it back costs.
     """
 
-    def __init__(self, blocks: Blocks, like: Tensor):
-        self.turned, self.dtype = blocks.queries * blocks.share >= 512, like.dtype
+    def __init__(self, blocks: Blocks, like: Tensor, dtype: torch.dtype):
+        self.turned, self.dtype = blocks.queries * blocks.share >= 512, dtype
         self.parts = torch.zeros((blocks.parts, *(like.mT if self.turned else like).shape), dtype=blocks.dtype)
 
     def add(self, task: Task, block: Block, s: Tensor, x: Tensor, scale: float = 1.0) -> None:
@@ -206,7 +216,7 @@ def _statistics(problem: Problem, sums: Tensor) -> Tensor:
     return stats
 
 
-def _drop(blocks: Blocks, block: Block, s: Tensor) -> None:
+def drop(blocks: Blocks, block: Block, s: Tensor) -> None:
     """Dropout of weights, or of their gradients, by the words of `regard.philox`."""
     problem = blocks.problem
     if problem.dropout_p > 0.0:
@@ -231,7 +241,7 @@ def _add_to_bias(db: Tensor, block: Block, ds: Tensor) -> None:
     target += ds.sum_to_size(target.shape)
 
 
-def _detached(problem: Problem) -> Problem:
+def detached(problem: Problem) -> Problem:
     names = ("q", "k", "v", "bias", "mask", "temperature", "sink")
     given = {name: getattr(problem, name) for name in names}
     return replace(problem, **{name: x.detach() for name, x in given.items() if x is not None})

@@ -24,10 +24,13 @@ SPREAD = {"entropy", "effective_keys", "participation", "support", "gradient_gai
 
 def forward(choice: Choice, stats: Iterable[str], dtype: torch.dtype) -> Callable:
     """The forward kernel that gathers what these statistics are made of."""
+    return _forward(choice.normalizer, _precision(dtype), **flags(stats))
+
+
+def flags(stats: Iterable[str]) -> dict[str, bool]:
+    """Which sums these statistics are made of."""
     stats = set(stats)
-    return _forward(
-        choice.normalizer,
-        _precision(dtype),
+    return dict(
         measured=bool(stats),
         moments=bool(stats & MOMENTS),
         spread=bool(stats & SPREAD),
@@ -52,21 +55,21 @@ def _forward(normalizer: Normalizer, precision: str, **flags: bool) -> Callable:
         template = attention_rows.forward_threshold
     else:
         template = attention_rows.forward_exponential if _exponential(normalizer) else attention_rows.forward_summed
-    return kernel(template, {**_tiles(normalizer, precision), **flags}, precision)
+    return kernel(template, {**tiles(normalizer, precision), **flags}, precision)
 
 
 @functools.cache
 def _backward(normalizer: Normalizer, precision: str, from_scores: bool, watched: bool) -> Callable:
     rows = attention_rows_backward
     template = rows.backward_from_scores if from_scores else rows.backward_from_weights
-    return kernel(template, {**_tiles(normalizer, precision), "watched": watched}, precision)
+    return kernel(template, {**tiles(normalizer, precision), "watched": watched}, precision)
 
 
-def _tiles(normalizer: Normalizer, precision: str) -> dict:
+def tiles(normalizer: Normalizer, precision: str) -> dict:
     """The functions (x, m, c, θ) that the templates call, and what they must know of the family."""
     family, limits = normalizer.family, np.finfo(precision)
     shift = getattr(normalizer, "shift", "none")
-    tiles = dict(
+    found = dict(
         ratio=family == "ratio",
         coupled=family != "pointwise",
         sparse=normalizer.sparse,
@@ -82,12 +85,12 @@ def _tiles(normalizer: Normalizer, precision: str) -> dict:
         rest=getattr(normalizer, "rest", nothing),
     )
     for name in ("weight", "norm", "rise", "fall", "cross"):
-        tiles[name] = getattr(attention_tiles, f"{family}_{name}")
-    tiles["above"] = attention_tiles.threshold_above
+        found[name] = getattr(attention_tiles, f"{family}_{name}")
+    found["above"] = attention_tiles.threshold_above
     for name in OWN:
         if getattr(normalizer, name, None) is not None:
-            tiles[name] = getattr(normalizer, name)
-    return tiles
+            found[name] = getattr(normalizer, name)
+    return found
 
 
 def _exponential(normalizer: Normalizer) -> bool:

@@ -1,0 +1,131 @@
+"""Rows of which a block holds a part of the keys: what the whole row decides (τ, Z, δ) is given.
+
+Templates like those of `attention_rows`. A threshold τ comes as (high, c): the largest gain·s of the whole row, τ − high.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from regard.cpu._compile import real, tile, words
+from regard.cpu._rows_threshold import solve
+from regard.cpu.attention_rows import CHUNK, FRAME, TOP, general_row, interval, maximum_of, opened
+from regard.cpu.attention_rows_backward import inverted, scaled
+
+
+def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c):
+    """(high, c) of the block's keys alone; high = −inf where a row sees none."""
+    theta = real(parameter)
+    gain = tile.gain(theta)
+    y = np.empty(s.shape[1] + tile.lanes, s.dtype)
+    packed = np.empty(s.shape[1] + 2 * tile.lanes, s.dtype)
+    for r in range(s.shape[0]):
+        first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
+        x = s[r][first:last]
+        top = maximum_of(x)
+        high[r], c[r] = gain * top, real(0.0)
+        if not (abs(top) < real(math.inf)):
+            continue
+        for j in range(len(x)):
+            y[j] = gain * x[j]
+        padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
+        for j in range(len(x), padded):
+            y[j] = -math.inf
+        tau, _, _, _ = solve(y, padded, gain * top, packed, theta, gain)
+        c[r] = tau
+
+
+def measure_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, slopes):
+    """values ← Σp and slopes ← Σg′ of the block's keys at τ."""
+    theta = real(parameter)
+    for r in range(s.shape[0]):
+        first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
+        values[r], slopes[r] = sums_at(s[r][first:last], high[r], c[r], theta)
+
+
+def sums_at(x, high, c, theta):
+    values, slopes = np.float64(0.0), np.float64(0.0)
+    for start in range(0, len(x), CHUNK):
+        chunk = x[start : start + CHUNK]
+        value, slope = real(0.0), real(0.0)
+        for j in range(len(chunk)):
+            value = words.accumulate(value, tile.weight(chunk[j], high, c, theta))
+            slope = words.accumulate(slope, tile.rise(chunk[j], high, c, theta))
+        values += value
+        slopes += slope
+    return values, slopes
+
+
+def weigh_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, slopes, sums):
+    """s ← p at τ, its sums, and what statistics are made of."""
+    theta = real(parameter)
+    for r in range(s.shape[0]):
+        i = i0 + r % rows
+        first, last = interval(i, j0, left, right, limit, s.shape[1])
+        x = opened(s, r, first, last)
+        top = maximum_of(x)
+        values[r], slopes[r] = sums_at(x, high[r], c[r], theta)
+        if tile.measured:
+            sums[:, r] = 0.0
+            sums[TOP, r] = top
+        if top > real(-math.inf):
+            general_row(x, r, top, high[r], c[r], theta, i, j0 + first, sums)
+        else:
+            for j in range(len(x)):
+                x[j] = real(0.0)
+        if tile.measured:
+            sums[FRAME, r] = np.float64(high[r]) + np.float64(c[r])
+
+
+def slopes_part(s, dp, i0, rows, j0, left, right, limit, parameter, high, c, total):
+    """total ← Σ g′·dp of the block's keys at τ."""
+    theta = real(parameter)
+    for r in range(s.shape[0]):
+        first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
+        x, g = s[r][first:last], dp[r][first:last]
+        whole = np.float64(0.0)
+        for start in range(0, len(x), CHUNK):
+            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
+            part = real(0.0)
+            for j in range(len(chunk)):
+                part = words.accumulate(part, tile.rise(chunk[j], high[r], c[r], theta) * dchunk[j])
+            whole += part
+        total[r] = whole
+
+
+def backward_part(s, dp, i0, rows, j0, left, right, limit, parameter, m, c, z, delta, tilt, pull):
+    """s ← p and dp ← ds = a·dp − b·δ + p·(lift − β·(s − m)) + γ·(s − mean); pull = Σ ds·s.
+
+    tilt [4, rows]: lift, β, γ, mean. For ratio maps c is exp(−m).
+    """
+    theta = real(parameter)
+    for r in range(s.shape[0]):
+        first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
+        x = opened(s, r, first, last)
+        g = opened(dp, r, first, last)
+        inverse, shift, frame, offset = inverted(z[r]), delta[r], m[r], c[r]
+        lift, beta, gamma, mean = real(0.0), real(0.0), real(0.0), real(0.0)
+        if tile.tilted:
+            lift, beta, gamma, mean = tilt[0, r], tilt[1, r], tilt[2, r], tilt[3, r]
+        pulled = np.float64(0.0)
+        for start in range(0, len(x), CHUNK):
+            chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
+            part = real(0.0)
+            for j in range(len(chunk)):
+                y = chunk[j]
+                hidden = y == real(-math.inf)
+                y = words.where(hidden, 0.0, y)
+                p = tile.weight(y, frame, offset, theta) * scaled(inverse)
+                rise, fall = tile.rise(y, frame, offset, theta), tile.fall(y, frame, offset, theta)
+                d = (rise * dchunk[j] - fall * shift) * scaled(inverse)
+                if tile.tilted:
+                    d += p * (lift - beta * (y - frame)) + gamma * (y - mean)
+                d = words.where(hidden, 0.0, d)
+                if tile.heated:
+                    part = words.accumulate(part, d * y)
+                dchunk[j] = d
+                chunk[j] = words.where(hidden, 0.0, p)
+            pulled += part
+        pull[r] = pulled

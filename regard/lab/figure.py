@@ -1,4 +1,4 @@
-"""Figures as data: lines, points, bars, bands and heat maps, with the words that stand for them; drawn by Vega-Lite.
+"""Figures as data: lines, points, bars, dots, bands and heat maps, with words that stand for them; by Vega-Lite.
 
 >>> from regard.lab.figure import Figure
 >>> figure = Figure("lines", "key", "weight", {"softmax": ([0, 1, 2], [0.1, 0.2, 0.7])}, alt="Weights rise with it.")
@@ -44,9 +44,10 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Figure:
-    """`series`: name → (x, y) for "lines", "points" and "bars", (x, low, middle, high) for "bands".
+    """`series`: name → (x, y) for "lines", "points", "bars" and "dots", (x, low, middle, high) for "bands".
 
-    `rows` is the matrix of a "heat" map, `alt` the figure in words, `guides` name → y of horizontal lines.
+    The x of bars and dots are names. `rows` is the matrix of a "heat" map, `alt` the figure in words, `guides` name →
+    y of horizontal lines.
     """
 
     kind: str
@@ -77,7 +78,9 @@ class Figure:
 
     def spec(self, width: int = 320, height: int = 210) -> dict:
         """The Vega-Lite specification."""
-        layers = {"heat": self._heat, "bars": self._bars, "bands": self._bands}.get(self.kind, self._lines)()
+        layers = {"heat": self._heat, "bars": self._bars, "dots": self._bars, "bands": self._bands}.get(
+            self.kind, self._lines
+        )()
         if self.kind == "heat":
             width = min(width, height + 50)
             height = round(width * len(self.rows) / max(len(self.rows[0]), 1))
@@ -131,10 +134,10 @@ class Figure:
         }
         encoding = {
             "x": x,
-            "y": {**self._axes()["y"], "scale": self._scale(self.log_y, zero=True)},
+            "y": {**self._axes()["y"], "scale": self._scale(self.log_y, zero=self.kind == "bars")},
             **self._signs(dash=False),
         }
-        if self.log_y:  # a bar has no foot on a logarithmic axis
+        if self.log_y or self.kind == "dots":  # a bar has no foot on a logarithmic axis
             mark = {"type": "point", "filled": True, "size": 70}
         else:
             mark = {"type": "bar"}

@@ -34,20 +34,26 @@ def main(options) -> int:
     results = []
     for name in options.experiments:
         device = options.device or _device(options.preset)
-        result = train(
-            name, options.preset, options.out, options.data, device, options.seeds, options.only, options.workers,
-            command=_command(name, options),
-        )  # fmt: skip
+        try:
+            result = train(
+                name, options.preset, options.out, options.data, device, options.seeds, options.only, options.workers,
+                command=_command(name, options),
+            )  # fmt: skip
+        except ValueError as wrong:  # data that cannot be trained on, records of another run
+            options.fail(str(wrong))
         folder = options.out / name / options.preset
         write(folder / "result.json", result)
-        for figure, drawn in known[name].figures(result).items():
-            (folder / f"{name}-{figure}.svg").write_text(drawn.svg(420, 260), encoding="utf-8")
         results.append(result)
         if not options.json:
             table(result).show()
             print(f"{folder / 'result.json'}, and figures beside it")
     if options.json:
         print(json.dumps(results, ensure_ascii=False, indent=2))
+    for result in results:
+        folder = options.out / result["experiment"] / options.preset
+        for figure, drawn in known[result["experiment"]].figures(result).items():
+            path = folder / f"{result['experiment']}-{figure}.svg"
+            path.write_text(drawn.svg(420, 260), encoding="utf-8")
     return 0
 
 

@@ -1,0 +1,95 @@
+"""regard lab train: what it prints and writes, how it goes on, how it fails."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from regard.cli import main
+from regard.lab.training import experiment, results
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The scale experiment, made so small that a run takes less than a second."""
+    known = experiment.experiments()
+    sizes = {"layers": 1, "width": 256, "length": 8, "batch": 2, "validation": 64}
+    small = replace(known["scale"].presets["small"], steps=2, every=1, sizes=sizes)
+    monkeypatch.setitem(known, "scale", replace(known["scale"], presets={"small": small, "full": small}))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_without_a_name_the_experiments_are_listed(capsys):
+    assert main(["lab", "train"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["experiment", "variants", "question"]
+    assert {line.split()[0] for line in lines[1:]} >= {"scale", "additive", "normalizers", "translation"}
+
+
+def test_a_run_writes_records_result_and_figures(tiny, tmp_path, capsys):
+    out = tmp_path / "runs"
+    chosen = ["--only", "none-d16", "sqrt-d64", "--out", str(out)]
+    assert main(["lab", "train", "scale", *chosen]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 6  # a line for each run
+    lines = told.out.splitlines()
+    assert lines[0].split()[:3] == ["variant", "loss", "[95%]"]
+    assert lines[1].startswith("none-d16") and lines[1].endswith("0 of 3")
+    folder = out / "scale" / "small"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["how"]["command"] == "regard lab train scale --preset small --only none-d16 sqrt-d64"
+    assert result["how"]["data"] == "built-in"
+    estimate = result["summary"]["sqrt-d64"]["loss"]
+    values = list(results.finals(result, "sqrt-d64").values())
+    assert estimate["n"] == 3 and estimate["low"] < min(values) < estimate["mean"] < max(values) < estimate["high"]
+    assert sorted(p.name for p in folder.glob("*.svg")) == [
+        "scale-entropy.svg",
+        "scale-gradient-gain.svg",
+        "scale-loss.svg",
+    ]
+    before = (folder / "none-d16-seed0.safetensors").stat().st_mtime_ns
+    assert main(["lab", "train", "scale", *chosen, "--json"]) == 0  # over already: read, not trained
+    (again,) = json.loads(capsys.readouterr().out)
+    assert again["records"] == result["records"]
+    assert (folder / "none-d16-seed0.safetensors").stat().st_mtime_ns == before
+
+
+def test_text_of_ones_own_and_chosen_variants(tiny, tmp_path, capsys):
+    path = tmp_path / "mine.txt"
+    path.write_text("so it goes, and so it went. " * 200)
+    argv = ["lab", "train", "scale", "--data", str(path), "--only", "sqrt-d16", "--out", str(tmp_path / "runs")]
+    assert main(argv) == 0
+    result = json.loads((tmp_path / "runs" / "scale" / "small" / "result.json").read_text())
+    assert list(result["summary"]) == ["sqrt-d16"]
+    assert result["how"]["data"].startswith("mine.txt ") and str(tmp_path) not in json.dumps(result)
+    assert main(["lab", "train", "scale", "--only", "sqrt-d16", "--out", str(tmp_path / "runs")]) == 2
+    assert "is of another run: its data is 'mine.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["scales"], "experiment 'scales' is unknown"),
+        (["scale", "--seeds", "2"], "--seeds must be at least 3"),
+        (["scale", "--only", "cubic"], "--only 'cubic': scale has the variants none-d16"),
+        (["scale", "--workers", "0"], "--workers must be at least 1"),
+        (["scale", "--data", "no/such.txt"], "--data no/such.txt does not exist"),
+        (["scale", "--device", "tpu"], "--device must be cpu or cuda"),
+        (["scale", "--preset", "huge"], "invalid choice: 'huge'"),
+    ],
+)
+def test_bad_command_lines_train_nothing(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", "train", *argv]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and told.err.count("\n") == 1 and told.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lab_is_still_the_lab(capsys):
+    assert main(["lab", "e24"]) == 0
+    assert "e24" in capsys.readouterr().out

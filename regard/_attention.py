@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import _ops, normalizers, reference, statistics
-from regard._normalize import transformed
+from regard._normalize import check_flag, transformed
 from regard.problem import Problem
 from regard.scores import resolve_scale
 from regard.statistics import DIFFERENTIABLE, Statistics
@@ -163,6 +163,7 @@ class _Call:
                 "return_stats with dropout_p > 0 is undefined: statistics describe the weights used, and dropout uses "
                 "a random part of them; measure with dropout_p=0.0 (evaluation mode)"
             )
+        is_causal, enable_gqa = check_flag(is_causal, "is_causal"), check_flag(enable_gqa, "enable_gqa")
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask and is_causal=True cannot go together; fold the causal order into attn_mask")
         lead, batch, heads, kv_heads = _leading(q, k, v, enable_gqa, key_lengths, sink)
@@ -218,8 +219,12 @@ def _check_tensors(q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating-point, got {x.dtype}; convert with .float()")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; convert with .to_dense()")
+        if not x.is_floating_point() or x.dtype.itemsize == 1:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; convert with .float()"
+            )
         if x.ndim < 2:
             raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
         if x.ndim != q.ndim:
@@ -337,8 +342,8 @@ def _check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[flo
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
         return float(temperature), None
-    if not temperature.is_floating_point():
-        raise TypeError(f"temperature must be floating-point, got {temperature.dtype}")
+    if not temperature.is_floating_point() or temperature.layout != torch.strided:
+        raise TypeError(f"temperature must be floating-point and dense, got {temperature.dtype}, {temperature.layout}")
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not _mapped(temperature):
         values = temperature.detach()
         if not bool(((values > 0) & (values < math.inf)).all()):

@@ -74,9 +74,9 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     tensor([ 0.2500, -0.2500])
     """
     choice, t = _checked(z, normalizer, temperature)
-    if not isinstance(grad, Tensor) or grad.shape != z.shape:
-        came = tuple(grad.shape) if isinstance(grad, Tensor) else type(grad).__name__
-        raise ValueError(f"grad must be a tensor of z's shape {tuple(z.shape)}, got {came}")
+    _check_scores(grad, "grad")
+    if grad.shape != z.shape:
+        raise ValueError(f"grad must be a tensor of z's shape {tuple(z.shape)}, got {tuple(grad.shape)}")
     if choice.name == "relu" and (t == 0.0 or t == math.inf):
         return vjp(z, grad, "relu", backend=backend)
     if t == 0.0 or t == math.inf or z.numel() == 0:

@@ -233,10 +233,18 @@ def _named(z, name: str, dim, temperature, mask) -> Tensor:
 def _check_scores(scores: Tensor, name: str = "scores") -> None:
     if not isinstance(scores, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
+    if scores.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {scores.layout}; convert with .to_dense()")
     if not scores.is_floating_point() or scores.dtype.itemsize == 1:
         raise TypeError(
             f"{name} must be float64, float32, bfloat16 or float16, got {scores.dtype}; convert with .float()"
         )
+
+
+def check_flag(value: bool, name: str) -> bool:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return bool(value)
 
 
 def _check_dim(scores: Tensor, dim: int) -> int:
@@ -253,8 +261,9 @@ def _check_dim(scores: Tensor, dim: int) -> int:
 def check_temperature(temperature: float | Tensor) -> float | Tensor:
     """A float ≥ 0 (inf allowed), or a tensor, whose values are checked where that costs no device sync."""
     if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point():
-            raise TypeError(f"temperature must be a number or a floating-point tensor, got {temperature.dtype}")
+        if not temperature.is_floating_point() or temperature.layout != torch.strided:
+            kind = f"{temperature.dtype}, {temperature.layout}"
+            raise TypeError(f"temperature must be a number or a dense floating-point tensor, got {kind}")
         if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_mapped(temperature):
             if not bool((temperature.detach() >= 0).all()):
                 raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
@@ -328,8 +337,8 @@ def _check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _check_alpha(alpha: Tensor) -> Tensor:
-    if not alpha.is_floating_point():
-        raise TypeError(f"alpha must be a number or a floating-point tensor, got {alpha.dtype}")
+    if not alpha.is_floating_point() or alpha.layout != torch.strided:
+        raise TypeError(f"alpha must be a number or a dense floating-point tensor, got {alpha.dtype}, {alpha.layout}")
     if alpha.device.type == "cpu" and not torch.compiler.is_compiling() and not _is_mapped(alpha):
         parameter = normalizers.get("entmax").parameter
         if not bool(((alpha.detach() >= parameter.low) & (alpha.detach() <= parameter.high)).all()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard._normalize import _check_dim, _check_scores, softmax
+from regard._normalize import _check_dim, _check_scores, check_flag, softmax
 
 
 def gumbel_softmax(
@@ -27,6 +27,7 @@ def gumbel_softmax(
     """
     _check_scores(z, "z")
     axis = _check_dim(z, dim)
+    hard = check_flag(hard, "hard")
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     drawn = torch.empty(z.shape, dtype=wide, device=z.device).exponential_(generator=generator)
     noise = -torch.log(drawn.clamp_min(torch.finfo(wide).tiny))

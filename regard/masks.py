@@ -43,7 +43,10 @@ def window(
 
 def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:
     """(B, max_len): the first lengths[b] positions of each row are visible."""
-    lengths = torch.as_tensor(lengths)
+    try:
+        lengths = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"lengths must be a sequence or a tensor of ints, got {lengths!r}") from None
     if lengths.numel() == 0:
         lengths = lengths.long()
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:

@@ -1,0 +1,65 @@
+"""Any public function with one argument replaced by nonsense: it works, or a TypeError or ValueError names it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from fuzz_data import cases
+from hypothesis import given
+from hypothesis import strategies as st
+
+import regard
+
+pytest.importorskip("numba")
+
+z = torch.tensor([[0.0, 1.0, -2.0], [3.0, 0.5, 0.5]])
+q = torch.arange(48.0).reshape(1, 2, 4, 6) / 40
+ROWS = dict(z=z, dim=-1, temperature=1.0, mask=None)
+CALLS = {
+    regard.normalize: dict(scores=z, normalizer="softmax", dim=-1, temperature=1.0, mask=None, backend=None),
+    regard.softmax: ROWS,
+    regard.sparsemax: ROWS,
+    regard.entmax15: ROWS,
+    regard.entmax: dict(ROWS, alpha=1.5),
+    regard.relu_norm: ROWS,
+    regard.sigmoid_norm: dict(ROWS, bias=0.0),
+    regard.softmax1: ROWS,
+    regard.softpick: ROWS,
+    regard.log_softmax: dict(z=z, dim=-1, temperature=1.0),
+    regard.logsumexp: dict(z=z, dim=-1, temperature=1.0),
+    regard.gumbel_softmax: dict(z=z, temperature=1.0, hard=False, dim=-1, generator=None),
+    regard.jacobian: dict(z=z, normalizer="softmax", temperature=1.0),
+    regard.vjp: dict(z=z, grad=z, normalizer="softmax", temperature=1.0),
+    regard.softmax_backward: dict(grad_output=z, softmax_output=z),
+    regard.attention: dict(
+        q=q, k=q, v=q, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
+        normalizer="softmax", temperature=None, softcap=None, sink=None, window=None, key_lengths=None,
+        return_stats=False, backend=None,
+    ),
+    regard.masks.causal: dict(n=3, keys=None),
+    regard.masks.padding: dict(lengths=[1, 2], max_len=3),
+}  # fmt: skip
+JUNK = [
+    None, "", "softmaxx", "entmax(alpha=9)", -1, 0, 7, 2.5, -0.5, math.nan, math.inf, -math.inf, 1 + 2j, True, object(),
+    [], [1.0, 2.0], (1, 2, 3), {}, {"a": 1}, torch.tensor(math.nan), torch.tensor([1, 2]), torch.tensor(True),
+    torch.zeros(0), torch.zeros(5, 7), torch.zeros(2, 3, dtype=torch.complex64), torch.full((2, 1), -1.0),
+    torch.zeros(1, 2, 4, 6, dtype=torch.float64), torch.zeros(1, 2, 4, 5), torch.zeros(3, 2, 4, 6), b"softmax",
+    torch.zeros(2, 3).to_sparse(), torch.ones(2, 3, dtype=torch.bool), torch.ones(9, dtype=torch.bool), math,
+]  # fmt: skip
+
+
+@cases(0.6)
+@given(st.data())
+def test_nonsense_is_refused_by_name_or_works(data):
+    function = data.draw(st.sampled_from(list(CALLS)))
+    given_ = dict(CALLS[function])
+    argument = data.draw(st.sampled_from(list(given_)))
+    given_[argument] = data.draw(st.sampled_from(JUNK))
+    try:
+        function(**given_)
+    except (TypeError, ValueError) as refusal:
+        said = str(refusal)
+        related = {"q": ("q", "k", "v"), "k": ("k", "q"), "v": ("v", "k", "q")}.get(argument, (argument,))
+        assert any(name in said for name in related), f"{argument}: {said}"

@@ -42,7 +42,7 @@ def test_a_run_writes_records_result_and_figures(tiny, tmp_path, capsys):
     folder = out / "scale" / "small"
     result = json.loads((folder / "result.json").read_text())
     assert result["how"]["command"] == "regard lab train scale --preset small --only none-d16 sqrt-d64"
-    assert result["how"]["data"] == "built-in"
+    assert result["how"]["data"] == ["built-in"]
     estimate = result["summary"]["sqrt-d64"]["loss"]
     values = list(results.finals(result, "sqrt-d64").values())
     assert estimate["n"] == 3 and estimate["low"] < min(values) < estimate["mean"] < max(values) < estimate["high"]
@@ -65,7 +65,7 @@ def test_text_of_ones_own_and_chosen_variants(tiny, tmp_path, capsys):
     assert main(argv) == 0
     result = json.loads((tmp_path / "runs" / "scale" / "small" / "result.json").read_text())
     assert list(result["summary"]) == ["sqrt-d16"]
-    assert result["how"]["data"].startswith("mine.txt ") and str(tmp_path) not in json.dumps(result)
+    assert result["how"]["data"][0].startswith("mine.txt ") and str(tmp_path) not in json.dumps(result)
     assert main(["lab", "train", "scale", "--only", "sqrt-d16", "--out", str(tmp_path / "runs")]) == 2
     assert "is of another run: its data is 'mine.txt" in capsys.readouterr().err
 

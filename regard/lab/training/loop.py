@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import time
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+import regard
 from regard.lab.training import checkpoint
 from regard.lab.training.experiment import Experiment, Trial
 from regard.lab.training.step import Step
@@ -82,6 +84,7 @@ def run(
             checkpoint.save(state, trial.model, optimizer, notes)
         record = dict(
             **identity,
+            where=where(place),
             diverged=bad is not None,
             diverged_at=bad,
             parameters=sum(p.numel() for p in trial.model.parameters()),
@@ -91,6 +94,12 @@ def run(
         )
     write(over, record)
     return record
+
+
+def where(device: torch.device) -> str:
+    """The machine and the versions that a record comes from."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}, regard {regard.__version__}"
 
 
 def evaluation(trial: Trial) -> dict[str, float]:

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import regard
 from regard.lab.training.experiment import Experiment
 from regard.lab.training.loop import rounded
 
@@ -44,17 +40,11 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
 
 def collect(experiment: Experiment, preset: str, records: Sequence[dict], command: str = "") -> dict:
     """The result of all records of one experiment."""
-    device = "cpu"
-    if any(record["device"] == "cuda" for record in records):
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cuda"
     how = dict(
         command=command,
-        device=device,
-        data=records[0]["data"] if records else "",
+        where=sorted({record["where"] for record in records}),
+        data=sorted({record["data"] for record in records}),
         level=LEVEL,
-        regard=regard.__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
     )
     variants = [name for name in experiment.variants if any(r["variant"] == name for r in records)]
     return dict(

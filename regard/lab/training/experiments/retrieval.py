@@ -1,0 +1,174 @@
+"""Max retrieval, trained on rows of up to 16 items and tested on rows of up to 16384, with and without remedies.
+
+Each item has a priority, uniform in [0, 1], and one of ten classes; the answer is the class of the item with the highest
+priority. The model is that of arXiv 2410.01104: items through an MLP, one query, one head, an MLP for the answer. The
+more items, the closer the second best: at n items some 1/n of a priority apart.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.lab.figure import Figure
+from regard.lab.training.experiment import Experiment, Preset, Setting, Trial
+from regard.nn import MultiheadAttention
+from regard.temperature import Adaptive
+
+CLASSES = 10
+TRAINED = 16  # items at most
+PUBLISHED = {  # arXiv 2410.01104: % correct
+    16: (98.6, 98.6),
+    64: (94.3, 94.5),
+    256: (81.3, 82.1),
+    1024: (53.8, 57.7),
+    4096: (22.6, 24.9),
+    16384: (12.4, 14.0),
+}
+AFTERWARDS = {"published": Adaptive("published"), "refit": Adaptive("refit")}  # put into a trained model
+PIECE = 2**19  # items tested at once
+
+
+class Retriever(nn.Module):
+    """Priorities [B, N], classes [B, N] and row lengths [B] → logits over the classes [B, 10]."""
+
+    def __init__(self, width: int, attention: dict) -> None:
+        super().__init__()
+        self.item = nn.Sequential(nn.Linear(1 + CLASSES, width), nn.GELU(), nn.Linear(width, width))
+        self.query = nn.Parameter(torch.randn(1, 1, width))
+        self.attention = MultiheadAttention(width, 1, **attention)
+        self.answer = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, CLASSES))
+
+    def forward(self, priority: Tensor, kind: Tensor, lengths: Tensor | None = None) -> Tensor:
+        items = torch.cat([priority[..., None], F.one_hot(kind, CLASSES).to(priority.dtype)], -1)
+        query = self.query.expand(len(priority), -1, -1)
+        return self.answer(self.attention(query, self.item(items), key_lengths=lengths)[:, 0])
+
+
+class RetrievalTrial(Trial):
+    """Options: width, batch, attention; tests, the numbers of items tested; items, how many of them in all per test."""
+
+    rate = 1e-3
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.size = setting, setting.options["batch"]
+        self.tests, self.items = setting.options["tests"], setting.options["items"]
+        self.rate = setting.options.get("rate", self.rate)
+        self.model = Retriever(setting.options["width"], setting.options.get("attention", {})).to(setting.device)
+
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        generator = self.setting.generator(step)
+        priority, kind = draw(self.size, TRAINED, generator)
+        lengths = torch.randint(1, TRAINED + 1, (self.size,), generator=generator)
+        seen = torch.arange(TRAINED) < lengths[:, None]
+        return tuple(
+            x.to(self.setting.device) for x in (priority * seen, kind, lengths, answers(priority * seen, kind))
+        )
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        torch.backends.cuda.matmul.allow_tf32 = False  # scores must tell priorities 1/n apart
+        priority, kind, lengths, right = batch
+        return F.cross_entropy(self.model(priority, kind, lengths), right)
+
+    def evaluate(self) -> dict[str, float]:
+        """Of rows of 16 items: the loss, and how many answers are right."""
+        priority, kind = self._test(TRAINED, 1024)
+        logits, right = self.model(priority, kind), answers(priority, kind)
+        return {"loss": float(F.cross_entropy(logits, right)), "accuracy": share(logits, right)}
+
+    def finish(self) -> dict[str, float]:
+        """own@n: % correct as trained; published@n and refit@n: of a softmax model given that temperature afterwards."""
+        attention, found = self.model.attention, {}
+        plain = attention.normalizer == "softmax" and attention.temperature is None
+        for n in self.tests:
+            for name, policy in {"own": attention.temperature, **(AFTERWARDS if plain else {})}.items():
+                trained, attention.temperature = attention.temperature, policy
+                found[f"{name}@{n}"] = 100.0 * self._accuracy(n)
+                attention.temperature = trained
+        return found
+
+    def _accuracy(self, n: int) -> float:
+        rows = max(64, min(4096, self.items // n))
+        priority, kind = self._test(n, rows)
+        right = answers(priority, kind)
+        parts = zip(*(x.split(max(1, PIECE // n)) for x in (priority, kind)), strict=True)
+        return share(torch.cat([self.model(*part) for part in parts]), right)
+
+    def _test(self, n: int, rows: int) -> tuple[Tensor, Tensor]:
+        drawn = draw(rows, n, torch.Generator().manual_seed(n))
+        return drawn[0].to(self.setting.device), drawn[1].to(self.setting.device)
+
+
+def draw(rows: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Priorities [rows, n], and classes [rows, n]."""
+    return torch.rand(rows, n, generator=generator), torch.randint(CLASSES, (rows, n), generator=generator)
+
+
+def answers(priority: Tensor, kind: Tensor) -> Tensor:
+    """[rows]: the class of the item with the highest priority."""
+    return kind.gather(1, priority.argmax(1, keepdim=True))[:, 0]
+
+
+def share(logits: Tensor, right: Tensor) -> float:
+    return float((logits.argmax(-1) == right).double().mean())
+
+
+def figures(result):
+    """Accuracy against n: the published curves, ours as trained and with a temperature afterwards, remedies trained in."""
+    final = result["summary"]
+    tests = sorted({int(name.split("@")[1]) for name in final["softmax"] if "@" in name})
+
+    def curve(variant, how):
+        sides = [[final[variant][f"{how}@{n}"].get(side) for n in tests] for side in ("low", "mean", "high")]
+        return (tests, *sides)
+
+    known = [n for n in tests if n in PUBLISHED]
+    paper = {name: (known, *[[PUBLISHED[n][at] for n in known]] * 3) for at, name in enumerate(("without", "with"))}
+    afterwards = {
+        "published, without": paper["without"],
+        "published, with their polynomial": paper["with"],
+        "ours, softmax": curve("softmax", "own"),
+        "ours, their polynomial": curve("softmax", "published"),
+        "ours, refit": curve("softmax", "refit"),
+    }
+    trained = {name: curve(name, "own") for name in final}
+
+    def words(lines):
+        return "; ".join(f"{name} {', '.join(f'{y:.3g}' for y in line[2])}" for name, line in lines.items())
+
+    return {
+        name: Figure("bands", "items", "% correct", lines, log_x=True, alt=f"% correct at n = {tests}: {words(lines)}.")
+        for name, lines in (("afterwards", afterwards), ("trained", trained))
+    }
+
+
+experiment = Experiment(
+    name="retrieval",
+    question="Trained on 16 items, how far does max retrieval reach, and which remedy carries it further?",
+    variants={
+        "softmax": {"attention": {}},
+        "ssmax": {"attention": {"temperature": "ssmax"}},
+        "adaptive": {"attention": {"temperature": "adaptive"}},
+        "query-dependent": {"attention": {"temperature": "query_dependent"}},
+        "qk-norm": {"attention": {"score": "cosine"}},
+        "entmax15": {"attention": {"normalizer": "entmax15"}},
+        "sparsemax": {"attention": {"normalizer": "sparsemax"}},
+        "entmax15-ssmax": {"attention": {"normalizer": "entmax15", "temperature": "ssmax"}},
+    },
+    make=RetrievalTrial,
+    presets={
+        "small": Preset(
+            steps=400,
+            every=200,
+            sizes={"width": 64, "batch": 128, "tests": [16, 64, 256, 1024], "items": 2**16, "rate": 3e-3},
+            learner="softmax",
+            learns={"loss": 0.5},
+        ),
+        "full": Preset(
+            steps=8000,
+            every=2000,
+            sizes={"width": 128, "batch": 512, "tests": [16, 64, 256, 1024, 4096, 16384], "items": 2**23},
+        ),
+    },
+    figures=figures,
+    metric="own@1024",
+)

@@ -22,7 +22,7 @@ try:
     from triton import next_power_of_2
     from triton.runtime import JITFunction
 
-    from regard.kernels import rows_online, rows_threshold
+    from regard.kernels import rows_online, rows_streamed, rows_threshold
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
     pass
 
@@ -39,10 +39,13 @@ class Plan(NamedTuple):
     meets: bool
     registers: int | None = None  # a thread's most, so that several programs share a multiprocessor
     again: bool = False  # the tile is read again from the cache rather than held
+    step: int = 0  # columns that a program takes at a time, of which it holds none; 0: it holds its tile
 
     def groups(self, vector: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
         row, where they would cost as much as the row."""
+        if self.step:
+            return min(self.step // vector, 512)
         if self.columns <= 512 and self.parts == 1:
             return 0
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
@@ -81,10 +84,12 @@ def forward(
         vector = min(16 // s.element_size(), launch.plan.columns)
         groups = launch.plan.groups(vector)
         extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[s.dtype]}
-        launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
+        kernel = rows_streamed.threshold_streamed if launch.plan.step else rows_threshold.forward_threshold
+        launch(kernel, (s, p, state), groups + 6, extra, solves=True)
     else:
         exact = s.dtype == torch.float32 and bool(F.exponential)
-        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": exact})
+        kernel = rows_streamed.forward_streamed if launch.plan.step else rows_online.forward_online
+        launch(kernel, (s, p, state), 2, {"EXACT": exact})
     return p, state
 
 
@@ -102,6 +107,15 @@ def backward(
     ds = torch.empty_like(saved)
     if dp.numel() == 0:
         return ds
+    launch = _Launch(F, saved, 2, theta, mask, scale, choice)
+    exact = {"EXACT": saved.dtype == torch.float32 and bool(F.exponential)}
+    if launch.plan.step:
+        launch(rows_streamed.backward_streamed, (dp, saved, ds, state), 2, exact)
+    elif F.family == "threshold":
+        launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
+    else:
+        launch(rows_online.backward_online, (dp, saved, ds, state), 1, exact, sums=F.family == "ratio")
+    return ds
     launch = _Launch(F, saved, 2, theta, mask, scale, choice)
     if F.family == "threshold":
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
@@ -147,7 +161,7 @@ class _Launch:
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
 
     def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
-        rows, columns, parts, warps, meets, registers, again = self.plan
+        rows, columns, parts, warps, meets, registers, again, step = self.plan
         R, N, s = self.R, self.N, self.s
         if parts == 1:
             stages = ("whole",)
@@ -161,6 +175,7 @@ class _Launch:
             partial = torch.empty(R * (count * parts + 4), dtype=accumulator, device=s.device)
             counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
+        tile = {"STEP": step} if step else {"ROWS": rows, "AGAIN": again}
         options = {"num_warps": warps, "enable_fp_fusion": True}
         if registers is not None:
             options["maxnreg"] = registers
@@ -169,7 +184,7 @@ class _Launch:
             for stage in stages:
                 kernel[grid](
                     *tensors, self.mask, self.theta_rows, partial, counters, R, N, parts, *self.strides, *self.numbers,
-                    F=self.F, ROWS=rows, COLUMNS=columns, **shape, **extra, AGAIN=again, STAGE=stage, **options,
+                    F=self.F, COLUMNS=columns, **tile, **shape, **extra, STAGE=stage, **options,
                 )  # fmt: skip
                 if solves and stage == "publish":
                     rows_threshold.solve_rows[(R,)](

@@ -52,6 +52,53 @@ def terms(x, shift, scale, theta, F: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.constexpr, PARTS: tl.constexpr,
+         STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+    """(top, z, shift) of the whole row from those of a part, and what the part's terms are multiplied by."""
+    fall = z * 0.0 + 1.0
+    if STAGE != "whole":
+        partial += row * 2 * parts
+        if STAGE != "finish":
+            publish(partial, top, 0, part, parts)
+            publish(partial, z, 1, part, parts)
+        if STAGE == "meet":
+            meet(counters + row, parts)
+        if STAGE != "publish":
+            tops = gather(partial, 0, parts, float("-inf"), PARTS)
+            sums = gather(partial, 1, parts, 0.0, PARTS)
+            own = top
+            top = tl.zeros([1, 1], ACC) + tl.reduce(tops, 0, larger)
+            if F.family == "ratio":  # to the row's common shift; a part that sees nothing has none, and weighs 0
+                common = shift_of(finite(top), F)
+                falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
+                z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
+                fall = tl.where(own == float("-inf"), 0.0, tl.exp((shift - common) * scale))
+                shift = common
+    return top, z, shift, fall
+
+
+@triton.jit
+def ending(top, z, shift, scale, F: tl.constexpr):
+    """(Z, 1/Z) with the silent term; 1/Z is NaN for a row that becomes NaN."""
+    if F.family == "ratio":
+        z = tl.where(top == float("-inf"), 0.0, z + F.rest(tl.exp(-shift * scale)))
+        inverse = reciprocal(z)
+    else:
+        inverse = z + 1.0
+    return z, tl.where(top < float("inf"), inverse, float("nan"))
+
+
+@triton.jit
+def weight_of(u, z, inverse, F: tl.constexpr, EXACT: tl.constexpr):
+    if EXACT and F.family == "ratio":  # what 1/z lost to rounding is put back
+        lost = tl.where(z == 0.0, 0.0, tl.fma(-z, inverse, 1.0) * inverse)
+        weight = tl.fma(u, inverse, u * lost)
+    else:
+        weight = u * inverse
+    return weight
+
+
+@triton.jit
 def forward_online(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
@@ -73,44 +120,16 @@ def forward_online(
     u, v = terms(x, shift, scale, theta, F, EXACT)
     if F.family == "ratio":
         z = tl.sum(v, 1, keep_dims=True)
-    fall = z * 0.0 + 1.0
-    if STAGE != "whole":
-        partial += row * 2 * parts
-        if STAGE != "finish":
-            publish(partial, top, 0, part, parts)
-            publish(partial, z, 1, part, parts)
-        if STAGE == "meet":
-            meet(counters + row, parts)
-        if STAGE != "publish":
-            tops = gather(partial, 0, parts, float("-inf"), PARTS)
-            sums = gather(partial, 1, parts, 0.0, PARTS)
-            own = top
-            top = tl.zeros([1, 1], ACC) + tl.reduce(tops, 0, larger)
-            if F.family == "ratio":  # to the row's common shift; a part that sees nothing has none, and weighs 0
-                common = shift_of(finite(top), F)
-                falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
-                z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
-                fall = tl.where(own == float("-inf"), 0.0, tl.exp((shift - common) * scale))
-                shift = common
+    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC)
     if STAGE != "publish":
         if AGAIN:
             tl.debug_barrier()
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
             u, v = terms(x, shift, scale, theta, F, EXACT)
-        if F.family == "ratio":
-            z = tl.where(top == float("-inf"), 0.0, z + F.rest(tl.exp(-shift * scale)))
-            inverse = reciprocal(z)
-        else:
-            inverse = fall
-        inverse = tl.where(top < float("inf"), inverse, float("nan"))
+        z, inverse = ending(top, z, shift, scale, F)
         if STAGE != "whole" and not AGAIN:
             u = u * fall
-        if EXACT and F.family == "ratio":  # what 1/z lost to rounding is put back
-            lost = tl.where(z == 0.0, 0.0, tl.fma(-z, inverse, 1.0) * inverse)
-            weight = tl.fma(u, inverse, u * lost)
-        else:
-            weight = u * inverse
-        store(p, weight, rows, columns, R, N)
+        store(p, weight_of(u, z, inverse, F, EXACT), rows, columns, R, N)
         store_state(state, shift * scale, tl.where(top < float("inf"), z, float("nan")), rows, part, R)
 
 
@@ -151,6 +170,30 @@ def slopes(x, m, scale, inverse, F: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def downstream(a, b, above, delta, seen, scale, inverse, F: tl.constexpr, HAS_MASK: tl.constexpr):
+    """ds = scale·(a·dp − b·δ) of a ratio."""
+    if F.slope_of_weight is not None:
+        below = a * (above - delta) * scale
+    else:
+        below = (a * above - b * delta) * (inverse * scale)
+    if HAS_MASK or F.slope_of_weight is None:
+        below = tl.where(seen, below, 0.0)
+    return below
+
+
+@triton.jit
+def join_delta(delta, partial, counters, row, part, parts, PARTS: tl.constexpr, STAGE: tl.constexpr):
+    if STAGE != "whole":
+        if STAGE != "finish":
+            publish(partial + row * parts, delta, 0, part, parts)
+        if STAGE == "meet":
+            meet(counters + row, parts)
+        if STAGE != "publish":
+            delta = tl.zeros_like(delta) + tl.sum(gather(partial + row * parts, 0, parts, 0.0, PARTS), 0)
+    return delta
+
+
+@triton.jit
 def backward_online(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
@@ -171,27 +214,18 @@ def backward_online(
         delta = tl.sum(p * above, 1, keep_dims=True)
         if F.slope_of_weight is None:
             delta = delta * inverse
-        if STAGE != "whole":
-            if STAGE != "finish":
-                publish(partial + row * parts, delta, 0, part, parts)
-            if STAGE == "meet":
-                meet(counters + row, parts)
-            if STAGE != "publish":
-                delta = tl.sum(gather(partial + row * parts, 0, parts, 0.0, PARTS), 0)
+        delta = join_delta(delta, partial, counters, row, part, parts, PARTS, STAGE)
         if AGAIN and STAGE != "publish":
             tl.debug_barrier()
             above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
             _, a, b = slopes(x, m, scale, inverse, F, EXACT)
-        if F.slope_of_weight is not None:
-            below = a * (above - delta) * scale
-        else:
-            below = (a * above - b * delta) * (inverse * scale)
+        below = downstream(a, b, above, delta, seen, scale, inverse, F, HAS_MASK)
     else:
         if F.slope_of_weight is not None:
             below = F.slope_of_weight(x, theta) * above * scale
         else:
             below = F.slope(x * scale, theta) * above * scale
-    if STAGE != "publish":
         if HAS_MASK or F.slope_of_weight is None:
             below = tl.where(seen, below, 0.0)
+    if STAGE != "publish":
         store(ds, below, rows, columns, R, N)

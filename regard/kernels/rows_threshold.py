@@ -58,17 +58,27 @@ def add_three(a, b, c, d, e, f):
 
 
 @triton.jit
-def sums(y, tau, theta, F: tl.constexpr):
-    """Σ value, Σ slope and the size of the support at τ, each [1, 1], in one reduction: waiting is what it costs."""
+def sums_of(y, tau, theta, F: tl.constexpr):
+    """value, slope and whether in the support at τ, of each score."""
     t = tl.maximum(y - tau, 0.0)
-    value = F.weigh(t, theta)
-    slope = F.slope(t, theta).to(y.dtype)
+    return F.weigh(t, theta), F.slope(t, theta).to(y.dtype), (t > 0.0).to(y.dtype)
+
+
+@triton.jit
+def reduced(value, slope, count, F: tl.constexpr):
+    """Σ value, Σ slope and the size of the support, each [1, 1], in one reduction: waiting is what it costs."""
     if F.order == 2:
-        total, slope, count = tl.reduce((value, slope, (t > 0.0).to(y.dtype)), 1, add_three, keep_dims=True)
+        total, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=True)
     else:
         total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
         count = total
     return total, slope, count
+
+
+@triton.jit
+def sums(y, tau, theta, F: tl.constexpr):
+    value, slope, count = sums_of(y, tau, theta, F)
+    return reduced(value, slope, count, F)
 
 
 @triton.jit
@@ -315,6 +325,24 @@ def slopes(row, state, scale, theta, F: tl.constexpr, HAS_MASK: tl.constexpr, AC
 
 
 @triton.jit
+def join_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS: tl.constexpr,
+               STAGE: tl.constexpr):  # fmt: skip
+    """δ = Σ g′·dp / Σ g′ of the rows, from those sums of their parts."""
+    if STAGE != "whole":
+        partial += row * 2 * parts
+        if STAGE != "finish":
+            publish(partial, weight, 0, part, parts)
+            publish(partial, delta, 1, part, parts)
+        if STAGE == "meet":
+            meet(counters + row, parts)
+        if STAGE != "publish":
+            weight = tl.zeros_like(weight) + tl.sum(gather(partial, 0, parts, 0.0, PARTS), 0)
+            delta = tl.zeros_like(delta) + tl.sum(gather(partial, 1, parts, 0.0, PARTS), 0)
+    z = tl.load(state + R + rows, mask=rows < R, other=0.0)
+    return tl.where(z == z, delta / tl.where(weight == 0.0, 1.0, weight), z)  # a NaN row stays NaN
+
+
+@triton.jit
 def backward_threshold(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
@@ -330,19 +358,8 @@ def backward_threshold(
     a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)
     weight = tl.sum(a, 1, keep_dims=True)
     delta = tl.sum(a * above, 1, keep_dims=True)
-    if STAGE != "whole":
-        partial += row * 2 * parts
-        if STAGE != "finish":
-            publish(partial, weight, 0, part, parts)
-            publish(partial, delta, 1, part, parts)
-        if STAGE == "meet":
-            meet(counters + row, parts)
-        if STAGE != "publish":
-            weight = tl.zeros([1, 1], ACC) + tl.sum(gather(partial, 0, parts, 0.0, PARTS), 0)
-            delta = tl.zeros([1, 1], ACC) + tl.sum(gather(partial, 1, parts, 0.0, PARTS), 0)
+    delta = join_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS, STAGE)
     if STAGE != "publish":
-        z = tl.load(state + R + rows, mask=rows < R, other=0.0)
-        delta = tl.where(z == z, delta / tl.where(weight == 0.0, 1.0, weight), z)  # a NaN row stays NaN
         if AGAIN:
             tl.debug_barrier()
             a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)

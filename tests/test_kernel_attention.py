@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from attention_data import check_backward, check_forward, make, random_problem
+from attention_data import FLOOR, check_backward, check_forward, make, random_problem
 
 from regard import normalizers, philox, reference, statistics
 from regard.kernels import attention
@@ -107,6 +107,30 @@ def test_nearly_one_hot_rows_keep_their_gain_and_entropy():
     truth = statistics.of_scores(torch.tensor([30.0, 0.0, 0.0], dtype=torch.float64))
     for name in ("gradient_gain", "entropy"):
         torch.testing.assert_close(stats[name].double(), truth[name].expand(2), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("options", [dict(causal=True, sink=True), dict(temperature=True, sharp=9.0)])
+def test_vague_rows_are_summed_again_and_others_left_alone(options):
+    """What `forward_hopper` leaves to `forward_lesser`: the rows whose first pass kept too few digits."""
+    problem = make(43, b=2, h=2, g=1, m=19, n=37, **options)
+    problem.k += 30.0  # a mean that dwarfs the deviation
+    y = problem.q.double() @ problem.k.double().repeat_interleave(2, 1).transpose(-1, -2)
+    i, j = torch.arange(19)[:, None], torch.arange(37)
+    seen = (j <= i) if problem.causal else torch.ones(19, 37, dtype=torch.bool)
+    hot = 1.0 if problem.temperature is None else problem.temperature[..., None].double()
+    top = y.masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+    u = torch.exp((y - top) * problem.scale / hot).masked_fill(~seen, 0.0)
+    mean = (y * seen).sum(-1) / seen.sum(-1)
+    rough = torch.stack([top[..., 0], u.sum(-1), (u * (i - j).abs()).sum(-1), mean]).float()
+    plain = torch.rand(top[..., 0].shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    rough[0][plain] = math.inf
+    stats = torch.full((len(problem.stats), 2, 2, 19), math.nan)
+    attention._look_again(problem, rough.contiguous(), stats)
+    assert stats[:, plain].isnan().all()
+    _, truths = reference.of_problem(problem)
+    for name, ours, truth in zip(problem.stats, stats.double(), truths, strict=True):
+        error = ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~plain]
+        assert error.max() <= 3e-4, (name, float(error.max()))
 
 
 HIDING = (

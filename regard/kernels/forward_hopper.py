@@ -1,11 +1,11 @@
-"""softmax and softmax1 on Hopper, in Gluon: o = Σ_j u_j·v_j / Z with two warpgroups in turn and a warp that fetches.
+"""o = Σ_j u_j·v_j / Z on Hopper, in Gluon: two warpgroups in turn, and a warp that fetches for both.
 
 One program has 128 queries, 64 to a warpgroup. While one warpgroup weighs its scores, the tensor cores multiply for
 the other, and within a warpgroup q·kᵀ of the next tile runs beside p·v of the last:
 
     fetch    k, v → ring of shared memory
     each     s = q·kᵀ (tile t)  |  o += p·v (tile t − 1)      issued together, when it is this one's turn
-             u = exp2(s·b2 − m), sums                         under the other's products
+             u of s, sums                                     under the other's products
              o ·= fade, p = u                                 once its own p·v is done
 
 The tile that may be cut or crossed by the diagonal comes first and alone carries masking code. Sums are kept per
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard.kernels import statistics, tiles
-from regard.kernels.forward_online import ending
+from regard.kernels.forward_online import ending, frame_of, terms
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import HIDDEN, LN2, LOG2E
 
@@ -163,24 +163,28 @@ def within(like):
 
 
 @gluon.jit
-def weigh(s, r, i, last, b2, tile, diagonal, C: gl.constexpr, EDGE: gl.constexpr):
+def weigh(s, r, i, last, a, theta, tile, diagonal, C: gl.constexpr, EDGE: gl.constexpr):
     """(u, fade of what came before, tally) of one tile of products s = q·kᵀ."""
     NEED: gl.constexpr = C.NEED
+    F: gl.constexpr = C.F
+    b2 = a * LOG2E
     start = tile * C.BN
     y = cells(s)
     if EDGE:
         seen = octet(y) < per_row(last - start, y) - within(y)
         y = gl.where(seen, y, HIDDEN)
-    highest = gl.max(gl.max(gl.max(y, 1), 2), 1)
-    top = gl.maximum(r.top, gl.convert_layout(highest, r.top.type.layout))
-    frame = top * b2
-    power = y * per_row(b2, y) - per_row(frame, y)
-    u = gl.exp2(power)
+    top = r.top
+    if NEED.top or (F.family == "ratio" and F.shift != "none"):
+        highest = gl.max(gl.max(gl.max(y, 1), 2), 1)
+        top = gl.maximum(top, gl.convert_layout(highest, top.type.layout))
+    frame = frame_of(top, b2, F)
+    u, v, power = terms(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
     if EDGE:
         u = gl.where(seen, u, 0.0)
+        v = gl.where(seen, v, 0.0)
         power = gl.where(seen, power, 0.0)
         y = gl.where(seen, y, 0.0)
-    shift = r.top * b2 - frame
+    shift = frame_of(r.top, b2, F) - frame
     fade = gl.exp2(shift)
     by_lane: gl.constexpr = gl.SliceLayout(1, r.z.type.layout)
     fall = gl.expand_dims(gl.convert_layout(fade, by_lane), 1)
@@ -204,7 +208,10 @@ def weigh(s, r, i, last, b2, tile, diagonal, C: gl.constexpr, EDGE: gl.constexpr
         if not (EDGE or C.BEHIND):
             far = far * gl.where(tile < diagonal, 1.0, -1.0)
         distance = distance * fall + far
-    r = Tally(top, r.z * fall + gl.sum(sum_u, 2), log_u, square, distance, mean, m2)
+    sum_v = sum_u
+    if not F.exponential:
+        sum_v = gl.sum(v, 1)
+    r = Tally(top, r.z * fall + gl.sum(sum_v, 2), log_u, square, distance, mean, m2)
     return gl.reshape(u, s.shape), fade, r
 
 
@@ -217,8 +224,9 @@ def ready(t, ring, walk, part: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def step(t, o, p, r, q, ring, walk, i, last, b2, part: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
+def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
     """Tile t is scored and weighed while o takes tile t − 1."""
+    F: gl.constexpr = C.F
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
     tile = tile_at(t, walk, C)
@@ -229,11 +237,12 @@ def step(t, o, p, r, q, ring, walk, i, last, b2, part: gl.constexpr, C: gl.const
     mbarrier.arrive(ring.turn.index(1 - part), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(ring.k_free.index(stage), count=1)
-    u, fade, r = weigh(s, r, i, last, b2, tile, walk.diagonal, C, EDGE)
+    u, fade, r = weigh(s, r, i, last, a, theta, tile, walk.diagonal, C, EDGE)
     ready(t + 1, ring, walk, part, C)  # before the wait below: a branch keeps ptxas from drawing that wait upwards
     o, p, u = warpgroup_mma_wait(0, deps=[o, p, u])
     mbarrier.arrive(ring.v_free.index(before), count=1)
-    o = o * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o.type.layout)), 1)
+    if F.family == "ratio" and F.shift != "none":
+        o = o * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o.type.layout)), 1)
     return o, gl.convert_layout(u.to(ring.v.dtype), p.type.layout), r
 
 
@@ -250,7 +259,7 @@ def consume(o_blocks, k, frames, sums, stats, rough, ring, walk, opt, part: gl.c
     if opt.temperature.ptr is not None:
         a = 1.0 / tiles.rows_of(opt.temperature, walk.b, walk.h, i, i < opt.queries, 1.0).to(gl.float32)
     a = a * tiles.number(opt.scale, gl.float32)
-    b2 = a * LOG2E
+    theta = tiles.number(opt.theta, gl.float32)
     q = ring.q.index(part).reshape([ROWS, C.D])
     zero = zeros(C.BN, S)
     none = gl.sum(gl.sum(cells(zero), 1), 2)
@@ -260,15 +269,15 @@ def consume(o_blocks, k, frames, sums, stats, rough, ring, walk, opt, part: gl.c
     s = warpgroup_mma(q, ring.k.index(0).reshape([C.BN, C.D]).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(ring.k_free.index(0), count=1)
-    u, _, r = weigh(s, r, i, last, b2, tile_at(0, walk, C), walk.diagonal, C, True)
+    u, _, r = weigh(s, r, i, last, a, theta, tile_at(0, walk, C), walk.diagonal, C, True)
     p = gl.convert_layout(u.to(ring.v.dtype), gl.DotOperandLayout(0, OUT, 2))
     o = zeros(C.D, OUT)
     ready(1, ring, walk, part, C)
     for t in range(1, walk.plain):
-        o, p, r = step(t, o, p, r, q, ring, walk, i, last, b2, part, C, False)
+        o, p, r = step(t, o, p, r, q, ring, walk, i, last, a, theta, part, C, False)
     if C.CUT:
         if walk.plain < walk.count:
-            o, p, r = step(walk.plain, o, p, r, q, ring, walk, i, last, b2, part, C, True)
+            o, p, r = step(walk.plain, o, p, r, q, ring, walk, i, last, a, theta, part, C, True)
     end = walk.count - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
     o = warpgroup_mma(p, ring.v.index(end % C.STAGES).reshape([C.BN, C.D]), o, is_async=True)
@@ -282,6 +291,7 @@ def finish(
 ):  # fmt: skip
     """o / Z, the row's state, its statistics, and which rows `forward_lesser` must sum again."""
     ROW: gl.constexpr = i.type.layout
+    F: gl.constexpr = C.F
     b2 = a * LOG2E
     inside = i < opt.queries
     dead = i < 0
@@ -295,26 +305,9 @@ def finish(
     mean = gl.convert_layout(gl.sum(r.mean, 1), ROW)
     m2 = gl.convert_layout(gl.sum(r.m2, 1), ROW)
     g = Sums(
-        r.top,
-        r.top * b2,
-        z,
-        one,
-        su,
-        su,
-        log_u,
-        square,
-        su,
-        square,
-        zero,
-        distance,
-        zero,
-        zero,
-        i,
-        zero,
-        zero,
-        mean,
-        m2,
-    )
+        r.top, frame_of(r.top, b2, F), z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero,
+        zero, mean, m2,
+    )  # fmt: skip
     frame, rest, inverse, total = ending(g, Place(walk.b, walk.h, i), inside, opt, C)
     row = (tiles.wide(walk.b) * opt.heads + walk.h) * opt.queries + i
     natural = frame * LN2

@@ -16,12 +16,15 @@ from regard.kernels.forward_online import ending, lesser
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import LN2, LOG2E
 
+NEAR = tl.constexpr(2.0**-21)  # two kernels may round q·k differently: this close to the maximum is a tie
+
 
 @triton.jit
 def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     su, sl, sq, ties, mean, m2, top, pivot = state
     _, _, y, seen, _ = sweeps.look(scene, start, opt, C, EDGE)
-    su, sl, sq, ties = lesser(su, sl, sq, ties, top, y, seen, scene, C)
+    below = y < (top - NEAR * tl.abs(top))[:, None]
+    su, sl, sq, ties = lesser(su, sl, sq, ties, below, top, y, seen, scene, C)
     if C.NEED.moments:
         d = tl.where(seen, y - pivot[:, None], 0.0)
         mean += tiles.fold(d, C)

@@ -171,13 +171,12 @@ def lesser_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Σ' u, Σ' u·log2 u, Σ' u² and the ties of u = exp(s − top), once top is known."""
     su, sl, sq, ties, top = state
     _, _, y, seen, _ = sweeps.look(scene, start, opt, C, EDGE)
-    su, sl, sq, ties = lesser(su, sl, sq, ties, top, y, seen, scene, C)
+    su, sl, sq, ties = lesser(su, sl, sq, ties, y != top[:, None], top, y, seen, scene, C)
     return su, sl, sq, ties, top
 
 
 @triton.jit
-def lesser(su, sl, sq, ties, top, y, seen, scene, C: tl.constexpr):
-    below = y != top[:, None]
+def lesser(su, sl, sq, ties, below, top, y, seen, scene, C: tl.constexpr):
     power = (y - top[:, None]) * (scene.a * LOG2E)[:, None]
     u = tl.where(seen, tl.where(below, tl.exp2(power), 0.0), 0.0)
     su += tiles.fold(u, C)

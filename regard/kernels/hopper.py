@@ -27,8 +27,7 @@ def takes(p: Problem) -> bool:
         and p.q.dtype in KINDS
         and p.q.shape[-1] in BLOCKS
         and p.v.shape[-1] == p.q.shape[-1]
-        and p.choice.family == "ratio"
-        and p.choice.exponential
+        and suits(p)
         and p.scale > 0
         and left is None
         and right in (None, 0)
@@ -38,6 +37,14 @@ def takes(p: Problem) -> bool:
         and capable(p.q.device)
         and all(map(reachable, (p.q, p.k, p.v)))
     )
+
+
+def suits(p: Problem) -> bool:
+    """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds."""
+    if p.choice.family == "ratio" and p.choice.exponential:
+        return True
+    bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
+    return p.choice.family != "threshold" and not p.stats and (bounded or p.q.dtype == torch.bfloat16)
 
 
 @cache

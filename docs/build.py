@@ -1,6 +1,7 @@
 """What mkdocs builds besides the files of this folder: the claims with their figures, and a page per normaliser.
 
-A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML and `[[figure: CLAIM]]` the claim's own figure.
+A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML, `[[figure: CLAIM]]` the claim's own figure,
+`[[training: EXPERIMENT-FIGURE]]` a figure and `[[results: EXPERIMENT]]` the table of a trained experiment.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 
 import regard
 from regard import lab, listing
+from regard.lab import training
 from regard.lab.figure import Figure
 from regard.lab.mathematics import line, mathml
 from regard.lab.page import ROLES, VERDICTS
+from regard.lab.training.command import table
 
 HERE = Path(__file__).parent
 NOTES = {
@@ -36,6 +39,17 @@ def results() -> dict[str, lab.Result]:
     return {name: lab.run(name) for name in lab.names()}
 
 
+@cache
+def trained() -> dict[str, Figure]:
+    """EXPERIMENT-FIGURE → figure, of every result that this checkout ships."""
+    return {
+        f"{name}-{title}": figure
+        for name in training.names()
+        if training.has_shipped(name)
+        for title, figure in training.get(name).figures(training.shipped(name)).items()
+    }
+
+
 def pages() -> dict[str, str]:
     """path → Markdown (or SVG) of everything that is generated."""
     made = {"claims/index.md": claims_index(), "normalizers/index.md": normalizers_index()}
@@ -43,6 +57,8 @@ def pages() -> dict[str, str]:
         made[f"claims/note-{note}.md"] = claims_of(note)
     for name, result in results().items():
         made[f"claims/{name}.svg"] = result.finding.figure().svg(400, 240)
+    for name, figure in trained().items():
+        made[f"training/{name}.svg"] = figure.svg(420, 260)
     for name in regard.normalizers.names():
         made[f"normalizers/{name}.md"] = normalizer_page(name)
         made[f"normalizers/{name}.svg"] = normalizer_figure(name).svg(400, 240)
@@ -222,7 +238,12 @@ def _typeset(text: str, depth: str) -> str:
         name = match[1]
         return f"![{bracket(results()[name].finding.figure().alt)}]({depth}claims/{name}.svg)"
 
+    def course(match):
+        return f"![{bracket(trained()[match[1]].alt)}]({depth}training/{match[1]}.svg)"
+
     text = re.sub(r"\[\[figure: ([\w-]+)\]\]", figure, text)
+    text = re.sub(r"\[\[training: ([\w-]+)\]\]", course, text)
+    text = re.sub(r"\[\[results: ([\w-]+)\]\]", lambda m: table(training.shipped(m[1])).markdown(), text)
     text = re.sub(
         r"\$\$(.+?)\$\$", lambda m: f'<div class="derivation">{mathml(m[1], block=True)}</div>', text, flags=re.S
     )

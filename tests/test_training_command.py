@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from regard.cli import main
-from regard.lab.training import experiment, results
+from regard.lab.training import experiment, results, timing
 
 
 @pytest.fixture
@@ -93,3 +93,13 @@ def test_bad_command_lines_train_nothing(argv, message, capsys, tmp_path, monkey
 def test_the_lab_is_still_the_lab(capsys):
     assert main(["lab", "e24"]) == 0
     assert "e24" in capsys.readouterr().out
+
+
+def test_a_step_of_each_variant_is_timed(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "WARM", 1)
+    monkeypatch.setattr(timing, "ROUND", 1)
+    assert main(["lab", "train", "scale", "--time", "--out", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["scale"]
+    assert list(told) == list(experiment.experiments()["scale"].variants)
+    assert all(0 < t["low"] <= t["median"] <= t["high"] for t in told.values())
+    assert json.loads((tmp_path / "scale" / "small" / "times.json").read_text())["times"] == told

@@ -6,6 +6,6 @@
 """
 
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial, get, names
-from regard.lab.training.results import shipped
+from regard.lab.training.results import has_shipped, shipped
 
-__all__ = ["Experiment", "Preset", "Setting", "Trial", "get", "names", "shipped"]
+__all__ = ["Experiment", "Preset", "Setting", "Trial", "get", "has_shipped", "names", "shipped"]

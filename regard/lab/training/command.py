@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+import torch
+
 from regard.lab.training.experiment import experiments
 from regard.table import Table
 
@@ -19,6 +21,7 @@ def arguments(parser) -> None:
     parser.add_argument("--only", nargs="+", metavar="VARIANT", default=(), help="these variants alone")
     parser.add_argument("--workers", type=int, default=1, help="processes that train at the same time (default 1)")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="checkpoints, records, results")
+    parser.add_argument("--time", action="store_true", help="time a step of each variant instead, on a quiet machine")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
@@ -28,6 +31,8 @@ def main(options) -> int:
         listing().show()
         return 0
     _check(options, known)
+    if options.time:
+        return _time(options)
     from regard.lab.training.loop import write
     from regard.lab.training.session import train
 
@@ -54,6 +59,22 @@ def main(options) -> int:
         for figure, drawn in known[result["experiment"]].figures(result).items():
             path = folder / f"{result['experiment']}-{figure}.svg"
             path.write_text(drawn.svg(420, 260), encoding="utf-8")
+    return 0
+
+
+def _time(options) -> int:
+    from regard.lab.training.loop import where, write
+    from regard.lab.training.timing import step_times
+
+    device = options.device or _device(options.preset)
+    results = {name: step_times(name, options.preset, options.data, device) for name in options.experiments}
+    for name, times in results.items():
+        write(options.out / name / options.preset / "times.json", dict(where=where(torch.device(device)), times=times))
+        rows = [[v, f"{t['median']:.3f}", f"{t['low']:.3f} to {t['high']:.3f}"] for v, t in times.items()]
+        if not options.json:
+            Table(["variant", "ms a step", "quartiles"], rows, name, numbers=["ms a step"]).show()
+    if options.json:
+        print(json.dumps(results, ensure_ascii=False, indent=2))
     return 0
 
 
@@ -103,8 +124,6 @@ def _check(options, known: dict) -> None:
 
 
 def _device(preset: str) -> str:
-    import torch
-
     return "cuda" if preset == "full" and torch.cuda.is_available() else "cpu"
 
 

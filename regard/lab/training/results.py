@@ -112,6 +112,10 @@ def in_words(bands: Mapping[str, Sequence[Sequence[float]]]) -> str:
     return "; ".join(f"{name} {', '.join(f'{y:.4g}' for y in columns[2])}" for name, columns in bands.items())
 
 
+def has_shipped(name: str) -> bool:
+    return (SHIPPED / f"{name}.json").exists()
+
+
 @cache
 def shipped(name: str) -> dict:
     """The result of the full preset that this version ships."""

@@ -1,6 +1,6 @@
 """Rows of which a block holds a part of the keys: what the whole row decides (τ, Z, δ) is given.
 
-Templates like those of `attention_rows`. A threshold τ comes as (high, c): the largest gain·s of the whole row, τ − high.
+Templates like those of `attention_rows`. A threshold τ comes as (high, c): the row's largest gain·s, and τ − high.
 """
 
 from __future__ import annotations

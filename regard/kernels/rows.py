@@ -22,7 +22,7 @@ try:
     from triton import next_power_of_2
     from triton.runtime import JITFunction
 
-    from regard.kernels import rows_online, rows_streamed, rows_threshold
+    from regard.kernels import rows_online, rows_short, rows_streamed, rows_threshold
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
     pass
 
@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     registers: int | None = None  # a thread's most, so that several programs share a multiprocessor
     again: bool = False  # the tile is read again from the cache rather than held
     step: int = 0  # columns that a program takes at a time, of which it holds none; 0: it holds its tile
+    lanes: int = 0  # columns of a row that its lanes hold side by side, where one warp solves several rows
 
     def groups(self, vector: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
@@ -80,7 +81,9 @@ def forward(
     if s.numel() == 0:
         return p, state
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
-    if F.family == "threshold":
+    if launch.plan.lanes:
+        launch(rows_short.forward_short, (s, p, state), 0, {"TOLERANCE": _TOLERANCE[s.dtype]})
+    elif F.family == "threshold":
         vector = min(16 // s.element_size(), launch.plan.columns)
         groups = launch.plan.groups(vector)
         extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[s.dtype]}
@@ -161,7 +164,7 @@ class _Launch:
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
 
     def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
-        rows, columns, parts, warps, meets, registers, again, step = self.plan
+        rows, columns, parts, warps, meets, registers, again, step, lanes = self.plan
         R, N, s = self.R, self.N, self.s
         if parts == 1:
             stages = ("whole",)
@@ -175,7 +178,10 @@ class _Launch:
             partial = torch.empty(R * (count * parts + 4), dtype=accumulator, device=s.device)
             counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
-        tile = {"STEP": step} if step else {"ROWS": rows, "AGAIN": again}
+        if lanes:
+            tile = {"LANES": lanes, "ROWS": rows}
+        else:
+            tile = {"STEP": step} if step else {"ROWS": rows, "AGAIN": again}
         options = {"num_warps": warps, "enable_fp_fusion": True}
         if registers is not None:
             options["maxnreg"] = registers

@@ -70,7 +70,7 @@ def forward_streamed(
                 u, v = terms(x, shift, scale, theta, F, False)
             zs += v
     z = tl.sum(zs, 1, keep_dims=True)
-    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC)
+    top, z, shift, _fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC)
     if STAGE != "publish":
         z, inverse = ending(top, z, shift, scale, F)
         store_state(state, shift * scale, tl.where(top < float("inf"), z, float("nan")), rows, part, R)

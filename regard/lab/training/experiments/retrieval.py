@@ -1,8 +1,8 @@
 """Max retrieval, trained on rows of up to 16 items and tested on rows of up to 16384, with and without remedies.
 
-Each item has a priority, uniform in [0, 1], and one of ten classes; the answer is the class of the item with the highest
-priority. The model is that of arXiv 2410.01104: items through an MLP, one query, one head, an MLP for the answer. The
-more items, the closer the second best: at n items some 1/n of a priority apart.
+Each item has a priority, uniform in [0, 1], and one of ten classes; the answer is the class of the item with the
+highest priority. The model is that of arXiv 2410.01104: items through an MLP, one query, one head, an MLP for the
+answer. The more items, the closer the second best: at n items some 1/n of a priority apart.
 """
 
 import torch
@@ -76,7 +76,7 @@ class RetrievalTrial(Trial):
         return {"loss": float(F.cross_entropy(logits, right)), "accuracy": share(logits, right)}
 
     def finish(self) -> dict[str, float]:
-        """own@n: % correct as trained; published@n and refit@n: of a softmax model given that temperature afterwards."""
+        """own@n: % correct as trained; published@n, refit@n: of a softmax model given that temperature afterwards."""
         attention, found = self.model.attention, {}
         plain = attention.normalizer == "softmax" and attention.temperature is None
         for n in self.tests:
@@ -113,7 +113,7 @@ def share(logits: Tensor, right: Tensor) -> float:
 
 
 def figures(result):
-    """Accuracy against n: the published curves, ours as trained and with a temperature afterwards, remedies trained in."""
+    """Accuracy against n: the published curves, ours with a temperature put in afterwards, remedies trained in."""
     final = result["summary"]
     tests = sorted({int(name.split("@")[1]) for name in final["softmax"] if "@" in name})
 

@@ -1,0 +1,84 @@
+"""A character model made to collapse, no scale and a high learning rate, and the same with one remedy at a time.
+
+Queries and keys of width 256 begin with unit variance, so that unscaled scores have a deviation of 16 from the start:
+rows are nearly one-hot, their gradient gain is small, and what is left of the gradient drives the logits further.
+"""
+
+import regard
+from regard.lab.figure import Figure
+from regard.lab.training.experiment import Experiment, Preset, Setting
+from regard.lab.training.language import LanguageTrial
+from regard.lab.training.results import course, finals
+
+REMEDIES = {
+    "none": {"score": "dot"},
+    "scale": {"score": "scaled_dot"},
+    "qk-norm": {"score": "cosine"},
+    "softcap": {"score": "dot", "softcap": 20.0},
+    "qk-clip": {"score": "dot"},
+    "learned": {"score": "dot", "temperature": "learned"},
+    "query-dependent": {"score": "dot", "temperature": "query_dependent"},
+    "ssmax": {"score": "dot", "temperature": "ssmax"},
+    "entmax15": {"score": "dot", "normalizer": "entmax15"},
+    "sigmoid": {"score": "dot", "normalizer": "sigmoid(bias=-4.852)"},
+}
+
+
+class CollapseTrial(LanguageTrial):
+    """A language trial whose option qk_clip, a threshold, clips after every step."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.threshold = setting.options.get("qk_clip")
+        self.graph = self.threshold is None  # the clip measures every forward, which a replayed graph would not
+
+    def after_step(self) -> None:
+        if self.threshold is not None:
+            regard.qk_clip(self.model, self.threshold)
+
+
+def figures(result):
+    shown = [
+        name for name in ("none", "scale", "qk-norm", "softcap", "qk-clip", "learned") if name in result["summary"]
+    ]
+
+    def over_training(metric, title, **options):
+        lines = {name: course(result, name, metric) for name in shown}
+        ends = ", ".join(f"{name} {line[2][-1]:.3g}" for name, line in lines.items() if line[2])
+        return Figure("bands", "step", title, lines, alt=f"{title} over training, at the end: {ends}.", **options)
+
+    losses = {name: list(finals(result, name).values()) for name in result["summary"]}
+    dots = {"a run": ([n for n, v in losses.items() for _ in v], [x for v in losses.values() for x in v])}
+    means = ", ".join(f"{name} {sum(v) / len(v):.3g}" for name, v in losses.items() if v)
+    return {
+        "loss": Figure("dots", "", "validation loss", dots, alt=f"Validation loss with each remedy: {means}."),
+        "entropy": over_training("entropy_ratio", "entropy / ln n"),
+        "gradient-gain": over_training("gradient_gain", "gradient gain"),
+        "max-logit": over_training("max_logit", "largest logit", log_y=True),
+    }
+
+
+experiment = Experiment(
+    name="collapse",
+    question="Attention provoked to collapse, unscaled at a high learning rate: which remedy relieves it?",
+    variants={
+        name: {"attention": attention, **({"qk_clip": 20.0} if name == "qk-clip" else {})}
+        for name, attention in REMEDIES.items()
+    },
+    make=CollapseTrial,
+    presets={
+        "small": Preset(
+            steps=60,
+            every=20,
+            sizes={"layers": 1, "heads": 1, "width": 128, "length": 48, "batch": 8, "validation": 2048, "rate": 1e-2},
+            learner="scale",
+            learns={"loss": 2.4},
+        ),
+        "full": Preset(
+            steps=1500,
+            every=100,
+            sizes={"layers": 3, "heads": 1, "width": 256, "length": 128, "batch": 32, "rate": 8e-3},
+        ),
+    },
+    figures=figures,
+)

@@ -1,0 +1,126 @@
+"""The attention calls that `h200.py` times, and the comparison with float64 that each passes first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from typing import NamedTuple
+
+import torch
+
+from regard import normalizers, reference, statistics
+from regard.kernels import attention
+from regard.problem import Problem, Upstream
+
+SHAPES = {
+    "d 128, N 4096": (4, 16, 16, 4096, 4096, 128),
+    "d 128, N 16384": (1, 16, 16, 16384, 16384, 128),
+    "d 64, N 4096": (4, 32, 32, 4096, 4096, 64),
+    "d 64, N 16384": (1, 32, 32, 16384, 16384, 64),
+}  # batch, query heads, key heads, queries, keys, width
+DECODE = {
+    "Lq 1": (8, 16, 16, 1, 131072, 128),
+    "Lq 16": (8, 16, 16, 16, 131072, 128),
+    "Lq 1, 4 query heads to a key head": (8, 32, 8, 1, 131072, 128),
+    "Lq 16, 4 query heads to a key head": (8, 32, 8, 16, 131072, 128),
+    "Lq 1, d 64": (8, 32, 32, 1, 131072, 64),
+}
+PLAIN = ("softmax", "softmax1", "sigmoid", "relu", "softpick")
+SPARSE = ("entmax15", "sparsemax")
+
+
+class Case(NamedTuple):
+    shape: str
+    name: str
+    causal: bool
+    stats: tuple[str, ...]
+    backward: bool = False
+
+
+def cases() -> list[Case]:
+    found = []
+    for shape in SHAPES:
+        for causal in (True, False):
+            for name in PLAIN + SPARSE:
+                found.append(Case(shape, name, causal, ()))
+                if name in ("softmax", *SPARSE):
+                    found.append(Case(shape, name, causal, statistics.NAMES))
+                    found.append(Case(shape, name, causal, (), backward=True))
+    for shape in DECODE:
+        found += [Case(shape, "softmax", False, stats) for stats in ((), statistics.NAMES)]
+    found += [Case("Lq 1", name, False, statistics.NAMES) for name in PLAIN[1:]]
+    return found
+
+
+def problem(sizes, name="softmax", causal=False, stats=(), seed=0, sharp=1.0) -> Problem:
+    b, h, g, m, n, d = sizes
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(heads, length):
+        return torch.randn(b, heads, length, d, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    q, k, v = draw(h, m) * sharp, draw(g, n), draw(g, n)
+    return Problem(q, k, v, normalizers.get(name), 1 / math.sqrt(d), causal=causal, stats=stats)
+
+
+def run_of(case: Case, sizes=None):
+    """The call to time."""
+    p = problem(sizes or (SHAPES | DECODE)[case.shape], case.name, case.causal, case.stats)
+    if not case.backward:
+        return lambda: attention.forward(p)
+    answer = attention.forward(p)
+    upstream = Upstream(torch.randn_like(answer.o))
+    return lambda: attention.backward(p, answer, upstream)
+
+
+def check(case: Case) -> str:
+    """Compile what will be timed, compare it with float64 on fresh inputs of a smaller call; '' or what is wrong."""
+    try:
+        run_of(case)()
+        _, h, g, m, n, d = (SHAPES | DECODE)[case.shape]
+        for keys, sharp in ((1024, 1.0), (1000, 1.0), (1000, 8.0)):
+            keys = keys if case.shape in SHAPES else 8 * keys
+            sizes = (1, 2 * h // g, 2, keys if m == n else m, keys, d)
+            fault = compare(case, problem(sizes, case.name, case.causal, case.stats, torch.seed() % 2**31, sharp))
+            if fault:
+                return f"{fault} at {keys} keys, sharpness {sharp}"
+        return ""
+    except Exception as error:  # one variant that fails must not lose the others
+        traceback.print_exc()
+        return f"{type(error).__name__}: {str(error)[:80]}"
+
+
+def compare(case: Case, p: Problem) -> str:
+    poison = torch.full((len(p.stats) + 3, *p.q.shape), float("nan"), device="cuda")
+    del poison  # what the next tensors of such sizes are made of
+    answer = attention.forward(p)
+    o, truths = reference.of_problem(p)
+    error = float((answer.o.double() - o).norm() / o.norm())
+    if not error < 8e-3:
+        return f"o off by {error:.1e}"
+    loose = case.name in SPARSE  # 16-bit calls stop solving for τ where their rounding does
+    for one, ours, truth in zip(p.stats, answer.stats.double(), truths, strict=True):
+        if loose and one in ("support", "gradient_gain"):
+            continue  # a weight of 1e-8 may round to 0
+        off = float(((ours - truth).abs() / (truth.abs() + 1e-2)).nan_to_num(nan=math.inf).max())
+        if not off < (6e-3 if loose else 2e-3):
+            return f"{one} off by {off:.1e}"
+    if not case.backward:
+        return ""
+    leaves = [x.double().requires_grad_() for x in (p.q, p.k, p.v)]
+    whole = dataclasses.replace(p, **dict(zip("qkv", leaves, strict=True)))
+    do = torch.randn_like(answer.o)
+    truths = torch.autograd.grad(reference.of_problem(whole)[0], leaves, do.double())
+    grads = attention.backward(p, answer, Upstream(do))
+    for label, ours, truth in zip("qkv", (grads.q, grads.k, grads.v), truths, strict=True):
+        error = float((ours.double() - truth).norm() / truth.norm())
+        if not error < 2e-2:
+            return f"gradient of {label} off by {error:.1e}"
+    return ""
+
+
+def flops(shape: str, causal: bool, products: int) -> float:
+    """Of `products` matrix products of queries × keys × width; a causal call does half of them."""
+    b, h, _, m, n, d = (SHAPES | DECODE)[shape]
+    return products * 2 * b * h * m * n * d / (2 if causal else 1)

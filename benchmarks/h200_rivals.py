@@ -1,0 +1,66 @@
+"""What others take for the same attention, ms: torch's cuDNN and flash backends and FlexAttention.
+
+AdaSplash is not on the machine: its times are those of another run on such a machine, and say so wherever they stand.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+# (forward, backward) ms of AdaSplash 0.2.2, α = 1.5, and of cuDNN's softmax in that same run; d, causal
+ADASPLASH = {
+    (128, True): (2.21, 1.99, 0.50, 1.49),
+    (64, True): (2.95, 2.24, 0.66, 1.81),
+    (128, False): (28.4, 9.76, 0.90, 2.64),
+}
+
+
+def bench(run) -> float:
+    """The median in ms; memory that autograd keeps is freed by whoever made `run`."""
+    return triton.testing.do_bench(run, warmup=8, rep=40, return_mode="median")
+
+
+def both(run, leaves) -> tuple[float, float]:
+    """(forward, backward) in ms of a function of leaves that require gradients."""
+    forward = bench(run)
+    o = run()
+    do = torch.randn_like(o)
+    return forward, bench(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True))
+
+
+def torch_backend(name: str, q, k, v, causal: bool) -> tuple[float, float]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(BACKENDS[name]):
+        return both(lambda: sdpa(*leaves, is_causal=causal), leaves)
+
+
+@functools.cache
+def compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q, k, v, causal: bool) -> tuple[float, float]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    n = q.shape[2]
+    visible = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device="cuda") if causal else None
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return both(lambda: compiled_flex()(*leaves, block_mask=visible), leaves)
+
+
+def ceilings() -> tuple[float, float, float]:
+    """(copy TB/s, read TB/s, bf16 matrix product TFLOP/s) of this machine, now."""
+    x = torch.randn(1 << 29, device="cuda")
+    y = torch.empty_like(x)
+    copy = 2 * x.nbytes / bench(lambda: y.copy_(x)) / 1e9
+    read = x.nbytes / bench(lambda: torch.sum(x)) / 1e9
+    a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
+    return copy, read, 2 * 8192**3 / bench(lambda: a @ b) / 1e9

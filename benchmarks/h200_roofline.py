@@ -1,0 +1,38 @@
+"""The roofline of one run of `h200.py`: what each call reaches under the bandwidth and the product measured there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Point(NamedTuple):
+    label: str
+    intensity: float  # FLOP per byte that must move
+    speed: float  # TFLOP/s
+    kind: str  # "ours" or "torch"
+
+
+def draw(path: Path, copy: float, product: float, points: list[Point]) -> None:
+    """copy in TB/s, product in TFLOP/s."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130)
+    low, high = min(p.intensity for p in points) / 2, max(p.intensity for p in points) * 3
+    ridge = product / copy
+    axes.plot([low, ridge, high], [low * copy, product, product], color="black", linewidth=1.2)
+    axes.annotate(f"copy, {copy:.2f} TB/s", (low * 1.3, low * 1.3 * copy * 1.25), rotation=32, fontsize=8)
+    axes.annotate(f"bf16 product, {product:.0f} TFLOP/s", (ridge * 1.2, product * 1.1), fontsize=8)
+    for kind, color in (("ours", "#1f6fb4"), ("torch", "#c8641e")):
+        these = [p for p in points if p.kind == kind]
+        axes.scatter([p.intensity for p in these], [p.speed for p in these], color=color, label=kind, zorder=3, s=26)
+    for p in points:
+        axes.annotate(p.label, (p.intensity, p.speed), xytext=(5, -3), textcoords="offset points", fontsize=6.5)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s", xlim=(low, high))
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.25, which="both")
+    figure.tight_layout()
+    figure.savefig(path)

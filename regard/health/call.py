@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import regard
 
-CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention are called
+CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention, or what holds them, are called
 HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
+HIDING = -9e3  # and so it does from here on where it holds nothing else but 0: −1e4 is what older models write
 
 
 @dataclass
@@ -103,7 +104,9 @@ def cleaned(mask: Tensor | None) -> Tensor | None:
         if raw is mask and version == mask._version:
             return clean
     if mask.is_floating_point():
-        hidden = mask <= max(HIDDEN, torch.finfo(mask.dtype).min / 2)
+        hidden = mask <= HIDING
+        if not bool((hidden | (mask == 0)).all()):
+            hidden = mask <= max(HIDDEN, torch.finfo(mask.dtype).min / 2)
         clean = ~hidden if bool((hidden | (mask == 0)).all()) else mask.masked_fill(hidden, -math.inf)
     else:
         clean = mask != 0
@@ -135,6 +138,17 @@ def joined(
     return bias + mask.to(bias.dtype), False
 
 
+def named_cross(name: str) -> bool:
+    """Does a module's name, or that of what holds it, say cross-attention? Names farther up say what the model is.
+
+    >>> from regard.health.call import named_cross
+    >>> named_cross("decoder.layers.0.encoder_attn"), named_cross("crossformer.layers.0.attn")
+    (True, False)
+    """
+    near = ".".join(name.lower().split(".")[-2:])
+    return any(part in near for part in CROSS)
+
+
 class Rows:
     """Which query rows count: not those of padding. Layers share their masks, so what was found is kept a while."""
 
@@ -154,7 +168,7 @@ class Rows:
         """
         batch, _, queries, _ = call.q.shape
         keys = call.k.shape[2]
-        cross = any(part in name.lower() for part in CROSS) if call.cross is None else call.cross
+        cross = named_cross(name) if call.cross is None else call.cross
         before = self._last.get((batch, queries)) if cross else None
         if call.mask is None and call.options.get("key_lengths") is None:
             rows = before

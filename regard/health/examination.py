@@ -142,7 +142,7 @@ def _report(model, layers: list[Layer], changes, done: int, failure, seconds: fl
     return Report(
         title=title or _title(model),
         heads=heads,
-        findings=findings.find_all(heads),
+        findings=findings.find_all(heads, layers),
         unmeasured=unmeasured,
         what_if=what_if,
         how=how_measured(model, layers, done, seconds),

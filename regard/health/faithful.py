@@ -10,12 +10,22 @@ from torch import Tensor
 SAMPLED = 64  # rows of a long call on which the two are compared
 # relative difference of one head's output, as the square root of the sums of squares
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+NOT_FINITE = "its output is not finite"
 GPU_FLOAT32 = 5e-3  # products in TF32
 
 
-def limit(q: Tensor) -> float:
+def coarsest(*tensors: Tensor) -> torch.dtype:
+    """The dtype with the fewest digits that a call goes through, autocast's included."""
+    kinds = {x.dtype for x in tensors}
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in kinds:
+        kinds.add(torch.get_autocast_dtype(kind))
+    return max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def limit(dtype: torch.dtype, device: torch.device) -> float:
     """The relative difference from which on a layer is not measured."""
-    return GPU_FLOAT32 if (q.dtype, q.is_cuda) == (torch.float32, True) else TOLERANCE[q.dtype]
+    return GPU_FLOAT32 if (dtype, device.type) == (torch.float32, "cuda") else TOLERANCE[dtype]
 
 
 def sample(q: Tensor) -> Tensor:
@@ -47,7 +57,7 @@ def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
 def unfaithful(apart: float, limit: float) -> str | None:
     """Why a relative difference is too large, None if it is not."""
     if apart != apart:
-        return "its output is not finite"
+        return NOT_FINITE
     if apart > limit:
         return f"the output rebuilt from the weights differs by {apart:.2g} from the model's own (limit {limit:g})"
     return None

@@ -19,7 +19,7 @@ def png(report, dpi: int = 150) -> bytes:
     if not layers:
         raise ValueError("the report has no measured heads to draw")
     heads = 1 + max(head.head for head in report.heads)
-    ill = {pair for finding in report.findings for pair in finding.heads}
+    ill = {place for finding in report.findings for place in finding.places}
     high = min(max(1.6, 0.28 * len(layers)), 8.0)
     figure = Figure(figsize=(10, 2 * high + 1.6), layout="constrained")
     axes = figure.subplots(2, 3)
@@ -27,7 +27,7 @@ def png(report, dpi: int = 150) -> bytes:
         grid = [[math.nan] * heads for _ in layers]
         for head in report.heads:
             grid[layers.index(head.index)][head.head] = head.statistics[name].mean
-            if (head.layer, head.head) in ill:
+            if (head.index, head.head) in ill:
                 axis.plot(head.head, layers.index(head.index), "o", mfc="none", mec="white", ms=4, mew=1)
         limits = dict(vmin=0, vmax=1) if name in UNIT else {}
         image = axis.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", **limits)

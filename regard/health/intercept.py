@@ -11,6 +11,8 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +35,27 @@ PLAIN = (
 
 
 class Interception:
-    """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output)."""
+    """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output).
 
-    def __init__(self, model: nn.Module, *, swap: Callable | None = None, observe: Callable | None = None) -> None:
-        self.model, self.swap, self.observe = model, swap, observe
-        self.names = {id(module): name for name, module in model.named_modules()}
+    With `opens`, torch's own functions are caught in every forward of the model or of a part of it; otherwise only
+    within `torch_calls()`.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, swap: Callable | None = None, observe: Callable | None = None, opens: bool = False
+    ) -> None:
+        self.model, self.swap, self.observe, self.opens = model, swap, observe, opens
+        self.names = {id(module): name for name, module in getattr(model, "_orig_mod", model).named_modules()}
+        self.names.setdefault(id(model), "")  # what torch.compile made of it
         self._hooks: list = []
-        self._mode: TorchFunctionMode | None = None
+        self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()
 
     def start(self) -> None:
         ACTIVE.append(self)
         for module in self.model.modules():
+            if module._compiled_call_impl is not None:
+                self._compiled.append((module, module._compiled_call_impl))
+                module._compiled_call_impl = None
             if not isinstance(module, PLAIN):
                 self._hooks.append(module.register_forward_pre_hook(_enter))
                 self._hooks.append(module.register_forward_hook(_leave, always_call=True))
@@ -53,10 +65,14 @@ class Interception:
             huggingface.open_door()
 
     def stop(self) -> None:
+        _bury_dead()
         ACTIVE.remove(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for module, call in self._compiled:
+            module._compiled_call_impl = call
+        self._compiled.clear()
         if not ACTIVE and "transformers" in sys.modules:
             from regard.health import huggingface
 
@@ -64,12 +80,14 @@ class Interception:
 
     @contextlib.contextmanager
     def torch_calls(self):
-        """Catch torch's own attention functions too, in this thread."""
+        """Catch torch's own attention functions too, in this thread; what was compiled runs as it was written."""
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         depth = len(_STACK)
+        compiled = any(hasattr(module, "_orig_mod") for module in self.model.modules())
+        eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
         try:
-            with _Mode():
+            with eagerly, _pushed(_Mode()):
                 yield
         finally:
             del _STACK[depth:]
@@ -86,15 +104,59 @@ class Interception:
 ACTIVE: list[Interception] = []
 _STACK: list[nn.Module] = []  # the modules whose forward is running
 _BUSY = [False]  # inside a caught call: what it calls is not caught again
+_OUTER: list[tuple[FrameType, Any]] = []  # the outermost forward's frame, and its open context
 
 
 def _enter(module, inputs) -> None:
+    if _OUTER and any(module is one.model for one in ACTIVE):
+        _bury_dead()
+    if not _OUTER:
+        for one in ACTIVE:
+            if one.opens and id(module) in one.names:
+                context = one.torch_calls()
+                context.__enter__()
+                _OUTER.append((_caller(), context))
+                break
     _STACK.append(module)
+
+
+def enter(module: nn.Module) -> None:
+    """Say that a module's forward is running, where a hook cannot."""
+    _STACK.append(getattr(module, "_orig_mod", module))
 
 
 def _leave(module, inputs, output) -> None:
     if _STACK and _STACK[-1] is module:
         _STACK.pop()
+    if _OUTER and _OUTER[-1][0] is _caller():
+        _OUTER.pop()[1].__exit__(None, None, None)
+
+
+def _caller() -> FrameType | None:
+    """The frame of the module's call that runs the hook which asks."""
+    frame = sys._getframe(2)
+    return frame.f_back if frame.f_code.co_name == "inner" else frame
+
+
+@contextlib.contextmanager
+def _pushed(mode: TorchFunctionMode):
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        depth = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is mode:  # autograd restores the stack it found
+            mode.__exit__(None, None, None)
+
+
+def _bury_dead() -> None:
+    """Close what a forward left open that Ctrl-C ended: torch calls no hook then."""
+    if _OUTER:
+        frame = sys._getframe(1)
+        while frame is not None and frame is not _OUTER[-1][0]:
+            frame = frame.f_back
+        if frame is None:
+            _OUTER.pop()[1].__exit__(None, None, None)
 
 
 def watched(module: nn.Module | None) -> list[Interception]:
@@ -223,16 +285,22 @@ def _regard(func, args):
     if not watched(module):
         return func(*args)
     q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
-    results = func(*args)
+    results: list = []
+
+    def own(rows=None):
+        if not results:
+            results.extend(func(*args))
+        return results[0] if rows is None else results[0].index_select(-2, rows)
+
     joint = mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]
     options["window"] = None if left < 0 and right < 0 else tuple(None if side < 0 else side for side in (left, right))
     call = Call(
-        module, q, k, v, own=lambda rows: results[0] if rows is None else results[0].index_select(-2, rows),
-        kind="regard", mask=joint, causal=causal, options=options,
+        module, q, k, v, own=own, kind="regard", mask=joint, causal=causal, options=options,
         obstacle="it drops weights at random (dropout in training)" if dropout else None,
     )  # fmt: skip
-    attend(call, lambda: results[0])
-    return results
+    output = attend(call, own)
+    own()  # the rows' state and statistics, which a swapped output has not
+    return [output, *results[1:]]

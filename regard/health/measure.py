@@ -14,9 +14,10 @@ from torch import Tensor
 import regard
 from regard.health.aside import Aside
 from regard.health.call import Call, Rows
-from regard.health.faithful import difference, limit, sample, unfaithful
+from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
 from regard.health.predicted import predicted_variance
 from regard.health.readings import LayerReading
+from regard.health.standing import Standing, distance
 from regard.health.what_if import WhatIf
 
 WHOLE = 256  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
@@ -37,6 +38,8 @@ class Sight:
 class Layer:
     name: str
     index: int
+    use: int = 0  # of the module, within a forward
+    heads: int = 0
     reading: LayerReading | None = None
     reason: str | None = None  # why it is not measured
     what_if: dict[str, LayerReading] = field(default_factory=dict)
@@ -45,6 +48,11 @@ class Layer:
     dtype: torch.dtype | None = None
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name, told apart from that of the module's earlier uses: "att", "att#2"."""
+        return self.name if self.use == 0 else f"{self.name}#{self.use + 1}"
 
     def absorb(self, sight: Sight, apart: float) -> None:
         self.reading = sight.reading if self.reading is None else self.reading.merge(sight.reading)
@@ -66,7 +74,7 @@ class Recorder:
         self.layers: dict[tuple[str, int], Layer] = {}
         self.what_if, self.backend = what_if, backend
         self.sequences = sequences  # measure no more than so many of each batch
-        self.rows = Rows()
+        self.rows, self.standing = Rows(), Standing()
         self._uses: dict[str, int] = {}
         self._batch: dict[tuple[str, int], Sight] = {}
         self._aside = Aside()
@@ -75,6 +83,7 @@ class Recorder:
         """A new forward: uses count from 0, masks are new."""
         self._uses.clear()
         self.rows.forget()
+        self.standing.forget()
 
     def settle(self) -> bool:
         """After a batch: keep what was faithful, drop what was not; True if the batch must run again.
@@ -100,7 +109,7 @@ class Recorder:
         use = self._uses.get(name, 0)
         self._uses[name] = use + 1
         key = name, use
-        layer = self.layers.setdefault(key, Layer(name, len(self.layers)))
+        layer = self.layers.setdefault(key, Layer(name, len(self.layers), use))
         if layer.reason is not None:
             return otherwise()
         if call.obstacle is not None:
@@ -134,9 +143,10 @@ class Recorder:
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
         if key not in self._batch:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
-            layer.kind, layer.dtype = call.kind, call.q.dtype
+            layer.heads = heads
+            layer.kind, layer.dtype = call.kind, coarsest(call.q, call.k, call.v)
             zero = torch.zeros((), device=device)
-            self._batch[key] = Sight(LayerReading(heads, device), zero, limit(call.q), False)
+            self._batch[key] = Sight(LayerReading(heads, device), zero, limit(layer.dtype, device), False)
         return self._batch[key]
 
     def _measure(self, call: Call):
@@ -144,20 +154,24 @@ class Recorder:
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
     def _record(self, layer: Layer, sight: Sight, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
-        queries, keys = call.q.shape[2], call.k.shape[2]
-        cached = queries < keys and bool(getattr(call.module, "is_causal", False))
-        start = keys - queries if cached else 0
-        sight.reading.update(stats, rows, predicted_variance(call, rows), start)
+        start = self.standing.start(call, layer.name)
+        self._read(sight.reading, call, stats, rows, start, predicted_variance(call, rows))
         for change in self.what_if:
             if change.name in layer.refused:
                 continue
             try:
-                other = self._measure(change(call))[1]
+                changed = change(call)
+                other = self._measure(changed)[1]
             except (ValueError, TypeError, NotImplementedError) as error:
                 layer.refused[change.name] = str(error)
                 continue
             reading = sight.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
-            reading.update(other, rows, None, start)
+            self._read(reading, changed, other, rows, start, None)
+
+    def _read(self, reading: LayerReading, call: Call, stats, rows, start: int, predicted: Tensor | None) -> None:
+        if start:
+            stats = {**stats, "distance": distance(call, stats, start, self.backend)}
+        reading.update(stats, rows, predicted, start)
 
     def _give_up(self, key: tuple[str, int], reason: str, otherwise: Callable[[], Tensor]) -> Tensor:
         self.layers[key].give_up(reason)

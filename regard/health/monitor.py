@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from regard.health.bins import NAMES
 from regard.health.call import forget_masks
-from regard.health.intercept import Interception
+from regard.health.intercept import Interception, enter
 from regard.health.measure import Layer, Recorder
 from regard.health.writers import MEANS, writer
 
@@ -51,6 +52,10 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if model._compiled_call_impl is not None:
+            raise ValueError(
+                "model was compiled in place, where no hook is called; watch what torch.compile(model) returns instead"
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an int ≥ 1, got {every!r}")
         if not 0.0 < budget <= 1.0:
@@ -74,6 +79,7 @@ class Monitor:
 
     def close(self) -> None:
         """Stop watching; the model is as it was."""
+        self._end_sample()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -101,6 +107,7 @@ class Monitor:
         self._given_step = step
 
     def _before(self, module, inputs) -> None:
+        self._end_sample()  # of a forward that Ctrl-C ended: torch calls no hook then
         if not module.training:
             return
         now = time.perf_counter()
@@ -115,26 +122,42 @@ class Monitor:
         interception.start()
         context = interception.torch_calls()
         context.__enter__()
+        enter(module)  # its own hook came too late for this forward
         self._sample = recorder, interception, context, time.perf_counter() - now
 
-    def _after(self, module, inputs, output) -> None:
+    def _end_sample(self) -> tuple[_Timed, float] | None:
+        """What is open is closed again: (what was recorded, seconds to open it), None if nothing was."""
         if self._sample is None:
-            return
+            return None
         recorder, interception, context, opening = self._sample
         self._sample = None
-        started = time.perf_counter()
         context.__exit__(None, None, None)
         interception.stop()
         forget_masks()
+        return recorder, opening
+
+    def _after(self, module, inputs, output) -> None:
+        started = time.perf_counter()
+        ended = self._end_sample()
+        if ended is None:
+            return
+        recorder, opening = ended
         recorder.settle()
         for layer in recorder.layers.values():
             if layer.reading is not None:
                 self._record(layer)
             else:
-                self.unmeasured[layer.name] = layer.reason or "it was not reached"
+                self.unmeasured[layer.label] = layer.reason or "it was not reached"
+        self._tell_unmeasured(len(recorder.layers))
         if self.samples:  # the first one compiles kernels, which is not held against the budget
             self.spent += opening + recorder.seconds + time.perf_counter() - started
         self.samples += 1
+
+    def _tell_unmeasured(self, layers: int) -> None:
+        if layers == 0 and not self.samples:
+            self._warn("the model", None, "unmeasured", "no attention call was seen in its forward; nothing is watched")
+        for label, reason in self.unmeasured.items():
+            self._warn(label, None, "unmeasured", f"it is not watched: {reason}")
 
     def _record(self, layer: Layer) -> None:
         reading = layer.reading.cpu()
@@ -142,68 +165,73 @@ class Monitor:
         tops = reading.high[NAMES.index("max_logit")].tolist()
         rows = []
         for head in range(reading.heads):
-            row = dict(step=self.step, layer=layer.name, head=head, max_logit=tops[head])
+            row = dict(step=self.step, layer=layer.label, head=head, max_logit=tops[head])
             rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
             self._follow(rows[-1])
         self._write(rows)
 
     def _follow(self, row: dict) -> None:
+        """Warn of a trend: every one of the last samples beyond the one before, and their line passes the limit.
+
+        Of eight readings that only scatter, one order in 40 320 is rising.
+        """
         key = row["layer"], row["head"]
         trend = self._trends.setdefault(key, deque(maxlen=SAMPLES))
         trend.append((row["step"], row["max_logit"], row["entropy_ratio"]))
-        if len(trend) < SAMPLES // 2:
+        if len(trend) < SAMPLES:
             return
         steps, logits, ratios = zip(*trend, strict=True)
         then = steps[-1] + AHEAD * (steps[-1] - steps[0])
         logit, ratio = _extended(steps, logits, then), _extended(steps, ratios, then)
-        if logit > LOGIT_LIMIT:
-            self._warn(
-                *key,
-                "max_logit",
-                f"its largest logit is {logits[-1]:.3g} and on its way to {logit:.3g} by step {then:.0f}",
-            )
-        if ratio < ENTROPY_LIMIT:
-            self._warn(
-                *key,
-                "entropy",
-                f"its entropy ratio is {ratios[-1]:.3g} and on its way to {max(ratio, 0):.2g} by step {then:.0f}",
-            )
+        by = f"by step {then:.0f}"
+        if all(a < b for a, b in pairwise(logits)) and logit > LOGIT_LIMIT:
+            told = f"its largest logit is {logits[-1]:.3g} and on its way to {logit:.3g} {by}"
+            self._warn(*key, "max_logit", told)
+        if all(a > b for a, b in pairwise(ratios)) and ratio < ENTROPY_LIMIT:
+            told = f"its entropy ratio is {ratios[-1]:.3g} and on its way to {max(ratio, 0):.2g} {by}"
+            self._warn(*key, "entropy", told)
 
-    def _warn(self, layer: str, head: int, kind: str, what: str) -> None:
+    def _warn(self, layer: str, head: int | None, kind: str, what: str) -> None:
         if (layer, head, kind) not in self._warned:
             self._warned.add((layer, head, kind))
-            warnings.warn(f"{layer}, head {head}: {what}", AttentionWarning, stacklevel=2)
+            where = layer if head is None else f"{layer}, head {head}"
+            warnings.warn(f"{where}: {what}", AttentionWarning, stacklevel=2)
 
 
 def _extended(steps, values, then: float) -> float:
     """The least-squares line through (steps, values), at `then`."""
     middle, mean = sum(steps) / len(steps), sum(values) / len(values)
     spread = sum((step - middle) ** 2 for step in steps)
-    slope = (
-        sum((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True)) / spread
-        if spread
-        else 0.0
-    )
-    return mean + slope * (then - middle)
+    products = ((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True))
+    return mean + (sum(products) / spread if spread else 0.0) * (then - middle)
 
 
 class _Timed(Recorder):
-    """A recorder that knows what it cost, beyond what the model does anyway."""
+    """A recorder that knows what it cost beyond what the model does anyway, and whose failure is not the model's."""
 
     seconds = 0.0
 
     def __call__(self, call, name, otherwise):
-        own = 0.0
+        own, outputs, failed = 0.0, [], False
 
         def timed():
-            nonlocal own
+            nonlocal own, failed
             before = _now(call.q)
-            output = otherwise()
-            own = _now(call.q) - before
-            return output
+            failed = True
+            outputs.append(otherwise())
+            failed = False
+            own += _now(call.q) - before
+            return outputs[-1]
 
         before = _now(call.q)
-        output = super().__call__(call, name, timed)
+        try:
+            output = super().__call__(call, name, timed)
+        except Exception as error:
+            if failed:
+                raise
+            self.layers[name, self._uses[name] - 1].give_up(f"measuring failed: {type(error).__name__}: {error}")
+            self._batch.pop((name, self._uses[name] - 1), None)
+            output = outputs[-1] if outputs else timed()
         self.seconds += _now(call.q) - before - own
         return output
 

@@ -93,11 +93,12 @@ def summarize(report: Report) -> list[str]:
     many = f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}"
     said = [f"{many}, measured on {_count(rows, 'row')} each."]
     if report.findings:
-        ill = {head for finding in report.findings for head in finding.heads}
-        where = sorted({head.index for head in report.heads if (head.layer, head.head) in ill})
+        ill = {place for finding in report.findings for place in finding.places}
+        where = sorted({index for index, _ in ill})
         spread = "" if len(layers) == 1 else " in every layer" if where == layers else f" in {_named(where)}"
         kinds = _listed([f"{finding.kind} ({len(finding.heads)})" for finding in report.findings])
-        said.append(f"{len(ill)} of {_count(len(report.heads), 'head')} have findings{spread}: {kinds}.")
+        many = _count(len({(head.index, head.head) for head in report.heads} | ill), "head")
+        said.append(f"{len(ill)} of {many} have findings{spread}: {kinds}.")
     elif report.heads:
         said.append("No head passed a threshold.")
     if report.unmeasured:

@@ -54,21 +54,14 @@ class using:
             self.changes["normalizer"] = normalizers.get(normalizer).spec
         resolve_scale(scale, 1)
         self.calls = 0  # how many attention calls were led here
-        self._interception = Interception(model, swap=self._swap)
-        self._inside: list = []
+        self._interception: Interception | None = Interception(model, swap=self._swap, opens=True)
         self._interception.start()
-        self._hooks = [
-            model.register_forward_pre_hook(self._open, prepend=True),
-            model.register_forward_hook(self._close, always_call=True),
-        ]
 
     def restore(self) -> None:
         """The model as it was; a second call does nothing."""
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+        if self._interception is not None:
             self._interception.stop()
+            self._interception = None
 
     def __enter__(self) -> using:
         return self
@@ -76,18 +69,7 @@ class using:
     def __exit__(self, *_) -> None:
         self.restore()
 
-    def _open(self, module, inputs) -> None:
-        context = self._interception.torch_calls()
-        context.__enter__()
-        self._inside.append(context)
-
-    def _close(self, module, inputs, output) -> None:
-        if self._inside:
-            self._inside.pop().__exit__(None, None, None)
-
     def _swap(self, call: Call) -> Call:
-        if call.kind == "regard":
-            return call
         if call.obstacle is not None:
             raise ValueError(f"regard.using cannot lead this call: {call.obstacle}")
         self.calls += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from regard.health.page.data import ITSELF
 from regard.table import Table
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -15,7 +16,7 @@ TONES = {"critical": "red", "warning": "yellow", "note": "cyan"}
 def show(report, file=None) -> None:
     file = sys.stdout if file is None else file
     say = _voice(file)
-    say(f"\n{report.title}", "bold")
+    say(f"\n{printable(report.title)}", "bold")
     for line in report.summary():
         say(line)
     if report.heads:
@@ -25,7 +26,7 @@ def show(report, file=None) -> None:
         )
     for finding in report.findings:
         say(
-            f"\n{finding.kind} ({finding.severity}), {len(finding.heads)} heads: {heads_told(finding, report)}",
+            f"\n{finding.kind} ({finding.severity}), {len(finding.heads)} heads: {heads_told(finding)}",
             TONES[finding.severity],
         )
         print(f"  {finding.evidence}\n  threshold: {finding.threshold}\n  remedy: {finding.remedy}", file=file)
@@ -39,7 +40,17 @@ def show(report, file=None) -> None:
         before, after = (sum(values) / max(len(values), 1) for values in ratios)
         print(f"  mean entropy ratio {before:.3f} → {after:.3f}", file=file)
     for layer, reason in report.unmeasured:
-        say(f"not measured: {layer}: {reason}", "yellow")
+        say(f"not measured: {printable(layer or ITSELF)}: {printable(reason)}", "yellow")
+
+
+def printable(text: str) -> str:
+    """The same without control characters, which a terminal would obey.
+
+    >>> from regard.health.terminal import printable
+    >>> printable("layer\\x1b[31m")
+    'layer\\\\x1b[31m'
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def table(report) -> Table:
@@ -51,15 +62,14 @@ def table(report) -> Table:
     for index, heads in sorted(layers.items()):
         cells = ["".join(_block(_mean(head, name)) for head in heads) for name in COLUMNS]
         top = max(head.statistics["max_logit"].max for head in heads)
-        rows.append([str(index), heads[0].layer, *cells, f"{top:.3g}"])
+        rows.append([str(index), printable(heads[0].layer or ITSELF), *cells, f"{top:.3g}"])
     return Table(
         ["", "layer", *(name.replace("_", " ") for name in COLUMNS), "max logit"], rows, numbers=["", "max logit"]
     )
 
 
-def heads_told(finding, report) -> str:
-    index = {head.layer: head.index for head in report.heads}
-    shown = [f"{index[layer]}·{head}" for layer, head in finding.heads[:12]]
+def heads_told(finding) -> str:
+    shown = [f"{index}·{head}" for index, head in finding.places[:12]]
     return " ".join(shown) + (f" and {len(finding.heads) - 12} more" if len(finding.heads) > 12 else "")
 
 

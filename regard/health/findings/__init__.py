@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from regard.health.findings import _not_finite
 from regard.health.findings._finding import SEVERITIES, Finding
 
 __all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
@@ -26,10 +27,11 @@ def _modules() -> list[ModuleType]:
 
 
 def kinds() -> list[str]:
-    return sorted(module.KIND for module in _modules())
+    return sorted([_not_finite.KIND, *(module.KIND for module in _modules())])
 
 
-def find_all(heads: Sequence) -> list[Finding]:
-    """Every finding, the gravest first."""
+def find_all(heads: Sequence, layers: Sequence = ()) -> list[Finding]:
+    """Every finding about heads that were measured, and layers that were not, the gravest first."""
     found = [finding for module in _modules() for finding in module.find(heads)] if heads else []
+    found += _not_finite.find(layers)
     return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), -len(finding.heads), finding.kind))

@@ -24,6 +24,12 @@ class Finding:
     threshold: str
     remedy: str
     measured: tuple[float, ...] = field(default=())  # per head, the number that the threshold was held against
+    indices: tuple[int, ...] = field(default=())  # per head, its layer's place: one module may be several layers
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(index of the layer, head) of each head."""
+        return [(index, head) for index, (_, head) in zip(self.indices, self.heads, strict=True)]
 
     def to_json(self) -> dict:
         return dict(
@@ -34,6 +40,7 @@ class Finding:
             threshold=self.threshold,
             remedy=self.remedy,
             measured=list(self.measured),
+            indices=list(self.indices),
         )
 
 
@@ -47,7 +54,8 @@ def finding(
     low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
     told = evidence.format(range=low if low == high else f"{low} to {high}")
     heads = tuple((head.layer, head.head) for head, _ in found)
-    return [Finding(kind, severity, heads, told, threshold, remedy, numbers)]
+    indices = tuple(head.index for head, _ in found)
+    return [Finding(kind, severity, heads, told, threshold, remedy, numbers, indices)]
 
 
 def can_be_judged(head) -> bool:

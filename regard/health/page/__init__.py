@@ -6,9 +6,18 @@ is escaped here or set as text there.
 
 from __future__ import annotations
 
-from regard.health.page.data import payload
+from regard.health.page.data import ITSELF, payload
 from regard.health.page.document import document, escaped, packed
 
+SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_logit")
+WORDS = dict(
+    critical="in trouble",
+    warning="needs a look",
+    note="fine, with notes",
+    healthy="healthy",
+    partly="healthy where measured",
+    unmeasured="not measured",
+)
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
 DETAIL = ((48, 5), (24, 4), (0, 4), (0, 3))  # bins of a histogram, digits of a number
 
@@ -34,11 +43,10 @@ def _packed(report) -> str:
 
 def _header(report) -> str:
     lines = "".join(f"<p>{escaped(line)}</p>" for line in report.summary())
-    worst = report.findings[0].severity if report.findings else "healthy"
+    healthy = "healthy" if not report.unmeasured else "partly" if report.heads else "unmeasured"
+    worst = report.findings[0].severity if report.findings else healthy
     stop = f'<p class="stop" role="alert">Incomplete: {escaped(report.interrupted)}</p>' if report.interrupted else ""
-    word = {"critical": "in trouble", "warning": "needs a look", "note": "fine, with notes", "healthy": "healthy"}[
-        worst
-    ]
+    word = WORDS[worst]
     return f"""<header>
 <p class="brand">regard · attention report</p>
 <h1>{escaped(report.title)} <span class="pill {worst}">{word}</span></h1>
@@ -48,19 +56,18 @@ def _header(report) -> str:
 
 def _findings(report) -> str:
     if not report.findings:
-        cards = '<p class="none">No head passed a threshold.</p>'
+        said = "No head passed a threshold." if report.heads else "Nothing was measured, so nothing was judged."
+        cards = f'<p class="none">{said}</p>'
     else:
-        cards = "".join(
-            _card(finding, {head.layer: head.index for head in report.heads}) for finding in report.findings
-        )
+        cards = "".join(map(_card, report.findings))
     return f'<section id="findings"><h2>Findings</h2>{cards}</section>'
 
 
-def _card(finding, index: dict[str, int]) -> str:
+def _card(finding) -> str:
     shown = "".join(
-        f'<button type="button" class="chip" data-layer="{index[layer]}" data-head="{head}" title="{escaped(layer)}">'
-        f"{index[layer]}·{head}</button>"
-        for layer, head in finding.heads[:48]
+        f'<button type="button" class="chip" data-layer="{index}" data-head="{head}" title="{escaped(layer)}">'
+        f"{index}·{head}</button>"
+        for index, (layer, head) in zip(finding.indices[:48], finding.heads[:48], strict=True)
     )
     more = f'<span class="more">and {len(finding.heads) - 48} more</span>' if len(finding.heads) > 48 else ""
     return f"""<article class="card {finding.severity}">
@@ -72,6 +79,8 @@ def _card(finding, index: dict[str, int]) -> str:
 
 
 def _explorer(report) -> str:
+    if not report.heads:
+        return ""
     return """<section id="explorer"><h2>Layer × head</h2>
 <div class="controls">
 <label>Statistic <select id="statistic"></select></label>
@@ -93,9 +102,6 @@ def _explorer(report) -> str:
 </table></div>
 <noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
-
-
-SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_logit")
 
 
 def _what_if(report) -> str:
@@ -129,7 +135,8 @@ def _what_if_row(name: str, heads, findings, refused) -> str:
 def _unmeasured(report) -> str:
     if not report.unmeasured:
         return ""
-    rows = "".join(f"<tr><th>{escaped(name)}</th><td>{escaped(why)}</td></tr>" for name, why in report.unmeasured)
+    pairs = [(escaped(name or ITSELF), escaped(reason)) for name, reason in report.unmeasured]
+    rows = "".join(f"<tr><th>{name}</th><td>{reason}</td></tr>" for name, reason in pairs)
     return f'<section id="unmeasured"><h2>Not measured</h2><div class="scroll"><table>{rows}</table></div></section>'
 
 

@@ -28,6 +28,7 @@ MEANING = dict(
     support="How many keys have a weight above 0.",
     visible_keys="How many keys the mask leaves.",
 )
+ITSELF = "the model itself"  # the name of a root module is empty
 SHARES = (0.05, 0.5, 0.95)
 
 
@@ -37,7 +38,7 @@ def payload(report, coarse: int, digits: int) -> dict:
     readings = {id(head.reading): head.reading for heads in treatments.values() for head in heads}
     axes = _axes(list(readings.values()), coarse)
     layers = {key: _layer(reading, axes, digits) for key, reading in readings.items()}
-    named = {head.index: head.layer for head in report.heads}
+    named = {head.index: head.layer or ITSELF for head in report.heads}
     return dict(
         statistics=list(MEANING),
         meaning=list(MEANING.values()),
@@ -47,7 +48,7 @@ def payload(report, coarse: int, digits: int) -> dict:
             dict(name=name, heads=[_head(head, layers[id(head.reading)], coarse, digits) for head in heads])
             for name, heads in treatments.items()
         ],
-        ill=sorted({(layer, head) for finding in report.findings for layer, head in finding.heads}),
+        ill=sorted({place for finding in report.findings for place in finding.places}),
     )
 
 

@@ -1,5 +1,6 @@
 (async () => {
   const data = await unpack(byId("numbers").textContent);
+  if (!data.layers.length) { document.body.dataset.ready = "true"; return; }
   const KEYS = ["mean", "std", "min", "q05", "q50", "q95", "max"];
   const state = { statistic: 0, treatment: 0, layer: 0, head: 0 };
   const name = (statistic) => data.statistics[statistic].replaceAll("_", " ");
@@ -44,7 +45,7 @@
         draw("title", {}, cell);
         cell.addEventListener("click", () => choose({ layer: row, head }));
         cells[row][head] = cell;
-        if (ill.has(`${layer.name} ${head}`)) {
+        if (ill.has(`${layer.index} ${head}`)) {
           draw("circle", { cx: LEFT + (head + 0.5) * CELL, cy: y + CELL / 2, r: Math.max(2, CELL / 9), class: "ill" }, svg);
         }
       }
@@ -180,13 +181,16 @@
     if (one) { paintHistogram(one, before); paintCurve(one, before); paintTable(one); }
   };
 
-  document.querySelectorAll(".chip").forEach((chip) => chip.addEventListener("click", () => {
+  const chips = [...document.querySelectorAll(".chip")];
+  const reachable = chips.filter((chip) => layerAt.has(Number(chip.dataset.layer)));
+  chips.forEach((chip) => { chip.disabled = !reachable.includes(chip); });
+  reachable.forEach((chip) => chip.addEventListener("click", () => {
     choose({ layer: layerAt.get(Number(chip.dataset.layer)), head: Number(chip.dataset.head) });
     byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
   }));
 
   buildMap();
-  const first = document.querySelector(".chip");
+  const [first] = reachable;
   choose(first ? { layer: layerAt.get(Number(first.dataset.layer)), head: Number(first.dataset.head) } : {});
   document.body.dataset.ready = "true";
 })();

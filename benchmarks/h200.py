@@ -173,8 +173,8 @@ def main(arguments: list[str]) -> None:
         f"Command: `PYTHONPATH=. python3 benchmarks/h200.py`, commit {commit}, one run on one "
         f"{torch.cuda.get_device_name()}: {versions}; random normal bf16, medians of `triton.testing.do_bench`. "
         f"Ceilings in this run: copy {copy:.2f} TB/s, read {read:.2f} TB/s, bf16 product {product:.0f} TFLOP/s. "
-        f"{len(right)} variants were right against float64 on fresh inputs before they were timed; wrong, and not timed: "
-        f"{'; '.join(wrong) or 'none'}.",
+        f"{len(right)} variants were right against float64 on fresh inputs before they were timed; wrong and not "
+        f"timed: {'; '.join(wrong) or 'none'}.",
         "",
         *equal_bits(),
         *softmax_table(ours, theirs),

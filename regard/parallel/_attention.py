@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import statistics
 from regard._attention import _Call, _check_asked
-from regard.parallel import ring, stationary, tree, visits
+from regard.parallel import plain, ring, stationary, tree, visits
 from regard.parallel.gradients import KeyGradients
 from regard.parallel.layout import Spans, check, given_spans, size, spans
 from regard.parallel.line import Line
@@ -180,8 +180,11 @@ def _call(q, k, v, arguments, keys: int, backend) -> _Call:
 
 
 def _plan(call: _Call, line: Line, queries: list[Spans], keys: list[Spans], per_row: bool, backend) -> Plan:
-    _, engine = choose(call.problem, backend)
-    plan = Plan(call.problem, line, queries, keys, engine, call.bias, call.mask)
+    engine = choose(call.problem, backend)
+    problem = call.problem
+    if engine is plain:  # as `regard.attention` does it where no kernel is: in float64
+        problem = replace(problem, q=problem.q.double(), k=problem.k.double(), v=problem.v.double())
+    plan = Plan(problem, line, queries, keys, engine, call.bias, call.mask)
     plan.bias_per_row = plan.mask_per_row = per_row
     return plan
 
@@ -202,10 +205,10 @@ def _answer(plan: Plan, call: _Call, seed: int, scheme):
     plan.problem = replace(plan.problem, stats=names)
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = _Apply.apply(plan, scheme, *given)
-    out = out.reshape(*call.lead, *out.shape[-2:])
+    out = out.reshape(*call.lead, *out.shape[-2:]).to(call.problem.q.dtype)
     if not call.wanted:
         return out
-    found = dict(zip(names, values, strict=True))
+    found = dict(zip(names, values.to(call.problem.accumulator), strict=True))
     kept = DIFFERENTIABLE if carries else ()
     shaped = {n: found[n].reshape(out.shape[:-1]) for n in call.wanted}
     return out, Statistics({n: x if n in kept else x.detach() for n, x in shaped.items()})

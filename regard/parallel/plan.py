@@ -107,7 +107,7 @@ def _meet(reach: tuple[int | None, int | None], queries: tuple[int, int], keys: 
     return not (late or early)
 
 
-def choose(problem: Problem, backend: str | None) -> tuple[str, ModuleType]:
+def choose(problem: Problem, backend: str | None) -> ModuleType:
     """The engine that computes a part, by the backend asked for or by the device."""
     choice, device = problem.choice, problem.q.device.type
     if not choice.fused:
@@ -117,4 +117,4 @@ def choose(problem: Problem, backend: str | None) -> tuple[str, ModuleType]:
         fused = {"cpu": "cpu", "cuda": "triton"}.get(device, "reference")
         narrow = device != "cuda" or problem.q.dtype != torch.float64
         backend = fused if narrow and not beyond else "reference"
-    return backend, plain if backend in ("reference", "torch") else backend_module(PARTS, backend)
+    return plain if backend in ("reference", "torch") else backend_module(PARTS, backend)

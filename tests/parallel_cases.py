@@ -1,0 +1,239 @@
+"""What a rank of a crew checks: calls on pieces against the float64 oracle on the whole."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import regard
+import regard.parallel as parallel
+from regard.parallel import traffic
+from regard.parallel.layout import spans
+
+NAMES = ("softmax", "softmax1", "relu", "softpick", "sigmoid(bias=-1)", "sparsemax", "entmax15", "entmax(alpha=1.25)")
+FUSED = ("softmax", "softpick", "sigmoid", "entmax15")  # compiled for the CPU here; the others by `reference`
+OPTIONS = [
+    dict(is_causal=True, temperature=True),
+    dict(window=(5, 3), lengths=True, layout="contiguous"),
+    dict(mask="bool", is_causal=False),
+    dict(mask="bias", softcap=2.0, temperature=True),
+    dict(mask="flat", layout="contiguous"),
+]
+
+
+def draw(
+    seed: int, world: int, *, queries=None, mask=None, temperature=False, sink=False, sharp=2.0, dtype=torch.float32
+):
+    """The whole call: (leaves, do); lengths are no multiple of anything."""
+    g = torch.Generator().manual_seed(seed)
+    b, h, groups, m, n, d, e = 2, 4, 2, queries or 19 + seed % 3, 23 + seed % 4, 8, 5
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    leaves = dict(q=randn(b, h, m, d) * sharp, k=randn(b, groups, n, d), v=randn(b, groups, n, e))
+    if mask == "bool":
+        shown = torch.rand(b, 1, m, n, generator=g) < 0.6
+        shown[0, :, 0] = False  # a row that sees nothing
+        leaves["mask"] = shown
+    elif mask is not None:
+        leaves["mask"] = randn(1, h, 1 if mask == "flat" else m, n)
+    if temperature:
+        leaves["temperature"] = torch.rand(b, h, m, 1, generator=g) + 0.5
+    if sink:
+        leaves["sink"] = randn(h)
+    for x in leaves.values():
+        if x.is_floating_point():
+            x.requires_grad_()
+    return leaves, randn(b, h, m, e)
+
+
+def call(function, leaves, rows, keys, options, **more):
+    given = {name: rows(leaves[name]) for name in ("temperature",) if name in leaves}
+    if "mask" in leaves:
+        mask = leaves["mask"]
+        given["attn_mask"] = mask if mask.shape[-2] == 1 else rows(mask)
+    if "sink" in leaves:
+        given["sink"] = leaves["sink"]
+    q, k, v = rows(leaves["q"]), keys(leaves["k"]), keys(leaves["v"])
+    return function(q, k, v, enable_gqa=True, **given, **options, **more)
+
+
+def pull(out, stats, do):
+    """A loss that every gradient has a part in."""
+    total = (out.double() * do.double()).sum()
+    for name, factor in dict(entropy=0.3, logsumexp=-0.2, logit_variance=0.1).items():
+        if stats is not None and stats[name].requires_grad:
+            total = total + factor * torch.where(torch.isfinite(stats[name]), stats[name], 0.0).double().sum()
+    return total
+
+
+def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: str | None, options: dict) -> None:
+    """Output, statistics and gradients of one call on pieces."""
+    options = dict(options)
+    layout = options.pop("layout", "balanced")
+    drawn = {key: options.pop(key) for key in ("mask", "temperature", "sink", "dtype", "sharp") if key in options}
+    leaves, do = draw(seed, queries=3 if shared else None, **drawn)
+    narrow = drawn.get("dtype", torch.float32) != torch.float32
+    if options.pop("lengths", False):
+        options["key_lengths"] = torch.tensor([leaves["k"].shape[2] // 2, leaves["k"].shape[2]])
+    if options.get("mask") is None:
+        options.pop("mask", None)
+    options |= dict(normalizer=name, return_stats=True)
+
+    def same(x):
+        return x
+
+    def cut(x):
+        return parallel.shard(x, layout=layout)
+
+    rows = same if shared else cut
+    learned = [x for x in leaves.values() if x.requires_grad]
+    truth, known = call(regard.attention, leaves, same, same, options, backend="reference")
+    expected = torch.autograd.grad(pull(truth, known, do), learned)
+    function = parallel.decode if shared else parallel.attention
+    ours, stats = call(function, leaves, rows, cut, options, layout=layout, backend=backend)
+    found = torch.autograd.grad(pull(ours, stats, rows(do)), learned)
+    where = f"{name} {options} {layout} {'decode' if shared else 'attention'}"
+    close = 2e-2 if narrow else 2e-5
+    error = (rows(truth) - ours).detach().abs().max()
+    assert error <= close * truth.detach().abs().max().clamp_min(1.0), (where, float(error))
+    assert torch.equal(stats.visible_keys, rows(known.visible_keys[..., None])[..., 0]), where
+    for statistic, value in stats.items():
+        want = rows(known[statistic][..., None])[..., 0]
+        bare = ~torch.isfinite(want)
+        assert torch.equal(value[bare], want[bare].to(value)), (where, statistic)
+        counted = narrow or (statistic in ("support", "gradient_gain") and "max" in name and name != "softmax")
+        error = ((value - want).abs() / (want.abs() + 1e-2))[~bare]
+        assert counted or error.numel() == 0 or error.max() <= 1e-3, (where, statistic, float(error.max()))
+    names = [leaf for leaf, x in leaves.items() if x.requires_grad]
+    for leaf, want, got in zip(names, expected, found, strict=True):
+        total = got.clone()
+        if not shared or leaf in ("k", "v"):
+            dist.all_reduce(total)  # each rank has its positions', or its queries', share
+        floor = 0.1 * do.norm()
+        error = float((total - want).norm() / (want.norm() + floor))
+        assert error <= (2e-2 if narrow else 1e-4), (where, leaf, error)
+
+
+def every_case(rank: int, world: int) -> None:
+    for index, name in enumerate(NAMES):
+        backend = None if name.split("(")[0] in FUSED else "reference"
+        for at, options in enumerate(OPTIONS):
+            if (index + at + world) % 3 == 0 or name in ("softmax", "entmax15"):
+                check(rank, world, name, 7 * index + at, (index + at) % 2 == 0, backend, options)
+    for shared in (False, True):
+        check(rank, world, "softmax", 3, shared, None, dict(sink=True, is_causal=True, temperature=True))
+        check(rank, world, "softmax1", 4, shared, None, dict(sink=True, temperature=True, sharp=30.0))
+    check(rank, world, "entmax(alpha=3)", 5, False, None, dict(is_causal=True))
+    check(rank, world, "softmax", 6, False, None, dict(is_causal=True, temperature=True, dtype=torch.bfloat16))
+
+
+def odd_pieces(rank: int, world: int) -> None:
+    """Pieces of any length, none at all, fewer positions than ranks, dropout, policies, refusals."""
+    x = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(1))
+    for layout in ("balanced", "contiguous"):
+        for whole in (x, x[:, :, :1]):
+            assert torch.equal(parallel.unshard(parallel.shard(whole, layout=layout), layout=layout), whole)
+    cuts = torch.tensor([0, 5, 5, 8, 9]) if world == 4 else torch.tensor([0, 6, *[9] * (world - 1)])
+    own = x[:, :, cuts[rank] : cuts[rank + 1]]
+    for name in ("softmax", "entmax15"):
+        wide = dict(is_causal=True, normalizer=name, backend="reference")
+        ours = parallel.attention(own, own, own, layout="contiguous", **wide)
+        truth = regard.attention(x, x, x, **wide)
+        assert torch.allclose(ours, truth[:, :, cuts[rank] : cuts[rank + 1]], atol=1e-6)
+        short = x[:, :, :2]
+        piece = parallel.shard(short)
+        ours, truth = parallel.attention(piece, piece, piece, **wide), regard.attention(short, short, short, **wide)
+        assert torch.allclose(parallel.unshard(ours), truth, atol=1e-6)
+    pieces = [parallel.shard(x) for _ in range(3)]
+    torch.manual_seed(5 + 100 * rank)  # rank 0's seed decides
+    ours = parallel.unshard(parallel.attention(*pieces, dropout_p=0.4, is_causal=True))
+    torch.manual_seed(5)
+    assert torch.allclose(ours, regard.attention(x, x, x, dropout_p=0.4, is_causal=True, backend="cpu"), atol=1e-6)
+    for policy in (regard.temperature.SSMax(), regard.temperature.Adaptive()):
+        told = dict(is_causal=True, temperature=policy, lengths=(9, 9))
+        ours = parallel.unshard(parallel.attention(*pieces, **told))
+        told.pop("lengths")
+        assert torch.allclose(ours, regard.attention(x, x, x, **told), atol=1e-5)
+    with pytest.raises(ValueError, match="call with different options"):
+        parallel.attention(*pieces, is_causal=rank == 1)
+    with pytest.raises(ValueError, match="layout must be one of 'balanced', 'contiguous', got 'round'"):
+        parallel.attention(*pieces, layout="round")
+    with pytest.raises(ValueError, match=r"lengths \(8, 9\) give this rank"):
+        parallel.attention(pieces[0][:, :, :0], *pieces[1:], lengths=(8, 9))
+
+
+def same_bits(rank: int, world: int) -> list[bytes]:
+    """decode gives every rank the same bits, and the same again."""
+    leaves, _ = draw(11, queries=2)
+    answers = []
+    for name in ("softmax", "entmax15"):
+        for _ in range(2):
+            out, stats = call(
+                parallel.decode, leaves, lambda x: x, parallel.shard, dict(return_stats=True, normalizer=name)
+            )
+            answers.append(b"".join(x.detach().numpy().tobytes() for x in (out, *stats.values())))
+    assert answers[0] == answers[1] and answers[2] == answers[3]
+    return answers
+
+
+def bytes_sent(rank: int, world: int) -> None:
+    """The formulas of docs/scale.md."""
+    b, h, groups, n, d, e = 1, 4, 2, 22, 8, 6
+    q, k, v = (torch.randn(b, heads, n, width) for heads, width in ((h, d), (groups, d), (groups, e)))
+    q, k, v = (parallel.shard(x).requires_grad_() for x in (q, k, v))
+    sizes = [sum(stop - start for start, stop in own) for own in spans(n, world)]
+    with traffic.counted() as sent:
+        out = parallel.attention(q, k, v, enable_gqa=True, is_causal=True, lengths=(n, n))
+    passed = [(rank - t) % world for t in range(world - 1)]  # whose keys this rank hands on
+    ring = sum(sizes[owner] for owner in passed) * b * groups * (d + e) * 4
+    assert sent.by_step == {"ring forward": ring} and sent.messages == world - 1, (sent, ring)
+    with traffic.counted() as sent:
+        out.sum().backward()
+    gone = [(rank - t) % world for t in range(1, world)]
+    back = ring + sum(sizes[owner] for owner in gone) * b * groups * (d + e) * 4
+    assert sent.by_step == {"ring backward": back}, (sent, back)
+    few = torch.randn(b, h, 2, d)
+    with traffic.counted() as sent, torch.no_grad():
+        parallel.decode(few, k, v, enable_gqa=True, lengths=n)
+    part = b * h * 2 * (e + 2) * 4
+    size = 1 << (world.bit_length() - 1)
+    rounds = 1 if rank >= size else size.bit_length() - 1 + (rank < world - size)
+    assert sent.by_step == {"tree": rounds * part}, (sent, rounds, part)
+    with traffic.counted() as sent, torch.no_grad():
+        parallel.attention(q, k, v, enable_gqa=True, normalizer="entmax15", lengths=(n, n))
+    mine = sizes[rank] * b * h
+    assert sent.by_step["visit forward"] == mine * d * 4
+    steps = sent.by_step["newton"] / (n * b * h * 2 * 8)
+    assert (steps >= world and steps == int(steps)) or world > 1
+
+
+def dies(rank: int, world: int, who: int, how: str, calls: int) -> tuple[float, int, str, str]:
+    """Rank `who` is lost in the middle of a call; (seconds, rank, step, message) of the error that the others see."""
+    x = parallel.shard(torch.randn(1, 2, 64, 8))
+    for _ in range(2):
+        parallel.attention(x, x, x, is_causal=True, backend="reference")
+    if rank == who:
+        from regard.parallel import plain
+
+        own, done = plain.forward, []
+
+        def forward(problem):
+            done.append(1)
+            if len(done) > calls:
+                os._exit(1) if how == "killed" else time.sleep(600)
+            return own(problem)
+
+        plain.forward = forward
+    start = time.monotonic()
+    try:
+        for _ in range(50):
+            parallel.attention(x, x, x, is_causal=True, backend="reference")
+    except parallel.RankError as error:
+        return time.monotonic() - start, error.rank, error.step, str(error)
+    raise AssertionError("nothing was noticed")

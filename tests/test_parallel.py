@@ -1,0 +1,47 @@
+"""Context parallel on 2, 3 and 4 gloo processes: pieces give what the whole gives; a lost rank is named."""
+
+import pytest
+from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits
+from parallel_crew import Crew
+
+from regard.parallel.layout import given_spans, spans
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pieces_give_the_whole(world):
+    with Crew(world) as crew:
+        crew(every_case)
+        crew(odd_pieces)
+        crew(bytes_sent)
+        bits = crew(same_bits)
+        assert all(other == bits[0] for other in bits)
+
+
+@pytest.mark.parametrize(("how", "what"), [("killed", "died"), ("stalled", "stalled")])
+def test_a_lost_rank_is_named_by_all_others(how, what):
+    crew = Crew(3, timeout=6.0)
+    try:
+        found = crew.answers(dies, 1, how, 5, ranks=[0, 2], wait=90)
+        for fine, answer in found.values():
+            assert fine, answer
+            seconds, rank, step, message = answer
+            assert rank == 1 and f"rank 1 {what} at step" in message and step.startswith("ring forward"), message
+            assert seconds < 60
+    finally:
+        crew.kill()
+
+
+def test_balanced_ranks_have_equal_causal_work():
+    for length, world in ((64, 4), (63, 3), (1000, 7)):
+        work = [sum(sum(range(start, stop)) for start, stop in own) for own in spans(length, world)]
+        assert max(work) - min(work) <= length, work
+        covered = sorted(i for own in spans(length, world) for start, stop in own for i in range(start, stop))
+        assert covered == list(range(length))
+
+
+def test_pieces_of_the_wrong_length_are_refused():
+    with pytest.raises(
+        ValueError, match="rank 0 holds 5 positions, but the balanced layout of 8 over 2 ranks gives it 4"
+    ):
+        given_spans([5, 3], "balanced", "q")
+    assert given_spans([5, 0, 3], "contiguous", "q") == [[(0, 5)], [(5, 5)], [(5, 8)]]

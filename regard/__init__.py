@@ -26,6 +26,7 @@ from regard._normalize import (
 )
 from regard.gumbel import gumbel_softmax
 from regard.online import OnlineSoftmax
+from regard.scores import qk_norm
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "nn",
     "normalize",
     "normalizers",
+    "qk_norm",
     "reference",
     "relu_norm",
     "sigmoid_norm",

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from regard._attention import attention
 from regard.health.call import forget_masks
-from regard.health.intercept import Interception
-from regard.health.intercept import _enter as enter
+from regard.health.intercept import Interception, enter
 from regard.nn import MultiheadAttention
 from regard.nn.projections import NotFound, projections
 
@@ -175,7 +174,7 @@ class _Watch:
         interception.start()
         context = interception.torch_calls()
         context.__enter__()
-        enter(module, inputs)  # its own hooks were gathered before the interception's were there
+        enter(module)  # its own hooks were gathered before the interception's were there
         self._inside.append((interception, context))
 
     def _after(self, module, inputs, output) -> None:

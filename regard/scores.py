@@ -39,3 +39,22 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     """c·tanh(x/c): the identity near 0, never beyond ±c."""
     return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """q and k over their root mean square: with the scale 1/√d logits are √d·cos, whatever the norms were.
+
+    >>> import regard, torch
+    >>> q, k = regard.qk_norm(1e4 * torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16))
+    >>> _, stats = regard.attention(q, k, k, return_stats=("max_logit",))
+    >>> bool((stats.max_logit <= 4.0 + 1e-4).all())
+    True
+
+    Learned gains, if wanted, are `scale`, a tensor per head; `regard.nn.MultiheadAttention(score="cosine")` has them.
+    """
+
+    def normed(x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide / wide.square().mean(-1, keepdim=True).sqrt().clamp_min(eps)).to(x.dtype)
+
+    return normed(q), normed(k)

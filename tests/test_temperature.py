@@ -195,3 +195,15 @@ def test_compiled_whole():
 def test_nonsense_is_named(call, error, word):
     with pytest.raises(error, match=word):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_qk_norm_bounds_the_logits_and_is_the_modules_cosine(dtype):
+    q, k, v = (1e3 * x.detach().to(dtype) for x in qkv())
+    normed = regard.qk_norm(q, k)
+    _, stats = regard.attention(*normed, v, enable_gqa=True, return_stats=("max_logit",))
+    assert stats.max_logit.max() <= math.sqrt(WIDTH) * (1 + 2 * torch.finfo(dtype).eps)
+    cosine = nn.functional.cosine_similarity(
+        q.double()[:, :, :, None], k.double().repeat_interleave(2, 1)[:, :, None], -1
+    )
+    assert torch.allclose(stats.max_logit.double(), math.sqrt(WIDTH) * cosine.amax(-1), rtol=4 * torch.finfo(dtype).eps)

@@ -39,6 +39,7 @@ LAYOUT = dict(
     entropy=("linear", 0.0, 16.0),
 )
 NAMES = tuple(LAYOUT)
+ROW = {name: row for row, name in enumerate(NAMES)}
 DERIVED = slice(NAMES.index("gain_ratio"), NAMES.index("entropy_ratio") + 1)
 SHARE_SLOPE = 0.07  # of the share scale above 1: 10⁴ lands on 1.28, and 10⁻⁴ on an edge
 

@@ -100,8 +100,9 @@ def cleaned(mask: Tensor | None) -> Tensor | None:
     """
     if mask is None or mask.dtype == torch.bool:
         return mask
+    now = None if mask.is_inference() else mask._version
     for raw, version, clean in _CLEANED:  # layers share their mask
-        if raw is mask and version == mask._version:
+        if raw is mask and version == now:
             return clean
     if mask.is_floating_point():
         hidden = mask <= HIDING
@@ -110,7 +111,7 @@ def cleaned(mask: Tensor | None) -> Tensor | None:
         clean = ~hidden if bool((hidden | (mask == 0)).all()) else mask.masked_fill(hidden, -math.inf)
     else:
         clean = mask != 0
-    _CLEANED.append((mask, mask._version, clean))
+    _CLEANED.append((mask, now, clean))
     return clean
 
 

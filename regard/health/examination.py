@@ -17,6 +17,8 @@ from regard.health.measure import Layer, Recorder
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.what_if import parse_all
 
+POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # how tables of learned positions are called
+
 
 def examine(
     model: nn.Module,
@@ -53,6 +55,8 @@ def examine(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
     changes = parse_all(what_if)
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):
@@ -67,8 +71,10 @@ def examine(
         model.eval()
         with interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
+                recorder.begin()  # a function may run a part of the model, whose hook is not called
                 _run(model, batch, done)
                 while recorder.settle():
+                    recorder.begin()
                     _run(model, batch, done)
                 done += 1
                 if progress is not None:
@@ -96,11 +102,11 @@ def examine(
 
 def positions(model: nn.Module) -> int:
     """How many positions the model has a learned embedding for; a very large number if it has none."""
-    tables = [
-        module.num_embeddings
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "position_embeddings")
-    ]
+    tables = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS:
+            first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
+            tables.append(module.num_embeddings - first)
     return min(tables, default=2**31)
 
 

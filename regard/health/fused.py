@@ -23,7 +23,7 @@ from regard.health.readings import COMPARED, CURVES, LEAST_KEYS, POSITIONS, Laye
 
 KEPT = tuple(name for name in NAMES if name not in NAMES[DERIVED])  # what a call returns; the others follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
-FEATURES = ("entropy", "max_weight", "logit_variance")
+FEATURES = ("entropy", "max_weight", "logit_variance", "distance")
 FOLLOWED = tuple(NAMES.index(name) for name in CURVES)
 SLOTS = tuple(KEPT.index(name) for name in FEATURES)
 KEYS = KEPT.index("visible_keys")
@@ -72,10 +72,11 @@ def _plan(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def read(stats, at, slot, derived, inside, plane, KEYS: tl.constexpr):
-    """(x, is it there?): a statistic of some rows; entropy / ln n and gain / (1 − 1/n) need two keys to be there."""
+    """(x, is it there?): a statistic of some rows that see a key; entropy / ln n and gain / (1 − 1/n) need two."""
     x = tl.load(stats + slot * plane + at, inside, 0.0)
+    n = tl.load(stats + KEYS * plane + at, inside, 0.0)
+    inside = inside & (n > 0)
     if derived > 0:
-        n = tl.load(stats + KEYS * plane + at, inside, 0.0)
         inside = inside & (n >= 2)
         n = tl.maximum(n, 2.0)
         if derived == 1:
@@ -188,7 +189,7 @@ def fingerprint(
     f, h, stats, rows, features, totals, compared, plane, B, H, M, EVERY, SAMPLED,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.where(f == 0, SLOTS[0], tl.where(f == 1, SLOTS[1], SLOTS[2]))
+    slot = tl.where(f < 2, tl.where(f == 0, SLOTS[0], SLOTS[1]), tl.where(f == 2, SLOTS[2], SLOTS[3]))
     number = tl.zeros([BLOCK], tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, SAMPLED, BLOCK):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from regard.health.measure import Layer
-from regard.health.readings import LayerReading, Spreads, fetched
+from regard.health.readings import LayerReading, fetched
+from regard.health.spreads import Spreads
 
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 

@@ -6,13 +6,14 @@ import importlib
 import math
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from regard.health.examination import positions
 
@@ -70,12 +71,14 @@ def _from_function(spec: str, device: str) -> Subject:
     made = function()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise LoadError(f"{spec!r}: the function must return (model, batches), got {type(made).__name__}")
-    return Subject(function_name, made[0].to(device), list(made[1]))
+    batches = [made[1]] if isinstance(made[1], (Tensor, Mapping)) or callable(made[1]) else list(made[1])
+    return Subject(function_name, made[0].to(device), batches)
 
 
 def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle) -> Subject:
     try:
         import transformers
+        from safetensors import SafetensorError
     except ModuleNotFoundError:
         raise LoadError('examining a transformers model needs transformers: pip install "regard[hf]"') from None
     transformers.utils.logging.set_verbosity_error()
@@ -83,13 +86,17 @@ def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle) 
     folder = Path(spec)
     if folder.exists():
         _check_folder(folder, pickle)
+    elif folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
+        raise LoadError(f"there is no folder {spec!r}")
     options = dict(use_safetensors=None if pickle else True)
     if dtype is not None:
         options["dtype"] = getattr(torch, dtype)
     try:
-        model = transformers.AutoModel.from_pretrained(spec, **options).to(device)
-    except (OSError, ValueError, KeyError) as error:
+        model, found = transformers.AutoModel.from_pretrained(spec, **options, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise LoadError(f"{spec!r} could not be loaded: {_first_line(error)}") from None
+    _check_weights(spec, model, found["missing_keys"])
+    model = model.to(device)
     title = folder.resolve().name if folder.exists() else spec
     name = model.main_input_name
     if name in ("pixel_values", "input_features", "input_values"):
@@ -122,6 +129,19 @@ def _check_folder(folder: Path, pickle: bool) -> None:
     raise LoadError(f"{str(folder)!r} has no weights: there is no .safetensors file in it")
 
 
+def _check_weights(spec: str, model: nn.Module, missing: Iterable[str]) -> None:
+    """Refuse a model of which most is made up, say of which part it is."""
+    missing, known = sorted(missing), {name for name, _ in model.named_parameters()}
+    made_up = [name for name in missing if name in known and "pooler" not in name]
+    if len(made_up) > len(known) / 2:
+        raise LoadError(
+            f"{spec!r}: {len(made_up)} of {len(known)} weights are not in its files, {made_up[0]!r} for one; what "
+            "would be examined is random"
+        )
+    if made_up:
+        print(f"{spec}: {len(made_up)} weights are not in its files and random: {made_up[0]}, …", file=sys.stderr)
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -149,7 +169,9 @@ def _token_batches(model, tokenizer, text: str, length: int | None, batch: int, 
         }  # fmt: skip
         one = {"input_ids": padded["input_ids"], "attention_mask": padded["attention_mask"]}
         if getattr(model.config, "is_encoder_decoder", False):
-            one["decoder_input_ids"] = one["input_ids"]
+            start = getattr(model.config, "decoder_start_token_id", None) or 0
+            for name, first in (("input_ids", start), ("attention_mask", 1)):
+                one[f"decoder_{name}"] = nn.functional.pad(one[name][:, :-1], (1, 0), value=first)  # one to the right
         made.append(one)
     return made
 
@@ -168,7 +190,9 @@ def _signals(model, name: str, batch: int) -> list[dict]:
         coarse = torch.randn(1, batch, 10, frames // 20 or 1, generator=generator)
         signal = nn.functional.interpolate(coarse, (config.num_mel_bins, frames), mode="bicubic")[0]
         start = getattr(config, "decoder_start_token_id", 0) or 0
-        return [{name: signal.to(model.dtype), "decoder_input_ids": torch.full((batch, 8), start)}]
+        words = torch.randint(0, config.vocab_size, (batch, 32), generator=generator)
+        words[:, 0] = start
+        return [{name: signal.to(model.dtype), "decoder_input_ids": words}]
     time = torch.arange(16000) / 16000.0
     tones = torch.stack([torch.sin(2 * math.pi * 220.0 * (one + 1) * time) for one in range(batch)])
     return [{name: tones.to(model.dtype)}]

@@ -18,8 +18,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -27,76 +26,16 @@ import torch
 from torch import Tensor
 
 from regard.health import bins
-from regard.health.bins import BINS, DERIVED, NAMES
+from regard.health.bins import BINS, DERIVED, NAMES, ROW
+from regard.health.spreads import Spread, Spreads
 
-ROW = {name: row for row, name in enumerate(NAMES)}
 CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
 POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2²⁰
-FINGERPRINT = 3  # features per row that tell one head's distribution from another's
+FINGERPRINT = 4  # features per row that tell one head's distribution from another's
 COMPARED = 1024  # rows of a call that are compared, at least
 ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls")  # merge by adding
+CONSTANT = 1e-8  # variance of a feature below which it counts as that
 LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
-
-
-@dataclass(frozen=True)
-class Spread:
-    """One statistic of one head over all counted rows: .mean, .std, .min, .max, .quantile(0.5)."""
-
-    name: str
-    count: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    histogram: Tensor
-
-    def quantile(self, share: float) -> float:
-        """The value below which this share of the rows lies, from the histogram."""
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"share must lie in [0, 1], got {share!r}")
-        return bins.quantile(self.name, self.histogram, share, self.min, self.max)
-
-    def share_below(self, value: float) -> float:
-        """The share of the rows whose value is below this one."""
-        return bins.share_below(self.name, self.histogram, value)
-
-    def to_json(self) -> dict[str, float | None]:
-        numbers = dict(mean=self.mean, std=self.std, min=self.min, max=self.max)
-        numbers.update({f"q{round(100 * share):02d}": self.quantile(share) for share in (0.05, 0.5, 0.95)})
-        return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-
-
-class Spreads(Mapping):
-    """The spreads of one head by the statistics' names, made when asked for."""
-
-    def __init__(self, numbers: list, histogram: Tensor, head: int) -> None:
-        self._numbers, self._histogram, self._head = numbers, histogram, head  # numbers: [column][statistic][head]
-        self._made: dict[str, Spread] = {}
-
-    def __getitem__(self, name: str) -> Spread:
-        if name not in self._made:
-            if name not in ROW:
-                raise KeyError(f"no statistic {name!r}; here: {', '.join(NAMES)}")
-            row = ROW[name]
-            count, mean, std, low, high = (column[row][self._head] for column in self._numbers)
-            self._made[name] = Spread(name, count, mean, std, low, high, self._histogram[row, self._head])
-        return self._made[name]
-
-    def mean(self, name: str) -> float:
-        """The mean alone, at no cost."""
-        return self._numbers[1][ROW[name]][self._head]
-
-    def max(self, name: str) -> float:
-        return self._numbers[4][ROW[name]][self._head]
-
-    def count(self, name: str) -> int:
-        return self._numbers[0][ROW[name]][self._head]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(NAMES)
-
-    def __len__(self) -> int:
-        return len(NAMES)
 
 
 class LayerReading:
@@ -134,31 +73,35 @@ class LayerReading:
         batch, _, queries = stats["entropy"].shape
         there = {**stats, **_derived(stats)}
         x = torch.stack([there[name] for name in NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
+        dead = x[ROW["visible_keys"]] == 0
+        partial = DERIVED  # statistics that some rows do not have: NaN there
+        if bool(dead.any()):
+            x, partial = x.masked_fill(dead, math.nan), slice(None)
         position = _position_bins(start, queries, batch, x.device)
         if rows is not None:
             kept = rows.flatten().nonzero().squeeze(-1)
             x, position = x[..., kept], position[kept]
         if x.shape[-1]:
-            self._sum(x)
-            self._count_bins(x)
+            self._sum(x, partial)
+            self._count_bins(x, partial)
             self._follow(x, position)
             self._compare(x[..., :: max(1, x.shape[-1] // COMPARED)])
 
-    def _sum(self, x: Tensor) -> None:
-        """Moments and extremes; the derived statistics over the rows that have them."""
+    def _sum(self, x: Tensor, partial: slice) -> None:
+        """Moments and extremes; those of `partial` over the rows that have them."""
         variance, mean = (part.double() for part in torch.var_mean(x, -1, correction=0))
         low, high = (part.double() for part in torch.aminmax(x, dim=-1))
         count = torch.full_like(mean, x.shape[-1])
-        part = x[DERIVED]
+        part = x[partial]
         some = ~part.isnan()
         number = some.sum(-1).double()
-        total = part.nan_to_num(0.0).sum(-1, dtype=torch.float64)
+        total = part.nan_to_num(0.0, math.inf, -math.inf).sum(-1, dtype=torch.float64)
         middle = total / number.clamp_min(1)
-        apart = (part - middle.to(x.dtype)[..., None]).nan_to_num_(0.0)
-        count[DERIVED], mean[DERIVED] = number, middle
-        variance[DERIVED] = apart.square().sum(-1, dtype=torch.float64) / number.clamp_min(1)
-        low[DERIVED] = part.nan_to_num(math.inf).amin(-1).double()
-        high[DERIVED] = part.nan_to_num(-math.inf).amax(-1).double()
+        apart = (part - middle.to(x.dtype)[..., None]).masked_fill_(~some, 0.0)
+        count[partial], mean[partial] = number, middle
+        variance[partial] = apart.square().sum(-1, dtype=torch.float64) / number.clamp_min(1)
+        low[partial] = part.masked_fill(~some, math.inf).amin(-1).double()
+        high[partial] = part.masked_fill(~some, -math.inf).amax(-1).double()
         self._moments(count, mean, variance * count)
         self._extremes(low, high)
 
@@ -174,13 +117,14 @@ class LayerReading:
         self.mean += gap * weight
         self.count.copy_(total)
 
-    def _count_bins(self, x: Tensor) -> None:
+    def _count_bins(self, x: Tensor, partial: slice) -> None:
         at = bins.place(x)
         flat = self.histogram.view(len(NAMES), -1)
         at += torch.arange(self.heads, device=x.device)[:, None] * BINS
         one = at.new_ones(())
-        for part in (slice(0, DERIVED.start), DERIVED, slice(DERIVED.stop, None)):
-            weight = one.expand_as(at[part]) if part is not DERIVED else (~x[part].isnan()).long()
+        first, last, _ = partial.indices(len(NAMES))
+        for part in (slice(0, first), slice(first, last), slice(last, None)):
+            weight = (~x[part].isnan()).long() if part.start == first else one.expand_as(at[part])
             flat[part].scatter_add_(1, at[part].flatten(1), weight.flatten(1))
 
     def _follow(self, x: Tensor, position: Tensor) -> None:
@@ -189,10 +133,11 @@ class LayerReading:
         self.curve.index_add_(-1, position, wanted.nan_to_num(0.0).double())
 
     def _compare(self, x: Tensor) -> None:
-        n, top, variance, ratio = (x[ROW[i]] for i in ("visible_keys", "max_weight", "logit_variance", "entropy_ratio"))
+        n, top, ratio = (x[ROW[name]] for name in ("visible_keys", "max_weight", "entropy_ratio"))
+        variance, distance = (torch.log1p(x[ROW[name]].clamp_min(0.0)) for name in ("logit_variance", "distance"))
         useful = n >= LEAST_KEYS  # [H, R]
         sharpness = torch.log((top * n).clamp_min(1e-30)) / torch.log(n.clamp_min(2.0))
-        f = torch.stack([ratio, sharpness, torch.log1p(variance.clamp_min(0.0))]).masked_fill(~useful, 0.0).double()
+        f = torch.stack([ratio, sharpness, variance, distance]).masked_fill(~useful, 0.0).double()
         self.products += f @ f.transpose(-1, -2)
         self.totals += f.sum(-1)
         self.compared += useful.sum(-1)
@@ -248,7 +193,7 @@ class LayerReading:
         apart = own[:, :, None] + own[:, None, :] - 2.0 * products
         varies = own - np.square(totals) / compared
         mean = (varies[:, :, None] + varies[:, None, :]) / 2.0
-        return (np.maximum(apart, 0.0) / np.maximum(mean, 1e-12 * compared)).max(0)  # every feature must agree
+        return (np.maximum(apart, 0.0) / np.maximum(mean, CONSTANT * compared)).max(0)  # every feature must agree
 
 
 def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from regard import normalizers
 from regard.health.call import Call
 from regard.health.intercept import Interception
+from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 
 
@@ -25,7 +27,8 @@ class using:
 
     Without `with` it stays until `.restore()`. Nothing of the model is changed: its weights, configuration and classes
     are as before, its calls are led elsewhere. Only what is given changes; a model's own soft cap, mask, sink and bias
-    stay. In a model that is not from transformers, do not recompute activations (checkpointing) under it.
+    stay, but for a learned sink under a normaliser that has no exponential denominator for it to join. A compiled model
+    runs as it was written, uncompiled.
 
     Args:
         model: any module that `regard.examine` can examine.
@@ -53,6 +56,7 @@ class using:
         if normalizer is not None:
             self.changes["normalizer"] = normalizers.get(normalizer).spec
         resolve_scale(scale, 1)
+        self._change = WhatIf("using", self.changes)
         self.calls = 0  # how many attention calls were led here
         self._interception: Interception | None = Interception(model, swap=self._swap, opens=True)
         self._interception.start()
@@ -66,14 +70,20 @@ class using:
     def __enter__(self) -> using:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
         self.restore()
+        if self.calls == 0 and kind is None:
+            warnings.warn(
+                "regard.using led no attention call: the model did not run, ran as it was compiled before, or computes "
+                "attention by hand (regard.examine says so)",
+                stacklevel=2,
+            )
 
     def _swap(self, call: Call) -> Call:
         if call.obstacle is not None:
             raise ValueError(f"regard.using cannot lead this call: {call.obstacle}")
         self.calls += 1
-        changed = replace(call.with_options(**self.changes), kind="using", sliceable=False)
+        changed = replace(self._change(call), kind="using", sliceable=False)
         return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0).run(), rows))
 
 

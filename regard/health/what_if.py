@@ -39,7 +39,7 @@ class WhatIf:
 
 def parse_all(wanted: str | Iterable[str]) -> list[WhatIf]:
     wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-    return [parse(one) for one in wanted]
+    return [parse(one) for one in dict.fromkeys(wanted)]  # the same twice is one
 
 
 def parse(text: str) -> WhatIf:

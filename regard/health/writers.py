@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +24,12 @@ def writer(log) -> Writer:
         return _jsonl(Path(log))
     if hasattr(log, "add_scalar"):
         return _tensorboard(log)
-    if callable(getattr(log, "log", None)):
+    if callable(getattr(log, "log", None)) and not isinstance(log, logging.Logger):
         return lambda rows: log.log(_named(rows), step=rows[0]["step"])
     if callable(log):
         return _function(log)
-    raise TypeError(f"log must have add_scalar or log, be a path or a function, got {type(log).__name__}")
+    wanted = "have add_scalar, or a log that takes a dict, or be a path or a function"
+    raise TypeError(f"log must {wanted}, got {type(log).__name__}")
 
 
 def _function(log: Callable[[dict], object]) -> Writer:

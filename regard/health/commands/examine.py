@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+
 from regard.health import files
 from regard.health.examination import examine
 from regard.health.loading import LoadError, load
@@ -45,6 +47,10 @@ def main(options) -> int:
             options.fail(f"{str(path)!r} must end in .html, .json or .png")
         if not path.parent.is_dir():
             options.fail(f"there is no folder {str(path.parent)!r}")
+        if path.is_dir():
+            options.fail(f"{str(path)!r} is a folder; name a file in it")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        options.fail(f"--device {options.device}: there is no CUDA device here")
     try:
         parse_all(options.what_if)
         subject = load(
@@ -59,18 +65,26 @@ def main(options) -> int:
         )
         with counting("examining", len(subject.batches)) as advance:
             report = examine(subject.model, subject.batches, options.what_if, title=subject.title, progress=advance)
-    except (LoadError, ValueError, TypeError, RuntimeError, IndexError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        print(f"regard examine: {said[0]}", file=sys.stderr)
+    except Exception as error:  # whatever a model, its folder or its function throws: one line, no traceback
+        said = str(error).strip().splitlines()
+        plain = isinstance(error, (LoadError, ValueError)) and said
+        told = said[0] if plain else f"{type(error).__name__}{f': {said[0]}' if said else ''}"
+        print(f"regard examine: {told}", file=sys.stderr)
         return 1
     report.show()
     for path in outputs:
-        print(f"{report.save(path)}")
+        if path.suffix == ".png" and not report.heads:
+            print(f"regard examine: no head was measured, so there is no {path}", file=sys.stderr)
+        else:
+            print(f"{report.save(path)}")
     if report.interrupted:
         print(
             f"regard examine: not finished: {report.interrupted}; what was measured is in the report", file=sys.stderr
         )
         return 130 if report.interrupted.startswith("KeyboardInterrupt") else 1
+    if not report.heads:
+        print("regard examine: nothing could be measured; the reasons are in the report", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -9,8 +9,9 @@ from typing import Any
 SEVERITIES = ("critical", "warning", "note")
 LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
 LEAST_KEYS = 4
-SHARP, STEADY = 0.9, 0.75  # mean largest weight, share of rows within half a token of the median distance
-CROWD = 1 / 8  # of a layer's heads
+SHARP, STEADY = 0.9, 0.75  # mean largest weight, share of rows within a band about the median distance
+BAND = 0.05  # of that distance, at least half a token: bins of distance are 4 % wide
+CROWD = 1 / 8  # of a layer's heads, at least two
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def looks_at_offset(head) -> bool:
         return False
     distance = head.statistics["distance"]
     middle = distance.quantile(0.5)
-    return distance.share_below(middle + 0.5) - distance.share_below(max(middle - 0.5, 0.0)) >= STEADY
+    band = max(0.5, BAND * middle)
+    return distance.share_below(middle + band) - distance.share_below(max(middle - band, 0.0)) >= STEADY
 
 
 def positional_heads(heads: Sequence) -> tuple[list, list]:
@@ -81,7 +83,7 @@ def positional_heads(heads: Sequence) -> tuple[list, list]:
     few: list = []
     for members in layers.values():
         found = [head for head in members if can_be_judged(head) and looks_at_offset(head)]
-        (crowd if len(found) >= len(members) * CROWD else few).extend(found)
+        (crowd if len(found) >= max(2, len(members) * CROWD) else few).extend(found)
     return crowd, few
 
 

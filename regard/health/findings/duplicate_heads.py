@@ -1,6 +1,6 @@
 """Duplicate heads: two heads of a layer with the same distribution on row after row.
 
-Rows are told by entropy ratio, sharpness and logit variance; heads are twins if on each of the three
+Rows are told by entropy ratio, sharpness, logit variance and distance; heads are twins if on each of the four
 
     Σ (f_g − f_h)² < 0.005 · mean of Σ (f − f̄)²  over the rows,
 
@@ -26,6 +26,7 @@ def find(heads):
         "warning",
         found,
         f"The same distribution row by row: {shown}.",
-        "squared difference < 0.005 of the rows' own variation, in entropy ratio, sharpness and logit variance",
+        "squared difference < 0.005 of the rows' own variation, in entropy ratio, sharpness, logit variance and "
+        "distance",
         "Remove one of each pair, or break the symmetry: check that heads were not initialised or tied alike.",
     )

@@ -21,16 +21,22 @@ def limit(dtype: str) -> float:
     return min(DIVERGED, 1.0 / torch.finfo(kind).eps) if isinstance(kind, torch.dtype) else DIVERGED
 
 
+def size(head) -> float:
+    """The largest |max_logit| of a row: a dtype is as coarse far below zero as above."""
+    return max(head.statistics.max("max_logit"), -head.statistics.min("max_logit"))
+
+
 def find(heads):
-    found = [(head, head.statistics.max("max_logit")) for head in heads]
+    found = [(head, size(head)) for head in heads]
     found = [(head, top) for head, top in found if top > CLIP]
     severity = "critical" if any(top > limit(head.dtype) for head, top in found) else "warning"
     return finding(
         KIND,
         severity,
         found,
-        "The largest logit reaches {range}.",
-        f"max_logit > {CLIP:g} (QK-clip, Kimi K2); critical beyond {DIVERGED:g} (arXiv 2309.14322) or 1/ε of the dtype",
+        "A row's largest logit reaches {range} in size.",
+        f"|max_logit| > {CLIP:g} (QK-clip, Kimi K2); critical beyond {DIVERGED:g} (arXiv 2309.14322) or 1/ε of the "
+        "dtype",
         "Bound q·k: QK-norm, a soft cap (try what_if=['softcap=50', 'qk_norm']), QK-clip, a z-loss on logsumexp, or a "
         "lower learning rate; keep scores in float32.",
     )

@@ -1,9 +1,10 @@
 """Scale off: the logit variance of a layer is far from 1, and its q and k norms times the scale say the same.
 
-With q and k of unit variance, q·k has variance d and the scale 1/√d makes it 1. Training moves it; what is held against
-a layer is the median over its heads of both the measured variance and the one that the norms alone predict,
-scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree, but a layer whose norms alone make
-variance 8 softens nothing, and one under 1/32 cannot choose. A healthy trained encoder (MiniLM) has 0.4 to 2.6.
+With q and k of unit variance, q·k has variance d and the scale 1/√d makes it 1. Training moves it; what is held
+against a layer is the median over its heads of both the measured variance and the one that the norms alone predict,
+scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree, but a layer whose norms alone
+make variance 8 softens nothing, and one under 1/32 cannot choose. One head alone is off from 64 on, in both. A
+healthy trained encoder (MiniLM) has 0.4 to 2.6.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from regard.health.findings._finding import can_be_judged, finding
 
 KIND = "scale off"
 HIGH, LOW = 8.0, 1.0 / 32.0
+ALONE = 64.0  # a single head, where its layer is in order
 
 
 def find(heads):
@@ -30,9 +32,11 @@ def find(heads):
             high += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
+        else:
+            high += [(head, number) for head, number in numbers if min(number, head.predicted_variance) > ALONE]
     threshold = (
         "median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, "
-        f"both > {HIGH:g} or < 1/32 (theory: 1)"
+        f"both > {HIGH:g} or < 1/32, or of one head > {ALONE:g} (theory: 1)"
     )
     told = "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: "
     return [

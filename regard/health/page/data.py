@@ -7,8 +7,7 @@ import math
 import torch
 
 from regard.health import bins
-from regard.health.bins import BINS
-from regard.health.readings import ROW
+from regard.health.bins import BINS, ROW
 
 MEANING = dict(
     entropy_ratio="Entropy over ln(visible keys): 1 is uniform, 0 is one key.",

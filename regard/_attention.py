@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from regard import _ops, normalizers, reference, statistics
+from regard import _dtensor, _ops, normalizers, reference, statistics
 from regard._normalize import check_flag, transformed
 from regard.problem import Problem
 from regard.scores import resolve_scale
@@ -83,6 +83,11 @@ def attention(
         return_stats: True for all statistics, or names; the result is then (out, stats).
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
     """
+    if any(map(_dtensor.is_dtensor, (q, k, v))):
+        options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,
+                       enable_gqa=enable_gqa, normalizer=normalizer, temperature=temperature, softcap=softcap,
+                       sink=sink, key_lengths=key_lengths, return_stats=return_stats, backend=backend)  # fmt: skip
+        return _dtensor.attention(attention, q, k, v, options)
     call = _Call.of(
         q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
         key_lengths, return_stats, backend,
@@ -155,6 +160,8 @@ class _Call:
         if choice.name == "entmax" and choice.theta == 1.0:
             choice = normalizers.get("softmax")
         _check_tensors(q, k, v)
+        rank = max(q.ndim, k.ndim, v.ndim)
+        q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
         q, k, v, attn_mask = _autocast(q, k, v, attn_mask)
         if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
@@ -166,6 +173,8 @@ class _Call:
         is_causal, enable_gqa = check_flag(is_causal, "is_causal"), check_flag(enable_gqa, "enable_gqa")
         if is_causal and attn_mask is not None:
             raise ValueError("attn_mask and is_causal=True cannot go together; fold the causal order into attn_mask")
+        if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
+            k, v = _to_query_heads(k, "k", q), _to_query_heads(v, "v", q)
         lead, batch, heads, kv_heads = _leading(q, k, v, enable_gqa, key_lengths, sink)
         queries, keys = q.shape[-2], k.shape[-2]
         q = q.expand(*lead, *q.shape[-2:]).reshape(batch, heads, *q.shape[-2:])
@@ -227,8 +236,6 @@ def _check_tensors(q, k, v) -> None:
             )
         if x.ndim < 2:
             raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
-        if x.ndim != q.ndim:
-            raise ValueError(f"q, k and v must have the same number of dims, got {q.ndim} and {x.ndim} for {name}")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
         if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
@@ -258,7 +265,9 @@ def _leading(q, k, v, enable_gqa, key_lengths, sink):
         return (), 1, 1, 1
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if v.shape[-3] != kv_heads:
-        raise ValueError(f"k and v must have the same number of heads, got {kv_heads} and {v.shape[-3]}")
+        if 1 not in (kv_heads, v.shape[-3]):
+            raise ValueError(f"k and v must have the same number of heads, got {kv_heads} and {v.shape[-3]}")
+        kv_heads = kv_heads * v.shape[-3]
     if enable_gqa:
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"the heads of q ({heads}) must be a multiple of those of k and v ({kv_heads})")
@@ -278,6 +287,14 @@ def _leading(q, k, v, enable_gqa, key_lengths, sink):
     if q.ndim == 3 and key_lengths is not None and sink is None and not enable_gqa:
         return lead, heads, 1, 1  # (N, L, D): torch's N is a batch, which key_lengths counts
     return lead, math.prod(outer), heads, kv_heads
+
+
+def _to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
+    """Each head as often as it has queries: for keys and values that are grouped differently."""
+    heads, own = q.shape[-3], x.shape[-3]
+    if own == 0 or heads % own:
+        raise ValueError(f"the heads of q ({heads}) must be a multiple of those of {name} ({own})")
+    return x.repeat_interleave(heads // own, -3)
 
 
 def _scaled(q: Tensor, scale: Tensor, heads: int) -> Tensor:

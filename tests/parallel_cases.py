@@ -25,9 +25,7 @@ OPTIONS = [
 ]
 
 
-def draw(
-    seed: int, world: int, *, queries=None, mask=None, temperature=False, sink=False, sharp=2.0, dtype=torch.float32
-):
+def draw(seed: int, *, queries=None, mask=None, temperature=False, sink=False, sharp=2.0, dtype=torch.float32):
     """The whole call: (leaves, do); lengths are no multiple of anything."""
     g = torch.Generator().manual_seed(seed)
     b, h, groups, m, n, d, e = 2, 4, 2, queries or 19 + seed % 3, 23 + seed % 4, 8, 5
@@ -237,3 +235,94 @@ def dies(rank: int, world: int, who: int, how: str, calls: int) -> tuple[float, 
     except parallel.RankError as error:
         return time.monotonic() - start, error.rank, error.step, str(error)
     raise AssertionError("nothing was noticed")
+
+
+def examined(rank: int, world: int) -> None:
+    """A corpus shared by the ranks gives the report of one process, to the bit."""
+    from parallel_subject import subject
+
+    alone, shared = (regard.examine(*subject(), what_if=["temperature=2"], group=group) for group in (None, True))
+    one, many = alone.to_json(), shared.to_json()
+    for told in (one, many):
+        told.pop("how")
+    assert one == many and len(shared.heads) == 8
+
+
+def head_sharded(rank: int, world: int) -> None:
+    """DTensors sharded over heads pass through regard.attention unchanged; so does a tensor-parallel model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 4 * world, 7, 8, generator=g) for _ in range(3))
+    sink, heat = torch.randn(4 * world, generator=g), torch.rand(1, 4 * world, 7, 1, generator=g) + 0.5
+    q.requires_grad_()
+    placed = [distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v)]
+    told = dict(is_causal=True, sink=sink, temperature=heat, return_stats=True, backend="reference")
+    out, stats = regard.attention(*placed, **told)
+    truth, known = regard.attention(q, k, v, **told)
+    assert tuple(out.placements) == (Shard(1),) and out.to_local().shape[1] == 4
+    assert torch.allclose(out.full_tensor(), truth, atol=1e-6)
+    assert torch.allclose(stats.entropy.full_tensor(), known.entropy, atol=1e-6)
+    (ours,) = torch.autograd.grad(out.full_tensor().square().sum(), q)
+    (want,) = torch.autograd.grad(truth.square().sum(), q)
+    assert torch.allclose(ours, want, atol=1e-5)
+    with pytest.raises(ValueError, match="goes to regard.parallel.attention"):
+        regard.attention(*(distribute_tensor(x.detach(), mesh, [Shard(2)]) for x in (q, k, v)))
+
+    torch.manual_seed(0)
+    model = Heads(16, 2 * world)
+    x = torch.randn(2, 5, 16, generator=g)
+    whole = model(x)
+    plan = {name: ColwiseParallel() for name in ("q", "k", "v")} | {"o": RowwiseParallel()}
+    assert torch.allclose(parallelize_module(model, mesh, plan)(x), whole, atol=1e-5)
+
+
+class Heads(torch.nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.size = 8
+        for name in ("q", "k", "v"):
+            setattr(self, name, torch.nn.Linear(width, heads * self.size, bias=False))
+        self.o = torch.nn.Linear(heads * self.size, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for name in "qkv")
+        out = regard.attention(q, k, v, is_causal=True, normalizer="entmax15", backend="reference")
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+def in_a_model(rank: int, world: int) -> None:
+    """Models of transformers, whole inputs in and whole outputs out, every rank on its piece."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+    mesh = init_device_mesh("cpu", (world,))
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=50)
+    ids = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **small)).eval()
+    bert = BertModel(BertConfig(max_position_embeddings=64, **small), add_pooling_layer=False).eval()
+    shown = torch.arange(13) < torch.tensor([[9], [13]])
+    for model, given in ((llama, {}), (bert, {}), (bert, dict(attention_mask=shown.long()))):
+        whole = model(input_ids=ids, **given)[0]
+        with regard.using(model, context_parallel=mesh) as used:
+            ours = model(input_ids=ids, **given)[0]
+        assert used.calls == 2
+        rows = shown if given else torch.ones_like(shown)
+        assert torch.allclose(ours[rows], whole[rows], atol=1e-5), type(model).__name__
+        with regard.using(model, normalizer="entmax15"):
+            whole = model(input_ids=ids)[0]
+        with regard.using(model, normalizer="entmax15", context_parallel=mesh):
+            assert torch.allclose(model(input_ids=ids)[0], whole, atol=1e-5)
+    with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels stay outside"):
+        llama(input_ids=ids, labels=ids)
+    learned = list(llama.parameters())
+    want = torch.autograd.grad(llama(input_ids=ids).logits.square().mean(), learned)
+    with regard.using(llama, context_parallel=mesh):
+        ours = torch.autograd.grad(llama(input_ids=ids).logits.square().mean(), learned)
+    for x, y in zip(ours, want, strict=True):
+        dist.all_reduce(x)  # each rank's positions' share, as in data parallel training
+        assert torch.allclose(x, y, atol=1e-5)

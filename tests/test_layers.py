@@ -16,7 +16,7 @@ LAYERS = [
     ["regard.reference"],
     ["regard.cpu", "regard.kernels"],
     ["regard._ops"],
-    ["regard._normalize", "regard._attention", "regard._jacobian", "regard.gumbel", "regard.online"],
+    ["regard._dtensor", "regard._normalize", "regard._attention", "regard._jacobian", "regard.gumbel", "regard.online"],
     ["regard"],  # __init__: the public names
     ["regard.nn", "regard.parallel", "regard.health", "regard.listing", "regard.bench"],
     ["regard._qk_clip"],

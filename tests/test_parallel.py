@@ -1,7 +1,7 @@
 """Context parallel on 2, 3 and 4 gloo processes: pieces give what the whole gives; a lost rank is named."""
 
 import pytest
-from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits
+from parallel_cases import bytes_sent, dies, every_case, examined, head_sharded, in_a_model, odd_pieces, same_bits
 from parallel_crew import Crew
 
 from regard.parallel.layout import given_spans, spans
@@ -15,6 +15,10 @@ def test_pieces_give_the_whole(world):
         crew(bytes_sent)
         bits = crew(same_bits)
         assert all(other == bits[0] for other in bits)
+        crew(examined)
+        crew(head_sharded)
+        if world == 2:
+            crew(in_a_model)
 
 
 @pytest.mark.parametrize(("how", "what"), [("killed", "died"), ("stalled", "stalled")])

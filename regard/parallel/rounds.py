@@ -1,0 +1,220 @@
+"""A corpus examined by many ranks: batch n runs on rank n mod W, and after every W batches rank 0 merges the readings.
+
+Readings are merged batch by batch in the order of the corpus, whichever rank measured them: any number of ranks gives
+the same bits. After a round the merged readings may be written down (`snapshot`), and an examination that was broken
+off goes on after the last batch in it, on as many ranks as there are then.
+
+    rank 0 holds     the merged layers, the number of batches in them
+    the others       nothing beyond their own round
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from regard.health.measure import Layer, Recorder
+from regard.health.readings import LayerReading
+from regard.parallel.faults import RankError
+from regard.parallel.line import Line
+
+SECONDS = 5.0  # between two snapshots
+
+
+class RoundError(RuntimeError):
+    """A batch failed on one of the ranks: told to all of them."""
+
+
+class Rounds:
+    """What `regard.examine(group=…, snapshot=…)` does between batches."""
+
+    def __init__(self, recorder: Recorder, group, snapshot: str | os.PathLike | None, what: dict):
+        self.recorder = recorder
+        self.line = Line.of(None if group is True else group) if group is not None else None
+        self.rank, self.world = (0, 1) if self.line is None else (self.line.rank, self.line.world)
+        self.path = None if snapshot is None else Path(snapshot)
+        self.what = what
+        self.merged: dict[tuple[str, int], Layer] = {}
+        self.done, self.written = 0, 0.0
+        self._resume()
+        self.start = self.done
+
+    def mine(self, number: int) -> bool:
+        return number >= self.start and (number - self.start) % self.world == self.rank
+
+    def after(self, number: int) -> None:
+        """Every rank calls this after each batch, its own or not; the last of a round is where they meet."""
+        if number >= self.start and (number + 1 - self.start) % self.world == 0:
+            self.meet(number)
+
+    def failed(self, number: int, error: BaseException) -> tuple[RuntimeError, int]:
+        """What ends the examination on every rank: (the error, how many batches are in the merged readings).
+
+        A lost rank, or Ctrl-C, is raised at once: the others cannot be met any more.
+        """
+        if isinstance(error, RankError) or not isinstance(error, Exception):
+            raise error
+        if not isinstance(error, RoundError):
+            try:
+                self.meet(number, error)
+            except RoundError as told:
+                error = told
+        return error, self.done
+
+    def meet(self, number: int, failure: Exception | None = None, last: bool = False) -> None:
+        """Everybody's batch of this round to rank 0. What failed on any rank is raised on all."""
+        told = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
+        told["layers"] = [_told(layer) for layer in self.recorder.layers.values()]
+        for layer in self.recorder.layers.values():  # the next round's readings are its own
+            layer.reading, layer.error = None, 0.0
+            layer.what_if.clear()
+        everyone = self._gathered(told, number)
+        errors = [(rank, x["error"]) for rank, x in enumerate(everyone) if x["error"] is not None]
+        first = errors[0][0] if errors else self.world
+        for rank, x in enumerate(everyone):
+            if rank < first:
+                for layer in x["layers"]:
+                    _absorb(self.merged, layer)
+        round_ = self.done
+        self.done += min(first, self.world)
+        if errors:
+            self.done = round_ + first
+            raise RoundError(f"rank {first}, batch {round_ + first}: {errors[0][1]}")
+        if last:
+            self.done = number + 1
+        self._write()
+
+    def finish(self, count: int) -> list[Layer]:
+        """After the last batch: the round that was not full, then the same merged layers on every rank."""
+        if self.done < count:
+            self.meet(count - 1, last=True)
+        layers = self.layers()
+        if self.path is not None and self.rank == 0:
+            self.path.unlink(missing_ok=True)  # whole: nothing to resume
+        return layers
+
+    def layers(self) -> list[Layer]:
+        """What is merged so far, the same on every rank."""
+        merged: dict[tuple[str, int], Layer] = {}
+        for layer in self._shared([_told(layer) for layer in self.merged.values()]):
+            _absorb(merged, layer)
+        return list(merged.values())
+
+    def _gathered(self, told: dict, number: int) -> list[dict]:
+        """What every rank told, at rank 0 whole; elsewhere only the errors."""
+        if self.line is None or self.world == 1:
+            return [told]
+        step = "examine batch"
+        packed = _packed(told)
+        sizes = self.line.all_gather_numbers([packed.numel(), told["error"] is not None], f"{step} {number}")
+        found = []
+        for rank, (size, _) in enumerate(sizes):
+            if rank == self.rank:
+                found.append(told)
+                if rank:
+                    self.line.swap(packed, None, 0, 0, step, number).wait()
+            elif self.rank == 0:
+                room = torch.empty(size, dtype=torch.uint8)
+                found.append(_unpacked(self.line.swap(None, room, rank, rank, step, number).wait()))
+            else:
+                found.append({"error": None, "layers": []})
+        failed = [rank for rank, (_, wrong) in enumerate(sizes) if wrong]
+        if failed:
+            texts = self._shared([x["error"] for x in found])
+            for x, text in zip(found, texts, strict=True):
+                x["error"] = text
+        return found
+
+    def _shared(self, x):
+        """Rank 0's x on every rank."""
+        if self.line is None or self.world == 1:
+            return x
+        packed = _packed(x)
+        ((size, *_), *_) = self.line.all_gather_numbers([packed.numel()], "examine end")
+        packed = packed if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        return _unpacked(self.line.broadcast(packed, 0, "examine end"))
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        if self.path is None or self.rank != 0 or (self.written and now - self.written < SECONDS):
+            return
+        self.written = now
+        content = {"what": self.what, "done": self.done, "layers": [_told(layer) for layer in self.merged.values()]}
+        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        torch.save(content, beside)
+        os.replace(beside, self.path)
+
+    def _resume(self) -> None:
+        """Rank 0 reads the snapshot, if there is one, and tells the others how far it goes."""
+        content = None
+        if self.path is not None and self.rank == 0 and self.path.is_file():
+            content = torch.load(self.path, weights_only=True)
+            if content["what"] != self.what:
+                named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
+                raise ValueError(f"snapshot {str(self.path)!r} is of another examination ({named} differ); remove it")
+            for layer in content["layers"]:
+                _absorb(self.merged, layer)
+        self.done = 0 if content is None else content["done"]
+        if self.line is not None and self.path is not None:
+            self.done = self.line.all_gather_numbers([self.done], "examine start")[0][0]
+
+
+def _told(layer: Layer) -> dict:
+    """A layer as plain numbers and tensors."""
+    told = {field.name: getattr(layer, field.name) for field in fields(Layer)}
+    told["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
+    told["reading"] = None if layer.reading is None else _numbers(layer.reading)
+    told["what_if"] = {name: _numbers(reading) for name, reading in layer.what_if.items()}
+    told["refused"] = dict(layer.refused)
+    return told
+
+
+def _numbers(reading: LayerReading) -> dict:
+    reading = reading.cpu()
+    return dict(heads=reading.heads, flat=reading.flat, histogram=reading.histogram)
+
+
+def _reading(told: dict) -> LayerReading:
+    reading = LayerReading(told["heads"])
+    reading.flat.copy_(told["flat"])
+    reading.histogram.copy_(told["histogram"])
+    return reading
+
+
+def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
+    """One batch's layer joins the merged ones, as `Layer.absorb` does on one process."""
+    key = told["name"], told["use"]
+    if key not in merged:
+        merged[key] = Layer(told["name"], len(merged), told["use"])
+    layer = merged[key]
+    layer.refused.update(told["refused"])
+    if layer.reason is not None:
+        return
+    if told["reason"] is not None:
+        layer.give_up(told["reason"])
+        return
+    layer.heads, layer.kind = told["heads"] or layer.heads, told["kind"] or layer.kind
+    layer.dtype = layer.dtype if told["dtype"] is None else getattr(torch, told["dtype"])
+    if told["reading"] is not None:
+        reading = _reading(told["reading"])
+        layer.reading = reading if layer.reading is None else layer.reading.merge(reading)
+    for name, numbers in told["what_if"].items():
+        reading = _reading(numbers)
+        layer.what_if[name] = layer.what_if[name].merge(reading) if name in layer.what_if else reading
+    layer.error, layer.sampled = max(layer.error, told["error"]), layer.sampled or told["sampled"]
+
+
+def _packed(x) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor):
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)

@@ -9,6 +9,7 @@ from regard.cpu._rows_parts import CHUNK, INF, fill, nothing_or_nan
 
 SHIFTS = {"max": 0, "max0": 1, "none": 2}
 GRID = 1.5 * 2**12  # v ≤ 1 rounded to 2⁻¹¹ sums exactly over a chunk, and what is left over is small
+LEAST = 1e-38  # so small a sum has no inverse in float32; it is met where nothing is shifted (relu)
 HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
 
 
@@ -54,6 +55,10 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
             total += np.float64(coarse) + np.float64(fine)
         state[0, i] = m
         state[1, i] = total
+        if tile.shift == 2 and total < LEAST and total > 0:  # 1/Z overflows
+            for j in range(n):
+                p[i, j] = tile.narrow(real(np.float64(u[j]) / total))
+            continue
         inverse = np.float64(1) / total if total > 0 else np.float64(0)
         high = real(inverse)
         tile.scale(p[i], u, high, real(inverse - high))

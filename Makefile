@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu bench lint format figures docs clean
+.PHONY: help setup demo test fuzz test-gpu bench lint format figures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ demo: $(READY)  ## look into two small Transformers, one of them ill
 
 test: $(READY)  ## every test a machine without a GPU can run
 	$(BIN)/python -m pytest --quiet --numprocesses 2
+
+fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
+	REGARD_FUZZ=$(or $(CASES),100000) $(BIN)/python -m pytest --quiet --override-ini addopts= --numprocesses 2 tests/test_fuzz_rows.py tests/test_fuzz_attention.py tests/test_fuzz_nonsense.py
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= -W default tests/gpu

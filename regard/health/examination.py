@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from regard.health.measure import Layer, Recorder
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.what_if import parse_all
 
+Modules = list[tuple[str, nn.Module]]
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # how tables of learned positions are called
 
 
@@ -28,6 +30,8 @@ def examine(
     title: str | None = None,
     progress: Callable[[int], None] | None = None,
     backend: str | None = None,
+    group=None,
+    snapshot: str | os.PathLike | None = None,
 ) -> Report:
     """Every attention head of `model` over `batches`: readings, findings and, per what-if, what they would be.
 
@@ -49,45 +53,65 @@ def examine(
         title: what to call the model in the report; None takes its own name.
         progress: called with the number of batches done.
         backend: as in `regard.attention`.
+        group: ranks of `torch.distributed` that share the batches, True for all of them: every rank passes the same
+            batches, runs its own, and gets the same report as one process would.
+        snapshot: a file that the merged readings are written to now and then; if it is there, the examination goes on
+            after the last batch in it. It is removed at the end.
 
     A batch that fails, or Ctrl-C, ends the examination: if anything was measured before, the report covers that and
     `report.interrupted` says why it is not all.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
     changes = parse_all(what_if)
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
     model = getattr(model, "_orig_mod", model)  # a compiled model is examined as it was written
     recorder = Recorder(changes, backend)
-    training = {module: module.training for module in model.modules()}
+    rounds = None
+    if group is not None or snapshot is not None:
+        from regard.parallel.rounds import Rounds
+
+        what = dict(model=_title(model), what_if=[change.name for change in changes])
+        rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
+    modules = interception.modules
+    if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None):
+        raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
+    training = [module for _, module in modules if module.training]
     opened = model.register_forward_pre_hook(lambda *_: recorder.begin(), prepend=True)
-    started, done, failure = time.perf_counter(), 0, None
+    started, done, size, failure = time.perf_counter(), 0, 0, None
     try:
-        model.eval()
+        for module in training:
+            module.training = False
         with interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
-                recorder.begin()  # a function may run a part of the model, whose hook is not called
-                _run(model, batch, done)
-                while recorder.settle():
-                    recorder.begin()
-                    _run(model, batch, done)
+                if rounds is None or rounds.mine(done):
+                    recorder.begin()  # a function may run a part of the model, whose hook is not called
+                    _run(model, modules, batch, done)
+                    size = size or _size(modules)  # while a GPU is at work
+                    while recorder.settle():
+                        recorder.begin()
+                        _run(model, modules, batch, done)
                 done += 1
+                if rounds is not None:
+                    rounds.after(done - 1)
                 if progress is not None:
                     progress(done)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
         recorder.settle()
+        if rounds is not None:
+            failure, done = rounds.failed(done, error)
     finally:
         opened.remove()
         forget_masks()
-        for module, was in training.items():
-            module.training = was
+        for module in training:
+            module.training = True
     layers = list(recorder.layers.values())
+    if rounds is not None:
+        layers = rounds.finish(done) if failure is None else rounds.layers()
     if failure is not None and not any(layer.reading for layer in layers):
         raise failure
     if not done and failure is None:
@@ -95,22 +119,26 @@ def examine(
     if not layers:
         raise ValueError(
             f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
-            f"torch.nn.MultiheadAttention, regard.attention or a transformers attention function{_by_hand(model)}"
+            f"torch.nn.MultiheadAttention, regard.attention or a transformers attention function{_by_hand(modules)}"
         )
-    return _report(model, layers, changes, done, failure, time.perf_counter() - started, title)
+    return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)
 
 
 def positions(model: nn.Module) -> int:
     """How many positions the model has a learned embedding for; a very large number if it has none."""
+    return room_in(list(model.named_modules()))
+
+
+def room_in(modules: Modules) -> int:
     tables = []
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS:
             first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             tables.append(module.num_embeddings - first)
     return min(tables, default=2**31)
 
 
-def _run(model: nn.Module, batch: Any, number: int) -> None:
+def _run(model: nn.Module, modules: Modules, batch: Any, number: int) -> None:
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         batch(model)
         return
@@ -120,7 +148,7 @@ def _run(model: nn.Module, batch: Any, number: int) -> None:
         return x.to(device) if isinstance(x, Tensor) else x
 
     if isinstance(batch, Mapping):
-        ids, room = batch.get("input_ids"), positions(model)
+        ids, room = batch.get("input_ids"), room_in(modules)
         if isinstance(ids, Tensor) and ids.shape[-1] > room:
             raise ValueError(
                 f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; cut it"
@@ -132,7 +160,9 @@ def _run(model: nn.Module, batch: Any, number: int) -> None:
         model(moved(batch))
 
 
-def _report(model, layers: list[Layer], changes, done: int, failure, seconds: float, title: str | None) -> Report:
+def _report(
+    model, modules: Modules, size: int, layers: list[Layer], changes, done: int, failure, seconds: float, title
+) -> Report:
     heads = heads_of(layers)
     what_if = {}
     for change in changes:
@@ -140,7 +170,7 @@ def _report(model, layers: list[Layer], changes, done: int, failure, seconds: fl
         refused = [(layer.name, layer.refused[change.name]) for layer in layers if change.name in layer.refused]
         what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
-    unmeasured += [(name, "no attention call was seen in it") for name in _silent(model, layers)]
+    unmeasured += [(name, "no attention call was seen in it") for name in _silent(modules, layers)]
     interrupted = None
     if failure is not None:
         said = str(failure).strip().splitlines()
@@ -151,15 +181,15 @@ def _report(model, layers: list[Layer], changes, done: int, failure, seconds: fl
         findings=findings.find_all(heads, layers),
         unmeasured=unmeasured,
         what_if=what_if,
-        how=how_measured(model, layers, done, seconds),
+        how=how_measured(model, size, layers, done, seconds),
         interrupted=interrupted,
     )
 
 
-def _silent(model: nn.Module, layers: list[Layer]) -> list[str]:
+def _silent(modules: Modules, layers: list[Layer]) -> list[str]:
     """Modules that are attention by name, in which nothing was caught."""
     seen = {layer.name for layer in layers}
-    names = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Attention", "Attn"))]
+    names = [name for name, module in modules if type(module).__name__.endswith(("Attention", "Attn"))]
 
     def related(name: str) -> bool:
         return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
@@ -168,9 +198,16 @@ def _silent(model: nn.Module, layers: list[Layer]) -> list[str]:
     return [name for name in silent if not any(other.startswith(f"{name}.") for other in silent)]
 
 
-def _by_hand(model: nn.Module) -> str:
-    names = _silent(model, [])
+def _by_hand(modules: Modules) -> str:
+    names = _silent(modules, [])
     return f"; by name {names[0]!r} is attention, but computes it by hand" if names else ""
+
+
+def _size(modules: Modules) -> int:
+    """How many parameters; shared ones once."""
+    return sum(
+        {id(p): p.numel() for _, module in modules for p in module._parameters.values() if p is not None}.values()
+    )
 
 
 def _title(model: nn.Module) -> str:

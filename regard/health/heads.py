@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from regard.health.bins import ROW
 from regard.health.measure import Layer
 from regard.health.readings import LayerReading, fetched
 from regard.health.spreads import Spreads
 
+LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
+LEAST_KEYS = 4
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 
 
@@ -26,6 +29,7 @@ class HeadReading:
     reading: LayerReading = field(repr=False)  # of the whole layer
     predicted_variance: float = math.nan  # of the logits, from the norms of q and k
     dtype: str = ""
+    can_be_judged: bool = True  # enough rows with enough keys that the shape of the distribution says something
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
 
     @property
@@ -61,11 +65,10 @@ def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[HeadReading]:
         np.fill_diagonal(alike, False)
         twins = {head: tuple(np.flatnonzero(alike[head]).tolist()) for head in np.flatnonzero(alike.any(1)).tolist()}
         predicted, dtype = reading.predicted_variances(), str(layer.dtype).removeprefix("torch.")
+        rows, keys = reading.numbers("count")[ROW["visible_keys"]], reading.numbers("mean")[ROW["visible_keys"]]
+        judged = ((rows >= LEAST_ROWS) & (keys >= LEAST_KEYS)).tolist()
         for head, spreads in enumerate(reading.spreads()):
             if spreads.count("entropy"):
-                found.append(
-                    HeadReading(
-                        layer.name, layer.index, head, spreads, reading, predicted[head], dtype, twins.get(head, ())
-                    )
-                )
+                told = predicted[head], dtype, judged[head], twins.get(head, ())
+                found.append(HeadReading(layer.name, layer.index, head, spreads, reading, *told))
     return found

@@ -45,7 +45,8 @@ class Interception:
         self, model: nn.Module, *, swap: Callable | None = None, observe: Callable | None = None, opens: bool = False
     ) -> None:
         self.model, self.swap, self.observe, self.opens = model, swap, observe, opens
-        self.names = {id(module): name for name, module in getattr(model, "_orig_mod", model).named_modules()}
+        self.modules = list(getattr(model, "_orig_mod", model).named_modules())
+        self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
         self._hooks: list = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()

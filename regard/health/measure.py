@@ -128,17 +128,19 @@ class Recorder:
         sampled = long and call is whole and not call.dropout and not call.q.requires_grad
         output = None if sampled else otherwise()
         with torch.no_grad():
-            at = sample(call.q) if sampled else None
-            part = rebuilt if at is None else rebuilt.index_select(2, at)
-            apart = None if sampled else difference(whole.own(None) if call.dropout else output, part, rows)
-            with self._aside(call.q.device, call, part, apart, stats, rows, at):  # not what the model may write to
-                if apart is None:
-                    apart = difference(call.own(at), part, None if rows is None else rows[:, at])
-                sight = self._sight(key, call)
+            sight = self._sight(key, call)
+            sight.sampled |= sampled
+            self._record(layer, sight, call, stats, rows)
+            if not sampled:
+                own = whole.own(None) if call.dropout else output
+                sight.apart = torch.maximum(sight.apart, difference(own, rebuilt, rows))
+                return output
+            at = sample(call.q)
+            part = rebuilt.index_select(2, at)  # the model may write to the whole
+            with self._aside(call.q.device, call, part, rows):
+                apart = difference(call.own(at), part, None if rows is None else rows[:, at])
                 sight.apart = torch.maximum(sight.apart, apart)
-                sight.sampled |= sampled
-                self._record(layer, sight, call, stats, rows)
-        return rebuilt.to(call.q.dtype) if output is None else output
+        return rebuilt.to(call.q.dtype)
 
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
         if key not in self._batch:

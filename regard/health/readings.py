@@ -41,18 +41,41 @@ LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 class LayerReading:
     """The sums of one layer, [S, H] and [S, H, 512] on the device of its batches."""
 
+    count: Tensor  # the parts of `flat`, as `_shapes` has them
+    mean: Tensor
+    square: Tensor
+    low: Tensor
+    high: Tensor
+    curve: Tensor
+    curve_count: Tensor
+    products: Tensor
+    totals: Tensor
+    compared: Tensor
+    predicted: Tensor
+    calls: Tensor
+
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads
-        self._lay_out(_empty(heads, torch.device(device)).clone())
+        self.flat = _empty(heads, torch.device(device)).clone()  # every sum but the histogram: it travels at once
         self.histogram = torch.zeros((len(NAMES), heads, BINS), dtype=torch.int64, device=device)
 
-    def _lay_out(self, flat: Tensor) -> None:
-        """Name the parts of the one tensor that holds every sum but the histogram, so that it travels at once."""
-        self.flat, start = flat, 0
-        for name, shape in _shapes(self.heads).items():
-            size = math.prod(shape)
-            setattr(self, name, flat[start : start + size].view(shape))
-            start += size
+    def __getattr__(self, name: str) -> Tensor:
+        """A part of `flat` by its name, made when first asked for."""
+        places = _places(self.__dict__["heads"]) if "heads" in self.__dict__ else {}
+        if name not in places:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        start, end, shape = places[name]
+        part = self.flat[start:end].view(shape)
+        setattr(self, name, part)
+        return part
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The same of a reading on the CPU, as numpy has it."""
+        start, end, shape = _places(self.heads)[name]
+        return self.flat.numpy()[start:end].reshape(shape)
+
+    def __getstate__(self) -> dict:
+        return dict(heads=self.heads, flat=self.flat, histogram=self.histogram)
 
     def update(
         self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
@@ -163,7 +186,7 @@ class LayerReading:
 
     def spreads(self) -> list[Spreads]:
         """Per head, every statistic's spread; of a reading on the CPU."""
-        count, mean, square, low, high = (x.numpy() for x in (self.count, self.mean, self.square, self.low, self.high))
+        count, mean, square, low, high = map(self.numbers, ("count", "mean", "square", "low", "high"))
         std = np.sqrt(square / np.maximum(count, 1.0))
         columns = [np.where(count == 0, math.nan, x).tolist() for x in (mean, std, low, high)]
         numbers = [count.astype(int).tolist(), *columns]
@@ -183,12 +206,13 @@ class LayerReading:
 
     def predicted_variances(self) -> list[float]:
         """Per head the logit variance that the norms predict, if directions know nothing of one another."""
-        calls = self.calls.item()
-        return [total / calls if calls else math.nan for total in self.predicted.tolist()]
+        calls = self.numbers("calls").item()
+        return [total / calls if calls else math.nan for total in self.numbers("predicted").tolist()]
 
     def likeness(self) -> np.ndarray:
         """[H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
-        products, totals, compared = self.products.numpy(), self.totals.numpy(), self.compared.clamp_min(1.0).numpy()
+        products, totals, compared = map(self.numbers, ("products", "totals", "compared"))
+        compared = np.maximum(compared, 1.0)
         own = products.diagonal(axis1=-2, axis2=-1)  # [F, H]
         apart = own[:, :, None] + own[:, None, :] - 2.0 * products
         varies = own - np.square(totals) / compared
@@ -198,21 +222,27 @@ class LayerReading:
 
 def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:
     """The readings on the CPU, with one wait for each device they are on."""
-    parts = [(reading, _landing(reading.flat), _landing(reading.histogram)) for reading in readings]
-    for device in {reading.flat.device for reading in readings if reading.flat.is_cuda}:
+    together: dict[tuple, list[int]] = {}
+    for at, reading in enumerate(readings):
+        together.setdefault((reading.heads, reading.flat.device), []).append(at)
+    landed = {}
+    for (heads, device), places in together.items():
+        if device.type == "cuda":
+            stacks = (torch.stack([getattr(readings[at], name) for at in places]) for name in ("flat", "histogram"))
+            landed[heads, device] = [_landing(stack) for stack in stacks]
+    for device in {device for _, device in landed}:
         torch.cuda.current_stream(device).synchronize()
-    moved = []
-    for reading, flat, histogram in parts:
-        there = object.__new__(LayerReading)
-        there.heads, there.histogram = reading.heads, histogram
-        there._lay_out(flat)
-        moved.append(there)
+    moved = list(readings)
+    for (heads, device), (flats, histograms) in landed.items():
+        for at, flat, histogram in zip(together[heads, device], flats, histograms, strict=True):
+            moved[at] = object.__new__(LayerReading)
+            moved[at].__dict__.update(heads=heads, flat=flat, histogram=histogram)
     return moved
 
 
 def _landing(x: Tensor) -> Tensor:
-    """A tensor on the CPU that x is on its way to; x itself if it is there."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) if x.is_cuda else x
+    """A tensor on the CPU that x is on its way to."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
@@ -232,6 +262,16 @@ def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
         predicted=(heads,),  # Σ over calls of the logit variance that the norms predict
         calls=(),  # behind predicted
     )
+
+
+@lru_cache(maxsize=64)
+def _places(heads: int) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+    """Per name, (start, end, shape) within `flat`."""
+    places, start = {}, 0
+    for name, shape in _shapes(heads).items():
+        places[name] = start, start + math.prod(shape), shape
+        start += math.prod(shape)
+    return places
 
 
 @lru_cache(maxsize=16)

@@ -121,7 +121,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, seconds: float) -> dict:
+def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: int, seconds: float) -> dict:
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     checked = (
@@ -132,7 +132,7 @@ def how_measured(model: nn.Module, layers: Sequence[Layer], batches: int, second
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return dict(
         model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=size,
         batches=batches,
         seconds=round(seconds, 3),
         device=f"{device.type}: {name}",

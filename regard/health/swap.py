@@ -36,6 +36,8 @@ class using:
         temperature: a number, a tensor or a policy such as `regard.temperature.SSMax()`.
         scale: a number, "sqrt", "inverse", "none" or a tensor per head.
         softcap: a positive number.
+        context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
+            with the whole inputs, computes its piece, and gets the whole outputs (docs/scale.md).
     """
 
     def __init__(
@@ -46,18 +48,26 @@ class using:
         temperature=None,
         scale: float | str | Tensor | None = None,
         softcap: float | None = None,
+        context_parallel=None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
         self.changes = {name: value for name, value in given.items() if value is not None}
-        if not self.changes:
-            raise ValueError("using() changes nothing; give normalizer, temperature, scale or softcap")
+        if not self.changes and context_parallel is None:
+            raise ValueError(
+                "using() changes nothing; give normalizer, temperature, scale, softcap or context_parallel"
+            )
         if normalizer is not None:
             self.changes["normalizer"] = normalizers.get(normalizer).spec
         resolve_scale(scale, 1)
         self._change = WhatIf("using", self.changes)
         self.calls = 0  # how many attention calls were led here
+        self._pieces = None
+        if context_parallel is not None:
+            from regard.parallel.model import Pieces
+
+            self._pieces = Pieces(model, context_parallel)
         self._interception: Interception | None = Interception(model, swap=self._swap, opens=True)
         self._interception.start()
 
@@ -66,6 +76,8 @@ class using:
         if self._interception is not None:
             self._interception.stop()
             self._interception = None
+            if self._pieces is not None:
+                self._pieces.stop()
 
     def __enter__(self) -> using:
         return self
@@ -84,6 +96,8 @@ class using:
             raise ValueError(f"regard.using cannot lead this call: {call.obstacle}")
         self.calls += 1
         changed = replace(self._change(call), kind="using", sliceable=False)
+        if self._pieces is not None:
+            changed = self._pieces.call(changed)
         return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0).run(), rows))
 
 

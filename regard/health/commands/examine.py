@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from regard.health.examination import examine
 from regard.health.loading import LoadError, load
 from regard.health.progress import counting
 from regard.health.what_if import FORMS, parse_all
+from regard.parallel import crew
 
 
 def arguments(parser) -> None:
@@ -34,6 +36,12 @@ def arguments(parser) -> None:
     )
     parser.add_argument("--json", metavar="PATH", type=Path, help="write the JSON as well")
     parser.add_argument("--png", metavar="PATH", type=Path, help="write the maps as a picture as well")
+    parser.add_argument(
+        "--snapshot", metavar="PATH", type=Path, help="keep what was read so far here; go on from it if it is there"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds after which a rank that says nothing is lost (600)"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="read weights in pickle, which can run any code")
 
 
@@ -51,6 +59,7 @@ def main(options) -> int:
             options.fail(f"{str(path)!r} is a folder; name a file in it")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         options.fail(f"--device {options.device}: there is no CUDA device here")
+    ranks = crew.join(options.timeout)
     try:
         parse_all(options.what_if)
         subject = load(
@@ -59,18 +68,29 @@ def main(options) -> int:
             length=options.length,
             batch=options.batch,
             limit=options.limit,
-            device=options.device,
+            device=crew.device(options.device),
             dtype=options.dtype,
             pickle=options.allow_pickle,
         )
-        with counting("examining", len(subject.batches)) as advance:
-            report = examine(subject.model, subject.batches, options.what_if, title=subject.title, progress=advance)
+        counter = counting("examining", len(subject.batches)) if crew.first() else nullcontext()
+        with counter as advance:
+            report = examine(
+                subject.model,
+                subject.batches,
+                options.what_if,
+                title=subject.title,
+                progress=advance,
+                group=ranks,
+                snapshot=options.snapshot,
+            )
     except Exception as error:  # whatever a model, its folder or its function throws: one line, no traceback
         said = str(error).strip().splitlines()
         plain = isinstance(error, (LoadError, ValueError)) and said
         told = said[0] if plain else f"{type(error).__name__}{f': {said[0]}' if said else ''}"
         print(f"regard examine: {told}", file=sys.stderr)
         return 1
+    if not crew.first():
+        return 0 if report.interrupted is None else 1
     report.show()
     for path in outputs:
         if path.suffix == ".png" and not report.heads:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SEVERITIES = ("critical", "warning", "note")
-LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
-LEAST_KEYS = 4
 SHARP, STEADY = 0.9, 0.75  # mean largest weight, share of rows within a band about the median distance
 BAND = 0.05  # of that distance, at least half a token: bins of distance are 4 % wide
 CROWD = 1 / 8  # of a layer's heads, at least two
@@ -59,11 +57,6 @@ def finding(
     return [Finding(kind, severity, heads, told, threshold, remedy, numbers, indices)]
 
 
-def can_be_judged(head) -> bool:
-    """Enough rows with enough keys that the shape of the distribution says something."""
-    return head.statistics.count("visible_keys") >= LEAST_ROWS and head.statistics.mean("visible_keys") >= LEAST_KEYS
-
-
 def looks_at_offset(head) -> bool:
     """Sharp, and at one distance from the query on three rows of four: a positional head."""
     if head.statistics.mean("max_weight") <= SHARP:
@@ -82,7 +75,7 @@ def positional_heads(heads: Sequence) -> tuple[list, list]:
     crowd: list = []
     few: list = []
     for members in layers.values():
-        found = [head for head in members if can_be_judged(head) and looks_at_offset(head)]
+        found = [head for head in members if head.can_be_judged and looks_at_offset(head)]
         (crowd if len(found) >= max(2, len(members) * CROWD) else few).extend(found)
     return crowd, few
 
@@ -91,4 +84,4 @@ def free_heads(heads: Sequence) -> list:
     """The heads that can be judged by how sharp they are: without the few positional ones, which are sharp by trade."""
     few = positional_heads(heads)[1]
     exempt = {id(head) for head in few if head.statistics.max("max_logit") <= 100.0}
-    return [head for head in heads if can_be_judged(head) and id(head) not in exempt]
+    return [head for head in heads if head.can_be_judged and id(head) not in exempt]

@@ -5,7 +5,7 @@ For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a s
 
 from __future__ import annotations
 
-from regard.health.findings._finding import can_be_judged, finding
+from regard.health.findings._finding import finding
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98
@@ -13,7 +13,9 @@ MEAN, LOW = 0.99, 0.98
 
 def find(heads):
     found = []
-    for head in filter(can_be_judged, heads):
+    for head in heads:
+        if not head.can_be_judged:
+            continue
         mean = head.statistics.mean("entropy_ratio")
         if mean > MEAN and head.statistics["entropy_ratio"].quantile(0.05) > LOW:
             found.append((head, mean))

@@ -10,13 +10,13 @@ one layer of trained models are often prunable (arXiv 1905.10650), but seldom eq
 
 from __future__ import annotations
 
-from regard.health.findings._finding import can_be_judged, finding
+from regard.health.findings._finding import finding
 
 KIND = "duplicate heads"
 
 
 def find(heads):
-    found = [(head, len(head.twins)) for head in heads if head.twins and can_be_judged(head)]
+    found = [(head, len(head.twins)) for head in heads if head.twins and head.can_be_judged]
     pairs = sorted({(head.index, *sorted((head.head, twin))) for head, _ in found for twin in head.twins})
     shown = ", ".join(f"layer {index} heads {a} and {b}" for index, a, b in pairs[:4]) + (
         ", …" if len(pairs) > 4 else ""

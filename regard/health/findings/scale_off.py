@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from regard.health.findings._finding import can_be_judged, finding
+from regard.health.findings._finding import finding
 
 KIND = "scale off"
 HIGH, LOW = 8.0, 1.0 / 32.0
@@ -20,7 +20,9 @@ ALONE = 64.0  # a single head, where its layer is in order
 
 def find(heads):
     layers = {}
-    for head in filter(can_be_judged, heads):
+    for head in heads:
+        if not head.can_be_judged:
+            continue
         layers.setdefault(head.index, []).append(head)
     high, low = [], []
     for members in layers.values():

@@ -6,7 +6,7 @@ first-key mass near 1 marks the dormant phase). A note, not an illness: but the 
 
 from __future__ import annotations
 
-from regard.health.findings._finding import can_be_judged, finding
+from regard.health.findings._finding import finding
 
 KIND = "sink-dormant"
 PARKED = 0.98
@@ -14,7 +14,9 @@ PARKED = 0.98
 
 def find(heads):
     found = []
-    for head in filter(can_be_judged, heads):
+    for head in heads:
+        if not head.can_be_judged:
+            continue
         parked = max(head.statistics.mean("first_key_mass"), 1.0 - head.statistics.mean("mass"))
         if parked > PARKED:
             found.append((head, parked))

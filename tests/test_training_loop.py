@@ -15,7 +15,7 @@ from torch import nn
 from regard.lab import training
 from regard.lab.training import checkpoint, loop, results
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial, experiments
-from regard.lab.training.session import train
+from regard.lab.training.session import train, turns
 
 
 class Line(Trial):
@@ -24,7 +24,7 @@ class Line(Trial):
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.rate = setting.options.get("rate", 0.1)
-        self.model = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 1, bias=False))
+        self.model = nn.Sequential(nn.Dropout(setting.options.get("dropout", 0.2)), nn.Linear(4, 1, bias=False))
         self.truth = torch.arange(4.0)[:, None]
         self.fails_at = setting.options.get("fails_at")
         self.seen = 0
@@ -72,7 +72,7 @@ def weights(folder, name="plain-seed0"):
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, stop):
     whole = loop.run(line(), "small", "plain", 0, tmp_path / "whole")
     with pytest.raises(Killed):
-        loop.run(line(), "small", "plain", 0, tmp_path / "cut", tick=kill_after(stop))
+        loop.run(line(), "small", "plain", 0, tmp_path / "cut", tick=kill_after(stop), pause=0.0)
     assert not (tmp_path / "cut" / "plain-seed0.json").exists()
     torch.manual_seed(99)  # what else happened in between must not matter
     torch.randn(7)
@@ -178,7 +178,7 @@ def test_a_process_killed_by_force_goes_on(tmp_path):
         "def tick(step, loss):\n"
         "    if step > 10:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "loop.run(t.line(), 'small', 'fast', 2, Path(sys.argv[2]), tick=tick)\n"
+        "loop.run(t.line(), 'small', 'fast', 2, Path(sys.argv[2]), tick=tick, pause=0.0)\n"
     )
     told = subprocess.run([sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path / "cut")])
     assert told.returncode == -signal.SIGKILL
@@ -196,3 +196,15 @@ def test_a_session_trains_every_variant_with_every_seed(tmp_path, monkeypatch, c
     assert len({r["final"]["exact"] for r in result["records"]}) == 6
     assert len(capsys.readouterr().err.splitlines()) == 6
     assert training.get("line") is experiments()["line"]
+
+
+def test_runs_that_take_turns_end_as_alone(tmp_path, monkeypatch):
+    """Seeds in turn, as on CUDA: without dropout nothing is shared, so that each ends as it does alone."""
+    monkeypatch.setitem(experiments(), "line", line(plain={"dropout": 0.0}))
+    what = dict(name="line", preset="small", data=None, device="cpu")
+    unit = [("plain", seed) for seed in range(3)]
+    shown = []
+    both = turns(unit, folder=tmp_path / "turns", **what, show=lambda job, step, loss: shown.append((job[1], step)))
+    alone = [turns([job], folder=tmp_path / "alone", **what)[0] for job in unit]
+    assert [r["final"] for r in both] == [r["final"] for r in alone]
+    assert shown == [(seed, step) for step in (10, 20, 30) for seed in range(3)]

@@ -86,9 +86,8 @@ class Trial:
 
     def optimizer(self) -> torch.optim.Optimizer:
         on_cuda = next(self.model.parameters()).is_cuda
-        return torch.optim.AdamW(
-            self.model.parameters(), lr=self.rate, betas=(0.9, 0.98), weight_decay=0.01, capturable=on_cuda
-        )
+        places = dict(capturable=True, fused=True) if on_cuda else {}
+        return torch.optim.AdamW(self.model.parameters(), lr=self.rate, betas=(0.9, 0.98), weight_decay=0.01, **places)
 
     def schedule(self, step: int, steps: int) -> float:
         """The learning rate's factor at a step: a short warm-up, then half a cosine."""

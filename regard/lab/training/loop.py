@@ -12,7 +12,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from regard.lab.training.experiment import Experiment, Trial
 from regard.lab.training.step import Step
 
 Tick = Callable[[int, float], None]  # step, loss
+PAUSE = 10.0
 
 
 def run(
@@ -36,8 +37,32 @@ def run(
     data: Path | None = None,
     device: str = "cpu",
     tick: Tick = lambda step, loss: None,
+    pause: float = PAUSE,
 ) -> dict:
-    """The record of one run, trained now, gone on with, or read if it is over."""
+    """The record of one run, trained now, gone on with, or read if it is over.
+
+    `tick` hears of every evaluation; `pause` is the least time in seconds between two checkpoints.
+    """
+    steps = advance(experiment, preset, variant, seed, folder, data, device, tick, pause)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            return over.value
+
+
+def advance(
+    experiment: Experiment,
+    preset: str,
+    variant: str,
+    seed: int,
+    folder: Path,
+    data: Path | None,
+    device: str,
+    tick: Tick = lambda step, loss: None,
+    pause: float = PAUSE,
+) -> Generator[int, None, dict]:
+    """The same step by step: yields after each, returns the record. Several can take turns on one CUDA device."""
     place = torch.device(device)
     plan, setting = experiment.presets[preset], experiment.setting(preset, variant, seed, data, place)
     identity = dict(
@@ -66,29 +91,34 @@ def run(
             history, start, spent = notes["history"], notes["step"], notes["seconds"]
         else:
             history.append({"step": 0, **evaluation(trial)})
-        began = time.perf_counter() - spent
+        began = saved = time.perf_counter()
         step, bad = Step(trial, optimizer, plan.steps), None
-        for done in range(start, plan.steps):
-            step(done)
-            if (done + 1) % plan.every and done + 1 < plan.steps:
+        for done in range(start + 1, plan.steps + 1):
+            step(done - 1)
+            if done % plan.every and done < plan.steps:
+                yield done
                 continue
             bad = step.first_bad()
             if bad is not None:
                 break
-            history.append({"step": done + 1, **evaluation(trial)})
-            bad = None if math.isfinite(history[-1].get("loss", 0.0)) else done + 1
-            if bad is not None:
+            history.append({"step": done, **evaluation(trial)})
+            if not math.isfinite(history[-1].get("loss", 0.0)):
+                bad = done
                 break
-            tick(done + 1, step.last_loss())
-            notes = dict(identity=identity, step=done + 1, history=history, seconds=time.perf_counter() - began)
-            checkpoint.save(state, trial.model, optimizer, notes)
+            tick(done, step.last_loss())
+            now = time.perf_counter()
+            if now - saved >= pause or done == plan.steps:
+                notes = dict(identity=identity, step=done, history=history, seconds=spent + now - began)
+                checkpoint.save(state, trial.model, optimizer, notes)
+                saved = now
+            yield done
         record = dict(
             **identity,
             where=where(place),
             diverged=bad is not None,
             diverged_at=bad,
             parameters=sum(p.numel() for p in trial.model.parameters()),
-            seconds=round(time.perf_counter() - began, 2),
+            seconds=round(spent + time.perf_counter() - began, 2),
             history=[rounded(entry) for entry in history],
             final=None if bad is not None else rounded({**history[-1], **finish(trial)}),
         )

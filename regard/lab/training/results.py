@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from regard.lab.estimate import Estimate
 from regard.lab.training.experiment import Experiment
 from regard.lab.training.loop import rounded
 
@@ -36,6 +37,11 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
     middle = statistics.fmean(values)
     half = float(t.ppf((1 + level) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of values, one per seed, with its t-interval."""
+    return Estimate(statistics.fmean(values), *interval(values))
 
 
 def collect(experiment: Experiment, preset: str, records: Sequence[dict], command: str = "") -> dict:

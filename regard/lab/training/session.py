@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -35,32 +35,56 @@ def train(
     workers: int = 1,
     command: str = "",
 ) -> dict:
-    """Train every variant with every seed and return the result (see `results.py`)."""
+    """Train every variant with every seed and return the result (see `results.py`).
+
+    On CUDA the seeds of a variant take turns, a stream each: one small model does not fill a GPU.
+    """
     experiment = get(name)
     plan, place = experiment.presets[preset], Path(folder) / name / preset
     jobs = [(v, seed) for seed in range(seeds or plan.seeds) for v in variants or experiment.variants]
+    units = [[job] for job in jobs]
+    if torch.device(device).type == "cuda":
+        units = [[job for job in jobs if job[0] == v] for v in variants or experiment.variants]
     what = dict(name=name, preset=preset, folder=place, data=data, device=device)
     with progress(name, len(jobs), plan.steps) as show:
         if workers > 1:
-            records = _together(jobs, what, workers, show)
+            records = _in_processes(units, what, workers, show)
         else:
-            records = [one(job, **what, tick=lambda step, loss, job=job: show(job, step, loss)) for job in jobs]
-    return collect(experiment, preset, records, command)
+            records = [record for unit in units for record in turns(unit, **what, show=show)]
+    order = {(record["variant"], record["seed"]): record for record in records}
+    return collect(experiment, preset, [order[job] for job in jobs], command)
 
 
-def one(job: Job, name: str, preset: str, folder: Path, data: Path | None, device: str, tick=None) -> dict:
-    """One run; `tick` hears of every evaluation on the way, and of the end once."""
+def turns(
+    unit: Sequence[Job],
+    name: str,
+    preset: str,
+    folder: Path,
+    data: Path | None,
+    device: str,
+    show: Show = lambda job, step, loss: None,
+) -> list[dict]:
+    """The records of some runs, a step of each in turn. `show` hears of every evaluation, and of each end once."""
     experiment = get(name)
     steps = experiment.presets[preset].steps
 
-    def on_the_way(step: int, loss: float) -> None:
-        if tick is not None and step < steps:
-            tick(step, loss)
+    def tick(job: Job):
+        return lambda step, loss: show(job, step, loss) if step < steps else None
 
-    record = loop.run(experiment, preset, *job, folder, data, device, tick=on_the_way)
-    if tick is not None:
-        tick(steps, last_loss(record))
-    return record
+    going = {job: loop.advance(experiment, preset, *job, folder, data, device, tick(job)) for job in unit}
+    on_cuda = torch.device(device).type == "cuda"
+    streams = {job: torch.cuda.Stream() if on_cuda else None for job in unit}  # else each would wait for the one before
+    over: dict[Job, dict] = {}
+    while going:
+        for job in list(going):
+            try:
+                with torch.cuda.stream(streams[job]):
+                    next(going[job])
+            except StopIteration as end:
+                over[job] = end.value
+                del going[job]
+                show(job, steps, last_loss(end.value))
+    return [over[job] for job in unit]
 
 
 def last_loss(record: dict) -> float | None:
@@ -68,17 +92,17 @@ def last_loss(record: dict) -> float | None:
     return None if record["diverged"] else record["history"][-1].get("loss", math.nan)
 
 
-def _together(jobs: Sequence[Job], what: dict, workers: int, show: Show) -> list[dict]:
+def _in_processes(units: Sequence[Sequence[Job]], what: dict, workers: int, show: Show) -> list[dict]:
     threads = max(1, (os.cpu_count() or 1) // workers)
     with ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)
     ) as pool:
-        waiting: dict[Future, Job] = {pool.submit(one, job, **what): job for job in jobs}
-        done = {}
-        for future in as_completed(waiting):
-            record = done[waiting[future]] = future.result()
-            show(waiting[future], record["steps"], last_loss(record))
-    return [done[job] for job in jobs]
+        records = []
+        for future in as_completed([pool.submit(turns, unit, **what) for unit in units]):
+            for record in future.result():
+                show((record["variant"], record["seed"]), record["steps"], last_loss(record))
+                records.append(record)
+    return records
 
 
 @contextlib.contextmanager

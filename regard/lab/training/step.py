@@ -1,6 +1,11 @@
-"""One optimizer step. On CUDA the step is captured once as a graph and replayed: a small model is all launches."""
+"""One optimizer step. On CUDA the step is captured once as a graph and replayed: a small model is all launches.
+
+Each `Step` has a stream of its own, so that several runs which take turns overlap on the device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,19 +34,13 @@ class Step:
         self.inputs: tuple[Tensor, ...] = ()
 
     def __call__(self, step: int) -> None:
-        factor = self.trial.schedule(step, self.steps)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(float(rate) * factor)
-            else:
-                group["lr"] = rate * factor
-        batch = self.trial.batch(step)
-        if self.device.type == "cuda":
-            self._on_cuda(batch)
-        else:
-            self._train(batch)
-        self.trial.after_step()
-        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(self.loss), step, self.bad))
+        if self.device.type != "cuda":
+            self._step(step, self._train)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._step(step, self._captured if self.trial.graph else self._train)
+        torch.cuda.current_stream().wait_stream(self.stream)
 
     def first_bad(self) -> int | None:
         """The first step whose loss was not finite."""
@@ -50,6 +49,17 @@ class Step:
 
     def last_loss(self) -> float:
         return float(self.loss)
+
+    def _step(self, step: int, train: Callable[[tuple[Tensor, ...]], None]) -> None:
+        factor = self.trial.schedule(step, self.steps)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(float(rate) * factor)
+            else:
+                group["lr"] = rate * factor
+        train(self.trial.batch(step))
+        self.trial.after_step()
+        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(self.loss), step, self.bad))
 
     def _train(self, batch: tuple[Tensor, ...]) -> None:
         loss = self.trial.loss(batch)
@@ -60,20 +70,15 @@ class Step:
         self.optimizer.step()
         self.loss.copy_(loss.detach())
 
-    def _on_cuda(self, batch: tuple[Tensor, ...]) -> None:
-        if self.eager < EAGER or not self.trial.graph:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                self._train(batch)
-            torch.cuda.current_stream().wait_stream(self.stream)
+    def _captured(self, batch: tuple[Tensor, ...]) -> None:
+        if self.eager < EAGER:
+            self._train(batch)
             self.eager += 1
             return
         if self.graph is None:
-            self.inputs = tuple(torch.empty_like(x) for x in batch)
-            self.graph = torch.cuda.CUDAGraph()
+            self.inputs = tuple(x.clone() for x in batch)
             torch.cuda.synchronize()
-            for into, x in zip(self.inputs, batch, strict=True):
-                into.copy_(x)
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self._train(self.inputs)
         for into, x in zip(self.inputs, batch, strict=True):

@@ -14,8 +14,8 @@ from regard.problem import Problem
 PROVEN = False  # until the kernel has been measured on the machine
 ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# (keys per tile, stages of the ring, registers of a warpgroup) by head width
-BLOCKS = {64: (128, 3, 240), 128: (128, 2, 240)}
+# (keys per tile, warpgroups, stages of the ring, registers of their threads) by head width
+BLOCKS = {64: (128, 2, 3, 240), 128: (128, 2, 2, 240)}
 
 
 def takes(p: Problem) -> bool:
@@ -82,17 +82,17 @@ def shape_of(p: Problem):
     from regard.kernels.forward_hopper import Shape
 
     d, behind = p.q.shape[-1], p.reach[1] is not None
-    keys, stages, registers = BLOCKS[d]
+    keys, parts, stages, registers = BLOCKS[d]
     return Shape(
         F=bundle.of(p.choice),
         NEED=statistics.needs(p.stats, p.choice, False),
         SLOT=statistics.slots(p.stats),
         SPARSE=p.choice.sparse,
         BEHIND=behind,
-        CUT=not behind and p.k.shape[-2] % keys != 0,
         D=d,
-        BM=128,
+        BM=ROWS * parts,
         BN=keys,
+        PARTS=parts,
         STAGES=stages,
         REGISTERS=registers,
         ACC=tl.float32,

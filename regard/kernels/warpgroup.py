@@ -1,0 +1,174 @@
+"""One warpgroup and its 64 rows of a tile of scores, in registers: weights and the sums of `statistics.Sums`.
+
+A thread of the tensor core's result holds two rows, of every eight keys two neighbours. So a tile [M, N] is looked at
+as cells [M, N/8, 4, 2], octet · lane · pair: sums run down a thread's octets, four lanes per row meet once, at the end,
+and what depends on the octet is a constant in the instruction.
+
+u is measured in a frame that follows the running maximum only when it falls LAZY behind: what was summed before is then
+faded, and in the tiles between nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from regard.kernels.forward_online import frame_of, terms
+from regard.kernels.tiles import HIDDEN, LOG2E
+
+LAZY = gl.constexpr(8.0)  # in powers of 2: u stays below 256, which every type holds
+ROWS = gl.constexpr(64)
+
+
+class Tally(NamedTuple):
+    """What a warpgroup carries from tile to tile beside o and p: row numbers [M], then sums [M, 4]."""
+
+    top: Any  # max y
+    frame: Any
+    z: Any
+    log_u: Any
+    square: Any
+    distance: Any
+    mean: Any  # Σ y
+    m2: Any  # Σ y²
+
+
+@gluon.jit
+def zeros(N: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.zeros([ROWS, N], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def nothing(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
+    """The tally before any key; LAYOUT is that of a tile of N keys."""
+    top = gl.full([ROWS], HIDDEN, gl.float32, gl.SliceLayout(1, LAYOUT))
+    none = gl.sum(gl.sum(cells(zeros(N, LAYOUT)), 1), 2)
+    return Tally(top, frame_of(top, top * 0.0 + 1.0, F), none, none, none, none, none, none)
+
+
+@gluon.jit
+def cells(x):
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def per_row(x, like):
+    """[M] as [M, 1, 1, 1]."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, like.type.layout))))
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3)
+
+
+@gluon.jit
+def octet(like):
+    """0, 8, 16, … as [1, N/8, 1, 1]."""
+    x = gl.arange(0, like.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, like.type.layout))))
+    return 8 * gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
+
+
+@gluon.jit
+def within(like):
+    """0 … 7, a key's place in its octet, as [1, 1, 4, 2]."""
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))))
+    lane = gl.expand_dims(gl.expand_dims(gl.expand_dims(lane, 0), 1), 3)
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))))
+    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
+    return 2 * lane + pair
+
+
+@gluon.jit
+def down(x):
+    """Σ over a tile's keys, as far as one thread has them: [M, N/8, 4, 2] → [M, 4]."""
+    return gl.sum(gl.sum(x, 1), 2)
+
+
+@gluon.jit
+def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
+    """(u, fade of what came before, tally) of the products s = q·kᵀ with the keys from `start` on."""
+    NEED: gl.constexpr = C.NEED
+    F: gl.constexpr = C.F
+    b2 = a * LOG2E
+    y = cells(s)
+    if EDGE:
+        seen = octet(y) < per_row(last - start, y) - within(y)
+        y = gl.where(seen, y, HIDDEN)
+    top = r.top
+    frame = r.frame
+    if NEED.top or (F.family == "ratio" and F.shift != "none"):
+        highest = gl.max(gl.max(gl.max(y, 1), 2), 1)
+        top = gl.maximum(top, gl.convert_layout(highest, top.type.layout))
+        want = frame_of(top, b2, F)
+        frame = gl.where(want > frame + LAZY, want, frame)
+    u, v, power = terms(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
+    if EDGE:
+        u = gl.where(seen, u, 0.0)
+        v = gl.where(seen, v, 0.0)
+        power = gl.where(seen, power, 0.0)
+        y = gl.where(seen, y, 0.0)
+    shift = r.frame - frame
+    fade = gl.exp2(shift)
+    LANES: gl.constexpr = gl.SliceLayout(1, r.z.type.layout)
+    fall = gl.expand_dims(gl.convert_layout(fade, LANES), 1)
+    sum_u = gl.sum(u, 1)  # [M, 4, 2]
+    log_u, square, distance, mean, m2 = r.log_u, r.square, r.distance, r.mean, r.m2
+    if NEED.log_u:
+        log_u = (log_u + gl.expand_dims(gl.convert_layout(shift, LANES), 1) * r.z) * fall + down(u * power)
+    if NEED.square:
+        square = square * (fall * fall) + down(u * u)
+    if NEED.moments:
+        mean += down(y)
+        m2 += down(y * y)
+    if NEED.distance:
+        distance = distance * fall + stretch(u, sum_u, per_row(i - start, y) - within(y), start, r0, C)
+    sum_v = sum_u
+    if not F.exponential:
+        sum_v = gl.sum(v, 1)
+    r = Tally(top, frame, r.z * fall + gl.sum(sum_v, 2), log_u, square, distance, mean, m2)
+    return gl.reshape(u, s.shape), fade, r
+
+
+@gluon.jit
+def stretch(u, sum_u, ahead, start, r0, C: gl.constexpr):
+    """Σ u·|i − j| with i − j = ahead − octet: one multiply-add per score where the keys lie to one side of the rows."""
+    base = gl.sum(ahead.to(gl.float32), 1)
+    place = octet(u).to(gl.float32)
+    far = gl.sum(base * sum_u - gl.sum(u * place, 1), 2)
+    if not C.BEHIND:
+        far = far * gl.where(start <= r0, 1.0, -1.0)
+        if start == r0 // C.BN * C.BN:  # keys on both sides of a query
+            w = gl.where(octet(u) <= ahead, u, -u)
+            far = gl.sum(base * gl.sum(w, 1) - gl.sum(w * place, 1), 2)
+    return far
+
+
+@gluon.jit
+def pinned(r):
+    """The same sums, finished here: left alone, ptxas moves them behind the wait that they are meant to fill."""
+    CODE: gl.constexpr = """{ .reg .b32 x, y; .reg .pred p;
+        xor.b32 x, $1, $2; xor.b32 y, $3, $4; xor.b32 x, x, $5; xor.b32 x, x, y; xor.b32 x, x, $6;
+        setp.eq.b32 p, x, 0x7fabcdef; @p nanosleep.u32 1; mov.b32 $0, $1; }"""
+    sums = [r.z, r.log_u, r.square, r.distance, r.mean, r.m2]
+    z = gl.inline_asm_elementwise(CODE, "=r,r,r,r,r,r,r", sums, gl.float32, False, 1)
+    return Tally(r.top, r.frame, z, r.log_u, r.square, r.distance, r.mean, r.m2)
+
+
+@gluon.constexpr_function
+def fading(n):
+    """$k ·= fade for a thread's n numbers, of two rows by turns of two, unless all rows of the warp have fade 1."""
+    check = f"setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;"
+    multiply = " ".join(f"mul.f32 ${k}, ${k}, ${2 * n + k};" for k in range(n))
+    return f"{{ .reg .pred p, q; {check} vote.sync.any.pred p, p, -1; @!p bra.uni KEEP; {multiply} KEEP: }}"
+
+
+@gluon.constexpr_function
+def fading_registers(n):
+    return ",".join(["=f"] * n + [str(k) for k in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def faded(o, fade):
+    """o·fade [M]; skipped by the warps where fade is 1 in every row."""
+    N: gl.constexpr = o.shape[0] * o.shape[1] // 128
+    o, fade = gl.broadcast(o, gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o.type.layout)), 1))
+    return gl.inline_asm_elementwise(fading(N), fading_registers(N), [o, fade], gl.float32, True, N)

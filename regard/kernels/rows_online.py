@@ -147,8 +147,11 @@ def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl
     else:
         x = load_scores(saved, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
         seen = x != float("-inf")
-        x = tl.where(seen, x, 0.0)
-        above = tl.where(seen, above, 0.0)
+        if HAS_MASK or F.shift == "none":
+            x = tl.where(seen, x, 0.0)
+            above = tl.where(seen, above, 0.0)
+        else:  # exp(s − m) is 0 of a score as low as this, and so are its slopes
+            x = tl.maximum(x, -1e30, propagate_nan=tl.PropagateNan.ALL)
     return above, x, seen
 
 
@@ -176,7 +179,7 @@ def downstream(a, b, above, delta, seen, scale, inverse, F: tl.constexpr, HAS_MA
         below = a * (above - delta) * scale
     else:
         below = (a * above - b * delta) * (inverse * scale)
-    if HAS_MASK or F.slope_of_weight is None:
+    if HAS_MASK or (F.slope_of_weight is None and F.shift == "none"):
         below = tl.where(seen, below, 0.0)
     return below
 

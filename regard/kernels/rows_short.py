@@ -7,7 +7,7 @@ sum of what a lane holds and a few shuffles, and no warp waits for another.
 import triton
 import triton.language as tl
 
-from regard.kernels.rows_threshold import LIMIT, add_three, add_two, advance, sums_of
+from regard.kernels.rows_threshold import FINE, LIMIT, add_three, add_two, advance, sums_of
 from regard.kernels.rows_tiles import finite, larger, load_scores, number, reciprocal, store
 
 
@@ -50,10 +50,10 @@ def over(x):
 
 
 @triton.jit
-def sums(y, tau, theta, F: tl.constexpr):
+def sums(y, tau, theta, TOLERANCE: tl.constexpr, F: tl.constexpr):
     """Σ value, Σ slope and the size of the support at τ, each [ROWS]."""
     value, slope, count = sums_of(y, over(tau), over(theta), F)
-    if F.order == 2:
+    if F.order == 2 and TOLERANCE < FINE:
         value, slope, count = tl.reduce((value, slope, count), 1, add_three)
         total, slope, count = tl.reduce((value, slope, count), 1, add_three)
     else:
@@ -67,12 +67,12 @@ def sums(y, tau, theta, F: tl.constexpr):
 def solve(y, tau, theta, gain, TOLERANCE: tl.constexpr, F: tl.constexpr):
     """As `rows_threshold.solve`; a row that has arrived stays, whatever its neighbours do."""
     floor = tau * 0.0 - 1.0
-    total, slope, count = sums(y, tau, theta, F)
+    total, slope, count = sums(y, tau, theta, TOLERANCE, F)
     after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
     step = 1
     while (tl.max(far) > 0) & (step < LIMIT):
         tau = tl.where(far > 0, after, tau)
-        total, slope, count = sums(y, tau, theta, F)
+        total, slope, count = sums(y, tau, theta, TOLERANCE, F)
         after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
         step += 1
     return tau, total, slope

@@ -56,6 +56,9 @@ def forward_streamed(
     for first in range(begin, end, STEP):
         x = load_scores(s, mask, rows, columns_at(first, STEP), R, N, mask_row, mask_column, HAS_MASK, ACC)
         tops = larger(tops, x)
+        if F.family == "pointwise" and STAGE != "publish":  # at once: only a row that becomes NaN is written again
+            u, v = terms(x, number(0.0, ACC), scale, theta, F, EXACT)
+            store(p, u, rows, columns_at(first, STEP), R, N)
         if F.family == "ratio" and F.shift == "none":
             u, v = terms(x, number(0.0, ACC), scale, theta, F, False)
             zs += v
@@ -74,6 +77,8 @@ def forward_streamed(
     if STAGE != "publish":
         z, inverse = ending(top, z, shift, scale, F)
         store_state(state, shift * scale, tl.where(top < float("inf"), z, float("nan")), rows, part, R)
+        if F.family == "pointwise":
+            end = tl.where(tl.max(tl.where(top < float("inf"), 0, 1)) > 0, end, begin)
         for first in range(begin, end, STEP):
             columns = columns_at(first, STEP)
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
@@ -168,7 +173,7 @@ def threshold_streamed(
             totals += value
             falls += fall
             counts += count
-        total, slope, count = rows_threshold.reduced(totals, falls, counts, F)
+        total, slope, count = rows_threshold.reduced(totals, falls, counts, TOLERANCE, F)
         total, slope, count = alone(total), alone(slope), alone(count)
         after, floor, more = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
         far = tl.max(more)

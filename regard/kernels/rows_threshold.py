@@ -36,6 +36,7 @@ from regard.kernels.rows_tiles import (
 
 LIMIT = tl.constexpr(40)  # steps; rows of random scores take 3 to 8
 SUMS = tl.constexpr(6)  # partial sums that a part publishes beside its maxima: three, in two buffers that take turns
+FINE = tl.constexpr(1e-5)  # coarser solutions take Newton's steps alone: a step more, but no support to count
 FOUND = tl.constexpr(4)  # numbers that `solve_rows` finds: max, τ, Σ value, Σ slope
 
 
@@ -65,9 +66,9 @@ def sums_of(y, tau, theta, F: tl.constexpr):
 
 
 @triton.jit
-def reduced(value, slope, count, F: tl.constexpr):
+def reduced(value, slope, count, TOLERANCE: tl.constexpr, F: tl.constexpr):
     """Σ value, Σ slope and the size of the support, each [1, 1], in one reduction: waiting is what it costs."""
-    if F.order == 2:
+    if F.order == 2 and TOLERANCE < FINE:
         total, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=True)
     else:
         total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
@@ -76,9 +77,9 @@ def reduced(value, slope, count, F: tl.constexpr):
 
 
 @triton.jit
-def sums(y, tau, theta, F: tl.constexpr):
+def sums(y, tau, theta, TOLERANCE: tl.constexpr, F: tl.constexpr):
     value, slope, count = sums_of(y, tau, theta, F)
-    return reduced(value, slope, count, F)
+    return reduced(value, slope, count, TOLERANCE, F)
 
 
 @triton.jit
@@ -91,8 +92,10 @@ def advance(tau, floor, total, slope, count, gain, TOLERANCE: tl.constexpr, F: t
     if F.order == 2:
         half = 0.5 * fall  # Σ t
         newton = (total - tl.sqrt(total)) / half
-        room = half * half - count * miss
-        move = tl.where(room > 0.0, miss / (half + tl.sqrt(tl.maximum(room, 0.0))), newton)
+        move = newton
+        if TOLERANCE < FINE:
+            room = half * half - count * miss
+            move = tl.where(room > 0.0, miss / (half + tl.sqrt(tl.maximum(room, 0.0))), newton)
     else:
         newton = miss / fall
         move = newton
@@ -136,14 +139,14 @@ def solve(row, top, factor, tau, theta, gain, partial, counter, part, parts, TOL
           AGAIN: tl.constexpr):  # fmt: skip
     """τ with Σ value = 1, and the sums there. SHARED: over all parts of the row, which meet at every step."""
     floor = tau * 0.0 - 1.0
-    total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, F)
+    total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, TOLERANCE, F)
     if SHARED:
         total, slope, count = share(total, slope, count, 0, partial, counter, part, parts, PARTS, F)
     after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
     step = 1
     while (tl.max(far) > 0) & (step < LIMIT):
         tau = after
-        total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, F)
+        total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, TOLERANCE, F)
         if SHARED:
             total, slope, count = share(total, slope, count, step, partial, counter, part, parts, PARTS, F)
         after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
@@ -265,14 +268,14 @@ def solve_rows(
     top, tau = start(few, theta, gain, factor, partial, F)
     floor = tau * 0.0 - 1.0
     total, slope, count = read_sums(
-        s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F, COLUMNS, HAS_MASK, ACC
+        s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, TOLERANCE, F, COLUMNS, HAS_MASK, ACC
     )
     after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
     step = 1
     while (tl.max(far) > 0) & (step < LIMIT):
         tau = after
         total, slope, count = read_sums(
-            s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F, COLUMNS, HAS_MASK, ACC
+            s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, TOLERANCE, F, COLUMNS, HAS_MASK, ACC
         )
         after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
         step += 1
@@ -284,15 +287,15 @@ def solve_rows(
 
 
 @triton.jit
-def read_sums(s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, F: tl.constexpr,
-              COLUMNS: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def read_sums(s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, TOLERANCE: tl.constexpr,
+              F: tl.constexpr, COLUMNS: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """`sums` over a whole row, piece by piece. What rounding loses is kept (Kahan): a million columns sum exactly."""
     total, slope, count = tau * 0.0, tau * 0.0, tau * 0.0
     lost_total, lost_slope = tau * 0.0, tau * 0.0
     for first in range(0, N, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)[None, :]
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-        more_total, more_slope, more_count = sums((x - finite(top)) * factor, tau, theta, F)
+        more_total, more_slope, more_count = sums((x - finite(top)) * factor, tau, theta, TOLERANCE, F)
         total, lost_total = add(total, lost_total, more_total)
         slope, lost_slope = add(slope, lost_slope, more_slope)
         count += more_count

@@ -93,7 +93,7 @@ def table(results: list[Result], everything: bool = True) -> Table:
     ]
     if everything:
         rows += [[name, "waits for training", "", "", text] for name, text in waiting().items()]
-    return Table(["claim", "verdict", "predicted", "measured [99.99 %]", "what"], rows)
+    return Table(["claim", "verdict", "predicted", "measured [interval]", "what"], rows)
 
 
 def summary(results: list[Result]) -> str:
@@ -119,7 +119,7 @@ def whole(result: Result) -> str:
         [check.what, check.allowed, repr(check.measured), "✓" if check.agrees else "✗", check.role]
         for check in finding.checks
     ]
-    lines += [Table(["check", "predicted", "measured [99.99 %]", "", "part"], checks).plain(), ""]
+    lines += [Table(["check", "predicted", "measured [interval]", "", "part"], checks).plain(), ""]
     for label, text in (
         ("holds if   ", result.condition),
         ("right      ", result.right),

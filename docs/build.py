@@ -74,7 +74,8 @@ def claims_index() -> str:
     return f"""# What the notes claim, and what is true
 
 Five study notes on softmax and attention, claim by claim. Each claim is one file in `regard/lab/claims/` that measures
-it; an interval (99.99 %, of trained models 95 % over seeds) that lies in what the claim allows agrees, one that lies outside disagrees.
+it; an interval (99.99 %, of trained models 95 % over seeds) that lies in what the claim allows agrees, one that lies
+outside disagrees.
 
 | claim | verdict | statement |
 | --- | --- | --- |

@@ -1,5 +1,6 @@
 """Policies: what they say in numbers, the same on every path, with gradients, inside real models."""
 
+import doctest
 import math
 import runpy
 from pathlib import Path
@@ -207,3 +208,9 @@ def test_qk_norm_bounds_the_logits_and_is_the_modules_cosine(dtype):
         q.double()[:, :, :, None], k.double().repeat_interleave(2, 1)[:, :, None], -1
     )
     assert torch.allclose(stats.max_logit.double(), math.sqrt(WIDTH) * cosine.amax(-1), rtol=4 * torch.finfo(dtype).eps)
+
+
+def test_the_examples_of_the_guide_run():
+    guide = Path(__file__).parents[1] / "docs" / "remedies.md"
+    failed, tried = doctest.testfile(str(guide), module_relative=False)
+    assert failed == 0 and tried >= 6

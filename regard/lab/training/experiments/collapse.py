@@ -75,9 +75,9 @@ experiment = Experiment(
             learns={"loss": 2.4},
         ),
         "full": Preset(
-            steps=1500,
+            steps=800,
             every=100,
-            sizes={"layers": 3, "heads": 1, "width": 256, "length": 128, "batch": 32, "rate": 8e-3},
+            sizes={"layers": 2, "heads": 1, "width": 256, "length": 128, "batch": 16, "rate": 8e-3},
         ),
     },
     figures=figures,

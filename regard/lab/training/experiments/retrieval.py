@@ -164,9 +164,9 @@ experiment = Experiment(
             learns={"loss": 0.5},
         ),
         "full": Preset(
-            steps=8000,
-            every=2000,
-            sizes={"width": 128, "batch": 512, "tests": [16, 64, 256, 1024, 4096, 16384], "items": 2**23},
+            steps=6000,
+            every=1000,
+            sizes={"width": 128, "batch": 512, "tests": list(PUBLISHED), "items": 2**23, "rate": 2e-3},
         ),
     },
     figures=figures,

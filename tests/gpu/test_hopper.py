@@ -1,0 +1,126 @@
+"""The Hopper kernel: the calls it takes, each against the float64 oracle, and the calls it leaves to others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from attention_data import check_forward, make
+from test_attention import Poisoned
+
+from regard import statistics
+from regard.kernels import attention, hopper
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+SHAPES = (
+    dict(b=2, h=4, g=2, m=1000, n=1000),
+    dict(b=1, h=2, g=1, m=300, n=777),
+    dict(b=1, h=2, g=2, m=777, n=300),
+    dict(b=1, h=1, g=1, m=1024, n=1024),
+    dict(b=1, h=3, g=1, m=65, n=1),
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    monkeypatch.setattr(attention, "torch", Poisoned())
+    monkeypatch.setattr(hopper, "torch", Poisoned())
+
+
+def taken(seed, name="softmax", **options):
+    problem = make(seed, name, device="cuda", **dict(dtype=torch.bfloat16) | options)
+    assert hopper.takes(problem)
+    return problem
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics(d, causal, dtype):
+    for seed, sizes in enumerate(SHAPES):
+        for sharp in (0.02, 1.0, 12.0):
+            check_forward(attention, taken(seed, d=d, e=d, causal=causal, dtype=dtype, sharp=sharp, **sizes), slack=2.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["softmax", "softmax1"])
+def test_sink_and_temperature(name, causal):
+    for seed, sizes in enumerate(SHAPES):
+        problem = taken(seed, name, d=64, e=64, causal=causal, sink=True, temperature=True, sharp=3.0, **sizes)
+        check_forward(attention, problem, slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "relu", "softpick"])
+def test_other_maps_without_statistics(name):
+    for d in (64, 128):
+        for causal in (True, False):
+            problem = taken(5, name, **SHAPES[0], d=d, e=d, causal=causal, stats=())
+            check_forward(attention, problem, slack=2.0)
+
+
+def test_a_mean_that_dwarfs_the_deviation():
+    problem = taken(7, b=1, h=2, g=2, m=500, n=900, d=64, e=64, causal=True)
+    problem.k += 6.0
+    check_forward(attention, problem, slack=2.0)
+
+
+def test_a_maximum_that_comes_last_and_far_above():
+    for causal in (True, False):
+        problem = taken(9, b=1, h=1, g=1, m=1000, n=1000, d=128, e=128, causal=causal)
+        problem.k[:, :, 0] *= 60.0  # keys are walked from the last on: every sum must be moved by a lot
+        check_forward(attention, problem, slack=2.0)
+
+
+def test_only_the_statistics_asked_for():
+    for names in (("max_logit",), ("entropy",), ("distance", "gradient_gain"), ("logit_variance",)):
+        check_forward(attention, taken(11, **SHAPES[0], d=64, e=64, causal=True, stats=names), slack=2.0)
+
+
+def test_same_inputs_same_bits():
+    problem = taken(13, **SHAPES[0], d=128, e=128, causal=True)
+    first, *others = (attention.forward(problem) for _ in range(4))
+    for other in others:
+        assert torch.equal(first.o, other.o) and torch.equal(first.stats, other.stats) and torch.equal(first.z, other.z)
+
+
+def test_keys_that_no_query_sees_are_not_read():
+    problem = taken(15, b=1, h=2, g=1, m=200, n=400, d=64, e=64, causal=True)
+    clean = attention.forward(problem)
+    for x in (problem.k, problem.v):
+        x[:, :, 200:] = math.nan
+    dirty = attention.forward(problem)
+    assert torch.equal(clean.o, dirty.o) and torch.equal(clean.stats, dirty.stats)
+
+
+def test_heads_side_by_side():
+    """q, k, v as projections leave them, [B, N, H, D] transposed: read in place."""
+    problem = taken(17, b=2, h=4, g=4, m=333, n=333, d=64, e=64, causal=True)
+    truth = attention.forward(problem)
+    for name in ("q", "k", "v"):
+        x = getattr(problem, name)
+        setattr(problem, name, x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert hopper.takes(problem) and torch.equal(truth.o, attention.forward(problem).o)
+
+
+def test_what_it_leaves_to_others():
+    sizes = dict(SHAPES[0], d=64, e=64, dtype=torch.bfloat16, device="cuda")
+    for options in (
+        dict(left=5),
+        dict(mask=True),
+        dict(bias="b"),
+        dict(softcap=2.0),
+        dict(lengths=True),
+        dict(dropout=0.1),
+    ):
+        assert not hopper.takes(make(19, **sizes, **options))
+    assert not hopper.takes(make(19, "sigmoid", **sizes, stats=statistics.NAMES))
+    assert not hopper.takes(make(19, "entmax15", **sizes))
+    assert not hopper.takes(make(19, **sizes | dict(d=96)))
+    assert not hopper.takes(dataclasses.replace(make(19, **sizes), scale=-1.0))

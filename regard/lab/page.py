@@ -43,7 +43,8 @@ def page(results: Sequence[Result], seed: int = 0) -> str:
 <title>regard lab</title><style>{STYLE}</style></head>
 <body><header><h1>The lab: what the notes claim, and what is true</h1>
 <p>{len(results)} claims put to the test: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %,
-those of trained models 95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</p></header>
+those of trained models 95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</p>
+</header>
 <nav aria-label="Claims"><ul>{listed}</ul></nav><main>{"".join(map(section, results))}</main></body></html>
 """
 

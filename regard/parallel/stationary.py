@@ -26,7 +26,10 @@ from regard.parallel.merge import Total, nothing
 from regard.parallel.plan import Plan
 from regard.problem import Problem, Upstream, Whole
 
-STEPS = 40  # Newton needs 2 to 6 from τ₀
+STEPS = 64
+NEWTON = (
+    16  # steps: from τ₀ it needs 2 to 6. Where F is not convex (α > 2) it may not arrive, and the bracket is halved
+)
 CLOSE = {torch.float64: 1e-11}  # |F − 1| before the last step; 1e-5 for the others, and the step squares it
 power = functools.cache(is_power)
 
@@ -78,7 +81,7 @@ def solve(plan: Plan, rows: Problem, queries: Spans) -> tuple[Tensor, Tensor]:
         far = value.clamp_min(1e-300)
         rise = (far - far ** (1.0 - gain)) if power(choice.normalizer) else over * gain
         moved = c + rise / slope.where(slope > 0, 1.0)
-        inside = (moved >= low) & (moved <= ceiling) & (slope > 0)
+        inside = (moved >= low) & (moved <= ceiling) & (slope > 0) & (step < NEWTON)
         c = torch.where(over == 0, c, torch.where(inside, moved, 0.5 * (low + ceiling)))
         if not bool((over.abs() > CLOSE.get(rows.q.dtype, 1e-5)).any()):
             break

@@ -172,6 +172,26 @@ def test_the_largest_of_several_forwards_counts_and_nan_is_left_alone():
     assert torch.equal(model.q_proj.weight[:4], weight[:4])
 
 
+def test_ranks_clip_by_the_largest_of_all(monkeypatch):
+    model, x = regard.nn.MultiheadAttention(8, 2), torch.randn(1, 6, 8)
+    model(x)
+    asked = []
+
+    def all_reduce(tops, operation, group):
+        asked.append((operation, group))
+        tops.copy_(torch.maximum(tops, torch.tensor([0.0, 400.0])))  # what another rank saw
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    weight = model.q_proj.weight.clone()
+    (clip,) = regard.qk_clip(model, 100.0, group="mine").heads
+    assert asked == [(torch.distributed.ReduceOp.MAX, "mine")]
+    assert clip.head == 1 and clip.factor == 0.25
+    assert torch.allclose(model.q_proj.weight[4:], 0.5 * weight[4:]) and torch.equal(
+        model.q_proj.weight[:4], weight[:4]
+    )
+
+
 def test_a_gradient_step_after_it_goes_on():
     """High learning rate, no scale: without clipping the logits leave, with it they stay."""
 

@@ -63,9 +63,9 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
     if isinstance(module, nn.MultiheadAttention):
         return _of_torch(module)
     for names in SEPARATE:
-        found = [getattr(module, name, None) for name in names]
-        if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in found):
-            return _of_layers(*found, heads, head_dim)
+        query, key = (getattr(module, name, None) for name in names)
+        if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in (query, key)):
+            return _of_layers(query, key, heads, head_dim)
     for name in STACKED:
         layer = getattr(module, name, None)
         if isinstance(layer, nn.Module) and hasattr(layer, "weight"):
@@ -110,9 +110,10 @@ def _of_stack(layer: nn.Module, name: str, heads: int, head_dim: int) -> tuple[P
 
 
 def _floating(layer: nn.Module) -> Tensor:
-    if not layer.weight.is_floating_point() or layer.weight.ndim != 2:
+    weight = layer.weight
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
         raise NotFound(f"the weights of its {type(layer).__name__} are not a floating-point matrix")
-    return layer.weight
+    return weight
 
 
 def _out(layer: nn.Module) -> int:

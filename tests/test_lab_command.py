@@ -14,7 +14,7 @@ import pytest
 from regard import lab
 from regard.cli import main
 from regard.lab import page
-from regard.lab.run import claims
+from regard.lab.run import TRAINING, claims
 
 
 def test_one_claim_is_printed_whole(capsys):
@@ -58,14 +58,15 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(capsys, monkeypatch):
     ("argv", "message"),
     [
         (["lab", "no-such-claim"], "claim 'no-such-claim' is unknown"),
-        (["lab", "collapse-remedies"], "waits for training"),
+        (["lab", "not-yet"], "waits for training"),
         (["lab", "e24", "--seed", "-1"], "--seed must lie in"),
         (["lab", "e24", "--html", ""], "--html is empty"),
         (["lab", "e24", "--html", "."], "--html . is a folder"),
         (["lab", "e24", "--html", "no/such/lab.html"], "--html no/such/lab.html cannot be written"),
     ],
 )
-def test_bad_command_lines_run_nothing(capsys, argv, message):
+def test_bad_command_lines_run_nothing(capsys, argv, message, monkeypatch):
+    monkeypatch.setitem(TRAINING, "not-yet", "a question that nobody has run")
     assert main(argv) == 2
     told = capsys.readouterr()
     assert message in told.err and told.err.count("\n") == 1 and told.out == ""
@@ -107,7 +108,9 @@ class Reader(HTMLParser):
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("lab") / "lab.html"
     path.write_text("an older page")
-    page.write(path, [lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRAINING, "not-yet", "a question that nobody has run")
+        page.write(path, [lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")])
     assert [p.name for p in path.parent.iterdir()] == ["lab.html"]  # nothing is left beside it
     return path.read_text(encoding="utf-8")
 
@@ -129,7 +132,7 @@ def test_the_page_tells_every_claim(written):
     assert sections == {"jacobian", "scaled-example", "gradient-norm"}
     assert len(reader.all("img")) == 3 and all(len(image["alt"]) > 20 for image in reader.all("img"))
     assert len(reader.all("math")) >= 3
-    assert "waits for training" in written
+    assert "waits for training</span> not-yet" in written
     assert "softmax(−3, −1, 0, 1, 3) = (0.002, 0.015, 0.041, 0.112, 0.829)" in written
     assert re.search(r'class="verdict wrong"', written)
 

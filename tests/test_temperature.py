@@ -150,6 +150,19 @@ def test_inside_a_model_by_using(name):
     assert all(p.grad is not None and p.grad.any() for p in policy.parameters())
 
 
+def test_qk_norm_inside_a_model_by_using():
+    class Plain(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    q, k, v = qkv(30.0)
+    model = Plain()
+    with regard.using(model, qk_norm=True):
+        out = model(q, k, v)
+    normed = regard.qk_norm(q, k)
+    assert torch.allclose(out, regard.reference.attention(*normed, v, enable_gqa=True)[0], atol=1e-10)
+
+
 def test_a_policy_that_asks_nothing_leaves_torchs_path():
     q, k, v = (x.detach() for x in qkv())
     path = regard.attention_path

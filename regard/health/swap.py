@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard import normalizers
 from regard.health.call import Call
 from regard.health.intercept import Interception
-from regard.health.what_if import WhatIf
+from regard.health.what_if import WhatIf, with_qk_norm
 from regard.scores import resolve_scale
 
 
@@ -36,6 +36,7 @@ class using:
         temperature: a number, a tensor or a policy such as `regard.temperature.SSMax()`.
         scale: a number, "sqrt", "inverse", "none" or a tensor per head.
         softcap: a positive number.
+        qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does.
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
             with the whole inputs, computes its piece, and gets the whole outputs (docs/scale.md).
     """
@@ -48,20 +49,21 @@ class using:
         temperature=None,
         scale: float | str | Tensor | None = None,
         softcap: float | None = None,
+        qk_norm: bool = False,
         context_parallel=None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
         self.changes = {name: value for name, value in given.items() if value is not None}
-        if not self.changes and context_parallel is None:
+        if not self.changes and not qk_norm and context_parallel is None:
             raise ValueError(
-                "using() changes nothing; give normalizer, temperature, scale, softcap or context_parallel"
+                "using() changes nothing; give normalizer, temperature, scale, softcap, qk_norm or context_parallel"
             )
         if normalizer is not None:
             self.changes["normalizer"] = normalizers.get(normalizer).spec
         resolve_scale(scale, 1)
-        self._change = WhatIf("using", self.changes)
+        self._change = WhatIf("using", self.changes, with_qk_norm if qk_norm else None)
         self.calls = 0  # how many attention calls were led here
         self._pieces = None
         if context_parallel is not None:

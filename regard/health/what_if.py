@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from regard import normalizers
 from regard.health.call import Call
-from regard.scores import SCALES
+from regard.scores import SCALES, qk_norm
 from regard.temperature import SSMax
 
 FORMS = ("temperature=2", "scale=inverse", "qk_norm", "softcap=50", "normalizer=entmax15", "ssmax")
@@ -66,7 +66,7 @@ def _composed(steps):
 def _one(part: str, text: str) -> WhatIf:
     key, _, value = part.partition("=")
     if key == "qk_norm" and not value:
-        return WhatIf(part, dict(scale=None), _qk_norm)
+        return WhatIf(part, dict(scale=None), with_qk_norm)
     if key == "ssmax":
         return WhatIf(part, dict(temperature=SSMax(_number(value, text)) if value else SSMax()))
     if key in ("temperature", "softcap") and value:
@@ -91,7 +91,6 @@ def _number(value: str, text: str) -> float:
     return number
 
 
-def _qk_norm(call: Call) -> Call:
-    """q and k divided by their root mean square, then 1/√d: logits of √d·cos, whatever the norms were."""
-    q, k = (x / x.float().square().mean(-1, keepdim=True).sqrt().clamp_min(1e-6).to(x.dtype) for x in (call.q, call.k))
+def with_qk_norm(call: Call) -> Call:
+    q, k = qk_norm(call.q, call.k)
     return replace(call, q=q, k=k)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from regard.kernels import statistics, sweeps, tiles
-from regard.kernels.forward_online import ending, first_frame, frame_of, moved, slopes, terms, tile
+from regard.kernels.forward_online import ending, first_frame, frame_of, moved, slopes, terms
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import HIDDEN, LN2, LOG2E, Config
 from regard.problem import Problem
@@ -38,13 +38,6 @@ def rows_per_program(p: Problem) -> int:
     return min(max(triton.next_power_of_2(p.q.shape[1] // p.k.shape[1] * p.q.shape[2]), 16), 64)
 
 
-def own_maximum(F):
-    """The functions of a map as this file takes them: u in the frame of the row's own maximum, which stays out."""
-    if F.family == "ratio" and F.exponential:
-        return F._replace(exponential=False, shift="max", cache_key=F.cache_key + " own maximum")
-    return F
-
-
 def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, launch: dict) -> None:
     """Fill `outputs`, (view of o, frame, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
     (b, h, m, _), (_, g, n, _) = p.q.shape, p.k.shape
@@ -56,8 +49,7 @@ def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Co
     like = dict(dtype=p.accumulator, device=p.q.device)
     part_o = torch.empty(parts, rows, C.E, **like)
     sums = torch.empty(FIELDS, parts, rows, **like)
-    split = C._replace(F=own_maximum(C.F))
-    forward_split[(heads * parts,)](*inputs, *blocks, part_o, sums, opt, length, parts, split, **launch)
+    forward_split[(heads * parts,)](*inputs, *blocks, part_o, sums, opt, length, parts, C, **launch)
     padded = triton.next_power_of_2(parts)
     row = C._replace(BM=1, LANES=1)
     forward_merge[(rows,)](*inputs[:2], part_o, sums, *outputs, opt, length, parts, padded, row, num_warps=4)
@@ -107,6 +99,7 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
         state = tile(state, scene, start, opt, C, True)
     acc, r = state
     r = statistics.gathered(r)
+    z = r.u + r.ties if F.exponential and C.NEED.shares else r.z
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     rows = tl.num_programs(0) // (heads * blocks * parts) * tiles.wide(opt.heads) * opt.queries
     e = tl.arange(0, C.BE)
@@ -117,7 +110,7 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     need: tl.constexpr = C.NEED
     keep(sums, r.top, inside, True)
     keep(sums + step, r.frame, inside, True)
-    keep(sums + 2 * step, r.z, inside, True)
+    keep(sums + 2 * step, z, inside, True)
     keep(sums + 3 * step, r.ties, inside, need.shares)
     keep(sums + 4 * step, r.u, inside, need.shares)
     keep(sums + 5 * step, r.v, inside, need.slope)
@@ -131,6 +124,59 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     keep(sums + 13 * step, r.pivot, inside, need.moments)
     keep(sums + 14 * step, r.mean, inside, need.moments)
     keep(sums + 15 * step, r.m2, inside, need.moments)
+
+
+@triton.jit
+def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """One key block, as `forward_online.tile`; what was summed before moves only where a maximum rose: seldom, soon."""
+    acc, r = state
+    F: tl.constexpr = C.F
+    NEED: tl.constexpr = C.NEED
+    a, theta, i = scene.a, scene.theta, scene.i
+    b2 = a * LOG2E
+    _, _, y, seen, j = sweeps.look(scene, start, opt, C, EDGE)  # [M, N]
+    if NEED.top or (F.family == "ratio" and F.shift != "none"):
+        top = tl.maximum(r.top, tiles.highest(y, C))
+        if tl.max(tl.where(top > r.top, 1, 0), 0) > 0:
+            frame = frame_of(top, b2, F)
+            if F.family == "ratio":
+                acc = acc * tl.exp2(r.frame - frame)[:, None]
+            r = moved(r, top, frame, a, b2, theta, F)
+    u, v, power = terms(y, a[:, None], b2[:, None], r.frame[:, None], theta, F)
+    u = tl.where(seen, u, 0.0)
+    z, ties, su, sv, sl, sq, ss, sx = r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross
+    se, far = r.lse, r.distance
+    if not (F.exponential and NEED.shares):  # there Z is Σ' u and the maximum's ties
+        z += tiles.fold(tl.where(seen, v, 0.0), C)
+    if NEED.shares:
+        below = y != r.top[:, None]
+        under = tl.where(below, u, 0.0)
+        su += tiles.fold(under, C)
+        ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+        if NEED.log_u:
+            log_u = tl.where(seen, power, 0.0) if F.exponential else statistics.log2_or_0(under)
+            sl += tiles.fold(under * log_u, C)
+        if NEED.square:
+            sq += tiles.fold(under * under, C)
+        if NEED.slope:
+            d, cross = slopes(y, a[:, None], b2[:, None], r.frame[:, None], u, theta, F)
+            sv += tiles.fold(tl.where(seen & below, v, 0.0), C)
+            ss += tiles.fold(tl.where(seen & below, d, 0.0), C)
+            sx += tiles.fold(tl.where(seen & below, cross, 0.0), C)
+        if NEED.lse:
+            se += tiles.fold(tl.where(seen & below, tl.exp2((y - r.top[:, None]) * b2[:, None]), 0.0), C)
+        if NEED.distance:
+            far += statistics.stretch(u, i, j, start, su, False, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, u, C)
+    r = Sums(
+        r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
+    )  # fmt: skip
+    values = sweeps.values_of(scene, start, seen, opt, C, EDGE)
+    if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
+        acc = tl.dot(u, values.to(tl.float32), acc, input_precision="tf32x3", out_dtype=C.ACC)
+    else:
+        acc = tiles.dot(u.to(values.dtype), values, acc, C)
+    return acc, r
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard import philox
-from regard.kernels import bundle, decode, hopper, statistics
+from regard.kernels import bundle, decode, hopper, sparse, statistics
 from regard.kernels.backward import State, backward_dkv, backward_dq, backward_rows
 from regard.kernels.backward_bias import backward_bias
 from regard.kernels.forward_lesser import forward_lesser
@@ -77,12 +77,15 @@ def forward(problem: Problem) -> Forward:
         frame,
         z,
         stats,
-        _options(p),
-        config,
     )
     if kernel is forward_threshold:
         steps, square, other = SOLVER[p.q.dtype]
-        arguments += (steps, square if p.choice.order == 2 else other)
+        failed = None
+        if sparse.takes(p):
+            failed = sparse.forward(p, arguments[:3], *arguments[5:9], _options(p), config, steps)
+        arguments += (failed, _options(p), config, steps, square if p.choice.order == 2 else other)
+    else:
+        arguments += (_options(p), config)
     kernel[(blocks,)](*arguments, **launch)
     return Forward(o, frame, z, stats)
 
@@ -117,12 +120,19 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     inputs = (view(p.q), view(p.k), view(p.v), view(do))
     config, launch = _config(p, "backward_dq", **flags)
     blocks = triton.cdiv(shape[-1], config.BM) * rows
-    arguments = (*inputs[:3], *_key_blocks(p, config), inputs[3], view(grads.q), heat, state, opt, config)
+    left = None, None
+    if sparse.takes(p) and heat is None and beta is None:
+        outputs = view(grads.q), view(grads.k), view(grads.v)
+        left = sparse.backward(p, inputs, forward.frame, forward.z, outputs, delta, opt, config)
+    left = iter(left)
+    key_blocks = _key_blocks(p, config)
+    arguments = (*inputs[:3], *key_blocks, inputs[3], view(grads.q), heat, state, next(left), opt, config)
     backward_dq[(blocks,)](*arguments, **launch)
     config, launch = _config(p, "backward_dkv", **flags)
     queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
     blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
-    backward_dkv[(blocks,)](*inputs, *queries, view(grads.k), view(grads.v), state, opt, config, **launch)
+    outputs = view(grads.k), view(grads.v)
+    backward_dkv[(blocks,)](*inputs, *queries, *outputs, state, next(left), opt, config, **launch)
     if upstream.bias and p.bias is not None:
         grads.bias = _bias_gradient(p, inputs, state, opt, *_config(p, "backward_bias", **flags))
     grads.temperature = heat
@@ -291,7 +301,7 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, o
         BM=m,
         BN=n,
         BULK=bulk and bulky(p.q, p.k, p.v, *others),
-        LANES=min(n, 32) if kernel == "forward_decode" else 8,  # there warps lie side by side along the keys
+        LANES=min(n, 32 if m < 64 else 8) if kernel == "forward_decode" else 8,  # few rows: warps lie along the keys
     )
     return config, launch
 

@@ -66,6 +66,20 @@ def test_every_path_agrees_with_the_reference_in_value_and_gradient(name, option
             assert ours.any()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
+@pytest.mark.parametrize("name", ["ssmax per head", "refit", "query"])
+def test_the_triton_kernels_agree_too(name):
+    policy = make(name).float()
+    q, k, v = (x.detach().float().requires_grad_() for x in qkv())
+    given = dict(temperature=policy, enable_gqa=True, is_causal=True)
+    got = regard.attention(q, k, v, **given, backend="triton")
+    want = regard.reference.attention(q, k, v, **given)[0].float()
+    leaves = [q, k, v, *policy.parameters()]
+    assert torch.allclose(got, want, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(x.cos().sum(), leaves) for x in (got, want))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("normalizer", ["entmax15", "sigmoid", "relu"])
 @pytest.mark.parametrize("name", ["ssmax per head", "query", "learned"])
 def test_other_normalisers_take_them_too(name, normalizer):

@@ -1,9 +1,10 @@
 """A rank that dies or stalls: the others end within the group's timeout, and say which rank it was and at which step.
 
-Every rank writes to the group's store, twice a second, how often it has done so and the step it is at. A rank whose
-count stands still is dead (or frozen); if every count moves, the rank with the least progress has stalled. Counts are
-compared with themselves, never with a clock of another machine. The first to find out writes it down, and whoever
-fails later, because its neighbour has already left, reads that and tells the same.
+Every rank writes to the group's store, at every step and at least twice a second, how often it has done so and the step
+it is at; a thread of its own does that, so that no step waits for the store. A rank whose count stands still is dead
+(or frozen); if every count moves, the rank with the least progress has stalled. Counts are compared with themselves,
+never with a clock of another machine. The first to find out writes it down, and whoever fails later, because its
+neighbour has already left, reads that and tells the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import ClassVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, get_process_group_ranks
 
-BEAT = 0.5  # seconds between two signs of life
+BEAT = 0.5  # seconds between two signs of life, at most
+PAUSE = 0.02  # and at least: steps of a fast ring are not told one by one
 SILENT = 4 * BEAT  # a rank that gave none for so long is dead
 
 
@@ -42,7 +44,7 @@ class Watch:
         name = "regard.parallel/" + ",".join(map(str, self.ranks))
         self.store = dist.PrefixStore(name, store if clone is None else clone())
         self.progress, self.step, self.beats = 0, "start", 0
-        self.stopped = threading.Event()
+        self.stopped, self.moved = threading.Event(), threading.Event()
         self._beat()
         self.thread = threading.Thread(target=self._run, name="regard-parallel-watch", daemon=True)
         self.thread.start()
@@ -62,12 +64,18 @@ class Watch:
         """This rank begins a step."""
         self.progress += 1
         self.step = f"{step} {at}"
+        self.moved.set()
 
     def stop(self) -> None:
+        """No more signs of life; a thread that is still in the store when the interpreter ends would abort it."""
         self.stopped.set()
+        self.moved.set()
+        self.thread.join(2.0)
 
     def _run(self) -> None:
-        while not self.stopped.wait(BEAT):
+        while not self.stopped.wait(PAUSE):
+            self.moved.wait(BEAT)
+            self.moved.clear()
             try:
                 self._beat()
             except Exception:  # the store is gone: the job ends, and nobody will look any more

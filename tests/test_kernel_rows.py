@@ -27,6 +27,10 @@ PLANS = {  # a row in one program; several rows in one; a row shared by programs
     "several": rows.Plan(4, 64, 1, 1, False),
     "shared": rows.Plan(1, 16, 3, 1, not INTERPRETED),
     "launched": rows.Plan(1, 16, 3, 1, False),
+    "again": rows.Plan(1, 64, 1, 1, False, again=True),
+    "streamed": rows.Plan(1, 64, 1, 1, False, step=16),
+    "streamed in parts": rows.Plan(1, 32, 2, 1, False, step=16),
+    "lanes": rows.Plan(4, 64, 1, 1, False, lanes=16),
 }
 
 
@@ -40,7 +44,14 @@ def plan(request, monkeypatch):
 
 def _take(monkeypatch, plan):
     def chosen(R, N, tensors, size, family, processors):
-        return plan._replace(rows=1) if family == "threshold" and tensors == 1 else plan
+        solves = family == "threshold" and tensors == 1
+        if plan.lanes:
+            return plan if solves else plan._replace(lanes=0)
+        if plan.step and solves:
+            return plan._replace(columns=64, parts=1)  # one program goes over the whole row
+        if plan.step and family == "pointwise" and tensors == 2:
+            return plan._replace(step=0)
+        return plan._replace(rows=1) if solves else plan
 
     monkeypatch.setattr(rows, "plan", chosen)
     empty, empty_like = torch.empty, torch.empty_like

@@ -43,6 +43,7 @@ COMMANDS = {
     "lab train": Command("regard.lab.training.command", "train models that answer what arithmetic cannot", "lab"),
     "explore": Command("regard.lab.explorer.command", "turn the knobs of attention in the browser", "lab"),
     "bench": Command("regard.bench", "rows and attention against torch, on this machine"),
+    "bench accuracy": Command("regard.bench.accuracy", "errors against float64: the budget and what was measured"),
     "list": Command("regard.listing", "the normalisers: formula, sum, sparsity, paper"),
 }
 

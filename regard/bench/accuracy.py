@@ -1,0 +1,155 @@
+"""regard bench accuracy: the error budget. |ours − float64| / size, for every normaliser, statistic and dtype.
+
+Weights are compared entry by entry, relative to the largest weight of their row; statistics relative to
+|value| + `FLOOR`. Both start from the same rounded inputs as the float64 reference: the error is that of the
+arithmetic alone. The kinds of rows are those that break naive formulas: flat ones, nearly one-hot ones, and a million keys.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import regard
+from regard import normalizers, statistics
+from regard.bench import measure as machine
+from regard.table import Table
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# what is promised, as a multiple of the dtype's eps for weights, and a relative error for statistics
+WEIGHTS = {torch.float64: 64.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+STATISTICS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.float16: 1e-4}
+LOOSE = {"softpick": 64.0, "entmax": 16.0}  # exp(s) − 1 of a flat row cancels; a power goes through a logarithm
+FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(mean_logit=0.1, distance=1e-2, gradient_gain=1e-5)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The largest and the mean error of one thing in one dtype over one kind of row, and what is allowed."""
+
+    what: str
+    kind: str
+    dtype: str
+    largest: float
+    mean: float
+    allowed: float
+
+    @property
+    def kept(self) -> bool:
+        return self.largest <= self.allowed
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--quick", action="store_true", help="no rows of a million keys")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the tables there")
+
+
+def main(options) -> int:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        options.fail("argument --device: torch finds no CUDA device here; use --device cpu")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    entries = measure(device, options.quick)
+    tables = [table(entries, names, title) for title, names in PARTS.items()]
+    for part in tables:
+        part.show()
+    if options.markdown is not None:
+        about = [f"- {key}: {value}" for key, value in machine.machine(device).items()]
+        text = [
+            "# `regard bench accuracy`",
+            "",
+            *about,
+            *(f"\n## {part.title}\n\n{part.markdown()}" for part in tables),
+        ]
+        options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
+    broken = [entry for entry in entries if not entry.kept]
+    for entry in broken:
+        print(f"{entry.what}, {entry.kind}, {entry.dtype}: {entry.largest:.2g} > {entry.allowed:.2g}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+PARTS = {"Weights": tuple(normalizers.names()), "Statistics of softmax": statistics.NAMES}
+
+
+def measure(device: str, quick: bool = False, dtypes=None) -> list[Entry]:
+    """Every normaliser and statistic in every dtype over every kind of row."""
+    dtypes = dtypes or (DTYPES if device == "cpu" else DTYPES[1:])
+    kinds = [kind for kind in KINDS if not (quick and kind == "a million keys")]
+    found = []
+    for dtype in dtypes:
+        for kind in kinds:
+            found += [_weights(name, kind, dtype, device) for name in normalizers.names()]
+            found += _statistics(kind, dtype, device)
+    return found
+
+
+def scores(kind: str, device: str) -> Tensor:
+    """(rows, n) in float64."""
+    generator = torch.Generator().manual_seed(len(kind))
+    rows, n, size = KINDS[kind]
+    z = torch.randn(rows, n, generator=generator, dtype=torch.float64) * size
+    if kind == "nearly one-hot":
+        z[:, 3] = 12.0 + 2.0 * torch.arange(rows)
+    return z.to(device)
+
+
+KINDS = {  # rows, keys, size of the scores
+    "normal": (64, 1024, 1.0),
+    "sharp": (64, 1024, 30.0),
+    "flat": (64, 1024, 1e-3),
+    "nearly one-hot": (8, 1024, 1.0),
+    "a million keys": (2, 1_000_000, 1.0),
+}
+
+
+def _weights(name: str, kind: str, dtype: torch.dtype, device: str) -> Entry:
+    z = scores(kind, device).to(dtype)
+    exact = regard.normalize(z.double(), name, backend="reference")
+    size = exact.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    error = (regard.normalize(z, name).double() - exact).abs() / size
+    allowed = WEIGHTS[dtype] * torch.finfo(dtype).eps
+    if dtype.itemsize >= 4:
+        allowed *= LOOSE.get(name, 1.0)
+    if dtype == torch.float16 and kind == "a million keys":
+        allowed = 1.0  # such weights lie below float16's smallest normal number
+    return _entry(name, kind, dtype, error, allowed)
+
+
+def _statistics(kind: str, dtype: torch.dtype, device: str) -> list[Entry]:
+    """Attention whose scores are the wanted rows: q is a one-hot query into k's columns."""
+    z = scores(kind, device).to(dtype)
+    width = max(16, 1 << (z.shape[0] - 1).bit_length())
+    q = torch.eye(z.shape[0], width, device=device, dtype=dtype)[None, None]
+    k = torch.nn.functional.pad(z.T, (0, width - z.shape[0])).contiguous()[None, None]
+    v = torch.randn(1, 1, z.shape[1], 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    ours = regard.attention(q, k, v, scale=1.0, return_stats=True)[1]
+    options = dict(scale=1.0, return_stats=True, backend="reference")
+    exact = regard.attention(q.double(), k.double(), v.double(), **options)[1]
+    found = []
+    for name in statistics.NAMES:
+        error = (ours[name].double() - exact[name]).abs() / (exact[name].abs() + FLOOR[name])
+        found.append(_entry(name, kind, dtype, error, STATISTICS[dtype]))
+    return found
+
+
+def _entry(what: str, kind: str, dtype: torch.dtype, error: Tensor, allowed: float) -> Entry:
+    largest = float(error.max()) if bool(error.isfinite().all()) else math.inf
+    return Entry(what, kind, str(dtype).removeprefix("torch."), largest, float(error.mean()), allowed)
+
+
+def table(entries: list[Entry], names: tuple[str, ...], title: str) -> Table:
+    """One line per thing and dtype: largest (mean) over each kind of row."""
+    kinds = list(dict.fromkeys(entry.kind for entry in entries))
+    lines = []
+    for name in names:
+        for dtype in dict.fromkeys(entry.dtype for entry in entries):
+            mine = {entry.kind: entry for entry in entries if (entry.what, entry.dtype) == (name, dtype)}
+            cells = [f"{mine[kind].largest:.1e} ({mine[kind].mean:.0e})" for kind in kinds]
+            worst = max(mine.values(), key=lambda entry: entry.largest / entry.allowed)
+            lines.append([name, dtype, *cells, f"{worst.allowed:.1e} {'✓' if worst.kept else '✗'}"])
+    return Table(["", "dtype", *kinds, "allowed"], lines, title=title)

@@ -21,7 +21,7 @@ def test_every_splitting_normalizer(name, sharp):
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
 
 
-@pytest.mark.parametrize("m, group, d, dtype", [
+@pytest.mark.parametrize(("m", "group", "d", "dtype"), [
     (1, 1, 64, torch.bfloat16), (16, 1, 128, torch.float16), (8, 4, 128, torch.bfloat16), (16, 4, 64, torch.bfloat16),
     (16, 8, 128, torch.bfloat16), (5, 2, 256, torch.bfloat16), (3, 2, 40, torch.float32), (2, 1, 16, torch.float64),
 ])  # fmt: skip

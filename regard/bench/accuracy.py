@@ -2,7 +2,7 @@
 
 Weights are compared entry by entry, relative to the largest weight of their row; statistics relative to
 |value| + `FLOOR`. Both start from the same rounded inputs as the float64 reference: the error is that of the
-arithmetic alone. The kinds of rows are those that break naive formulas: flat ones, nearly one-hot ones, and a million keys.
+arithmetic alone. The kinds of rows are those that break naive formulas: flat, nearly one-hot, a million keys.
 """
 
 from __future__ import annotations

@@ -172,8 +172,45 @@ def test_comparing_two_reports(report, tmp_path, capsys):
     assert f"{means[0]:.3g} → {means[1]:.3g}" in out
     assert "scale off" in out
     assert len(compare.most_changed(report.to_json(), other.to_json(), 3).rows) == 3
-    (tmp_path / "c.json").write_text("[]")
-    assert main(["compare", str(a), str(tmp_path / "c.json")]) == 1
-    assert "is not a report" in capsys.readouterr().err
+    for nonsense in (
+        "[]",
+        '{"heads": [1], "findings": [], "title": "x"}',
+        '{"heads": [], "findings": [{}], "title": "x"}',
+    ):
+        (tmp_path / "c.json").write_text(nonsense)
+        assert main(["compare", str(a), str(tmp_path / "c.json")]) == 1
+        assert "is not a report" in capsys.readouterr().err
     assert main(["compare", str(a), str(tmp_path / "d.json")]) == 1
     assert "there is no file" in capsys.readouterr().err
+
+
+def test_two_reports_as_one_page(report, tmp_path, capsys):
+    from regard.cli import main
+
+    other = examine(model(sharp=2.0), [torch.randn(2, 24, 16)], title=EVIL)
+    a, b, out = report.save(tmp_path / "a.json"), other.save(tmp_path / "b.json"), tmp_path / "both.html"
+    assert main(["compare", str(a), str(b), "--out", str(out)]) == 0
+    assert str(out) in capsys.readouterr().out
+    html = out.read_text()
+    assert EVIL not in html
+    assert "https:" not in html
+    drawn = numbers(html)
+    assert [len(heads) for heads in drawn["reports"]] == [len(report.heads), len(other.heads)]
+    row = drawn["statistics"].index("entropy")
+    expected = other.heads[1].statistics["entropy"].to_json()
+    told = dict(zip(drawn["keys"], drawn["reports"][1][1]["numbers"][row], strict=True))
+    assert told == pytest.approx({key: expected[key] for key in drawn["keys"]}, rel=1e-4)
+    assert main(["compare", str(a), str(b), "--out", str(tmp_path)]) == 2
+
+
+def test_findings_of_one_kind_add_up(report):
+    two = report.to_json()
+    two["findings"] = [dict(kind="scale off", heads=[["a", 0]] * many) for many in (12, 1)]
+    assert compare.by_finding(two, two).rows == [["scale off", "13", "13"]]
+
+
+def test_thousands_of_heads_keep_their_means(report, monkeypatch):
+    monkeypatch.setattr(page, "LIMIT", 1)
+    drawn = numbers(page.render(report))
+    assert [treatment["name"] for treatment in drawn["treatments"]] == ["as measured"]
+    assert {len(told) for head in drawn["treatments"][0]["heads"] for told in head["numbers"]} == {1}

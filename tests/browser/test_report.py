@@ -134,3 +134,31 @@ def test_figures_are_told_in_words(page):
     for figure in page.find_elements(By.CSS_SELECTOR, "figure svg"):
         assert figure.get_attribute("role") == "img"
         assert figure.get_attribute("aria-label")
+
+
+def test_two_reports_side_by_side(browser, saved, tmp_path):
+    from regard.cli import main
+
+    one, other = tmp_path / "a.json", tmp_path / "b.json"
+    told = saved[1]
+    one.write_text(json.dumps(told))
+    shifted = json.loads(json.dumps(told))
+    head_of(shifted, 1, 2)["statistics"]["entropy_ratio"]["mean"] = 0.125
+    other.write_text(json.dumps(shifted))
+    assert main(["compare", str(one), str(other), "--out", str(tmp_path / "both.html")]) == 0
+    browser.get((tmp_path / "both.html").as_uri())
+    WebDriverWait(browser, 20).until(
+        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
+    )
+    browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="1"][data-head="2"]').click()
+    assert browser.find_element(By.ID, "chosen").text == "Layer 1, head 2 · layers.1.self_attn"
+    row = {
+        cell.get_attribute("data-key"): float(cell.text)
+        for cell in browser.find_elements(By.CSS_SELECTOR, 'tr[data-statistic="entropy_ratio"] td')
+    }
+    assert row["mean b"] == 0.125
+    assert row["mean a"] == pytest.approx(head_of(told, 1, 2)["statistics"]["entropy_ratio"]["mean"], rel=2e-3)
+    painted = browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="0"][data-head="0"]')
+    assert painted.get_attribute("fill") == "rgb(222 222 218)"  # where nothing changed
+    assert len(browser.find_elements(By.CSS_SELECTOR, "rect.cell.chosen")) == 3
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -1,11 +1,15 @@
-"""regard compare a.json b.json: two reports side by side, layer by layer, and what was found in which."""
+"""regard compare a.json b.json: two reports side by side, in a terminal and as one HTML file."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
+from regard.health import files
+from regard.health.page.side_by_side import render
+from regard.health.terminal import printable
 from regard.table import Table
 
 SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")
@@ -15,22 +19,26 @@ def arguments(parser) -> None:
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")
     parser.add_argument("--heads", type=int, default=5, help="how many of the most changed heads to list (5)")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="write them side by side: an .html file")
 
 
 def main(options) -> int:
+    out = options.out
+    if out is not None and (out.suffix != ".html" or not out.parent.is_dir() or out.is_dir()):
+        options.fail(f"--out must be a .html file in a folder that exists, got {str(out)!r}")
     try:
         a, b = read(options.a), read(options.b)
     except ValueError as error:
         print(f"regard compare: {error}", file=sys.stderr)
         return 1
-    print(f"A: {a['title']}\nB: {b['title']}\n")
-    by_layer(a, b).show()
-    print()
-    by_finding(a, b).show()
-    changed = most_changed(a, b, options.heads)
-    if changed.rows:
-        print()
-        changed.show()
+    print(f"A: {printable(a['title'])}\nB: {printable(b['title'])}\n")
+    tables = [by_layer(a, b), by_finding(a, b), most_changed(a, b, options.heads)]
+    for table in tables:
+        if table.rows:
+            table.show()
+            print()
+    if out is not None:
+        print(files.write(out, render(a, b, tables)))
     return 0
 
 
@@ -42,9 +50,24 @@ def read(path: Path) -> dict:
         raise ValueError(f"there is no file {str(path)!r}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
-    if not isinstance(report, dict) or not {"heads", "findings", "title"} <= report.keys():
+    if not _is_report(report):
         raise ValueError(f"{str(path)!r} is not a report of regard examine; make one with --json")
     return report
+
+
+def _is_report(report) -> bool:
+    """Does it hold what is read here? (The whole form is in health/schema.json.)"""
+    if not isinstance(report, dict) or not isinstance(report.get("title"), str):
+        return False
+    heads, findings = report.get("heads"), report.get("findings")
+    if not isinstance(heads, list) or not isinstance(findings, list):
+        return False
+    try:
+        spreads = [head["statistics"][name] for head in heads for name in SHOWN if head["index"] >= 0 <= head["head"]]
+        kinds = [one["kind"] for one in findings if isinstance(one["heads"], list)]
+    except (KeyError, TypeError):
+        return False
+    return all("mean" in spread for spread in spreads) and all(isinstance(kind, str) for kind in kinds)
 
 
 def by_layer(a: dict, b: dict) -> Table:
@@ -60,9 +83,12 @@ def by_layer(a: dict, b: dict) -> Table:
 
 
 def by_finding(a: dict, b: dict) -> Table:
-    counts = [{one["kind"]: len(one["heads"]) for one in report["findings"]} for report in (a, b)]
+    counts = (Counter(), Counter())
+    for count, report in zip(counts, (a, b), strict=True):
+        for one in report["findings"]:
+            count[one["kind"]] += len(one["heads"])  # a kind may be there twice: too large, too small
     kinds = sorted(counts[0].keys() | counts[1].keys())
-    rows = [[kind, str(counts[0].get(kind, 0)), str(counts[1].get(kind, 0))] for kind in kinds] or [["none", "0", "0"]]
+    rows = [[kind, str(counts[0][kind]), str(counts[1][kind])] for kind in kinds] or [["none", "0", "0"]]
     return Table(["finding", "heads in A", "heads in B"], rows, numbers=["heads in A", "heads in B"])
 
 

@@ -19,7 +19,15 @@ WORDS = dict(
     unmeasured="not measured",
 )
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
-DETAIL = ((48, 5), (24, 4), (0, 4), (0, 3))  # bins of a histogram, digits of a number
+# bins of a histogram, digits of a number, whether what-ifs too, whether more than means
+DETAIL = (
+    (48, 5, True, True),
+    (24, 4, True, True),
+    (0, 4, True, True),
+    (0, 3, True, True),
+    (0, 3, True, False),
+    (0, 3, False, False),
+)
 
 
 def render(report) -> str:
@@ -34,8 +42,8 @@ def render(report) -> str:
 
 
 def _packed(report) -> str:
-    for bins, digits in DETAIL:
-        numbers = packed(payload(report, bins, digits))
+    for detail in DETAIL:
+        numbers = packed(payload(report, *detail))
         if len(numbers) <= LIMIT:
             break
     return numbers

@@ -31,12 +31,17 @@ ITSELF = "the model itself"  # the name of a root module is empty
 SHARES = (0.05, 0.5, 0.95)
 
 
-def payload(report, coarse: int, digits: int) -> dict:
-    """The report's numbers to so many digits, histograms rebinned to `coarse` bins (0: none, and no curves)."""
-    treatments = {"as measured": report.heads, **{name: one.heads for name, one in report.what_if.items()}}
+def payload(report, coarse: int, digits: int, changed: bool = True, spread: bool = True) -> dict:
+    """The report's numbers to so many digits, histograms rebinned to `coarse` bins (0: none, and no curves).
+
+    Without `changed` what-ifs are left to the table in words, without `spread` each statistic is its mean alone.
+    """
+    treatments = {"as measured": report.heads}
+    if changed:
+        treatments.update({name: one.heads for name, one in report.what_if.items()})
     readings = {id(head.reading): head.reading for heads in treatments.values() for head in heads}
     axes = _axes(list(readings.values()), coarse)
-    layers = {key: _layer(reading, axes, digits) for key, reading in readings.items()}
+    layers = {key: _layer(reading, axes, digits, spread) for key, reading in readings.items()}
     named = {head.index: head.layer or ITSELF for head in report.heads}
     return dict(
         statistics=list(MEANING),
@@ -71,14 +76,15 @@ def _edges(name: str, axis: tuple[int, int, int]) -> list[float | None]:
     return [_short(values[min(first + group * step, BINS)], 5) for step in range(count + 1)] if count else []
 
 
-def _layer(reading, axes: dict, digits: int) -> tuple[list, list]:
+def _layer(reading, axes: dict, digits: int, spread: bool) -> tuple[list, list]:
     """(numbers [H][S][7], shapes [H][S][groups]) of a whole layer at once."""
     low, middle, high = reading.quantiles(SHARES)
     std = (reading.square / reading.count.clamp_min(1.0)).sqrt()
     columns = torch.stack([reading.mean, std, reading.low, low, middle, high, reading.high], -1)  # [S, H, 7]
     columns = columns.masked_fill((reading.count == 0)[..., None], math.nan)
     columns = columns[[ROW[name] for name in MEANING]].transpose(0, 1).tolist()
-    numbers = [[[_short(x, digits) for x in seven] for seven in head] for head in columns]
+    kept = 7 if spread else 1
+    numbers = [[[_short(x, digits) for x in seven[:kept]] for seven in head] for head in columns]
     shapes = [_shapes(reading.histogram[ROW[name]], axes[name]) for name in MEANING]  # [S][H][groups]
     return numbers, [list(head) for head in zip(*shapes, strict=True)]
 

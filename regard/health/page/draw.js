@@ -44,8 +44,8 @@ const colour = (t) => {
 const UNIT = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
 const rangeOf = (statistic, all) => {
   if (UNIT.has(statistic)) return { low: 0, high: 1, log: false };
-  const values = all.filter((x) => x !== null && x !== undefined);
-  const low = Math.min(...values), high = Math.max(...values);
+  let low = Infinity, high = -Infinity;
+  for (const x of all) if (x !== null && x !== undefined) { low = Math.min(low, x); high = Math.max(high, x); }
   return { low, high, log: low > 0 && high / low > 50 };
 };
 const place = (x, range) => {

@@ -1,0 +1,101 @@
+(async () => {
+  const data = await unpack(byId("numbers").textContent);
+  if (!data.layers.length) { document.body.dataset.ready = "true"; return; }
+  const name = (s) => data.statistics[s].replaceAll("_", " ");
+  const layerAt = new Map(data.layers.map((layer, row) => [layer.index, row]));
+  const tables = data.reports.map((heads) => {
+    const table = data.layers.map(() => []);
+    for (const head of heads) table[layerAt.get(head.layer)][head.head] = head.numbers;
+    return table;
+  });
+  const widths = data.layers.map((_, row) => Math.max(tables[0][row].length, tables[1][row].length));
+  const widest = Math.max(...widths);
+  const mean = (report, s, row, head) => { const one = tables[report][row][head]; return one ? one[s][0] : null; };
+  const change = (s, row, head) => {
+    const a = mean(0, s, row, head), b = mean(1, s, row, head);
+    return a === null || b === null ? null : b - a;
+  };
+
+  // falling is blue, rising is red, no change is the paper's grey
+  const diverging = (t) => {
+    if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
+    const x = Math.min(Math.max(2 * t - 1, -1), 1), end = x < 0 ? [38, 103, 168] : [190, 60, 45];
+    return `rgb(${[222, 222, 218].map((c, i) => Math.round(c + (end[i] - c) * Math.abs(x))).join(" ")})`;
+  };
+
+  const state = { statistic: 0, layer: 0, head: 0 };
+  const CELL = Math.max(7, Math.min(26, Math.floor(300 / widest))), LEFT = 26;
+  const build = (id, label) => {
+    const width = LEFT + widest * CELL + 2, height = data.layers.length * CELL + 2;
+    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
+      "aria-label": `${label}: layer by head map; arrow keys choose a head` }, byId(id));
+    const cells = data.layers.map((layer, row) => {
+      draw("text", { x: LEFT - 5, y: row * CELL + CELL / 2 + 4, "text-anchor": "end" }, svg, row % Math.ceil(12 / CELL) ? "" : layer.index);
+      return Array.from({ length: widths[row] }, (_, head) => {
+        const cell = draw("rect", { x: LEFT + head * CELL, y: row * CELL, width: CELL - 1, height: CELL - 1, class: "cell",
+          "data-layer": layer.index, "data-head": head }, svg);
+        draw("title", {}, cell);
+        cell.addEventListener("click", () => choose({ layer: row, head }));
+        return cell;
+      });
+    });
+    svg.addEventListener("keydown", (event) => {
+      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      if (!step) return;
+      event.preventDefault();
+      const row = Math.min(Math.max(state.layer + step[0], 0), data.layers.length - 1);
+      choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), widths[row] - 1) });
+    });
+    return cells;
+  };
+  const maps = [build("map-a", "A"), build("map-b", "B"), build("map-change", "B minus A")];
+
+  const each = (paint) => data.layers.forEach((layer, row) => { for (let head = 0; head < widths[row]; head++) paint(layer, row, head); });
+  const paint = () => {
+    const s = state.statistic, all = [], changes = [];
+    each((_, row, head) => { all.push(mean(0, s, row, head), mean(1, s, row, head)); changes.push(change(s, row, head)); });
+    const range = rangeOf(data.statistics[s], all), most = changes.reduce((top, x) => Math.max(top, Math.abs(x ?? 0)), 1e-12);
+    const apart = { low: -most, high: most, log: false };
+    each((layer, row, head) => {
+      const values = [mean(0, s, row, head), mean(1, s, row, head), change(s, row, head)];
+      maps.forEach((cells, m) => {
+        const cell = cells[row][head];
+        cell.setAttribute("fill", m < 2 ? colour(place(values[m], range)) : diverging(place(values[m], apart)));
+        cell.classList.toggle("chosen", row === state.layer && head === state.head);
+        cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${show(values[0])} → ${show(values[1])}`;
+      });
+    });
+    ruler(byId("scale"), range, colour);
+    ruler(byId("change"), apart, diverging);
+    byId("meaning").textContent = data.meaning[s];
+  };
+  const paintTable = () => {
+    const table = byId("numbers-table");
+    table.querySelectorAll("thead, tbody").forEach((part) => part.remove());
+    const top = make("tr", make("thead", table));
+    ["", ...data.keys.flatMap((key) => [`${key} A`, "B"])].forEach((key) => make("th", top, key));
+    const body = make("tbody", table);
+    data.statistics.forEach((statistic, s) => {
+      const row = make("tr", body, undefined, s === state.statistic ? "now" : "");
+      row.dataset.statistic = statistic;
+      make("th", row, name(s));
+      data.keys.forEach((key, at) => [0, 1].forEach((report) => {
+        const one = tables[report][state.layer][state.head];
+        make("td", row, show(one ? one[s][at] : null)).dataset.key = `${key} ${"ab"[report]}`;
+      }));
+    });
+  };
+
+  const choose = (changes) => {
+    Object.assign(state, changes);
+    byId("statistic").value = state.statistic;
+    paint();
+    paintTable();
+    const layer = data.layers[state.layer];
+    byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}`;
+  };
+  data.statistics.forEach((_, s) => { make("option", byId("statistic"), name(s)).value = s; });
+  byId("statistic").addEventListener("change", (event) => choose({ statistic: Number(event.target.value) }));
+  choose({});
+  document.body.dataset.ready = "true";
+})();

@@ -77,9 +77,9 @@ def forward(
     """
     F = _check(s, choice)
     p = torch.empty_like(s)
-    state = torch.zeros(2, len(s), dtype=_accumulator(s), device=s.device)
+    state = torch.empty(2, len(s), dtype=_accumulator(s), device=s.device)
     if s.numel() == 0:
-        return p, state
+        return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     if launch.plan.lanes:
         launch(rows_short.forward_short, (s, p, state), 0, {"TOLERANCE": _TOLERANCE[s.dtype]})

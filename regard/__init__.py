@@ -7,6 +7,8 @@
 torch.Size([1, 2, 16])
 """
 
+import importlib
+
 from regard import masks, nn, normalizers, reference, statistics, temperature
 from regard._attention import attention, attention_path
 from regard._jacobian import jacobian, vjp
@@ -37,6 +39,8 @@ def __getattr__(name: str):
         from regard import health
 
         return getattr(health, name)
+    if name == "parallel":
+        return importlib.import_module("regard.parallel")
     if name == "qk_clip":
         from regard._qk_clip import qk_clip
 

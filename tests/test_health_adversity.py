@@ -11,6 +11,7 @@ from torch import nn
 import regard
 from regard.health import AttentionWarning, intercept
 from regard.health.call import cleaned
+from regard.health.examination import positions
 from regard.health.page import render
 
 
@@ -333,3 +334,11 @@ def test_a_cached_query_stands_behind_its_keys(chunk, static):
             assert b.statistics[name].mean == pytest.approx(a.statistics[name].mean, rel=1e-4), name
             assert b.statistics[name].max == pytest.approx(a.statistics[name].max, rel=1e-4), name
         assert dict(b.curves["distance"]) == pytest.approx(dict(a.curves["distance"]), rel=1e-4, abs=1e-5)
+
+
+def test_positions_that_a_table_keeps_for_itself_are_not_offered():
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(max_position_embeddings=130, num_hidden_layers=1, num_attention_heads=1, hidden_size=16, vocab_size=30)
+    for kind, room in (("Roberta", 128), ("Bert", 130), ("OPT", 130)):
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        assert positions(transformers.AutoModel.from_config(config)) == room, kind

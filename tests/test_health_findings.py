@@ -108,11 +108,44 @@ def test_positional():
     assert found.measured == pytest.approx((1.0, 1.0), abs=0.06)
 
 
-def test_one_previous_token_head_among_many_is_ordinary(monkeypatch):
+@pytest.mark.parametrize("heads", [4, 8])
+def test_one_previous_token_head_is_ordinary_in_small_layers_too(heads):
     q, k = positions_only(1, heads=1)
-    monkeypatch.setattr(findings._finding, "CROWD", 1 / 4)
-    found = kinds(q, k)
+    found = kinds(q[:, :heads], k[:, :heads])
     assert not {"positional", "collapsed", "dying gradient"} & found.keys()
+
+
+def test_far_offsets_are_positional_too():
+    torch.manual_seed(0)
+    basis = torch.randn(300, 64)
+    basis = 10.0 * basis / basis.norm(dim=-1, keepdim=True)
+    q, k = torch.randn(2, 1, 8, 300, 64)
+    q[:, :2], k[:, :2] = basis.roll(60, 0), basis  # four rows of five look 60 back, the others wrap around
+    assert kinds(q, k)["positional"].heads == (("0", 0), ("0", 1))
+
+
+def test_heads_that_look_elsewhere_are_no_twins():
+    q, k = healthy()
+    basis = torch.randn(LENGTH, WIDTH)
+    basis = 4.0 * basis / basis.norm(dim=-1, keepdim=True)
+    for head, offset in enumerate((1, 2, 4)):  # equal but for where they look
+        q[:, head], k[:, head] = basis.roll(offset, 0), basis
+    assert "duplicate heads" not in kinds(q, k)
+
+
+def test_logits_far_below_zero_explode_too():
+    q, k = healthy()
+    q[..., 0], k[..., 0] = 100.0, 0.0
+    k[:, 3, :, 0] = -20.0
+    found = kinds(q, k)["exploding logits"]
+    assert found.heads == (("0", 3),)
+    assert found.measured[0] > 300
+
+
+def test_one_head_far_off_scale_is_found_in_a_layer_that_is_not():
+    q, k = healthy()
+    q[:, 2] *= 12.0
+    assert kinds(q, k)["scale off"].heads == (("0", 2),)
 
 
 def test_duplicate_heads():

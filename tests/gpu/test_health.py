@@ -1,0 +1,79 @@
+"""Health on the GPU: readings by the kernels, a model against float64 eager weights, two streams and one result."""
+
+import copy
+
+import pytest
+import torch
+from health_data import invented, same_reading
+
+import regard
+from regard.health.readings import LayerReading
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(1, 32, 8192), (3, 5, 777)])
+def test_a_reading_is_what_torch_makes_of_it(shape, masked):
+    from regard.health import fused
+
+    batch, heads, queries = shape
+    rows = torch.rand(batch, queries, device="cuda") > 0.3 if masked else None
+    plain, other, again = (LayerReading(heads, "cuda") for _ in range(3))
+    for seed in (0, 1):
+        stats = invented(batch, heads, queries, seed, "cuda")
+        plain._add(stats, rows, start=5)
+        fused.update(other, stats, rows, start=5)
+        fused.update(again, stats, rows, start=5)
+    same_reading(plain, other)
+    assert torch.equal(other.flat, again.flat)  # equal bits
+
+
+@pytest.mark.parametrize(("dtype", "length", "rel"), [(torch.float32, 300, 1e-4), (torch.bfloat16, 1500, 0.02)])
+def test_a_model_reads_as_its_eager_weights_in_float64(dtype, length, rel):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=300,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(3.0 if "q_proj" in name or "k_proj" in name else 1.0)
+    model, ids = model.to(dtype), torch.randint(0, 300, (1, length))
+    reports = [regard.examine(copy.deepcopy(model).cuda(), [dict(input_ids=ids)]) for _ in range(2)]
+    assert reports[0].unmeasured == []
+    exact = model.double()
+    exact.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = exact(input_ids=ids, output_attentions=True).attentions
+    for head, same in zip(reports[0].heads, reports[1].heads, strict=True):
+        expected = regard.statistics.of_weights(weights[head.index][:, head.head])
+        for name in ("entropy", "max_weight", "distance"):
+            assert head.statistics[name].mean == pytest.approx(expected[name].mean().item(), rel=rel), name
+            assert head.statistics[name].mean == same.statistics[name].mean
+
+
+def test_an_unfaithful_layer_is_found_on_the_second_stream_and_the_batch_runs_again():
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model, x = torch.nn.Sequential(Odd(), Odd()), torch.randn(1, 2, 600, 64, device="cuda", dtype=torch.bfloat16)
+    from regard.health import measure
+
+    kept, calls = measure.Recorder._measure, []
+
+    def wrong_at_first(self, call):
+        out, stats = kept(self, call)
+        calls.append(call.module)
+        return (out * 2, stats) if call.module is model[0] else (out, stats)
+
+    measure.Recorder._measure = wrong_at_first
+    try:
+        report = regard.examine(model, [x])
+    finally:
+        measure.Recorder._measure = kept
+    assert [name for name, _ in report.unmeasured] == ["0"]
+    assert {head.layer for head in report.heads} == {"1"}
+    assert calls == [model[0], model[1], model[1]]  # the second time on the first one's own output

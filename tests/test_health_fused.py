@@ -1,0 +1,69 @@
+"""The GPU's road to a reading, under Triton's interpreter, against torch's road on the same statistics."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from health_data import invented, same_reading
+
+from regard.health import faithful, fused, fused_call, predicted
+from regard.health.call import Call
+from regard.health.readings import LayerReading
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy takes log2 of 0, as a GPU does
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_reading_is_what_torch_makes_of_it(masked):
+    batch, heads, queries = 2, 2, 11
+    rows = torch.arange(batch * queries).reshape(batch, queries) % 3 != 1 if masked else None
+    plain, other = LayerReading(heads), LayerReading(heads)
+    for seed in (0, 1):
+        stats = invented(batch, heads, queries, seed)
+        plain._add(stats, rows, start=12)
+        fused.update(other, stats, rows, start=12)
+    same_reading(plain, other)
+
+
+def test_samples_of_long_rows_are_compared():
+    plain, other = LayerReading(1), LayerReading(1)
+    stats = invented(1, 1, 2100, seed=2)  # every second row
+    plain._compare(_stacked(stats)[..., ::2])
+    fused.update(other, stats, None, start=0)
+    for name in ("products", "totals", "compared"):
+        torch.testing.assert_close(getattr(other, name), getattr(plain, name), rtol=1e-5, atol=1e-6)
+
+
+def _stacked(stats):
+    from regard.health.bins import NAMES
+    from regard.health.readings import _derived
+
+    there = {**stats, **_derived(stats)}
+    return torch.stack([there[name] for name in NAMES]).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_difference_of_two_outputs(masked):
+    torch.manual_seed(0)
+    own = torch.randn(2, 40, 3, 24).transpose(1, 2)
+    rebuilt = own + 0.01 * torch.randn(2, 3, 40, 24)
+    rows = torch.rand(2, 40) > 0.5 if masked else None
+    apart = fused_call.difference(own, rebuilt, rows)
+    assert apart.max().item() == pytest.approx(faithful.difference(own, rebuilt, rows).item(), rel=1e-5)
+    rebuilt[0, 1, 3, 2] = math.nan
+    assert fused_call.difference(own, rebuilt, None).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_norms_that_predict_a_variance(masked):
+    torch.manual_seed(0)
+    q, k = 3.0 * torch.randn(2, 4, 40, 24), torch.randn(2, 2, 40, 24) + 4.0
+    rows = torch.rand(2, 40) > 0.4 if masked else None
+    expected = predicted.predicted_variance(Call(None, q, k, k, None, "sdpa"), rows)
+    given = fused_call.norms(q, k, rows, (1, 1), masked) / 24.0  # scale² is 1/24
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=0.0)

@@ -13,11 +13,11 @@ from regard import statistics
 from regard._attention import _Call, _check_asked
 from regard.parallel import plain, ring, stationary, tree, visits
 from regard.parallel.gradients import KeyGradients
-from regard.parallel.layout import Spans, check, given_spans, size, spans
+from regard.parallel.layout import Spans, check, given_spans, joined, size, spans
 from regard.parallel.line import Line
 from regard.parallel.merge import Total
 from regard.parallel.plan import Plan, choose
-from regard.problem import Gradients, Upstream, Whole
+from regard.problem import Gradients, Problem, Upstream, Whole
 from regard.statistics import DIFFERENTIABLE, Statistics
 from regard.temperature import Rows, visible_keys
 
@@ -184,9 +184,19 @@ def _plan(call: _Call, line: Line, queries: list[Spans], keys: list[Spans], per_
     problem = call.problem
     if engine is plain:  # as `regard.attention` does it where no kernel is: in float64
         problem = replace(problem, q=problem.q.double(), k=problem.k.double(), v=problem.v.double())
+    if _anywhere(problem):  # whole pieces at a time, as if they lay one after another
+        queries, keys = (given_spans([size(own) for own in cut], "contiguous", "") for cut in (queries, keys))
+    queries, keys = ([joined(own) for own in cut] for cut in (queries, keys))
     plan = Plan(problem, line, queries, keys, engine, call.bias, call.mask)
     plan.bias_per_row = plan.mask_per_row = per_row
     return plan
+
+
+def _anywhere(problem: Problem) -> bool:
+    """Does nothing depend on where a query or a key stands?"""
+    dense = (problem.bias, problem.mask, problem.key_lengths)
+    counted = {"distance", "first_key_mass"} & set(problem.stats)
+    return problem.reach == (None, None) and all(x is None for x in dense) and not problem.dropout_p and not counted
 
 
 def _answer(plan: Plan, call: _Call, seed: int, scheme):

@@ -54,6 +54,17 @@ def given_spans(lengths: list[int], layout: str, name: str) -> list[Spans]:
     return cut
 
 
+def joined(own: Spans) -> Spans:
+    """The same positions in as few spans as can be: neighbours become one, empty ones go (but for one)."""
+    found: Spans = []
+    for start, stop in own:
+        if found and (found[-1][1] == start or start == stop):
+            found[-1] = (found[-1][0], max(found[-1][1], stop)) if start != stop else found[-1]
+        else:
+            found.append((start, stop))
+    return found
+
+
 def size(own: Spans) -> int:
     return sum(stop - start for start, stop in own)
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.resources
+import random
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import torch
 import transformers
 
-from regard.health import examine, findings
+import regard
+from regard.health import AttentionWarning, examine, findings
 from regard.health.tiny import batches, checkpoint
 
 
@@ -73,6 +76,29 @@ BROKEN = {
 }
 
 
+def watched(model, tokenizer, paths: list[Path], steps: int) -> int:
+    """Warnings of a monitor on a model that does not learn, one piece of text of 20 to 600 characters a step."""
+    draw = random.Random(0)
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    kept = [(module, module.p) for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    for module, _ in kept:
+        module.p = 0.0
+    with (
+        regard.Monitor(model.train(), every=1, budget=1.0),
+        warnings.catch_warnings(record=True) as seen,
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            text = draw.choice(texts)
+            start, size = draw.randrange(len(text) - 600), draw.choice((20, 60, 150, 300, 600))
+            model(**tokenizer([text[start : start + size]], return_tensors="pt", truncation=True, max_length=256))
+    for module, p in kept:
+        module.p = p
+    model.eval()
+    return sum(issubclass(one.category, AttentionWarning) for one in seen)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
@@ -110,6 +136,11 @@ def main() -> None:
             f"| {name} | {options.count} | {alarms} | {heads} | {flagged} ({flagged / heads:.2%}) | {told} |",
             flush=True,
         )
+    steps = 5 * options.count
+    told = watched(model, tokenizer, options.data, steps)
+    print(
+        f"\nmonitor: {told} warnings about 72 heads of MiniLM in {steps} steps in which it learns nothing", flush=True
+    )
     print("\n| MiniLM made ill | looked for | found in | heads in it |\n| --- | --- | ---: | ---: |")
     for name, (kind, breaking) in BROKEN.items():
         assert kind in findings.kinds()

@@ -126,7 +126,7 @@ class Recorder:
             return self._give_up(key, "its number of heads changes from call to call", otherwise)
         long = call.sliceable and call.q.shape[2] > WHOLE
         sampled = long and call is whole and not call.dropout and not call.q.requires_grad
-        output = None if sampled else otherwise()
+        output = rebuilt if sampled else otherwise()
         with torch.no_grad():
             sight = self._sight(key, call)
             sight.sampled |= sampled

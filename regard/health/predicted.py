@@ -27,7 +27,7 @@ def predicted_variance(call: Call, rows: Tensor | None) -> Tensor:
     else:
         counted = rows[:, ::every_q]
         q_norm = norm.masked_fill(~counted[:, None], 0.0).sum((0, 2)) / counted.sum().clamp_min(1)
-    if of_keys:
+    if rows is not None and of_keys:
         weight = rows[:, None, ::every_k, None].float()
         count = weight.sum(2, keepdim=True).clamp_min(1)
         k = k - (k * weight).sum(2, keepdim=True) / count

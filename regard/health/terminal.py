@@ -10,6 +10,7 @@ from regard.table import Table
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 COLUMNS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")
+LISTED = 24  # layers that were not measured
 TONES = {"critical": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -18,7 +19,7 @@ def show(report, file=None) -> None:
     say = _voice(file)
     say(f"\n{printable(report.title)}", "bold")
     for line in report.summary():
-        say(line)
+        say(printable(line))
     if report.heads:
         table(report).show(file)
         print(
@@ -29,18 +30,17 @@ def show(report, file=None) -> None:
             f"\n{finding.kind} ({finding.severity}), {len(finding.heads)} heads: {heads_told(finding)}",
             TONES[finding.severity],
         )
-        print(f"  {finding.evidence}\n  threshold: {finding.threshold}\n  remedy: {finding.remedy}", file=file)
+        for line in (finding.evidence, f"threshold: {finding.threshold}", f"remedy: {finding.remedy}"):
+            print(f"  {printable(line)}", file=file)
     for name, reading in report.what_if.items():
         kinds = ", ".join(f"{one.kind} ({len(one.heads)})" for one in reading.findings) or "no findings"
-        say(f"\nwhat if {name}: {kinds}", "bold")
-        ratios = (
-            [_mean(head, "entropy_ratio") for head in report.heads],
-            [_mean(head, "entropy_ratio") for head in reading.heads],
-        )
-        before, after = (sum(values) / max(len(values), 1) for values in ratios)
-        print(f"  mean entropy ratio {before:.3f} → {after:.3f}", file=file)
-    for layer, reason in report.unmeasured:
+        say(f"\nwhat if {printable(name)}: {kinds}", "bold")
+        before, after = _average(report.heads, "entropy_ratio"), _average(reading.heads, "entropy_ratio")
+        print(f"  mean entropy ratio {before} → {after}", file=file)
+    for layer, reason in report.unmeasured[:LISTED]:
         say(f"not measured: {printable(layer or ITSELF)}: {printable(reason)}", "yellow")
+    if len(report.unmeasured) > LISTED:
+        say(f"not measured: {len(report.unmeasured) - LISTED} layers more, told in the report's files", "yellow")
 
 
 def printable(text: str) -> str:
@@ -60,9 +60,10 @@ def table(report) -> Table:
         layers.setdefault(head.index, []).append(head)
     rows = []
     for index, heads in sorted(layers.items()):
-        cells = ["".join(_block(_mean(head, name)) for head in heads) for name in COLUMNS]
-        top = max(head.statistics["max_logit"].max for head in heads)
-        rows.append([str(index), printable(heads[0].layer or ITSELF), *cells, f"{top:.3g}"])
+        cells = ["".join(_block(head.statistics.mean(name)) for head in heads) for name in COLUMNS]
+        tops = [top for top in (head.statistics.max("max_logit") for head in heads) if top == top]
+        top = f"{max(tops):.3g}" if tops else "–"
+        rows.append([str(index), printable(heads[0].layer or ITSELF), *cells, top])
     return Table(
         ["", "layer", *(name.replace("_", " ") for name in COLUMNS), "max logit"], rows, numbers=["", "max logit"]
     )
@@ -73,13 +74,14 @@ def heads_told(finding) -> str:
     return " ".join(shown) + (f" and {len(finding.heads) - 12} more" if len(finding.heads) > 12 else "")
 
 
-def _mean(head, name: str) -> float:
-    value = head.statistics[name].mean
-    return value if value == value else 0.0
+def _average(heads, name: str) -> str:
+    values = [value for value in (head.statistics.mean(name) for head in heads) if value == value]
+    return f"{sum(values) / len(values):.3f}" if values else "–"
 
 
 def _block(share: float) -> str:
-    return BLOCKS[1 + min(int(max(share, 0.0) * 8), 7)]
+    """A block for a share of 1, a blank for NaN: no row of that head has the statistic."""
+    return BLOCKS[1 + min(int(8 * min(max(share, 0.0), 1.0)), 7)] if share == share else BLOCKS[0]
 
 
 def _voice(file) -> Callable:

@@ -83,7 +83,7 @@ def by_layer(a: dict, b: dict) -> Table:
 
 
 def by_finding(a: dict, b: dict) -> Table:
-    counts = (Counter(), Counter())
+    counts: tuple[Counter, Counter] = (Counter(), Counter())
     for count, report in zip(counts, (a, b), strict=True):
         for one in report["findings"]:
             count[one["kind"]] += len(one["heads"])  # a kind may be there twice: too large, too small

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from regard.health.commands.compare import by_finding, by_layer
+from regard.health.commands.outputs import check, complain, save
 from regard.health.examination import examine
-from regard.health.loading import sample
+from regard.health.inputs import sample
 from regard.health.progress import counting
 from regard.health.tiny import batches, checkpoint
 
@@ -21,8 +22,7 @@ def arguments(parser) -> None:
 
 
 def main(options) -> int:
-    if options.out.suffix != ".html" or not options.out.parent.is_dir():
-        options.fail(f"--out must be a .html file in a folder that exists, got {str(options.out)!r}")
+    check(options, options.out, ".html")
     reports = []
     for name, what in SUBJECTS:
         model, notes = checkpoint(name)
@@ -37,6 +37,9 @@ def main(options) -> int:
     by_layer(healthy.to_json(), ill.to_json()).show()
     print()
     by_finding(healthy.to_json(), ill.to_json()).show()
-    ill.save(options.out)
+    _, failed = save(ill, [options.out])
+    if failed:
+        complain("demo", *failed)
+        return 1
     print(f"\nthe report of the second one: {options.out.resolve()}")
     return 0

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from regard.health import files
+from regard.health.commands.outputs import check, complain, save
 from regard.health.examination import examine
-from regard.health.loading import LoadError, load
+from regard.health.loading import LoadError, first_line, load, told
 from regard.health.progress import counting
 from regard.health.what_if import FORMS, parse_all
 from regard.parallel import crew
+
+KINDS = (".html", ".json", ".png")
 
 
 def arguments(parser) -> None:
@@ -43,22 +47,22 @@ def arguments(parser) -> None:
         "--timeout", type=float, default=600.0, help="seconds after which a rank that says nothing is lost (600)"
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read weights in pickle, which can run any code")
+    parser.add_argument(
+        "--allow-missing",
+        action="store_true",
+        help="examine a model although some weights are random, not in its files",
+    )
 
 
 def main(options) -> int:
     for name in ("length", "batch", "limit"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
-    outputs = [path for path in (options.out, options.json, options.png) if path is not None]
-    for path in outputs:
-        if path.suffix not in (".html", ".json", ".png"):
-            options.fail(f"{str(path)!r} must end in .html, .json or .png")
-        if not path.parent.is_dir():
-            options.fail(f"there is no folder {str(path.parent)!r}")
-        if path.is_dir():
-            options.fail(f"{str(path)!r} is a folder; name a file in it")
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        options.fail(f"--device {options.device}: there is no CUDA device here")
+    check(options, options.out, *KINDS)
+    for path, suffix in ((options.json, ".json"), (options.png, ".png")):
+        if path is not None:
+            check(options, path, suffix)
+    _check_device(options)
     ranks = crew.join(options.timeout)
     try:
         parse_all(options.what_if)
@@ -71,6 +75,7 @@ def main(options) -> int:
             device=crew.device(options.device),
             dtype=options.dtype,
             pickle=options.allow_pickle,
+            missing=options.allow_missing,
         )
         counter = counting("examining", len(subject.batches)) if crew.first() else nullcontext()
         with counter as advance:
@@ -84,33 +89,47 @@ def main(options) -> int:
                 snapshot=options.snapshot,
             )
     except Exception as error:  # whatever a model, its folder or its function throws: one line, no traceback
-        said = str(error).strip().splitlines()
-        plain = isinstance(error, (LoadError, ValueError)) and said
-        told = said[0] if plain else f"{type(error).__name__}{f': {said[0]}' if said else ''}"
-        print(f"regard examine: {told}", file=sys.stderr)
+        own = isinstance(error, (LoadError, ValueError))
+        complain("examine", first_line(error) if own else f"{options.model!r} raised {told(error)}")
         return 1
     if not crew.first():
         return 0 if report.interrupted is None else 1
+    report = replace(report, how={**report.how, **subject.notes})
+    wanted = [path for path in (options.out, options.json, options.png) if path is not None]
+    written, failed = save(report, wanted)  # before the view, which a closed pipe may end
     report.show()
-    for path in outputs:
-        if path.suffix == ".png" and not report.heads:
-            print(f"regard examine: no head was measured, so there is no {path}", file=sys.stderr)
-        else:
-            print(f"{report.save(path)}")
+    for path in written:
+        print(path)
+    if "random_weights" in subject.notes:
+        complain("examine", subject.notes["random_weights"])
+    return _status(report, failed)
+
+
+def _status(report, said: list[str]) -> int:
+    """The exit status, and in one line why it is not 0."""
     if report.interrupted:
-        print(
-            f"regard examine: not finished: {report.interrupted}; what was measured is in the report", file=sys.stderr
-        )
-        return 130 if report.interrupted.startswith("KeyboardInterrupt") else 1
-    if not report.heads:
-        print("regard examine: nothing could be measured; the reasons are in the report", file=sys.stderr)
-        return 1
-    return 0
+        said = [f"not finished: {report.interrupted}; what was measured is in the report", *said]
+    elif not report.heads:
+        said = ["nothing could be measured; the reasons are in the report", *said]
+    if said:
+        complain("examine", *said)
+    stopped = report.interrupted is not None and report.interrupted.startswith("KeyboardInterrupt")
+    return 130 if stopped else 1 if said else 0
+
+
+def _check_device(options) -> None:
+    try:
+        torch.zeros(1, device=options.device).item()
+    except Exception as error:
+        options.fail(f"--device {options.device}: {first_line(error)}")
 
 
 def _text(options) -> str | None:
     if options.text is None:
         return None
     if options.text == "-":
-        return sys.stdin.read()
+        try:
+            return sys.stdin.read()
+        except UnicodeDecodeError:
+            raise ValueError("standard input is not UTF-8 text") from None
     return files.read_text(options.text)

@@ -1,0 +1,99 @@
+"""What a transformers model is run on: text cut into batches, and smooth synthetic signals where it takes no text."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from importlib import resources
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.examination import positions
+
+LENGTH = 256  # tokens per sequence, where the model has so many positions
+LONGEST_TOKEN = 64  # characters: what a text is cut by before it is tokenised
+SIGNALS = ("pixel_values", "input_features", "input_values")
+
+
+class InputError(Exception):
+    """There is nothing the model could be run on, and why, in one line."""
+
+
+def sample() -> str:
+    return resources.files("regard.health").joinpath("sample.txt").read_text(encoding="utf-8")
+
+
+def texts(model: nn.Module, tokenizer, text: str, length: int | None, batch: int, limit: int) -> list[dict]:
+    """At most `limit` batches of token ids and their mask; an encoder-decoder reads the same text on both sides."""
+    words = getattr(model.config, "text_config", None) or model.config
+    longest = min(positions(model), getattr(words, "max_position_embeddings", None) or 2**31)
+    length = min(LENGTH, longest) if length is None else length
+    if length > longest:
+        raise InputError(f"--length {length} is more than the model's {longest} positions")
+    rows = _rows(tokenizer, text[: limit * batch * length * LONGEST_TOKEN], length)[: limit * batch]
+    top, known = max(map(max, rows)), getattr(words, "vocab_size", None) or 2**31
+    if top >= known:
+        raise InputError(f"the tokenizer gives token {top}, but the model has {known}: they do not belong together")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    return [
+        _taken(model, _padded(model.config, rows[start : start + batch], pad)) for start in range(0, len(rows), batch)
+    ]
+
+
+def _rows(tokenizer, text: str, length: int) -> list[list[int]]:
+    special = tokenizer.num_special_tokens_to_add()
+    if length <= special:
+        raise InputError(f"--length {length} leaves no room beside the tokenizer's {special} special tokens")
+    encoded = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True, padding=False)
+    rows = encoded["input_ids"]
+    rows = [rows] if rows and isinstance(rows[0], int) else rows
+    ordinary = [row for row in rows if not set(row) <= set(tokenizer.all_special_ids)]
+    if not ordinary and len(rows[0] if rows else ()) > special:
+        raise InputError("the text tokenises to unknown tokens alone; the tokenizer's files are missing or others'")
+    if not ordinary:
+        raise InputError("the text tokenises to nothing; give some with --text")
+    return ordinary
+
+
+def _padded(config, rows: list[list[int]], pad: int) -> dict[str, Tensor]:
+    """Ids [B, N] filled up at the right, and which of them are text."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    one = dict(input_ids=ids, attention_mask=mask)
+    if getattr(config, "is_encoder_decoder", False):  # the decoder reads a start token, then all but the last
+        start = getattr(config, "decoder_start_token_id", None) or 0
+        one.update(decoder_input_ids=nn.functional.pad(ids[:, :-1], (1, 0), value=start), decoder_attention_mask=mask)
+    return one
+
+
+def _taken(model: nn.Module, one: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the model's forward takes of it."""
+    taken = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return one
+    return {name: value for name, value in one.items() if name in taken}
+
+
+def signals(model: nn.Module, name: str, batch: int) -> dict[str, Tensor]:
+    """Smooth synthetic images, spectrograms or tones: enough to run a vision or audio model, not to judge it finely."""
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    if name == "pixel_values":
+        config = getattr(config, "vision_config", None) or config
+        size = getattr(config, "image_size", 224)
+        size = size if isinstance(size, int) else next(iter(size))
+        coarse = torch.randn(batch, getattr(config, "num_channels", 3), 8, 8, generator=generator)
+        return {name: nn.functional.interpolate(coarse, (size, size), mode="bicubic").to(model.dtype)}
+    if name == "input_features":
+        frames = 2 * getattr(config, "max_source_positions", 1500)
+        coarse = torch.randn(1, batch, 10, frames // 20 or 1, generator=generator)
+        signal = nn.functional.interpolate(coarse, (config.num_mel_bins, frames), mode="bicubic")[0]
+        many = min(32, getattr(config, "max_target_positions", None) or 32)
+        words = torch.randint(0, config.vocab_size, (batch, many), generator=generator)
+        words[:, 0] = getattr(config, "decoder_start_token_id", 0) or 0
+        return _taken(model, {name: signal.to(model.dtype), "decoder_input_ids": words})
+    time = torch.arange(16000) / 16000.0
+    tones = torch.stack([torch.sin(2 * math.pi * 220.0 * (one + 1) * time) for one in range(batch)])
+    return {name: tones.to(model.dtype)}

@@ -7,7 +7,7 @@ import torch
 
 from regard.cli import main
 from regard.health import tiny
-from regard.health.loading import sample
+from regard.health.inputs import sample
 
 transformers = pytest.importorskip("transformers")
 
@@ -15,26 +15,10 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny BERT with a word-piece tokenizer of its own, saved as people save them."""
-    path = tmp_path_factory.mktemp("model")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *"abcdefghijklmnopqrstuvwxyz",
-        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
-    ]
-    (path / "vocab.txt").write_text("\n".join(words))
-    tokenizer = transformers.BertTokenizer(vocab=str(path / "vocab.txt"))
-    tokenizer.save_pretrained(path)
+    from saved_models import bert, save
+
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=64, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(path)
-    return path
+    return save(bert(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +74,7 @@ def test_examine_a_function(tmp_path, capsys):
     assert main(["examine", "here:make"]) == 0
     assert "2 heads in 1 attention layer" in capsys.readouterr().out
     for spec, words in (
-        ("here:none", "has no 'none'"),
+        ("here:none", "has no function 'none'"),
         ("here:wrong", "must return (model, batches)"),
         ("nowhere:make", "no module"),
     ):

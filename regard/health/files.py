@@ -8,14 +8,17 @@ from pathlib import Path
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> Path:
-    """Write text (UTF-8) or bytes to `path`; what stood there stays until the new file is complete."""
+    """Write text (UTF-8) or bytes to `path`; what stood there stays until the new file is complete.
+
+    Lone surrogates, as in names that are not UTF-8, are written as \\udc80, which is JSON's own form of them.
+    """
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"path: there is no folder {str(path.parent)!r}; make it first")
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         os.chmod(beside, 0o644)
         os.replace(beside, path)
     except BaseException:

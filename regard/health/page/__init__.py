@@ -6,6 +6,9 @@ is escaped here or set as text there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from regard.health.page.data import ITSELF, payload
 from regard.health.page.document import document, escaped, packed
 
@@ -19,39 +22,70 @@ WORDS = dict(
     unmeasured="not measured",
 )
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
-# bins of a histogram, digits of a number, whether what-ifs too, whether more than means
-DETAIL = (
-    (48, 5, True, True),
-    (24, 4, True, True),
-    (0, 4, True, True),
-    (0, 3, True, True),
-    (0, 3, True, False),
-    (0, 3, False, False),
+LISTED = 200  # layers that were not measured, told one by one
+SAMPLE = 64  # heads by which the size of all is foretold
+
+
+class Detail(NamedTuple):
+    """How much of a report goes into its page."""
+
+    bins: int  # of a histogram; 0: no histograms and no curves
+    digits: int
+    changed: bool = True  # what-ifs head by head, not in the table alone
+    spread: bool = True  # seven numbers of each statistic, not the mean alone
+
+    def left_out(self) -> list[str]:
+        return [
+            *([] if self.bins else ["distributions and curves by position"]),
+            *([] if self.spread else ["all numbers but the means"]),
+            *([] if self.changed else ["what-ifs head by head"]),
+        ]
+
+
+DETAILS = (
+    Detail(48, 5),
+    Detail(24, 4),
+    Detail(0, 4),
+    Detail(0, 3),
+    Detail(0, 3, spread=False),
+    Detail(0, 3, changed=False, spread=False),
 )
 
 
 def render(report) -> str:
-    return document(
-        title=f"{report.title}: attention under examination",
-        script="page.js",
-        body="\n".join(
-            [_header(report), _findings(report), _explorer(report), _what_if(report), _unmeasured(report), _how(report)]
-        ),
-        numbers=_packed(report),
+    numbers, detail = _packed(report)
+    parts = [
+        _header(report),
+        _findings(report),
+        _explorer(report, detail),
+        _what_if(report, detail),
+        _unmeasured(report),
+        _how(report),
+    ]
+    title = f"{report.title}: attention under examination"
+    return document(title=title, script="page.js", body="\n".join(parts), numbers=numbers)
+
+
+def _packed(report) -> tuple[str, Detail]:
+    """The numbers in as much detail as fits; what is sure not to fit is not tried."""
+    few = replace(
+        report,
+        heads=report.heads[:SAMPLE],
+        what_if={name: replace(one, heads=one.heads[:SAMPLE]) for name, one in report.what_if.items()},
     )
-
-
-def _packed(report) -> str:
-    for detail in DETAIL:
-        numbers = packed(payload(report, *detail))
-        if len(numbers) <= LIMIT:
-            break
-    return numbers
+    more = max(len(report.heads) / SAMPLE, 1.0)
+    for detail in DETAILS[:-1]:
+        if len(packed(payload(few, *detail))) * more <= 1.5 * LIMIT:
+            numbers = packed(payload(report, *detail))
+            if len(numbers) <= LIMIT:
+                return numbers, detail
+    return packed(payload(report, *DETAILS[-1])), DETAILS[-1]
 
 
 def _header(report) -> str:
     lines = "".join(f"<p>{escaped(line)}</p>" for line in report.summary())
-    healthy = "healthy" if not report.unmeasured else "partly" if report.heads else "unmeasured"
+    whole = not (report.unmeasured or report.interrupted)
+    healthy = "unmeasured" if not report.heads else "healthy" if whole else "partly"
     worst = report.findings[0].severity if report.findings else healthy
     stop = f'<p class="stop" role="alert">Incomplete: {escaped(report.interrupted)}</p>' if report.interrupted else ""
     word = WORDS[worst]
@@ -86,11 +120,13 @@ def _card(finding) -> str:
 </article>"""
 
 
-def _explorer(report) -> str:
+def _explorer(report, detail: Detail) -> str:
     if not report.heads:
         return ""
-    return """<section id="explorer"><h2>Layer × head</h2>
-<div class="controls">
+    lost = detail.left_out()
+    note = f'<p class="meaning">Left out for so many heads: {", ".join(lost)}. The JSON form has every number.</p>'
+    return f"""<section id="explorer"><h2>Layer × head</h2>
+{note if lost else ""}<div class="controls">
 <label>Statistic <select id="statistic"></select></label>
 <label>Scores <select id="treatment"></select></label>
 <label>Layer <select id="layer"></select></label>
@@ -112,15 +148,16 @@ def _explorer(report) -> str:
 </section>"""
 
 
-def _what_if(report) -> str:
+def _what_if(report, detail: Detail) -> str:
     if not report.what_if:
         return ""
+    choose = "Choose a row under “Scores” above to see it head by head." if detail.changed else ""
     rows = [_what_if_row("as measured", report.heads, report.findings, [])]
     rows += [_what_if_row(name, one.heads, one.findings, one.refused) for name, one in report.what_if.items()]
     columns = "".join(f"<th>{escaped(name.replace('_', ' '))}</th>" for name in SHOWN)
     return f"""<section id="what-if"><h2>What if</h2>
-<p class="meaning">The same queries and keys, their scores treated otherwise: means over all heads. Choose a row under
-“Scores” above to see it head by head.</p>
+<p class="meaning">The same queries and keys, their scores treated otherwise: means over all heads.
+{choose}</p>
 <div class="scroll"><table>
 <thead><tr><th>scores</th>{columns}<th>findings</th></tr></thead>
 <tbody>{"".join(rows)}</tbody>
@@ -143,7 +180,9 @@ def _what_if_row(name: str, heads, findings, refused) -> str:
 def _unmeasured(report) -> str:
     if not report.unmeasured:
         return ""
-    pairs = [(escaped(name or ITSELF), escaped(reason)) for name, reason in report.unmeasured]
+    pairs = [(escaped(name or ITSELF), escaped(reason)) for name, reason in report.unmeasured[:LISTED]]
+    if len(report.unmeasured) > LISTED:
+        pairs.append((f"{len(report.unmeasured) - LISTED} layers more", "told in the JSON form of this report"))
     rows = "".join(f"<tr><th>{name}</th><td>{reason}</td></tr>" for name, reason in pairs)
     return f'<section id="unmeasured"><h2>Not measured</h2><div class="scroll"><table>{rows}</table></div></section>'
 

@@ -156,7 +156,7 @@
       const row = make("tr", body, undefined, s === state.statistic ? "now" : "");
       row.dataset.statistic = statistic;
       make("th", row, name(s));
-      one.numbers[s].forEach((x, i) => { make("td", row, show(x)).dataset.key = KEYS[i]; });
+      KEYS.forEach((key, i) => { make("td", row, show(one.numbers[s][i])).dataset.key = key; });
     });
   };
 

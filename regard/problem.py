@@ -111,6 +111,8 @@ class Part:
     z: Tensor  # [B, H, M], accumulator dtype
     slopes: Tensor | None = None  # [B, H, M]
     sums: Tensor | None = None  # [17, B, H, M] float64, the fields of statistics.State, where statistics are wanted
+    stats: dict[str, Tensor] | None = None  # or the part's own statistics, and the position of its first key
+    first: int = 0
 
 
 @dataclass
@@ -127,3 +129,5 @@ class Whole:
     delta: Tensor
     c: Tensor | None = None
     tilt: Tensor | None = None  # [4, B, H, M]: lift, β, γ, mean
+    o: Tensor | None = None  # [B, H, M, E], what δ is made of, for kernels that make it
+    values: dict[str, Tensor] | None = None  # the rows' statistics, what the tilt is made of

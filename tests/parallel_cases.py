@@ -327,3 +327,11 @@ def in_a_model(rank: int, world: int) -> None:
     for x, y in zip(ours, want, strict=True):
         dist.all_reduce(x)  # each rank's positions' share, as in data parallel training
         assert torch.allclose(x, y, atol=1e-5)
+
+
+def triton_parts(rank: int, world: int) -> None:
+    """The Triton engine, interpreted on the CPU."""
+    check(rank, world, "softmax", 3, False, "triton", dict(sink=True, is_causal=True, temperature=True))
+    check(rank, world, "softmax1", 4, True, "triton", dict(window=(5, 3), lengths=True, sharp=20.0))
+    check(rank, world, "sigmoid", 5, False, "triton", dict(is_causal=True, layout="contiguous"))
+    check(rank, world, "softmax", 6, False, "triton", dict(mask="bias", softcap=2.0))

@@ -182,7 +182,7 @@ def _call(q, k, v, arguments, keys: int, backend) -> _Call:
 def _plan(call: _Call, line: Line, queries: list[Spans], keys: list[Spans], per_row: bool, backend) -> Plan:
     engine = choose(call.problem, backend)
     problem = call.problem
-    if engine is plain:  # as `regard.attention` does it where no kernel is: in float64
+    if engine is plain and problem.q.device.type == "cpu":  # as `regard.attention` does it where no kernel is
         problem = replace(problem, q=problem.q.double(), k=problem.k.double(), v=problem.v.double())
     if _anywhere(problem):  # whole pieces at a time, as if they lay one after another
         queries, keys = (given_spans([size(own) for own in cut], "contiguous", "") for cut in (queries, keys))
@@ -309,8 +309,7 @@ class _Apply(torch.autograd.Function):
         values = m.new_empty((len(problem.stats), *m.shape))
         for total, (here, rows) in zip(totals, chunks, strict=True):
             if problem.stats:
-                joint = None if rows.sink is None else rows.sink.double()[..., None]
-                found = total.state.finish(problem.choice, joint)
+                found = total.statistics(rows, m[:, :, here], z[:, :, here])
                 for name, row in zip(problem.stats, values, strict=True):
                     row[:, :, here] = found[name]
         ctx.plan, ctx.scheme = plan, scheme
@@ -326,8 +325,9 @@ class _Apply(torch.autograd.Function):
         needs = ctx.needs_input_grad
         do = torch.zeros_like(o) if do is None else do
         delta = (do.to(m.dtype) * o.to(m.dtype)).sum(-1)
-        whole = Whole(m, z, delta, c, _tilt(problem, m, z, values, dvalues))
-        upstream = Upstream(do, bias=needs[5], temperature=needs[6])
+        whole = Whole(m, z, delta, c, _tilt(problem, m, z, values, dvalues), o)
+        whole.values = dict(zip(problem.stats, values, strict=True))
+        upstream = Upstream(do, _pulls(problem, dvalues), bias=needs[5], temperature=needs[6])
         grads = ctx.scheme.backward(plan, whole, upstream)
         dsink = None
         if needs[7]:
@@ -342,6 +342,13 @@ class _Apply(torch.autograd.Function):
         ]
         main = (x.to(problem.q.dtype) for x in (grads.q, grads.k, grads.v))
         return (None, None, *main, *extras, dsink)
+
+
+def _pulls(problem: Problem, dvalues: Tensor | None) -> dict[str, Tensor]:
+    """The gradients of the statistics that have one."""
+    if dvalues is None or not (problem.choice.family == "ratio" and problem.choice.exponential):
+        return {}
+    return {name: x for name, x in zip(problem.stats, dvalues, strict=True) if name in DIFFERENTIABLE}
 
 
 def _tilt(problem, m, z, values, dvalues) -> Tensor | None:

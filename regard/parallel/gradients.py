@@ -50,8 +50,11 @@ def unexpanded(x: Tensor) -> list[int]:
 def rows_of(whole: Whole, here: slice) -> Whole:
     c = None if whole.c is None else whole.c[:, :, here]
     tilt = None if whole.tilt is None else whole.tilt[..., here]
-    return Whole(whole.m[:, :, here], whole.z[:, :, here], whole.delta[:, :, here], c, tilt)
+    values = None if whole.values is None else {name: x[:, :, here] for name, x in whole.values.items()}
+    o = None if whole.o is None else whole.o[:, :, here]
+    return Whole(whole.m[:, :, here], whole.z[:, :, here], whole.delta[:, :, here], c, tilt, o, values)
 
 
 def upstream_of(upstream: Upstream, here: slice) -> Upstream:
-    return Upstream(upstream.o[:, :, here], {}, upstream.bias, upstream.temperature, False)
+    stats = {name: x[:, :, here] for name, x in upstream.stats.items()}
+    return Upstream(upstream.o[:, :, here], stats, upstream.bias, upstream.temperature, False)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
+from regard.parallel import mixture
 from regard.problem import Part, Problem
-from regard.statistics import State
+from regard.statistics import State, Statistics
 
 FIELDS = tuple(field.name for field in fields(State))
 
@@ -32,11 +33,13 @@ class Total:
     z: Tensor | None = None
     slopes: Tensor | None = None
     state: State | None = None
+    mix: dict[str, Tensor] | None = None  # in place of the state, from engines that finish statistics
 
     def add(self, part: Part) -> None:
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
         if self.o is None:
             self.o, self.m, self.z, self.slopes = part.o, m, part.z, part.slopes
+            self.mix = None if part.stats is None else mixture.started(part.stats, part.first)
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
             safe = top.masked_fill(top == -math.inf, 0.0)
@@ -44,12 +47,27 @@ class Total:
             self.m, self.z = top, old + new
             share = torch.where(self.z == 0, 0.0, new / self.z)  # a NaN stays
             self.o = torch.lerp(self.o, part.o, share[..., None])
+            if part.stats is not None:
+                self.mix = mixture.mixed(self.mix, mixture.started(part.stats, part.first), old, new, False)
         else:
             self.o, self.z = self.o + part.o, self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
+            if part.stats is not None:
+                other = mixture.started(part.stats, part.first)
+                self.mix = mixture.mixed(self.mix, other, self.mix["mass"], other["mass"], True)
         if part.sums is not None:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
             self.state = state if self.state is None else self.state.merge(state, self.choice)
+
+    def statistics(self, problem: Problem, m: Tensor, z: Tensor) -> Statistics:
+        """Those named in `problem.stats`, of whole rows whose m and z `finish` gave."""
+        if self.mix is None:
+            sink = None if problem.sink is None else problem.sink.double()[..., None]
+            return self.state.finish(self.choice, sink)
+        silent = None
+        if self.choice.family == "ratio":
+            silent = torch.zeros_like(z) + sum(torch.exp(logit - m) / z for logit in silent_logits(problem))
+        return mixture.finished(self.mix, problem.stats, m, z, silent)
 
     def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         """(o, m, z) of whole rows, once every part is in: sink and rest join, dead rows are 0."""
@@ -78,8 +96,8 @@ class Total:
         return o * kept[..., None], m, z
 
 
-def nothing(rows: Problem) -> Part:
-    """The part of rows in which nobody sees a key."""
+def nothing(rows: Problem, mixes: bool = False) -> Part:
+    """The part of rows in which nobody sees a key; `mixes`: with its statistics finished."""
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
     sums = None
     if rows.stats:
@@ -87,6 +105,11 @@ def nothing(rows: Problem) -> Part:
         sums[FIELDS.index("top")] = -math.inf
     zero = torch.zeros(shape, **like)
     slopes = zero if rows.choice.family == "threshold" else None
+    if rows.stats and mixes:
+        bare = torch.full_like(zero, -math.inf)
+        named = mixture.needed(rows.stats)
+        stats = {name: bare if name in ("max_logit", "logsumexp") else zero for name in named}
+        return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), zero, zero, stats=stats)
     return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), zero, zero, slopes, sums)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import normalizers
 from regard._ops.backends import backend_module
-from regard.parallel import plain
+from regard.parallel import mixture, plain
 from regard.parallel.layout import Spans
 from regard.parallel.line import Line
 from regard.problem import Problem
@@ -35,6 +35,11 @@ class Plan:
     mask: Tensor | None = None
     bias_per_row: bool = False  # does each query have its own row of it? (Otherwise every rank has the same.)
     mask_per_row: bool = False
+
+    @property
+    def mixes(self) -> bool:
+        """Does the engine finish the statistics of each part?"""
+        return self.engine.__name__.startswith("regard.kernels.")
 
     @property
     def total_queries(self) -> int:
@@ -71,6 +76,7 @@ class Plan:
             k=k[:, :, there],
             v=v[:, :, there],
             choice=part_choice(rows),
+            stats=mixture.needed(rows.stats) if self.mixes else rows.stats,
             bias=cut(rows.bias),
             mask=cut(rows.mask),
             temperature=None if rows.temperature is None else rows.temperature[:, :, here],
@@ -112,9 +118,9 @@ def choose(problem: Problem, backend: str | None) -> ModuleType:
     choice, device = problem.choice, problem.q.device.type
     if not choice.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
-    beyond = choice.name == "entmax" and choice.theta > 2.0
-    if backend is None:
-        fused = {"cpu": "cpu", "cuda": "triton"}.get(device, "reference")
-        narrow = device != "cuda" or problem.q.dtype != torch.float64
-        backend = fused if narrow and not beyond else "reference"
-    return plain if backend in ("reference", "torch") else backend_module(PARTS, backend)
+    if backend is None and not (choice.name == "entmax" and choice.theta > 2.0):
+        backend = {"cpu": "cpu", "cuda": "triton" if problem.q.dtype != torch.float64 else None}.get(device)
+    if backend not in PARTS:
+        return plain
+    engine = backend_module(PARTS, backend)
+    return engine if backend == "cpu" or engine.takes(problem) else plain

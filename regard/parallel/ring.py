@@ -30,7 +30,7 @@ def forward(plan: Plan) -> list[Total]:
             totals[index].add(plan.engine.forward(pair))
     for total, (_, rows) in zip(totals, plan.rows(problem, plan.queries[line.rank]), strict=True):
         if total.o is None:
-            total.add(nothing(rows))
+            total.add(nothing(rows, plan.mixes))
     return totals
 
 

@@ -48,7 +48,7 @@ def parts(plan: Plan, rows: Problem, queries: Spans) -> tuple[list[Total], Tenso
             totals[index].add(plan.engine.weigh(pair, high[:, :, here], c[:, :, here]))
     for total, (_, chunk) in zip(totals, plan.rows(rows, queries), strict=True):
         if total.o is None:
-            total.add(nothing(chunk))
+            total.add(nothing(chunk, plan.mixes))
     return totals, high, c
 
 

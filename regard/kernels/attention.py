@@ -266,6 +266,7 @@ def _options(p: Problem) -> Options:
         group=heads // p.k.shape[1],
         queries=m,
         keys=n,
+        ahead=p.first_query or None,
     )
 
 

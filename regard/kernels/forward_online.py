@@ -151,7 +151,10 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.square:
             sq += tiles.fold(under * under, C)
         if NEED.distance:
-            far += statistics.stretch(u, i, j, start, sum_u, C.BEHIND and not EDGE, C)
+            place = i
+            if opt.ahead is not None:
+                place = i + opt.ahead
+            far += statistics.stretch(u, place, j, start, sum_u, C.BEHIND and not EDGE, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, u, C)
     r = Sums(
         top, frame, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2

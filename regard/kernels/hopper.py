@@ -33,6 +33,7 @@ def takes(p: Problem) -> bool:
         and right in (None, 0)
         and all(x is None for x in (p.softcap, p.bias, p.mask, p.key_lengths))
         and p.dropout_p == 0.0
+        and p.first_query == 0
         and p.q.shape[-2] >= ROWS
         and capable(p.q.device)
         and all(map(reachable, (p.q, p.k, p.v)))

@@ -47,6 +47,7 @@ class Options(NamedTuple):
     group: Any  # query heads per key head
     queries: Any
     keys: Any
+    ahead: Any = None  # how far the first query stands beyond the first key, for distances of a part
 
 
 class Config(NamedTuple):

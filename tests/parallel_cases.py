@@ -25,7 +25,9 @@ OPTIONS = [
 ]
 
 
-def draw(seed: int, *, queries=None, mask=None, temperature=False, sink=False, sharp=2.0, dtype=torch.float32):
+def draw(
+    seed: int, *, queries=None, mask=None, temperature=False, sink=False, sharp=2.0, dtype=torch.float32, device="cpu"
+):
     """The whole call: (leaves, do); lengths are no multiple of anything."""
     g = torch.Generator().manual_seed(seed)
     b, h, groups, m, n, d, e = 2, 4, 2, queries or 19 + seed % 3, 23 + seed % 4, 8, 5
@@ -44,10 +46,11 @@ def draw(seed: int, *, queries=None, mask=None, temperature=False, sink=False, s
         leaves["temperature"] = torch.rand(b, h, m, 1, generator=g) + 0.5
     if sink:
         leaves["sink"] = randn(h)
+    leaves = {name: x.to(device) for name, x in leaves.items()}
     for x in leaves.values():
         if x.is_floating_point():
             x.requires_grad_()
-    return leaves, randn(b, h, m, e)
+    return leaves, randn(b, h, m, e).to(device)
 
 
 def call(function, leaves, rows, keys, options, **more):
@@ -74,7 +77,9 @@ def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: st
     """Output, statistics and gradients of one call on pieces."""
     options = dict(options)
     layout = options.pop("layout", "balanced")
-    drawn = {key: options.pop(key) for key in ("mask", "temperature", "sink", "dtype", "sharp") if key in options}
+    drawn = {
+        key: options.pop(key) for key in ("mask", "temperature", "sink", "dtype", "sharp", "device") if key in options
+    }
     leaves, do = draw(seed, queries=3 if shared else None, **drawn)
     narrow = drawn.get("dtype", torch.float32) != torch.float32
     if options.pop("lengths", False):
@@ -110,10 +115,10 @@ def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: st
         assert counted or error.numel() == 0 or error.max() <= 1e-3, (where, statistic, float(error.max()))
     names = [leaf for leaf, x in leaves.items() if x.requires_grad]
     for leaf, want, got in zip(names, expected, found, strict=True):
-        total = got.clone()
+        total, want = got.cpu(), want.cpu()
         if not shared or leaf in ("k", "v"):
-            dist.all_reduce(total)  # each rank has its positions', or its queries', share
-        floor = 0.1 * do.norm()
+            dist.all_reduce(total)  # each rank has the share of its positions, or of its queries
+        floor = 0.1 * do.cpu().norm()
         error = float((total - want).norm() / (want.norm() + floor))
         assert error <= (2e-2 if narrow else 1e-4), (where, leaf, error)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 import weakref
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,13 +26,32 @@ class Clip(NamedTuple):
     factor: float
 
 
-@dataclass(frozen=True)
 class Clipped:
-    """What a call of `qk_clip` found: the heads it clipped, the largest logit per layer and head, who was left out."""
+    """What a call of `qk_clip` found, read from the device only when it is asked for.
 
-    heads: list[Clip] = field(default_factory=list)
-    max_logit: dict[str, list[float]] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)  # layer -> why its weights cannot be clipped
+    `heads`: the heads that were clipped; `max_logit`: layer → the largest logit of each head; `skipped`: layer → why
+    its weights cannot be clipped.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: dict[str, str] = {}
+        self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
+
+    @property
+    def max_logit(self) -> dict[str, list[float]]:
+        return {name: tops.tolist() for name, (tops, _) in self._found.items()}
+
+    @property
+    def heads(self) -> list[Clip]:
+        found = []
+        for name, (tops, factors) in self._found.items():
+            for head, factor in enumerate([] if factors is None else factors.tolist()):
+                if factor < 1.0:
+                    found.append(Clip(name, head, tops[head].item(), factor))
+        return found
+
+    def __repr__(self) -> str:
+        return f"Clipped(heads={self.heads}, skipped={self.skipped})"
 
 
 def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clipped:
@@ -56,7 +74,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     Call it after every `optimizer.step()`; nothing else need be done. The logits are those of the training forwards
     since the last call, scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts
     to watch; for `regard.nn` it already knows the last forward, in other models it clips from the next step on.
-    Watching costs one fused pass over q and k per forward; `regard.qk_clip.stop(model)` ends it.
+    Watching costs one fused pass over q and k per forward; nothing waits for the GPU. `regard.qk_clip.stop(model)` ends
+    it.
 
     Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
     factor τ/m there. Heads below the threshold keep their weights to the bit. A head whose logit is not finite is
@@ -83,23 +102,20 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers"
         )
     modules = dict(model.named_modules())
-    largest = watch.take(group)
-    result = Clipped(max_logit={name: tops.tolist() for name, tops in largest.items()})
-    for name, tops in largest.items():
+    result = Clipped()
+    for name, tops in watch.take(group).items():
+        factors = None
         try:
             query, key = projections(modules[name], len(tops), watch.head_dim[name])
         except NotFound as reason:
             result.skipped[name] = str(reason)
-            continue
-        factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
-        if (factors == 1.0).all():
-            continue
-        shared = query.heads != key.heads
-        query.shrink(factors if shared else factors.sqrt())
-        if not shared:
-            key.shrink(factors.sqrt())
-        for head in (factors < 1.0).nonzero()[:, 0].tolist():
-            result.heads.append(Clip(name, head, tops[head].item(), factors[head].item()))
+        else:
+            factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
+            shared = query.heads != key.heads
+            query.shrink(factors if shared else factors.sqrt())
+            if not shared:
+                key.shrink(factors.sqrt())
+        result._found[name] = tops, factors
     return result
 
 
@@ -139,15 +155,14 @@ class _Watch:
                 self._add(name, q, k, scale=scale, **options)
 
     def take(self, group) -> dict[str, Tensor]:
-        """Layer → [H] on the CPU, the same on every rank; then forget."""
+        """Layer → [H], the same on every rank; then forget. Nothing waits for the device."""
         largest, self.largest = self.largest, {}
-        if not largest:
-            return {}
-        sizes = [len(tops) for tops in largest.values()]
-        joined = torch.cat([tops.to(next(iter(largest.values())).device) for tops in largest.values()])
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if largest and torch.distributed.is_available() and torch.distributed.is_initialized():
+            sizes = [len(tops) for tops in largest.values()]
+            joined = torch.cat([tops.to(next(iter(largest.values())).device) for tops in largest.values()])
             torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group=group)
-        return dict(zip(largest, joined.cpu().split(sizes), strict=True))
+            return dict(zip(largest, joined.split(sizes), strict=True))
+        return largest
 
     def __call__(self, call, name: str, otherwise) -> Tensor:
         output = otherwise()

@@ -5,6 +5,8 @@ highest priority. The model is that of arXiv 2410.01104: items through an MLP, o
 answer. The more items, the closer the second best: at n items some 1/n of a priority apart.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ PUBLISHED = {  # arXiv 2410.01104: % correct
 }
 AFTERWARDS = {"published": Adaptive("published"), "refit": Adaptive("refit")}  # put into a trained model
 PIECE = 2**19  # items tested at once
+AHEAD = 64  # steps whose rows are drawn at once
 
 
 class Retriever(nn.Module):
@@ -53,19 +56,18 @@ class RetrievalTrial(Trial):
         self.setting, self.size = setting, setting.options["batch"]
         self.tests, self.items = setting.options["tests"], setting.options["items"]
         self.rate = setting.options.get("rate", self.rate)
+        self._chunk, self._rows = -1, ()
         self.model = Retriever(setting.options["width"], setting.options.get("attention", {})).to(setting.device)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        generator = self.setting.generator(step)
-        priority, kind = draw(self.size, TRAINED, generator)
-        lengths = torch.randint(1, TRAINED + 1, (self.size,), generator=generator)
-        seen = torch.arange(TRAINED) < lengths[:, None]
-        return tuple(
-            x.to(self.setting.device) for x in (priority * seen, kind, lengths, answers(priority * seen, kind))
-        )
+        chunk, at = divmod(step, AHEAD)
+        if chunk != self._chunk:
+            rows = training_rows(self.setting.seed, chunk, self.size)
+            self._chunk, self._rows = chunk, tuple(x.to(self.setting.device) for x in rows)
+        return tuple(x[at] for x in self._rows)
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        torch.backends.cuda.matmul.allow_tf32 = False  # scores must tell priorities 1/n apart
+        exact_products()
         priority, kind, lengths, right = batch
         return F.cross_entropy(self.model(priority, kind, lengths), right)
 
@@ -77,6 +79,7 @@ class RetrievalTrial(Trial):
 
     def finish(self) -> dict[str, float]:
         """own@n: % correct as trained; published@n, refit@n: of a softmax model given that temperature afterwards."""
+        exact_products()
         attention, found = self.model.attention, {}
         plain = attention.normalizer == "softmax" and attention.temperature is None
         for n in self.tests:
@@ -93,9 +96,29 @@ class RetrievalTrial(Trial):
         parts = zip(*(x.split(max(1, PIECE // n)) for x in (priority, kind)), strict=True)
         return share(torch.cat([self.model(*part) for part in parts]), right)
 
-    def _test(self, n: int, rows: int) -> tuple[Tensor, Tensor]:
-        drawn = draw(rows, n, torch.Generator().manual_seed(n))
-        return drawn[0].to(self.setting.device), drawn[1].to(self.setting.device)
+    def _test(self, n: int, rows: int) -> tuple[Tensor, ...]:
+        return tuple(x.to(self.setting.device) for x in testing_rows(rows, n))
+
+
+def exact_products() -> None:
+    """No TF32: scores must tell priorities 1/n apart."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@lru_cache(maxsize=8)
+def training_rows(seed: int, chunk: int, size: int) -> tuple[Tensor, ...]:
+    """(priorities, classes, lengths, answers) of the steps of one chunk; variants of one seed share them."""
+    generator = Setting({}, seed).generator(chunk)
+    priority, kind = draw(AHEAD * size, TRAINED, generator)
+    lengths = torch.randint(1, TRAINED + 1, (AHEAD * size,), generator=generator)
+    priority = priority * (torch.arange(TRAINED) < lengths[:, None])
+    return tuple(x.unflatten(0, (AHEAD, size)) for x in (priority, kind, lengths, answers(priority, kind)))
+
+
+@lru_cache(maxsize=8)
+def testing_rows(rows: int, n: int) -> tuple[Tensor, Tensor]:
+    """Rows of n items, the same for every run."""
+    return draw(rows, n, torch.Generator().manual_seed(n))
 
 
 def draw(rows: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -164,7 +187,7 @@ experiment = Experiment(
             learns={"loss": 0.5},
         ),
         "full": Preset(
-            steps=6000,
+            steps=4000,
             every=1000,
             sizes={"width": 128, "batch": 512, "tests": list(PUBLISHED), "items": 2**23, "rate": 2e-3},
         ),

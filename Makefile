@@ -5,7 +5,7 @@ READY := .venv/.ready
 ENCODER := .venv/.encoder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz test-gpu bench lint format figures docs clean
+.PHONY: help setup demo test fuzz soak test-gpu bench lint format figures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: $(ENCODER)  ## every test a machine without a GPU can run
 
 fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
 	REGARD_FUZZ=$(or $(CASES),100000) $(BIN)/python -m pytest --quiet --override-ini addopts= --numprocesses 2 tests/test_fuzz_rows.py tests/test_fuzz_attention.py tests/test_fuzz_nonsense.py
+
+soak: $(READY)  ## a million calls of mixed shapes: memory, files, threads and kernels stay flat; CALLS=… for another number
+	$(BIN)/python tests/soak.py $(or $(CALLS),1000000)
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= -W default tests/gpu

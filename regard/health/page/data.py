@@ -58,11 +58,13 @@ def payload(report, coarse: int, digits: int, changed: bool = True, spread: bool
 
 def _axes(readings: list, coarse: int) -> dict[str, tuple[int, int, int]]:
     """Per statistic, the used part of its bins in equal groups: (first bin, bins in a group, groups)."""
+    if not coarse:
+        return dict.fromkeys(MEANING, (0, BINS, 0))
     axes = {}
     for name in MEANING:
         used = sum((reading.histogram[ROW[name]].sum(0) for reading in readings), torch.zeros(BINS, dtype=torch.int64))
         at = used.nonzero().flatten().tolist()
-        if not at or not coarse:
+        if not at:
             axes[name] = (0, BINS, 0)
             continue
         group = max(1, math.ceil((at[-1] - at[0] + 1) / coarse))
@@ -77,14 +79,15 @@ def _edges(name: str, axis: tuple[int, int, int]) -> list[float | None]:
 
 
 def _layer(reading, axes: dict, digits: int, spread: bool) -> tuple[list, list]:
-    """(numbers [H][S][7], shapes [H][S][groups]) of a whole layer at once."""
-    low, middle, high = reading.quantiles(SHARES)
-    std = (reading.square / reading.count.clamp_min(1.0)).sqrt()
-    columns = torch.stack([reading.mean, std, reading.low, low, middle, high, reading.high], -1)  # [S, H, 7]
-    columns = columns.masked_fill((reading.count == 0)[..., None], math.nan)
-    columns = columns[[ROW[name] for name in MEANING]].transpose(0, 1).tolist()
-    kept = 7 if spread else 1
-    numbers = [[[_short(x, digits) for x in seven[:kept]] for seven in head] for head in columns]
+    """(numbers [H][S][7], or [H][S][1], shapes [H][S][groups]) of a whole layer at once."""
+    columns = [reading.mean]
+    if spread:
+        low, middle, high = reading.quantiles(SHARES)
+        std = (reading.square / reading.count.clamp_min(1.0)).sqrt()
+        columns += [std, reading.low, low, middle, high, reading.high]
+    told = torch.stack(columns, -1).masked_fill((reading.count == 0)[..., None], math.nan)  # [S, H, 7]
+    told = told[[ROW[name] for name in MEANING]].transpose(0, 1).tolist()
+    numbers = [[[_short(x, digits) for x in several] for several in head] for head in told]
     shapes = [_shapes(reading.histogram[ROW[name]], axes[name]) for name in MEANING]  # [S][H][groups]
     return numbers, [list(head) for head in zip(*shapes, strict=True)]
 
@@ -92,6 +95,8 @@ def _layer(reading, axes: dict, digits: int, spread: bool) -> tuple[list, list]:
 def _shapes(histogram, axis: tuple[int, int, int]) -> list[list[int]]:
     """Per head, per mille of the rows in each group of bins."""
     first, group, count = axis
+    if not count:
+        return [[] for _ in histogram]
     part = histogram[:, first : first + group * count].double()
     part = torch.nn.functional.pad(part, (0, group * count - part.shape[1])).reshape(len(part), count, group).sum(-1)
     return (1000.0 * part / part.sum(-1, keepdim=True).clamp_min(1.0)).round().long().tolist()

@@ -21,11 +21,11 @@ from transformers import LlamaConfig, LlamaModel
 import regard
 
 
-def llama(layers: int, **sizes) -> LlamaModel:
+def llama(layers: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **sizes) -> LlamaModel:
     torch.manual_seed(0)
-    return LlamaModel(
-        LlamaConfig(num_hidden_layers=layers, vocab_size=32000, max_position_embeddings=16384, **sizes)
-    ).eval()
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=32000, max_position_embeddings=16384, **sizes)
+    with torch.device(device):
+        return LlamaModel(config).eval().to(dtype)
 
 
 def check(dtype: torch.dtype, length: int) -> float:
@@ -85,8 +85,9 @@ def main() -> None:
         )
         assert worst < limit, lines[-1]
     model = llama(
-        16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=8, head_dim=64
-    ).to("cuda", torch.bfloat16)
+        16, "cuda", torch.bfloat16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
     batch = dict(input_ids=torch.randint(0, 32000, (1, options.length), device="cuda"), use_cache=False)
 
     def forward():

@@ -245,6 +245,10 @@ def test_compiled_models_are_examined_watched_and_led():
     with regard.using(compiled, temperature=5.0):
         assert not torch.equal(compiled(x), own)
     torch.testing.assert_close(compiled(x), own)
+    inner = regard.Monitor(model.train(), every=1)
+    with pytest.warns(AttentionWarning, match="torch.compile made of it"):
+        compiled(x)
+    inner.close()
     in_place = Att()
     in_place.compile(backend="eager")
     assert len(regard.examine(in_place, [x]).heads) == 4

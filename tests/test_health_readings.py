@@ -8,7 +8,7 @@ import torch
 
 import regard
 from regard.health import bins
-from regard.health.readings import LayerReading, position_bin, position_of
+from regard.health.readings import LayerReading, likeness, position_bin, position_of
 
 
 def statistics(batch=3, heads=2, queries=40, seed=0, sharp=1.0):
@@ -100,9 +100,9 @@ def test_twins_are_alike_and_strangers_are_not():
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 3, 60, 8) for _ in range(3))
     q[:, 2], k[:, 2] = q[:, 0], k[:, 0]
-    likeness = LayerReading(3).update(regard.attention(q, k, v, return_stats=True)[1]).likeness()
-    assert likeness[0, 2] < 1e-6
-    assert likeness[0, 1] > 0.5
+    (alike,) = likeness([LayerReading(3).update(regard.attention(q, k, v, return_stats=True)[1])])
+    assert alike[0, 2] < 1e-6
+    assert alike[0, 1] > 0.5
 
 
 @pytest.mark.parametrize("name", bins.NAMES)

@@ -19,6 +19,7 @@ class Aside:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: dict[torch.device, tuple[torch.cuda.Event, Any]] = {}
+        self._marks: dict[torch.device, torch.cuda.Event] = {}
 
     @contextlib.contextmanager
     def __call__(self, device: torch.device, *read: Any) -> Iterator[None]:
@@ -35,6 +36,21 @@ class Aside:
                 yield
         finally:
             self._running[device] = side.record_event(), read
+
+    def mark(self, device: torch.device) -> None:
+        """What the model's stream has been given so far is wanted in `after_marked`."""
+        if device.type == "cuda":
+            self._marks[device] = torch.cuda.current_stream(device).record_event()
+
+    @contextlib.contextmanager
+    def after_marked(self) -> Iterator[None]:
+        """Behind what was marked and done aside, but not behind what the model was given since."""
+        with contextlib.ExitStack() as stack:
+            for device, side in self._streams.items():
+                if device in self._marks:
+                    side.wait_event(self._marks[device])
+                stack.enter_context(torch.cuda.stream(side))
+            yield
 
     def join(self) -> None:
         """From here on the models' streams see what was done aside."""

@@ -121,7 +121,8 @@ def examine(
             f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
             f"torch.nn.MultiheadAttention, regard.attention or a transformers attention function{_by_hand(modules)}"
         )
-    return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)
+    with recorder.beside():
+        return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)
 
 
 def positions(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from regard.health.bins import ROW
 from regard.health.measure import Layer
-from regard.health.readings import LayerReading, fetched
+from regard.health.readings import LayerReading, fetched, likeness, predicted_variances, spreads_of, stacked
 from regard.health.spreads import Spreads
 
 LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
@@ -59,16 +59,35 @@ def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
 
 
 def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[HeadReading]:
-    found = []
-    for (layer, _), reading in zip(pairs, fetched([reading for _, reading in pairs]), strict=True):
-        alike = reading.likeness() < TWINS
-        np.fill_diagonal(alike, False)
-        twins = {head: tuple(np.flatnonzero(alike[head]).tolist()) for head in np.flatnonzero(alike.any(1)).tolist()}
-        predicted, dtype = reading.predicted_variances(), str(layer.dtype).removeprefix("torch.")
-        rows, keys = reading.numbers("count")[ROW["visible_keys"]], reading.numbers("mean")[ROW["visible_keys"]]
-        judged = ((rows >= LEAST_ROWS) & (keys >= LEAST_KEYS)).tolist()
-        for head, spreads in enumerate(reading.spreads()):
-            if spreads.count("entropy"):
-                told = predicted[head], dtype, judged[head], twins.get(head, ())
-                found.append(HeadReading(layer.name, layer.index, head, spreads, reading, *told))
-    return found
+    readings = fetched([reading for _, reading in pairs])
+    told: dict[int, list[HeadReading]] = {}
+    for many in {reading.heads for reading in readings}:  # layers of as many heads at once: numpy is slow to start
+        places = [at for at, reading in enumerate(readings) if reading.heads == many]
+        alike = [readings[at] for at in places]
+        twins, predicted, judged = twins_of(alike), predicted_variances(alike), _judged(alike)
+        for row, (at, spreads) in enumerate(zip(places, spreads_of(alike), strict=True)):
+            layer, reading = pairs[at][0], readings[at]
+            dtype = str(layer.dtype).removeprefix("torch.")
+            told[at] = [
+                HeadReading(
+                    layer.name, layer.index, head, spread, reading, predicted[row][head], dtype, judged[row][head],
+                    twins.get((row, head), ()),
+                )
+                for head, spread in enumerate(spreads)
+                if spread.count("entropy")
+            ]  # fmt: skip
+    return [head for at in sorted(told) for head in told[at]]
+
+
+def _judged(readings: Sequence[LayerReading]) -> list[list[bool]]:
+    rows, keys = (stacked(readings, name)[:, ROW["visible_keys"]] for name in ("count", "mean"))
+    return ((rows >= LEAST_ROWS) & (keys >= LEAST_KEYS)).tolist()
+
+
+def twins_of(readings: Sequence[LayerReading]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(which reading, head) -> the other heads of that layer with the same distribution, row by row."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for at, head, other in np.argwhere(likeness(readings) < TWINS).tolist():
+        if head != other:
+            found.setdefault((at, head), []).append(other)
+    return {place: tuple(others) for place, others in found.items()}

@@ -32,6 +32,7 @@ PLAIN = (
     nn.GELU,
     nn.ReLU,
 )  # no attention inside
+SMALL = ("Norm", "Embedding", "Activation")  # nor in what is called so; if there were, it would go by the name above
 
 
 class Interception:
@@ -57,7 +58,7 @@ class Interception:
             if module._compiled_call_impl is not None:
                 self._compiled.append((module, module._compiled_call_impl))
                 module._compiled_call_impl = None
-            if not isinstance(module, PLAIN):
+            if module._modules or not (isinstance(module, PLAIN) or type(module).__name__.endswith(SMALL)):
                 self._hooks.append(module.register_forward_pre_hook(_enter))
                 self._hooks.append(module.register_forward_hook(_leave, always_call=True))
         if "transformers" in sys.modules:

@@ -54,11 +54,14 @@ class Layer:
         """The name, told apart from that of the module's earlier uses: "att", "att#2"."""
         return self.name if self.use == 0 else f"{self.name}#{self.use + 1}"
 
-    def absorb(self, sight: Sight, apart: float) -> None:
+    def absorb(self, sight: Sight, apart: float) -> bool:
+        """Add what a batch told; True if that took a merge."""
+        merged = self.reading is not None
         self.reading = sight.reading if self.reading is None else self.reading.merge(sight.reading)
         for name, reading in sight.what_if.items():
             self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
         self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
+        return merged
 
     def give_up(self, reason: str) -> None:
         self.reason, self.reading = reason, None
@@ -85,14 +88,19 @@ class Recorder:
         self.rows.forget()
         self.standing.forget()
 
+    def beside(self):
+        """Where readings may be fetched without waiting for what the model still does."""
+        return self._aside.after_marked()
+
     def settle(self) -> bool:
         """After a batch: keep what was faithful, drop what was not; True if the batch must run again.
 
         It must where the model went on with a rebuilt output that was not its own: what came after saw something else.
         """
-        self._aside.join()
         sights, self._batch = self._batch, {}
-        differences = _numbers([sight.apart for sight in sights.values()])
+        with self.beside():
+            differences = _numbers([sight.apart for sight in sights.values()])
+        self._aside.join()
         wrong = False
         for (key, sight), apart in zip(sights.items(), differences, strict=True):
             reason = unfaithful(apart, sight.limit)
@@ -101,8 +109,8 @@ class Recorder:
                 wrong |= sight.sampled
         if not wrong:
             for (key, sight), apart in zip(sights.items(), differences, strict=True):
-                if self.layers[key].reason is None:
-                    self.layers[key].absorb(sight, apart)
+                if self.layers[key].reason is None and self.layers[key].absorb(sight, apart):
+                    self._aside.mark(sight.apart.device)
         return wrong
 
     def __call__(self, call: Call, name: str, otherwise: Callable[[], Tensor]) -> Tensor:
@@ -134,6 +142,7 @@ class Recorder:
             if not sampled:
                 own = whole.own(None) if call.dropout else output
                 sight.apart = torch.maximum(sight.apart, difference(own, rebuilt, rows))
+                self._aside.mark(call.q.device)
                 return output
             at = sample(call.q)
             part = rebuilt.index_select(2, at)  # the model may write to the whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections import deque
@@ -20,6 +21,7 @@ LOGIT_LIMIT = 100.0  # QK-clip's
 ENTROPY_LIMIT = 0.05
 SAMPLES = 8  # a trend is a line through the last so many samples,
 AHEAD = 4.0  # followed for so many times their span
+WRAPPERS = ("_fn", "compile_wrapper")  # how torch's frames about compiled, and not to be compiled, functions are called
 
 
 class AttentionWarning(UserWarning):
@@ -73,8 +75,8 @@ class Monitor:
         self._trends: dict[tuple[str, int], deque] = {}
         self._warned: set[tuple] = set()
         self._hooks = [
-            model.register_forward_pre_hook(self._before, prepend=True),
-            model.register_forward_hook(self._after, always_call=True),
+            model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True),
+            model.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
         ]
 
     def close(self) -> None:
@@ -117,6 +119,10 @@ class Monitor:
         if not due or self.spent > self.budget * (now - self._begun):
             return
         self._sampled_step = self.step
+        if _in_compiled_code():
+            told = "it runs inside what torch.compile made of it; give the monitor that instead. Nothing is watched"
+            self._warn("the model", None, "compiled", told)
+            return
         recorder = _Timed(sequences=self.sequences)
         interception = Interception(self.model, observe=recorder)
         interception.start()
@@ -204,6 +210,16 @@ def _extended(steps, values, then: float) -> float:
     spread = sum((step - middle) ** 2 for step in steps)
     products = ((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True))
     return mean + (sum(products) / spread if spread else 0.0) * (then - middle)
+
+
+def _in_compiled_code() -> bool:
+    """Was the hook called from a compiled forward, where it is too late to look into it?"""
+    frame, wrappers = sys._getframe(1), 0
+    while frame is not None:
+        if frame.f_code.co_name in WRAPPERS and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            wrappers += 1
+        frame = frame.f_back
+    return wrappers > 1  # one is that of `torch.compiler.disable` about the hook
 
 
 class _Timed(Recorder):

@@ -69,11 +69,6 @@ class LayerReading:
         setattr(self, name, part)
         return part
 
-    def numbers(self, name: str) -> np.ndarray:
-        """The same of a reading on the CPU, as numpy has it."""
-        start, end, shape = _places(self.heads)[name]
-        return self.flat.numpy()[start:end].reshape(shape)
-
     def __getstate__(self) -> dict:
         return dict(heads=self.heads, flat=self.flat, histogram=self.histogram)
 
@@ -100,15 +95,16 @@ class LayerReading:
         partial = DERIVED  # statistics that some rows do not have: NaN there
         if bool(dead.any()):
             x, partial = x.masked_fill(dead, math.nan), slice(None)
-        position = _position_bins(start, queries, batch, x.device)
+        position, every = _position_bins(start, queries, batch, x.device), max(1, x.shape[-1] // COMPARED)
+        sample = x[..., ::every]
         if rows is not None:
             kept = rows.flatten().nonzero().squeeze(-1)
-            x, position = x[..., kept], position[kept]
+            x, position, sample = x[..., kept], position[kept], sample[..., rows.flatten()[::every]]
         if x.shape[-1]:
             self._sum(x, partial)
             self._count_bins(x, partial)
             self._follow(x, position)
-            self._compare(x[..., :: max(1, x.shape[-1] // COMPARED)])
+            self._compare(sample)
 
     def _sum(self, x: Tensor, partial: slice) -> None:
         """Moments and extremes; those of `partial` over the rows that have them."""
@@ -186,11 +182,7 @@ class LayerReading:
 
     def spreads(self) -> list[Spreads]:
         """Per head, every statistic's spread; of a reading on the CPU."""
-        count, mean, square, low, high = map(self.numbers, ("count", "mean", "square", "low", "high"))
-        std = np.sqrt(square / np.maximum(count, 1.0))
-        columns = [np.where(count == 0, math.nan, x).tolist() for x in (mean, std, low, high)]
-        numbers = [count.astype(int).tolist(), *columns]
-        return [Spreads(numbers, self.histogram, head) for head in range(self.heads)]
+        return spreads_of([self])[0]
 
     def quantiles(self, shares: Sequence[float]) -> Tensor:
         """[Q, S, H]: every head's quantiles at once, as `Spread.quantile` gives them."""
@@ -204,20 +196,41 @@ class LayerReading:
             for name, values in zip(CURVES, means, strict=True)
         }
 
-    def predicted_variances(self) -> list[float]:
-        """Per head the logit variance that the norms predict, if directions know nothing of one another."""
-        calls = self.numbers("calls").item()
-        return [total / calls if calls else math.nan for total in self.numbers("predicted").tolist()]
 
-    def likeness(self) -> np.ndarray:
-        """[H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
-        products, totals, compared = map(self.numbers, ("products", "totals", "compared"))
-        compared = np.maximum(compared, 1.0)
-        own = products.diagonal(axis1=-2, axis2=-1)  # [F, H]
-        apart = own[:, :, None] + own[:, None, :] - 2.0 * products
-        varies = own - np.square(totals) / compared
-        mean = (varies[:, :, None] + varies[:, None, :]) / 2.0
-        return (np.maximum(apart, 0.0) / np.maximum(mean, CONSTANT * compared)).max(0)  # every feature must agree
+def stacked(readings: Sequence[LayerReading], name: str) -> np.ndarray:
+    """[L, …]: one part of readings on the CPU that have as many heads."""
+    start, end, shape = _places(readings[0].heads)[name]
+    return np.stack([reading.flat.numpy()[start:end] for reading in readings]).reshape(-1, *shape)
+
+
+def spreads_of(readings: Sequence[LayerReading]) -> list[list[Spreads]]:
+    """Per reading and head, every statistic's spread."""
+    count, mean, square, low, high = (stacked(readings, name) for name in ("count", "mean", "square", "low", "high"))
+    std = np.sqrt(square / np.maximum(count, 1.0))
+    columns = [np.where(count == 0, math.nan, x).tolist() for x in (mean, std, low, high)]
+    layers = zip(count.astype(int).tolist(), *columns, strict=True)
+    return [
+        [Spreads(numbers, reading.histogram, head) for head in range(reading.heads)]
+        for reading, numbers in zip(readings, layers, strict=True)
+    ]
+
+
+def predicted_variances(readings: Sequence[LayerReading]) -> list[list[float]]:
+    """Per reading and head the logit variance that the norms predict, if directions know nothing of one another."""
+    calls = stacked(readings, "calls")[:, None]
+    return np.where(calls > 0, stacked(readings, "predicted") / np.maximum(calls, 1.0), math.nan).tolist()
+
+
+def likeness(readings: Sequence[LayerReading]) -> np.ndarray:
+    """[L, H, H]: Σ (f_g − f_h)² over rows, relative to how much f varies over them: 0 for twins, 2 for strangers."""
+    products, totals, compared = (stacked(readings, name) for name in ("products", "totals", "compared"))
+    compared = np.maximum(compared, 1.0)[:, None]  # [L, 1, H]
+    own = products.diagonal(axis1=-2, axis2=-1)  # [L, F, H]
+    apart = own[..., :, None] + own[..., None, :] - 2.0 * products
+    varies = own - np.square(totals) / compared
+    mean = (varies[..., :, None] + varies[..., None, :]) / 2.0
+    floor = CONSTANT * compared[..., None, :]
+    return (np.maximum(apart, 0.0) / np.maximum(mean, floor)).max(1)  # every feature must agree
 
 
 def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:

@@ -8,11 +8,14 @@ from collections import Counter
 from pathlib import Path
 
 from regard.health import files
-from regard.health.page.side_by_side import render
+from regard.health.commands.outputs import check, complain
+from regard.health.page.side_by_side import render, unknown
 from regard.health.terminal import printable
 from regard.table import Table
 
 SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")
+MOST = 1_000_000  # layers, or heads of one: a larger number is not read as one
+LARGEST = sys.float_info.max  # of a statistic
 
 
 def arguments(parser) -> None:
@@ -23,22 +26,30 @@ def arguments(parser) -> None:
 
 
 def main(options) -> int:
-    out = options.out
-    if out is not None and (out.suffix != ".html" or not out.parent.is_dir() or out.is_dir()):
-        options.fail(f"--out must be a .html file in a folder that exists, got {str(out)!r}")
+    if options.out is not None:
+        check(options, options.out, ".html")
+    if options.heads < 0:
+        options.fail(f"--heads must be at least 0, got {options.heads}")
     try:
         a, b = read(options.a), read(options.b)
     except ValueError as error:
-        print(f"regard compare: {error}", file=sys.stderr)
+        complain("compare", str(error))
         return 1
-    print(f"A: {printable(a['title'])}\nB: {printable(b['title'])}\n")
     tables = [by_layer(a, b), by_finding(a, b), most_changed(a, b, options.heads)]
+    if options.out is not None:
+        try:
+            files.write(options.out, render(a, b, tables))
+        except OSError as error:
+            complain("compare", f"{str(options.out)!r} could not be written: {error.strerror or error}")
+            return 1
+    for letter, report in (("A", a), ("B", b)):
+        print(f"{letter}: {printable(report['title'] + unknown(report))}")
     for table in tables:
         if table.rows:
-            table.show()
             print()
-    if out is not None:
-        print(files.write(out, render(a, b, tables)))
+            table.show()
+    if options.out is not None:
+        print(f"\n{options.out}")
     return 0
 
 
@@ -48,26 +59,49 @@ def read(path: Path) -> dict:
         report = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no file {str(path)!r}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
-    if not _is_report(report):
-        raise ValueError(f"{str(path)!r} is not a report of regard examine; make one with --json")
+    wrong = _wrong(report)
+    if wrong:
+        raise ValueError(f"{str(path)!r} is not a report of regard examine: {wrong}; make one with --json")
     return report
 
 
-def _is_report(report) -> bool:
-    """Does it hold what is read here? (The whole form is in health/schema.json.)"""
-    if not isinstance(report, dict) or not isinstance(report.get("title"), str):
-        return False
-    heads, findings = report.get("heads"), report.get("findings")
-    if not isinstance(heads, list) or not isinstance(findings, list):
-        return False
+def _wrong(report) -> str | None:
+    """What of all that is read here is not as it should be; the whole form is in health/schema.json."""
+    if not isinstance(report, dict):
+        return f"it holds a {type(report).__name__}"
+    if not isinstance(report.get("title"), str):
+        return "it has no title"
+    for name, is_one in (("heads", _is_head), ("findings", _is_finding)):
+        if not isinstance(report.get(name), list):
+            return f"it has no list of {name}"
+        at = next((at for at, one in enumerate(report[name]) if not is_one(one)), None)
+        if at is not None:
+            return f"{name}[{at}] is not one"
+    if not isinstance(report.get("unmeasured", []), list):
+        return "unmeasured is no list"
+    return None
+
+
+def _is_head(head) -> bool:
     try:
-        spreads = [head["statistics"][name] for head in heads for name in SHOWN if head["index"] >= 0 <= head["head"]]
-        kinds = [one["kind"] for one in findings if isinstance(one["heads"], list)]
-    except (KeyError, TypeError):
+        places = (head["index"], head["head"])
+        spreads = [head["statistics"][name] for name in SHOWN] + list(head["statistics"].values())
+        numbers = [value for spread in spreads for value in (spread["mean"], *spread.values())]
+    except (KeyError, TypeError, AttributeError):
         return False
-    return all("mean" in spread for spread in spreads) and all(isinstance(kind, str) for kind in kinds)
+    return (
+        isinstance(head.get("layer"), str)
+        and all(type(place) is int and 0 <= place < MOST for place in places)
+        and all(x is None or (type(x) in (int, float) and abs(x) <= LARGEST) for x in numbers)
+    )
+
+
+def _is_finding(one) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("kind"), str) and isinstance(one.get("heads"), list)
 
 
 def by_layer(a: dict, b: dict) -> Table:
@@ -88,7 +122,7 @@ def by_finding(a: dict, b: dict) -> Table:
         for one in report["findings"]:
             count[one["kind"]] += len(one["heads"])  # a kind may be there twice: too large, too small
     kinds = sorted(counts[0].keys() | counts[1].keys())
-    rows = [[kind, str(counts[0][kind]), str(counts[1][kind])] for kind in kinds] or [["none", "0", "0"]]
+    rows = [[printable(kind), str(counts[0][kind]), str(counts[1][kind])] for kind in kinds] or [["none", "0", "0"]]
     return Table(["finding", "heads in A", "heads in B"], rows, numbers=["heads in A", "heads in B"])
 
 

@@ -16,8 +16,8 @@ def find(heads):
     for head in heads:
         if not head.can_be_judged:
             continue
-        mean = head.statistics.mean("entropy_ratio")
-        if mean > MEAN and head.statistics["entropy_ratio"].quantile(0.05) > LOW:
+        mean, low = head.statistics.mean("entropy_ratio"), head.statistics.min("entropy_ratio")
+        if mean > MEAN and (low > LOW or head.statistics["entropy_ratio"].quantile(0.05) > LOW):
             found.append((head, mean))
     return finding(
         KIND,

@@ -25,6 +25,16 @@ def render(a: dict, b: dict, tables: Sequence[Table]) -> str:
     return document(title=title, script="compare.js", body="\n".join(body), numbers=_numbers(a, b))
 
 
+def unknown(report: dict) -> str:
+    """What keeps the absence of findings from meaning health, in brackets; nothing where nothing does."""
+    told = [] if report["heads"] else ["nothing was measured"]
+    if report["heads"] and report.get("unmeasured"):
+        told.append(f"{len(report['unmeasured'])} layers not measured")
+    if report.get("interrupted"):
+        told.append(f"not finished: {report['interrupted']}")
+    return f" ({'; '.join(told)})" if told else ""
+
+
 def _numbers(a: dict, b: dict) -> str:
     for keys, digits in DETAIL:
         numbers = packed(payload(a, b, keys, digits))
@@ -60,11 +70,9 @@ def _short(x: float | None, digits: int) -> float | None:
 def _header(a: dict, b: dict) -> str:
     def told(letter: str, report: dict) -> str:
         findings = ", ".join(f"{one['kind']} ({len(one['heads'])})" for one in report["findings"]) or "no findings"
-        missing = len(report.get("unmeasured", ()))
-        rest = f"; {missing} layers not measured" if missing else ""
         return (
             f"<p><strong>{letter}</strong> {escaped(report['title'])}: {len(report['heads'])} heads, "
-            f"{escaped(findings)}{rest}.</p>"
+            f"{escaped(findings + unknown(report))}.</p>"
         )
 
     return f"""<header>

@@ -1,0 +1,159 @@
+"""Mutants: change one sign, one comparison or one rescaling in the mathematics, and see whether the tests notice.
+
+`python tests/mutation.py --sample 40` (`make mutate`) draws mutants from the files below, runs each file's tests on a
+copy of the tree, and lists the survivors. A survivor is either a hole in the tests or a change that computes the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROWS = ["tests/test_cpu_rows.py", "-k", "forward_and_backward or mask_of_any"]
+CPU = ["tests/test_cpu_attention.py"]
+KERNEL = ["tests/test_kernel_attention.py"]
+TESTS = {  # what is mutated, and what must notice
+    "regard/statistics.py": [
+        "tests/test_statistics.py",
+        "tests/test_attention.py",
+        "-k",
+        "stat or merge or split or gain",
+    ],
+    "regard/normalizers/softmax.py": ["tests/test_contract.py", "-k", "softmax"],
+    "regard/normalizers/softpick.py": ["tests/test_contract.py", "-k", "softpick"],
+    "regard/normalizers/entmax.py": ["tests/test_contract.py", "-k", "entmax"],
+    "regard/normalizers/sigmoid.py": ["tests/test_contract.py", "-k", "sigmoid"],
+    "regard/cpu/_rows_ratio.py": [*ROWS[:2], "(forward_and_backward or mask_of_any) and (softmax or relu or softpick)"],
+    "regard/cpu/_rows_threshold.py": [*ROWS[:2], "(forward_and_backward or mask_of_any) and (sparsemax or entmax)"],
+    "regard/cpu/_rows_side.py": [*ROWS[:2], "(forward_and_backward or mask_of_any) and (sparsemax or entmax15)"],
+    "regard/cpu/attention_rows.py": CPU,
+    "regard/cpu/attention_rows_backward.py": CPU,
+    "regard/cpu/attention_blocks.py": CPU,
+    "regard/kernels/tiles.py": KERNEL,
+    "regard/kernels/sweeps.py": KERNEL,
+    "regard/kernels/forward_online.py": KERNEL,
+    "regard/kernels/forward_threshold.py": KERNEL,
+    "regard/kernels/backward.py": KERNEL,
+    "regard/kernels/statistics.py": KERNEL,
+    "regard/kernels/rows_online.py": ["tests/test_kernel_rows.py"],
+    "regard/kernels/rows_threshold.py": ["tests/test_kernel_rows.py"],
+}
+SWAPS = {ast.Add: "-", ast.Sub: "+", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str
+    line: int
+    old: str
+    new: str
+    start: int  # offsets in the file
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}  {self.old}  →  {self.new}"
+
+
+def mutants(path: str) -> list[Mutant]:
+    """Signs flipped, bounds moved by one, rescalings dropped; lines about addresses, shapes or texts are left alone."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    raw, found = text.encode(), []
+
+    def add(node, new):
+        start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        old = raw[start:end].decode()
+        if "\n" not in old and old != new:
+            found.append(Mutant(path, node.lineno, old, new, start, end))
+
+    for node in ast.walk(ast.parse(text)):
+        line = lines[node.lineno - 1] if hasattr(node, "lineno") else ""
+        if any(
+            word in line for word in ("stride", "shape", "raise", 'f"', "//", "program_id", "cdiv", "range(", "assert")
+        ):
+            continue
+        if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
+            add(node, f"({ast.unparse(node.left)} {SWAPS[type(node.op)]} {ast.unparse(node.right)})")
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
+            add(node, f"({ast.unparse(node.left)} {SWAPS[type(node.ops[0])]} {ast.unparse(node.comparators[0])})")
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            add(node, f"({ast.unparse(node.left)})")  # a rescaling dropped
+    return found
+
+
+def survives(mutant: Mutant, seconds: float) -> bool:
+    """Whether the file's tests pass on a copy of the tree with this one change; hanging counts as noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("regard", "tests"):
+            shutil.copytree(
+                ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors")
+            )
+        for name in ("conftest.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder)
+        target = Path(folder) / mutant.path
+        raw = target.read_bytes()
+        target.write_bytes(raw[: mutant.start] + mutant.new.encode() + raw[mutant.end :])
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-o",
+            "addopts=",
+            "-p",
+            "no:cacheprovider",
+            *TESTS[mutant.path],
+        ]
+        environment = {**os.environ, "PYTHONPATH": folder, "XDG_CACHE_HOME": str(Path(folder) / "cache")}
+        try:
+            run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        if run.returncode not in (0, 1):
+            raise RuntimeError(
+                f"{mutant}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
+            )
+        return run.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sample", type=int, default=40, help="how many mutants to draw")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="a part of the path")
+    parser.add_argument("--seconds", type=float, default=600, help="limit for one mutant's tests")
+    parser.add_argument("--json", type=Path, help="write the outcome there as it grows")
+    options = parser.parse_args()
+    pool = {path: mutants(path) for path in TESTS if not options.only or options.only in path}
+    pick, outcome = random.Random(options.seed), []
+    paths = [path for path, found in pool.items() if found]
+    for turn in range(options.sample):
+        path = paths[turn % len(paths)]  # every file in turn
+        mutant = pool[path].pop(pick.randrange(len(pool[path])))
+        if not pool[path]:
+            paths.remove(path)
+        lived = survives(mutant, options.seconds)
+        outcome.append({"mutant": str(mutant), "noticed": not lived})
+        noticed = sum(entry["noticed"] for entry in outcome)
+        print(f"{'SURVIVED' if lived else 'noticed '}  {mutant}   ({noticed} of {len(outcome)})", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(outcome, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0 if noticed >= 0.95 * len(outcome) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -46,7 +46,9 @@ def train(scale: str, options) -> tuple[TinyLM, float]:
     torch.manual_seed(options.seed)
     sizes = dict(scale=scale, batch=options.batch, rate=options.rate)
     trial = TinyTrial(Setting(sizes, options.seed, options.data, torch.device(options.device)))
-    step = Step(trial, trial.optimizer(), options.steps)
+    optimizer = trial.optimizer()
+    optimizer.param_groups[0]["weight_decay"] = options.decay
+    step = Step(trial, optimizer, options.steps)
     for i in range(options.steps):
         step(i)
         if i % 100 == 0:
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--decay", type=float, default=0.01, help="of the weights")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     given = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # a path is this machine's

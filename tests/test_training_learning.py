@@ -75,3 +75,18 @@ def test_a_folder_that_lacks_a_part_or_a_line_is_refused(folder):
     (folder / "val.en").unlink()
     with pytest.raises(ValueError, match=r"must be a folder with a file val.en, one sentence a line"):
         pairs.corpus(folder)
+
+
+def test_greedy_is_the_likeliest_word_each_time():
+    """Padding behind a position changes nothing before it, so that decoding at full length is decoding a prefix."""
+    from regard.lab.training.translation import Translator
+
+    torch.manual_seed(0)
+    model = Translator(10, 12, layers=1, heads=2, width=16, length=7, dropout=0.0, attention={}).eval()
+    source = torch.randint(4, 10, (3, 7))
+    with torch.no_grad():
+        out = model.greedy(source, 7)
+        for row, ids in zip(source, out.tolist(), strict=True):
+            end = ids.index(pairs.END) if pairs.END in ids else 6
+            for i in range(1, end + 1):
+                assert int(model(row[None], torch.tensor([ids[:i]]))[0, -1].argmax()) == ids[i]

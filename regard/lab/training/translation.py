@@ -72,26 +72,30 @@ class Translator(nn.Module):
         return self.norms[0](x), lengths
 
     def decode(self, target: Tensor, encoded: Tensor, lengths: Tensor, stats=(), measured=None) -> Tensor:
+        """[B, M, width]: what the next word is read from, by `words`."""
         x = self.drop(self.target(target) * self.places.shape[-1] ** 0.5 + self.places[1, : target.shape[1]])
         for layer in self.decoder:
             x = layer(x, None, encoded, lengths, stats, measured)
-        return self.norms[1](x) @ self.target.weight.T
+        return self.norms[1](x)
+
+    def words(self, decoded: Tensor) -> Tensor:
+        return decoded @ self.target.weight.T
 
     def forward(self, source: Tensor, target: Tensor, stats: tuple[str, ...] = ()):
         """Logits, or (logits, [(kind, Statistics)]) with kind "encoder", "decoder" or "cross"."""
         measured: list = []
         encoded, lengths = self.encode(source, stats, measured)
-        logits = self.decode(target, encoded, lengths, stats, measured)
+        logits = self.words(self.decode(target, encoded, lengths, stats, measured))
         return (logits, measured) if stats else logits
 
     def greedy(self, source: Tensor, length: int) -> Tensor:
-        """[B, length] ids: the likeliest word each time."""
+        """[B, length] ids: the likeliest word each time. Always of full length, so that one kernel serves all."""
         encoded, lengths = self.encode(source)
         out = source.new_full((len(source), length), PAD)
         out[:, 0] = BEGIN
         over = torch.zeros(len(source), dtype=torch.bool, device=source.device)
         for i in range(1, length):
-            word = self.decode(out[:, :i], encoded, lengths)[:, -1].argmax(-1)
+            word = self.words(self.decode(out, encoded, lengths)[:, i - 1]).argmax(-1)
             out[:, i] = torch.where(over, PAD, word)
             over = over | (word == END)
             if bool(over.all()):

@@ -57,7 +57,9 @@ experiment = Experiment(
             learner="scaled-d64",
             learns={"loss": 2.0},
         ),
-        "full": Preset(steps=1000, every=100, sizes={"layers": 2, "width": WIDTH, "length": 64, "batch": 32}),
+        "full": Preset(
+            steps=800, every=100, sizes={"layers": 2, "width": WIDTH, "length": 64, "batch": 16, "validation": 4096}
+        ),
     },
     figures=figures,
 )

@@ -51,7 +51,9 @@ experiment = Experiment(
             learns={"loss": 2.0},
         ),
         "full": Preset(
-            steps=1500, every=100, sizes={"layers": 3, "heads": 4, "width": 256, "length": 128, "batch": 32}
+            steps=800,
+            every=100,
+            sizes={"layers": 2, "heads": 4, "width": 256, "length": 128, "batch": 16, "validation": 8192},
         ),
     },
     figures=figures,

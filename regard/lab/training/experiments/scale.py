@@ -54,7 +54,9 @@ experiment = Experiment(
             learner="sqrt-d64",
             learns={"loss": 1.9},
         ),
-        "full": Preset(steps=1500, every=100, sizes={"layers": 3, "width": WIDTH, "length": 128, "batch": 32}),
+        "full": Preset(
+            steps=800, every=100, sizes={"layers": 2, "width": WIDTH, "length": 128, "batch": 16, "validation": 8192}
+        ),
     },
     figures=figures,
 )

@@ -29,9 +29,9 @@ experiment = Experiment(
             learns={"loss": 0.8},
         ),
         "full": Preset(
-            steps=2500,
+            steps=1500,
             every=250,
-            sizes={"layers": 3, "heads": 4, "width": 256, "length": 40, "batch": 128, "dropout": 0.2},
+            sizes={"layers": 2, "heads": 4, "width": 256, "length": 32, "batch": 64, "dropout": 0.1},
         ),
     },
     metric="bleu",

@@ -50,6 +50,7 @@ class Shape(NamedTuple):
     PARTS: int  # warpgroups
     STAGES: int  # of the ring
     REGISTERS: int  # of a thread
+    TURNS: bool
     ACC: Any
 
 
@@ -118,7 +119,8 @@ def ready(t, ring, walk, part: gl.constexpr, C: gl.constexpr):
     """Wait for the keys of tile t and for this warpgroup's turn."""
     more = t < walk.count
     mbarrier.wait(ring.k_full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=more)
-    mbarrier.wait(ring.turn.index(part), (t & 1) ^ (part > 0), pred=more)
+    if C.TURNS:
+        mbarrier.wait(ring.turn.index(part), (t & 1) ^ (part > 0), pred=more)
 
 
 @gluon.jit
@@ -131,14 +133,15 @@ def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl
     s = warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
     o = warpgroup_mma(p, ring.v.index(before).reshape([C.BN, C.D]), o, is_async=True)
-    mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
+    if C.TURNS:
+        mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(ring.k_free.index(stage), count=1)
     start = (walk.count - 1 - t) * C.BN
     u, fade, r = warpgroup.weigh(s, r, i, last, a, theta, start, walk.i0 + part * ROWS, C, False)
     r = warpgroup.pinned(r)
     ready(t + 1, ring, walk, part, C)  # before the wait below: its branches, too, keep that wait in its place
     o, p, u = warpgroup_mma_wait(0, deps=[o, p, u])
+    mbarrier.arrive(ring.k_free.index(stage), count=1)
     mbarrier.arrive(ring.v_free.index(before), count=1)
     if F.family == "ratio" and F.shift != "none":
         o = warpgroup.faded(o, fade)
@@ -154,8 +157,9 @@ def pass_by(count, ring, part: gl.constexpr, C: gl.constexpr):
         mbarrier.arrive(ring.k_free.index(stage), count=1)
         mbarrier.wait(ring.v_full.index(stage), phase)
         mbarrier.arrive(ring.v_free.index(stage), count=1)
-        mbarrier.wait(ring.turn.index(part), ((t + 1) & 1) ^ (part > 0))
-        mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
+        if C.TURNS:
+            mbarrier.wait(ring.turn.index(part), ((t + 1) & 1) ^ (part > 0))
+            mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
 
 
 @gluon.jit

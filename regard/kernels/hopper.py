@@ -11,19 +11,18 @@ import triton.language as tl
 from regard.kernels import bundle, statistics
 from regard.problem import Problem
 
-PROVEN = False  # until the kernel has been measured on the machine
 ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (keys per tile, warpgroups, stages of the ring, registers of their threads) by head width
 BLOCKS = {64: (128, 2, 3, 240), 128: (128, 2, 2, 240)}
+TURNS = False
 
 
 def takes(p: Problem) -> bool:
     """Is this a call that the Hopper kernel was built for and proven on?"""
     left, right = p.reach
     return (
-        PROVEN
-        and p.q.is_cuda
+        p.q.is_cuda
         and p.q.dtype in KINDS
         and p.q.shape[-1] in BLOCKS
         and p.v.shape[-1] == p.q.shape[-1]
@@ -44,8 +43,10 @@ def suits(p: Problem) -> bool:
     """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds."""
     if p.choice.family == "ratio" and p.choice.exponential:
         return True
+    if p.choice.family == "threshold":
+        return False
     bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
-    return p.choice.family != "threshold" and not p.stats and (bounded or p.q.dtype == torch.bfloat16)
+    return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
 
 
 @cache
@@ -96,6 +97,7 @@ def shape_of(p: Problem):
         PARTS=parts,
         STAGES=stages,
         REGISTERS=registers,
+        TURNS=TURNS,
         ACC=tl.float32,
     )
 

@@ -96,8 +96,7 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
     top = r.top
     frame = r.frame
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
-        highest = gl.max(gl.max(gl.max(y, 1), 2), 1)
-        top = gl.maximum(top, gl.convert_layout(highest, top.type.layout))
+        top = gl.maximum(top, gl.convert_layout(gl.max(largest(y), 1), top.type.layout))
         want = frame_of(top, b2, F)
         frame = gl.where(want > frame + LAZY, want, frame)
     u, v, power = terms(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
@@ -140,6 +139,52 @@ def stretch(u, sum_u, ahead, start, r0, C: gl.constexpr):
             w = gl.where(octet(u) <= ahead, u, -u)
             far = gl.sum(base * gl.sum(w, 1) - gl.sum(w * place, 1), 2)
     return far
+
+
+@gluon.constexpr_function
+def comparing(n):
+    """The largest of each of a thread's two rows into every $k: n numbers, the rows by turns of two.
+
+    Floats compare as integers, three in one instruction, if the largest is not negative; else once more, as floats.
+    """
+    code = ".reg .b32 a, b; .reg .pred p, q;"
+    rows = {"a": [k for k in range(n) if k % 4 < 2], "b": [k for k in range(n) if k % 4 >= 2]}
+    for kind, then in (
+        ("s32", "setp.lt.s32 p, a, 0; setp.lt.s32 q, b, 0; or.pred p, p, q; @!p bra DONE;"),
+        ("f32", "DONE:"),
+    ):
+        for name, row in rows.items():
+            code += f" max.{kind} {name}, ${n + row[0]}, ${n + row[1]};"
+            code += "".join(f" max.{kind} {name}, {name}, ${n + k};" for k in row[2:])
+        code += f" {then}"
+    return "{ " + code + "".join(f" mov.b32 ${k}, {name};" for name, row in rows.items() for k in row) + " }"
+
+
+@gluon.constexpr_function
+def comparing_registers(n):
+    return ",".join(["=r"] * n + ["r"] * n)
+
+
+@gluon.jit
+def largest(y):
+    """The largest of a thread's numbers in each row: [M, N/8, 4, 2] → [M, 4]."""
+    N: gl.constexpr = y.shape[0] * y.shape[1] * 8 // 128
+    y = gl.inline_asm_elementwise(comparing(N), comparing_registers(N), [y], gl.float32, True, N)
+    y = any_octet(y)
+    y, _ = gl.split(y)
+    return y
+
+
+@gluon.jit
+def any_octet(y):
+    """One octet of [M, N/8, 4, 2] whose octets are all the same: [M, 4, 2]."""
+    if y.shape[1] == 1:
+        one = gl.reshape(y, [y.shape[0], 4, 2])
+    else:
+        half = gl.reshape(y, [y.shape[0], y.shape[1] // 2, 2, 4, 2])
+        half, _ = gl.split(gl.permute(half, [0, 1, 3, 4, 2]))
+        one = any_octet(half)
+    return one
 
 
 @gluon.jit

@@ -193,6 +193,7 @@ def test_weights_that_do_not_fit_are_refused():
         (dict(temperature=torch.ones(2)), "temperature"),
         (dict(softcap=-1.0), "softcap"),
         (dict(dropout=1.0), "dropout"),
+        (dict(batch_first=False), "batch_first"),
         (dict(sink=True, normalizer="entmax15"), "sink"),
     ],
 )
@@ -222,3 +223,10 @@ X = torch.zeros(2, 5, 8)
 def test_a_bad_call_is_named(call, error, word):
     with pytest.raises(error, match=word):
         call(MultiheadAttention(8, 2))
+
+
+def test_compiled_whole():
+    layer, x = MultiheadAttention(8, 2, kv_heads=1, normalizer="entmax15", temperature="ssmax"), torch.randn(2, 5, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x, is_causal=True), layer(x, is_causal=True), atol=1e-6)
+    torch._dynamo.reset()

@@ -44,7 +44,8 @@ class MultiheadAttention(nn.Module):
         temperature: None, a number, "learned" (one per head, begun at 1), "ssmax" (learned per head), "adaptive",
             "query_dependent", or a policy of `regard.temperature`, whose parameters then belong to the module.
         softcap: c in c·tanh(x/c). sink: True adds a learned logit per head to softmax's denominator.
-        dropout: on the weights, in training only. kdim, vdim, bias: as in torch's `nn.MultiheadAttention`.
+        dropout: on the weights, in training only. kdim, vdim, bias: as in torch's `nn.MultiheadAttention`, of which
+            only batch_first=True is known here.
 
     `load_state_dict` also reads the weights of a torch `nn.MultiheadAttention` of the same sizes, and
     `MultiheadAttention.from_torch(module)` makes a copy that gives the same output.
@@ -65,10 +66,13 @@ class MultiheadAttention(nn.Module):
         temperature=None,
         softcap: float | None = None,
         sink: bool = False,
+        batch_first: bool = True,
         device=None,
         dtype=None,
     ) -> None:
         super().__init__()
+        if not batch_first:
+            raise ValueError("batch_first must be True: inputs are (B, L, embed_dim); transpose (L, B, …) first")
         kv_heads = num_heads if kv_heads is None else kv_heads
         _check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
         _check_options(score, normalizer, dropout, softcap, sink)

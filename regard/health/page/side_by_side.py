@@ -29,7 +29,7 @@ def unknown(report: dict) -> str:
     """What keeps the absence of findings from meaning health, in brackets; nothing where nothing does."""
     told = [] if report["heads"] else ["nothing was measured"]
     if report["heads"] and report.get("unmeasured"):
-        told.append(f"{len(report['unmeasured'])} layers not measured")
+        told.append(f"layers not measured: {len(report['unmeasured'])}")
     if report.get("interrupted"):
         told.append(f"not finished: {report['interrupted']}")
     return f" ({'; '.join(told)})" if told else ""

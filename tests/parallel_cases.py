@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import regard
 import regard.parallel as parallel
-from regard.parallel import traffic
+from regard.parallel import stationary, traffic
 from regard.parallel.layout import spans
 
 NAMES = ("softmax", "softmax1", "relu", "softpick", "sigmoid(bias=-1)", "sparsemax", "entmax15", "entmax(alpha=1.25)")
@@ -132,6 +132,10 @@ def every_case(rank: int, world: int) -> None:
     for shared in (False, True):
         check(rank, world, "softmax", 3, shared, None, dict(sink=True, is_causal=True, temperature=True))
         check(rank, world, "softmax1", 4, shared, None, dict(sink=True, temperature=True, sharp=30.0))
+    stationary.ROOM = 4  # supports that find no room
+    for name in ("entmax15", "sparsemax"):
+        check(rank, world, name, 8, False, "reference" if name == "sparsemax" else None, dict(sharp=0.3))
+    stationary.ROOM = 64
     check(rank, world, "entmax(alpha=3)", 5, False, None, dict(is_causal=True))
     check(rank, world, "softmax", 6, False, None, dict(is_causal=True, temperature=True, dtype=torch.bfloat16))
 

@@ -15,8 +15,11 @@ from regard.cpu.attention_rows import CHUNK, FRAME, TOP, general_row, interval, 
 from regard.cpu.attention_rows_backward import inverted, scaled
 
 
-def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c):
-    """(high, c) of the block's keys alone; high = −inf where a row sees none."""
+def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c, counts, support):
+    """(high, c) of the block's keys alone, and gain·s − high of those above τ, as many as `support` has room for.
+
+    high = −inf where a row sees no key; `counts` are the keys above τ, whether there was room or not.
+    """
     theta = real(parameter)
     gain = tile.gain(theta)
     y = np.empty(s.shape[1] + tile.lanes, s.dtype)
@@ -25,7 +28,8 @@ def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c):
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
         x = s[r][first:last]
         top = maximum_of(x)
-        high[r], c[r] = gain * top, real(0.0)
+        high[r], c[r], counts[r] = gain * top, real(0.0), 0
+        support[r] = -math.inf
         if not (abs(top) < real(math.inf)):
             continue
         for j in range(len(x)):
@@ -35,6 +39,14 @@ def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c):
             y[j] = -math.inf
         tau, _, _, _ = solve(y, padded, gain * top, packed, theta, gain)
         c[r] = tau
+        found = 0
+        for j in range(len(x)):
+            t = gain * x[j] - high[r]
+            if t > tau:
+                if found < support.shape[1]:
+                    support[r, found] = t
+                found += 1
+        counts[r] = found
 
 
 def measure_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, slopes):

@@ -32,18 +32,22 @@ def forward(problem: Problem) -> Part:
     return Part(o, m, z, sums=sums if problem.stats else None)
 
 
-def solve(problem: Problem) -> tuple[Tensor, Tensor]:
-    problem = detached(problem)
-    high, c = torch.empty((2, *problem.q.shape[:3]), dtype=problem.accumulator)
+def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    problem, shape = detached(problem), problem.q.shape[:3]
+    high, c = torch.empty((2, *shape), dtype=problem.accumulator)
+    counts, support = torch.empty(shape, dtype=torch.int64), high.new_empty((*shape, room))
     compiled = _kernel(templates.solve_part, problem)
 
     def work(blocks: Blocks, block: Block, s: Tensor, scratch: Scratch) -> None:
-        rows = scratch("rows", 2, block.count)
-        compiled(block.flat(s), *blocks.geometry(block), problem.choice.theta or 0.0, *rows.numpy())
+        rows, above = scratch("rows", 2, block.count), scratch("support", block.count, room)
+        many = torch.empty(block.count, dtype=torch.int64)
+        place = *blocks.geometry(block), problem.choice.theta or 0.0
+        compiled(block.flat(s), *place, *rows.numpy(), many.numpy(), above.numpy())
         high[block.rows], c[block.rows] = block.of(rows[0]), block.of(rows[1])
+        counts[block.rows], support[block.rows] = block.of(many), block.of(above)
 
     _sweep(problem, work)
-    return high, c
+    return high, c, counts, support
 
 
 def measure(problem: Problem, high: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

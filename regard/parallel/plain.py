@@ -3,7 +3,7 @@
 What the fused engines (`regard.cpu.parts`, `regard.kernels.parts`) do, said as one reads it:
 
     forward    Part(o, m, z) and the statistics' sums, for ratio and pointwise maps
-    solve      (largest gain·s, τ − that) of this part alone: threshold maps
+    solve      (high = the largest gain·s, τ − high) of this part alone, how many keys lie above τ, their gain·s − high
     measure    (F, Σg′) at a given τ
     weigh      Part(Σp·v, Σp, Σg′) at a given τ
     slopes     Σ g′·dp at a given τ
@@ -121,14 +121,19 @@ def forward(problem: Problem) -> Part:
     return Part(o, m, z, sums=sums)
 
 
-def solve(problem: Problem) -> tuple[Tensor, Tensor]:
+def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, high, c, _ = _room(problem)
-    gain = _gain(problem)
+    counts, support = torch.zeros_like(high, dtype=torch.int64), high.new_full((*high.shape, room), -math.inf)
+    gain, keys = _gain(problem), problem.k.shape[2]
     for block in blocks(problem):
-        top = (gain * block.s).masked_fill(~block.seen, -math.inf).amax(-1) if block.s.shape[-1] else -math.inf
-        high[:, :, block.rows] = top
-        c[:, :, block.rows] = solve_frame(block.s, block.seen, problem.choice).squeeze(-1) - top
-    return high, c.masked_fill(high == -math.inf, 0.0)
+        x = (gain * block.s).masked_fill(~block.seen, -math.inf)
+        top = x.amax(-1, keepdim=True) if keys else torch.full_like(x.sum(-1, keepdim=True), -math.inf)
+        tau = solve_frame(block.s, block.seen, problem.choice) - top
+        x = x - top.masked_fill(top == -math.inf, 0.0)
+        high[:, :, block.rows], c[:, :, block.rows] = top.squeeze(-1), tau.squeeze(-1)
+        counts[:, :, block.rows] = (x > tau).sum(-1)
+        support[:, :, block.rows, : min(room, keys)] = x.topk(min(room, keys)).values
+    return high, c.masked_fill(high == -math.inf, 0.0), counts, support
 
 
 def measure(problem: Problem, high: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

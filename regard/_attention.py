@@ -127,10 +127,20 @@ def attention_path(
     >>> regard.attention_path(q, k, v, return_stats=True).backend
     'cpu'
     """
-    return _Call.of(
+    call = _Call.of(
         q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
         key_lengths, return_stats, backend,
-    ).path  # fmt: skip
+    )  # fmt: skip
+    if call.path.backend == "triton" and _on_warpgroups(call.problem):
+        return replace(call.path, reason=call.path.reason + ", in Hopper's warpgroups")
+    return call.path
+
+
+def _on_warpgroups(problem: Problem) -> bool:
+    """Does the Hopper kernel take this call?"""
+    from regard.kernels import hopper
+
+    return hopper.takes(problem)
 
 
 # validation -------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Shape(NamedTuple):
     PARTS: int  # warpgroups
     STAGES: int  # of the ring
     REGISTERS: int  # of a thread
-    TURNS: bool
+    TURNS: int
     ACC: Any
 
 
@@ -133,9 +133,11 @@ def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl
     s = warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
     o = warpgroup_mma(p, ring.v.index(before).reshape([C.BN, C.D]), o, is_async=True)
-    if C.TURNS:
+    if C.TURNS == 1:
         mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
+    if C.TURNS == 2:
+        mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
     start = (walk.count - 1 - t) * C.BN
     u, fade, r = warpgroup.weigh(s, r, i, last, a, theta, start, walk.i0 + part * ROWS, C, False)
     r = warpgroup.pinned(r)

@@ -15,7 +15,7 @@ ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (keys per tile, warpgroups, stages of the ring, registers of their threads) by head width
 BLOCKS = {64: (128, 2, 3, 240), 128: (128, 2, 2, 240)}
-TURNS = False
+TURNS = 0
 
 
 def takes(p: Problem) -> bool:

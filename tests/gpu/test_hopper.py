@@ -10,6 +10,7 @@ import torch
 from attention_data import check_forward, make
 from test_attention import Poisoned
 
+import regard
 from regard import statistics
 from regard.kernels import attention, hopper
 
@@ -124,3 +125,9 @@ def test_what_it_leaves_to_others():
     assert not hopper.takes(make(19, "entmax15", **sizes))
     assert not hopper.takes(make(19, **sizes | dict(d=96)))
     assert not hopper.takes(dataclasses.replace(make(19, **sizes), scale=-1.0))
+
+
+def test_the_path_says_so():
+    q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+    assert regard.attention_path(q, q, q, is_causal=True, return_stats=True).reason.endswith("in Hopper's warpgroups")
+    assert "warpgroups" not in regard.attention_path(q, q, q, is_causal=True, softcap=3.0).reason

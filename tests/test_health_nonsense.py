@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import regard
 from regard.cli import main
 from regard.health import files, terminal
 from regard.health.loading import load
+from regard.health.page import render
 
 transformers = pytest.importorskip("transformers")
 from saved_models import SIZE, bert, save  # noqa: E402
@@ -160,6 +162,40 @@ def test_nothing_measured_is_said_and_drawn_nowhere(tmp_path, monkeypatch, capsy
     assert "in trouble" in page
     assert "healthy" not in page.split("<main>")[1].split("<script")[0]
     assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["kind"] == "not finite"
+
+
+def examined(rows):
+    """A layer that is neither diffuse nor sharp."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[:32] *= 2.0
+    return regard.examine(model, [torch.randn(2, rows, 16)])
+
+
+@pytest.mark.parametrize("gap", ["unmeasured", "interrupted"])
+def test_no_findings_on_a_part_is_no_clean_bill(gap):
+    report = examined(rows=24)
+    assert report.findings == []
+    assert "No head passed a threshold." in report.summary()
+    assert ">healthy<" in render(report)
+    part = replace(report, **{gap: [("other", "by hand")] if gap == "unmeasured" else "KeyboardInterrupt"})
+    assert "No head that was measured passed a threshold." in part.summary()
+    assert ">healthy<" not in render(part)
+    nothing = replace(part, heads=[])
+    assert nothing.summary()[0] == "Nothing was measured."
+    assert not any("threshold" in line for line in nothing.summary())
+    assert ">not measured<" in render(nothing)
+
+
+def test_too_few_rows_to_judge_is_no_clean_bill():
+    report = examined(rows=4)
+    assert report.findings == []
+    assert any("rows and keys enough to be judged" in line for line in report.summary())
+    assert ">too little to judge by<" in render(report)
+    mixed = replace(report, heads=[*report.heads, *examined(rows=24).heads])
+    assert "No head passed a threshold. 2 heads had too few rows or keys to be judged." in mixed.summary()
+    assert ">healthy where measured<" in render(mixed)
 
 
 def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):

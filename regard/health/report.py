@@ -89,9 +89,12 @@ class Report:
 
 def summarize(report: Report) -> list[str]:
     layers = sorted({head.index for head in report.heads})
-    rows = max((head.statistics["entropy"].count for head in report.heads), default=0)
-    many = f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}"
-    said = [f"{many}, measured on {_count(rows, 'row')} each."]
+    said = ["Nothing was measured."]
+    if report.heads:
+        rows = {head.statistics.count("entropy") for head in report.heads}
+        many = f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}"
+        least = f"{min(rows):,} to " if len(rows) > 1 else ""
+        said = [f"{many}, measured on {least}{_count(max(rows), 'row')} each."]
     if report.findings:
         ill = {place for finding in report.findings for place in finding.places}
         where = sorted({index for index, _ in ill})
@@ -100,12 +103,24 @@ def summarize(report: Report) -> list[str]:
         many = _count(len({(head.index, head.head) for head in report.heads} | ill), "head")
         said.append(f"{len(ill)} of {many} have findings{spread}: {kinds}.")
     elif report.heads:
-        said.append("No head passed a threshold.")
+        said.append(without_findings(report))
     if report.unmeasured:
         said.append(f"{_count(len(report.unmeasured), 'layer')} could not be measured; the reasons are given.")
     if report.interrupted:
         said.append(f"The examination did not finish: {report.interrupted}.")
     return said
+
+
+def without_findings(report: Report) -> str:
+    """What it means that nothing was found."""
+    if not report.heads:
+        return "Nothing was measured, so nothing was judged."
+    few = sum(not head.can_be_judged for head in report.heads)
+    if few == len(report.heads):
+        return "No head has rows and keys enough to be judged; examine it on more, or longer, text."
+    part = " that was measured" if report.unmeasured or report.interrupted else ""
+    rest = f" {_count(few, 'head')} had too few rows or keys to be judged." if few else ""
+    return f"No head{part} passed a threshold.{rest}"
 
 
 def _named(layers: list[int]) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from regard.health.page.data import ITSELF, payload
 from regard.health.page.document import document, escaped, packed
+from regard.health.report import without_findings
 
 SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_logit")
 WORDS = dict(
@@ -20,6 +21,7 @@ WORDS = dict(
     healthy="healthy",
     partly="healthy where measured",
     unmeasured="not measured",
+    unjudged="too little to judge by",
 )
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
 LISTED = 200  # layers that were not measured, told one by one
@@ -84,9 +86,7 @@ def _packed(report) -> tuple[str, Detail]:
 
 def _header(report) -> str:
     lines = "".join(f"<p>{escaped(line)}</p>" for line in report.summary())
-    whole = not (report.unmeasured or report.interrupted)
-    healthy = "unmeasured" if not report.heads else "healthy" if whole else "partly"
-    worst = report.findings[0].severity if report.findings else healthy
+    worst = report.findings[0].severity if report.findings else _standing(report)
     stop = f'<p class="stop" role="alert">Incomplete: {escaped(report.interrupted)}</p>' if report.interrupted else ""
     word = WORDS[worst]
     return f"""<header>
@@ -96,10 +96,17 @@ def _header(report) -> str:
 </header>"""
 
 
+def _standing(report) -> str:
+    """What to call a model without findings: healthy only if all of it was measured and judged."""
+    judged = [head.can_be_judged for head in report.heads]
+    if not any(judged):
+        return "unjudged" if judged else "unmeasured"
+    return "healthy" if all(judged) and not (report.unmeasured or report.interrupted) else "partly"
+
+
 def _findings(report) -> str:
     if not report.findings:
-        said = "No head passed a threshold." if report.heads else "Nothing was measured, so nothing was judged."
-        cards = f'<p class="none">{said}</p>'
+        cards = f'<p class="none">{without_findings(report)}</p>'
     else:
         cards = "".join(map(_card, report.findings))
     return f'<section id="findings"><h2>Findings</h2>{cards}</section>'

@@ -17,6 +17,19 @@ LEAVES = ("q", "k", "v", "bias", "temperature", "sink")
 FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(entropy=1e-4, gradient_gain=1e-5, mean_logit=0.1, distance=1e-2)
 
 
+class Poisoned:
+    """torch, with every fresh tensor full of NaN: what a kernel leaves unwritten shows."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *shape, **kind):
+        return torch.empty(*shape, **kind).fill_(math.nan)
+
+    def empty_like(self, other):
+        return torch.full_like(other, math.nan)
+
+
 def make(
     seed, name="softmax", *, b=2, h=4, g=2, m=21, n=37, d=8, e=5, dtype=torch.float32, device="cpu", sharp=1.0,
     bias=None, mask=False, temperature=False, sink=False, lengths=False, dropout=0.0, stats=statistics.NAMES,

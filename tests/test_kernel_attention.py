@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from attention_data import FLOOR, check_backward, check_forward, make, random_problem
+from attention_data import FLOOR, Poisoned, check_backward, check_forward, make, random_problem
 
 from regard import normalizers, philox, reference, statistics
 from regard.kernels import attention
@@ -33,19 +33,6 @@ class Watched:
     def __getitem__(self, grid):
         launched.add(self.__name__)
         return self.kernel[grid]
-
-
-class Poisoned:
-    """torch, with every fresh tensor full of NaN: what a kernel leaves unwritten shows."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, *shape, **kind):
-        return torch.empty(*shape, **kind).fill_(math.nan)
-
-    def empty_like(self, other):
-        return torch.full_like(other, math.nan)
 
 
 @pytest.fixture(autouse=True)

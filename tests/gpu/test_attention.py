@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from attention_data import check_backward, check_forward, make, random_problem
+from attention_data import Poisoned, check_backward, check_forward, make, random_problem
 
 from regard import normalizers, reference, statistics
 from regard.kernels import attention
@@ -15,19 +15,6 @@ from regard.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
 HALF = [torch.bfloat16, torch.float16]
-
-
-class Poisoned:
-    """torch, with every fresh tensor full of NaN: what a kernel leaves unwritten shows."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, *shape, **kind):
-        return torch.empty(*shape, **kind).fill_(math.nan)
-
-    def empty_like(self, other):
-        return torch.full_like(other, math.nan)
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from attention_data import check_forward, make
-from test_attention import Poisoned
+from attention_data import Poisoned, check_forward, make
 
 import regard
 from regard import statistics

@@ -1,7 +1,17 @@
 """Context parallel on 2, 3 and 4 gloo processes: pieces give what the whole gives; a lost rank is named."""
 
 import pytest
-from parallel_cases import bytes_sent, dies, every_case, examined, head_sharded, in_a_model, odd_pieces, same_bits
+from parallel_cases import (
+    bytes_sent,
+    dies,
+    every_case,
+    examined,
+    head_sharded,
+    in_a_model,
+    odd_pieces,
+    same_bits,
+    triton_parts,
+)
 from parallel_crew import Crew
 
 from regard.parallel.layout import given_spans, spans
@@ -19,6 +29,7 @@ def test_pieces_give_the_whole(world):
         crew(head_sharded)
         if world == 2:
             crew(in_a_model)
+            crew(triton_parts)
 
 
 @pytest.mark.parametrize(("how", "what"), [("killed", "died"), ("stalled", "stalled")])

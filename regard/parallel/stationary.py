@@ -30,7 +30,7 @@ from regard.parallel.plan import Plan
 from regard.problem import Problem, Upstream, Whole
 from regard.statistics import Terms
 
-ROOM = 64  # keys of a support that are kept
+ROOM = 128  # keys of a support that are kept
 STEPS = 64
 NEWTON = (
     16  # steps: from τ₀ it needs 2 to 6. Where F is not convex (α > 2) it may not arrive, and the bracket is halved

@@ -10,6 +10,7 @@ one, backward reads two and writes one.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -101,8 +102,8 @@ def work(share: int, report: Path) -> None:
     report.write_text(json.dumps({"faults": faults, "done": done, "checks": len(checks[share::WORKERS])}))
 
 
-def prepare(folder: Path) -> set[tuple]:
-    """Run the workers; print what they found; the cases that compiled and ran."""
+def prepare(folder: Path) -> tuple[set[tuple], str]:
+    """Run the workers: the cases that compiled and ran, and a sentence of what was wrong."""
     command = [sys.executable, __file__, "--work"]
     reports = [folder / f"{share}.json" for share in range(WORKERS)]
     workers = [subprocess.Popen([*command, str(share), str(path)]) for share, path in enumerate(reports)]
@@ -113,10 +114,10 @@ def prepare(folder: Path) -> set[tuple]:
             worker.kill()
             print(f"worker {share} did not finish")
     found = [json.loads(path.read_text()) for path in reports if path.exists()]
-    print(f"{sum(report['checks'] for report in found)} checks against float64; faults:")
-    for fault in (fault for report in found for fault in report["faults"]):
-        print(" ", fault)
-    return {tuple(case) for report in found for case in report["done"]}
+    faults = [fault for report in found for fault in report["faults"]]
+    told = f"{sum(report['checks'] for report in found)} checks against float64; faults: {'; '.join(faults) or 'none'}"
+    print(told, flush=True)
+    return {tuple(case) for report in found for case in report["done"]}, told
 
 
 def bandwidth(call, tensors: int) -> float:
@@ -186,10 +187,14 @@ def main(arguments: list[str]) -> None:
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
-        ready = prepare(Path(folder))
+        ready, told = prepare(Path(folder))
     text = "\n".join([
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; {softmax_errors()}",
-        "", table(measure(ready)),
+        "# Rows on the H200", "",
+        f"Command: `PYTHONPATH=. python3 benchmarks/h200_rows.py`, commit {os.environ.get('COMMIT', 'unknown')}, one "
+        f"run on one {torch.cuda.get_device_name()}: torch {torch.__version__}, Triton {triton.__version__}. Random normal "
+        "scores, tensors of 1 GiB, medians of `triton.testing.do_bench`. Bytes: forward reads one tensor and writes "
+        "one, backward reads two and writes one. In brackets: per cent of a copy of the same bytes.", "",
+        f"{told}. {softmax_errors()}.", "", table(measure(ready)),
     ])  # fmt: skip
     if arguments:
         Path(arguments[0]).write_text(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h200_cases import DECODE, PLAIN, SHAPES, SPARSE, Case, flops
+from h200_cases import DECODE, PLAIN, RAGGED, SHAPES, SPARSE, Case, flops
 from h200_rivals import ADASPLASH
 
 from regard import statistics
@@ -63,9 +63,8 @@ def sparse_table(ours, theirs) -> list[str]:
             for name in SPARSE:
                 cells = []
                 for stats, back, anchor in (((), False, forward), (ALL, False, forward), ((), True, backward)):
-                    case = Case(shape, name, causal, stats, back)
-                    ms = ours.get(case)
-                    cells.append("failed" if ms is None else f"{ms:.3f} ({ms / anchor:.1f})")
+                    ms = ours.get(Case(shape, name, causal, stats, back))
+                    cells.append("–" if ms is None else f"{ms:.3f} ({ms / anchor:.1f})")
                 known = ADASPLASH.get((SHAPES[shape][-1], causal)) if "4096" in shape and name == "entmax15" else None
                 other = "–"
                 if known is not None:
@@ -88,3 +87,21 @@ def decode_table(ours, copy) -> list[str]:
                     )
     return ["## Few queries over 131072 keys, B 8: k and v read once", "",
             *grid(["work", "map", "statistics", "ms", "TB/s", "% of a copy's bandwidth"], rows)]  # fmt: skip
+
+
+def lengths_table(ours) -> list[str]:
+    rows = []
+    for d in (128, 64):
+        for name, stats in (("softmax", ALL), ("entmax15", ())):
+            base, cells = ours.get(Case(f"d {d}, N 4096", name, True, stats)), []
+            for shape in (shape for shape in RAGGED if shape.startswith(f"d {d},")):
+                ms, n = ours.get(Case(shape, name, True, stats)), RAGGED[shape][3]
+                lost = None if ms is None or base is None else ms / n**2 / (base / 4096**2) - 1
+                cells.append("failed" if lost is None else f"{100 * lost:+.1f} %")
+            rows.append([f"d {d}, {name}, {len(stats)} statistics, causal", *cells])
+    head = ["work", *(f"N {n}" for n in sorted({sizes[3] for sizes in RAGGED.values()}))]
+    return [
+        "## Lengths that are no multiple of a tile: time per query-key pair over that at N 4096",
+        "",
+        *grid(head, rows),
+    ]

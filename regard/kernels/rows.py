@@ -22,7 +22,7 @@ try:
     from triton import next_power_of_2
     from triton.runtime import JITFunction
 
-    from regard.kernels import rows_online, rows_short, rows_streamed, rows_threshold
+    from regard.kernels import rows_online, rows_pointwise, rows_short, rows_threshold
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
     pass
 
@@ -39,32 +39,68 @@ class Plan(NamedTuple):
     meets: bool
     registers: int | None = None  # a thread's most, so that several programs share a multiprocessor
     again: bool = False  # the tile is read again from the cache rather than held
-    step: int = 0  # columns that a program takes at a time, of which it holds none; 0: it holds its tile
+    step: int = 0  # columns that a program takes at a time, where it writes them as it reads
     lanes: int = 0  # columns of a row that its lanes hold side by side, where one warp solves several rows
 
     def groups(self, vector: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
         row, where they would cost as much as the row."""
-        if self.step:
-            return min(self.step // vector, 512)
         if self.columns <= 512 and self.parts == 1:
             return 0
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
 
 
 def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) -> Plan:
-    """The launch for R rows of N columns, of which a program holds `tensors` tiles of `size` bytes a number."""
+    """The launch for R rows of N columns of `size` bytes a number, by what was fastest on an H200.
+
+    tensors: 1 forward; 2 backward, from the weights; 3 backward from the scores, which computes most.
+    """
     columns = max(next_power_of_2(N), 16)
-    fits = columns <= 32768 and columns * tensors * size <= 131072  # half of a multiprocessor's registers
-    if not fits or (columns > 8192 and processors > 2 * R):
-        columns = 8192  # shared by several programs; few rows then still occupy every multiprocessor
-    parts = -(-N // columns)
-    solves = family == "threshold" and tensors == 1
-    rows = 1 if solves or parts > 1 else max(1, min(2048 // columns, next_power_of_2(R)))
-    # a thread holds 32 numbers: loads enough in flight, no spills; 64 where waiting for other warps costs more
-    warps = min(max(rows * columns // (2048 if solves and parts == 1 else 1024), 1), 32)
+    few = processors > 2 * R  # then a long row is shared, so that every multiprocessor has work
+    half = size == 2
+    if family == "threshold" and tensors == 1 and columns <= 1024:
+        threads, vector = max(columns // 32, 1), 16 // size
+        return Plan(min(32 // threads, next_power_of_2(R)), columns, 1, 1, False, lanes=threads * vector)
+    if columns <= 4096:
+        rows = 1 if family == "threshold" and tensors == 1 else max(1, min(2048 // columns, next_power_of_2(R)))
+        return _whole(rows, columns, tensors, family, half)
+    longest = 16384 if size == 8 else 32768
+    if family == "threshold" and tensors == 1:
+        longest = 65536
+    elif tensors > 1:
+        longest = 65536 // size if tensors == 2 else 16384
+    if family == "pointwise" and tensors == 1 and not few:
+        return Plan(1, columns, 1, 8, False, 40, step=4096)
+    if columns <= longest and not (few and columns > 8192):
+        return _whole(1, columns, tensors, family, half)
     # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
-    return Plan(rows, columns, parts, warps, parts <= processors // 8)
+    again = tensors == 3
+    columns = 8192
+    if half and family == "ratio" and tensors == 1 and not few:
+        columns, again = 32768, True
+    parts = -(-N // columns)
+    step = 4096 if family == "pointwise" and tensors == 1 else 0
+    registers = 80 if tensors == 2 else 64
+    return Plan(1, columns, parts, max(columns // (2048 if again and columns > 8192 else 1024), 1),
+                parts <= processors // 8, registers, again, step)  # fmt: skip
+
+
+def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Plan:
+    """One program has its rows to itself. A thread holds 32 numbers: loads enough in flight, no spills.
+
+    64 where waiting for other warps costs more, or where what is read again need not be held.
+    """
+    total = rows * columns
+    if family == "threshold" and tensors == 1:
+        again = half or columns in (16384, 65536)
+        warps = min(max(total // 2048, 1), 32)
+        return Plan(rows, columns, 1, warps, False, 64 if again and columns > 16384 else None, again)
+    if tensors == 3:
+        return Plan(rows, columns, 1, min(max(total // (1024 if half else 512), 1), 32), False, 64, half)
+    if half and columns == 32768 and tensors == 1:
+        return Plan(rows, columns, 1, 16, False, 64, True)
+    registers = 64 if tensors == 1 and columns >= 8192 else None
+    return Plan(rows, columns, 1, min(max(total // 1024, 1), 32), False, registers)
 
 
 def forward(
@@ -83,16 +119,16 @@ def forward(
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     if launch.plan.lanes:
         launch(rows_short.forward_short, (s, p, state), 0, {"TOLERANCE": _TOLERANCE[s.dtype]})
+    elif launch.plan.step:
+        launch(rows_pointwise.forward_pointwise, (s, p, state), 2, {})
     elif F.family == "threshold":
         vector = min(16 // s.element_size(), launch.plan.columns)
         groups = launch.plan.groups(vector)
         extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[s.dtype]}
-        kernel = rows_streamed.threshold_streamed if launch.plan.step else rows_threshold.forward_threshold
-        launch(kernel, (s, p, state), groups + 6, extra, solves=True)
+        launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
     else:
         exact = s.dtype == torch.float32 and bool(F.exponential)
-        kernel = rows_streamed.forward_streamed if launch.plan.step else rows_online.forward_online
-        launch(kernel, (s, p, state), 2, {"EXACT": exact})
+        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": exact})
     return p, state
 
 
@@ -110,16 +146,14 @@ def backward(
     ds = torch.empty_like(saved)
     if dp.numel() == 0:
         return ds
-    launch = _Launch(F, saved, 2, theta, mask, scale, choice)
+    launch = _Launch(F, saved, 2 if F.slope_of_weight is not None else 3, theta, mask, scale, choice)
     exact = {"EXACT": saved.dtype == torch.float32 and bool(F.exponential)}
-    if launch.plan.step:
-        launch(rows_streamed.backward_streamed, (dp, saved, ds, state), 2, exact)
-    elif F.family == "threshold":
+    if F.family == "threshold":
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
     else:
         launch(rows_online.backward_online, (dp, saved, ds, state), 1, exact, sums=F.family == "ratio")
     return ds
-    launch = _Launch(F, saved, 2, theta, mask, scale, choice)
+    launch = _Launch(F, saved, 2 if F.slope_of_weight is not None else 3, theta, mask, scale, choice)
     if F.family == "threshold":
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
     else:
@@ -156,6 +190,8 @@ class _Launch:
         self.R, self.N = s.shape
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
         self.plan = plan(self.R, self.N, tensors, s.element_size(), F.family, processors)
+        if s.element_size() == 8:
+            self.plan = self.plan._replace(registers=None)  # a number takes two
         self.theta_rows = s if theta is None else theta.contiguous()
         self.mask = s if mask is None else mask.view(torch.uint8)
         self.strides = (0, 0) if mask is None else mask.stride()

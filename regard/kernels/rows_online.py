@@ -114,7 +114,7 @@ def forward_online(
     top = highest(x)  # [ROWS, 1], of the bare scores: their difference from it is exact where weights are large
     shift = shift_of(finite(top), F)
     z = finite(top) * 0.0
-    if AGAIN and F.family == "ratio" and F.shift != "none":
+    if AGAIN and F.family == "ratio":
         tl.debug_barrier()
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
     u, v = terms(x, shift, scale, theta, F, EXACT)

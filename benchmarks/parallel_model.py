@@ -15,7 +15,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 LATENCY = 20e-6  # seconds per message
-PASSES = 5  # over the keys until τ is found: the rank's own solution, and four steps
+STEPS = 5  # all-reduces until τ is found: the ranks' own solutions, and four of Newton's steps
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def gathered(layer: Layer, world: int, machine: Machine) -> dict:
 
 
 def visits(layer: Layer, world: int, machine: Machine) -> dict:
-    """Threshold maps, queries travel: passes over the keys for τ, one more for o, which goes home in float32."""
+    """Threshold maps, queries travel: q·k for each rank's own solution, q·k and p·v at τ; o goes home in float32."""
     n = layer.tokens / world
-    once = 0.5 * 2.0 * n * layer.tokens * layer.heads * layer.width / machine.forward  # one q·k pass of a rank
-    home = (world - 1) / world * layer.tokens * layer.heads * layer.width * layer.wide
-    newton = layer.tokens * layer.heads * 2 * 8 * PASSES  # (F, F′) of every row and step
+    compute = 1.5 * 0.5 * 4.0 * n * layer.tokens * layer.heads * layer.width / machine.forward
+    home = (world - 1) / world * layer.tokens * layer.heads * (layer.width + 3) * layer.wide
+    newton = layer.tokens * layer.heads * 2 * 8 * STEPS  # (F, F′) of every row and step
     sent = n * layer.heads * layer.width * layer.item + home + newton
-    return {"seconds": once * (PASSES + 2) + sent / machine.link + world * PASSES * LATENCY, "bytes": sent}
+    return {"seconds": compute + sent / machine.link + world * STEPS * LATENCY, "bytes": sent}
 
 
 def show(number: float, unit: str) -> str:
@@ -144,14 +144,14 @@ def schemes(tokens: int, worlds: list[int]) -> list[str]:
         f"### Schemes at {tokens // 1_000_000} million tokens, forward, network",
         "",
         "| GPUs | ring | gather all keys first | its keys, each | threshold, queries visit | sent each | "
-        "threshold, a ring per step | sent each |",
+        "threshold, two rounds of a ring | sent each |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for world in worlds:
         layer = Layer(tokens)
         ring, whole = simulate(layer, world, NETWORK), gathered(layer, world, NETWORK)
         visit, keys = visits(layer, world, NETWORK), simulate(layer, world, NETWORK, share=0.5)
-        again, sent = PASSES * keys["seconds"] + ring["seconds"], PASSES * keys["bytes"] + ring["bytes"]
+        again, sent = keys["seconds"] + ring["seconds"], keys["bytes"] + ring["bytes"]
         lines.append(
             f"| {world} | {show(ring['seconds'], 's')} | "
             f"{show(whole['seconds'], 's')} | {show(whole['memory'], 'B')} | "

@@ -1,9 +1,10 @@
-"""Every kernel once on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
+"""The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py             # both tools, one after the other; exit code 0 if clean
-    PYTHONPATH=. python3 benchmarks/sanitize.py --calls     # the calls alone
+    PYTHONPATH=. python3 benchmarks/sanitize.py               # exit code 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0/1   # the calls alone; 1/3: every third, from the second on
 
-torch's caching of memory is switched off, so that an access past a tensor is one past an allocation.
+torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Three processes
+compile first, so that the tools watch kernels and not a compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ import time
 TOOLS = ("memcheck", "racecheck")
 
 
-def calls() -> None:
+def cases() -> list[tuple]:
+    """(normaliser, "rows", rows, columns) or (normaliser, "attention", queries, keys, width, all statistics?)."""
+    found: list[tuple] = []
+    for name in ("softmax", "softpick", "entmax15", "sigmoid"):
+        for count, n in ((5, 37), (300, 5001), (2, 140_003)):
+            found.append((name, "rows", count, n))
+    for name in ("softmax", "entmax15"):
+        found += [(name, "attention", 130, 200, 64, False), (name, "attention", 130, 130, 128, True)]
+    return [*found, ("softmax", "attention", 2, 2100, 128, True)]
+
+
+def call(name: str, kind: str, *sizes) -> None:
     import torch
 
     from regard import normalizers, statistics
@@ -26,40 +38,54 @@ def calls() -> None:
     def draw(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    for name in ("softmax", "sigmoid", "softpick", "entmax15"):
-        choice = normalizers.get(name)
-        for count, n in ((5, 37), (3, 5001), (2, 20_000), (2, 40_001), (1, 140_003)):
-            s, dp = draw(count, n), draw(count, n)
-            p, state = rows.forward(s, choice)
-            rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
-        for m, n, d in ((130, 130, 64), (130, 200, 128), (2, 2100, 128)):
-            for stats in ((), statistics.NAMES):
-                q, k, v = draw(1, 4, m, d), draw(1, 2, n, d), draw(1, 2, n, d)
-                problem = Problem(q, k, v, choice, d**-0.5, causal=m == n, stats=stats)
-                answer = attention.forward(problem)
-                attention.backward(problem, answer, Upstream(torch.randn_like(answer.o)))
+    choice = normalizers.get(name)
+    if kind == "rows":
+        s, dp = draw(*sizes), draw(*sizes)
+        p, state = rows.forward(s, choice)
+        rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
+    else:
+        m, n, d, every = sizes
+        q, k, v = draw(1, 4, m, d), draw(1, 2, n, d), draw(1, 2, n, d)
+        problem = Problem(q, k, v, choice, d**-0.5, causal=m == n, stats=statistics.NAMES if every else ())
+        answer = attention.forward(problem)
+        attention.backward(problem, answer, Upstream(torch.randn_like(answer.o)))
     torch.cuda.synchronize()
-    print("every call done")
+
+
+def command(share: str) -> list[str]:
+    return [sys.executable, __file__, "--calls", share]
 
 
 def main() -> int:
-    dirty = 0
+    begin = time.perf_counter()
+    for process in [subprocess.Popen(command(f"{part}/3")) for part in range(3)]:
+        if process.wait():
+            return 1
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    subprocess.run([sys.executable, __file__, "--calls"], check=True)  # compiles, so that the tools only watch
+    watching = {}
     for tool in TOOLS:
-        begin = time.perf_counter()
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--calls"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        told = [line for line in done.stdout.splitlines() if "=========" in line]
-        print(f"{tool}: exit code {done.returncode}, {time.perf_counter() - begin:.0f} s; {' '.join(told[-1:])}")
-        if done.returncode:
-            print("\n".join(told[:40]), done.stderr[-2000:])
+        watched = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command("0/1")]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        watching[tool] = subprocess.Popen(watched, env=environment, **pipes)
+    dirty = 0
+    for tool, process in watching.items():
+        told = [line for line in process.communicate()[0].splitlines() if "=========" in line or "call" in line]
+        print(
+            f"{tool}: exit code {process.returncode} after {time.perf_counter() - begin:.0f} s; {' '.join(told[-2:])}"
+        )
+        if process.returncode:
+            print("\n".join(told[:40]), flush=True)
             dirty = 1
     return dirty
 
 
 if __name__ == "__main__":
     if "--calls" in sys.argv:
-        calls()
+        part, parts = map(int, sys.argv[-1].split("/"))
+        mine = cases()[part::parts]
+        for case in mine:
+            call(*case)
+        print(f"{len(mine)} calls done")
     else:
         raise SystemExit(main())

@@ -33,7 +33,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
     tensors["random.cpu"] = torch.get_rng_state()
     if any(value.is_cuda for value in tensors.values()):
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    whole = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
+    whole = on_cpu(tensors)
     written_whole(path, lambda beside: save_file(whole, beside, metadata={"notes": json.dumps(notes)}))
 
 
@@ -54,6 +54,17 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     if "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
     return notes
+
+
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, one transfer per dtype and device: each would wait for the device."""
+    copies = {}
+    for kind in {(value.dtype, value.device) for value in tensors.values()}:
+        names = [name for name, value in tensors.items() if (value.dtype, value.device) == kind]
+        parts = torch.cat([tensors[name].detach().flatten() for name in names]).cpu()
+        for name, part in zip(names, parts.split([tensors[name].numel() for name in names]), strict=True):
+            copies[name] = part.reshape(tensors[name].shape).clone()
+    return copies
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

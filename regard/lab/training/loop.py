@@ -41,7 +41,8 @@ def run(
 ) -> dict:
     """The record of one run, trained now, gone on with, or read if it is over.
 
-    `tick` hears of every evaluation; `pause` is the least time in seconds between two checkpoints.
+    `tick` hears of every evaluation; `pause` is the least time in seconds between two checkpoints
+    (one more is made at the end; with an infinite pause, none).
     """
     steps = advance(experiment, preset, variant, seed, folder, data, device, tick, pause)
     while True:
@@ -105,9 +106,9 @@ def advance(
             if not math.isfinite(history[-1].get("loss", 0.0)):
                 bad = done
                 break
-            tick(done, step.last_loss())
+            tick(done, history[-1].get("loss", math.nan))
             now = time.perf_counter()
-            if now - saved >= pause or done == plan.steps:
+            if now - saved >= pause or (done == plan.steps and pause < math.inf):
                 notes = dict(identity=identity, step=done, history=history, seconds=spent + now - began)
                 checkpoint.save(state, trial.model, optimizer, notes)
                 saved = now

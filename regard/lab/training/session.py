@@ -63,6 +63,7 @@ def turns(
     data: Path | None,
     device: str,
     show: Show = lambda job, step, loss: None,
+    pause: float = loop.PAUSE,
 ) -> list[dict]:
     """The records of some runs, a step of each in turn. `show` hears of every evaluation, and of each end once."""
     experiment = get(name)
@@ -71,7 +72,7 @@ def turns(
     def tick(job: Job):
         return lambda step, loss: show(job, step, loss) if step < steps else None
 
-    going = {job: loop.advance(experiment, preset, *job, folder, data, device, tick(job)) for job in unit}
+    going = {job: loop.advance(experiment, preset, *job, folder, data, device, tick(job), pause) for job in unit}
     on_cuda = torch.device(device).type == "cuda"
     streams = {job: torch.cuda.Stream() if on_cuda else None for job in unit}  # else each would wait for the one before
     over: dict[Job, dict] = {}

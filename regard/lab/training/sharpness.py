@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from regard.statistics import Statistics
@@ -29,9 +30,10 @@ def readings(layers: Sequence[Statistics], rows: Sequence[Tensor] | None = None)
     keys with weight, max_logit the largest of all.
     """
     heads = [by_head(stats, None if rows is None else rows[i]) for i, stats in enumerate(layers)]
-    means = {name: sum(float(head[name].mean()) for head in heads) / len(heads) for name in heads[0]}
-    means["max_logit"] = max(float(stats.max_logit.max()) for stats in layers)
-    return means
+    means = torch.stack([torch.stack([head[name].mean() for head in heads]).mean() for name in heads[0]])
+    top = torch.stack([stats.max_logit.max() for stats in layers]).max()
+    *values, largest = torch.cat([means, top[None]]).tolist()  # one wait for the device
+    return {**dict(zip(heads[0], values, strict=True)), "max_logit": largest}
 
 
 def by_head(stats: Statistics, real: Tensor | None = None) -> dict[str, Tensor]:
@@ -48,8 +50,9 @@ def by_head(stats: Statistics, real: Tensor | None = None) -> dict[str, Tensor]:
 
 def head_table(layers: Sequence[Statistics]) -> list[list[dict[str, float]]]:
     """[layer][head] → its readings, for records."""
-    tables = []
+    found = []
     for stats in layers:
         heads = by_head(stats)
-        tables.append([{name: float(heads[name][h]) for name in BY_HEAD} for h in range(len(heads["entropy"]))])
-    return tables
+        columns = torch.stack([heads[name] for name in BY_HEAD], -1).tolist()
+        found.append([dict(zip(BY_HEAD, row, strict=True)) for row in columns])
+    return found

@@ -1,6 +1,6 @@
 """Additive, dot-product and scaled dot-product scores at d_k = 16, 64 and 256: the notes' claim additive-vs-dot.
 
-Additive scores w·tanh(q + k) have d_k more weights per head and layer than the others, 512 in all of 1.6 million.
+Additive scores w·tanh(q + k) have d_k more weights per head and layer than the others, 256 in all of 0.85 million.
 """
 
 from regard.lab.figure import Figure
@@ -58,7 +58,7 @@ experiment = Experiment(
             learns={"loss": 2.0},
         ),
         "full": Preset(
-            steps=800, every=100, sizes={"layers": 2, "width": WIDTH, "length": 64, "batch": 16, "validation": 4096}
+            steps=500, every=100, sizes={"layers": 1, "width": WIDTH, "length": 64, "batch": 16, "validation": 4096}
         ),
     },
     figures=figures,

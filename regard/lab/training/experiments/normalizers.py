@@ -51,7 +51,7 @@ experiment = Experiment(
             learns={"loss": 2.0},
         ),
         "full": Preset(
-            steps=800,
+            steps=500,
             every=100,
             sizes={"layers": 2, "heads": 4, "width": 256, "length": 128, "batch": 16, "validation": 8192},
         ),

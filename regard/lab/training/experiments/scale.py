@@ -55,7 +55,7 @@ experiment = Experiment(
             learns={"loss": 1.9},
         ),
         "full": Preset(
-            steps=800, every=100, sizes={"layers": 2, "width": WIDTH, "length": 128, "batch": 16, "validation": 8192}
+            steps=500, every=100, sizes={"layers": 2, "width": WIDTH, "length": 128, "batch": 16, "validation": 8192}
         ),
     },
     figures=figures,

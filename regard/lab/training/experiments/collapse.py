@@ -14,6 +14,7 @@ REMEDIES = {
     "none": {"score": "dot"},
     "scale": {"score": "scaled_dot"},
     "qk-norm": {"score": "cosine"},
+    "dropout": {"score": "dot", "dropout": 0.2},
     "softcap": {"score": "dot", "softcap": 20.0},
     "qk-clip": {"score": "dot"},
     "learned": {"score": "dot", "temperature": "learned"},

@@ -115,8 +115,9 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         )
     product = delta.clone() if upstream.sink and p.sink is not None else delta
     beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
-    state = State(forward.frame, forward.z, delta, beta, gamma, epsilon)
-    flags = dict(TILTED=beta is not None, HEAT=heat is not None, others=(do,))
+    frame, inverse = _frame(p, forward, beta is not None)
+    state = State(frame, inverse, delta, beta, gamma, epsilon)
+    flags = dict(TILTED=beta is not None, HEAT=heat is not None, FOLDED=inverse is None, others=(do,))
     inputs = (view(p.q), view(p.k), view(p.v), view(do))
     config, launch = _config(p, "backward_dq", **flags)
     blocks = triton.cdiv(shape[-1], config.BM) * rows
@@ -141,6 +142,16 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         through = upstream.stats.get("logsumexp", 0.0) - product
         grads.sink = torch.where(forward.z > 0, share * through, 0.0)
     return grads
+
+
+def _frame(p: Problem, forward: Forward, tilted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(frame, 1/Z) as backward's tiles want them; where 16 bits cannot tell, 1/Z joins the exponent of exp(s − m)/Z."""
+    frame, z = forward.frame, forward.z
+    if p.choice.family == "ratio":
+        frame = frame * math.log2(math.e)
+        if p.choice.exponential and p.q.element_size() == 2 and not tilted:
+            return torch.where(z == 0, 2.0**100, frame + torch.log2(z)), None
+    return frame, torch.where(z > 0, 1 / z, z)  # a NaN stays
 
 
 def _bias_gradient(p: Problem, inputs, state, opt, config: Config, launch: dict) -> torch.Tensor:
@@ -275,7 +286,9 @@ def _linear(p: Problem) -> bool:
     return p.softcap is None and p.bias is None and p.scale > 0
 
 
-def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, others=()) -> tuple[Config, dict]:
+def _config(
+    p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, FOLDED: bool = False, others=()
+) -> tuple[Config, dict]:
     """What a kernel is compiled for, and its launch options."""
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
@@ -292,6 +305,7 @@ def _config(p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, o
         BEHIND=right is not None and right <= 0,
         TILTED=TILTED,
         HEAT=HEAT,
+        FOLDED=FOLDED,
         ACC=TYPES[p.accumulator],
         PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
         WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from regard.kernels import sweeps, tiles
+from regard.kernels import gather, support, sweeps, tiles
 from regard.kernels.tiles import LOG2E
 
 
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
     a: Any  # s = a·y
     frame: Any  # log2 units (ratio), τ (threshold)
-    inverse: Any  # 1/Z
+    inverse: Any  # 1/Z, or nothing that is looked at
     delta: Any
     first: Any
     last: Any
@@ -34,8 +34,8 @@ class Rows(NamedTuple):
 class State(NamedTuple):
     """Pointers to [B, H, M] rows: the forward's state, δ, and the tilt (None: no statistic has a gradient)."""
 
-    frame: Any
-    z: Any
+    frame: Any  # log2 units (ratio), τ (threshold)
+    inverse: Any  # 1/Z; None: −log2 Z is part of the frame
     delta: Any
     beta: Any
     gamma: Any
@@ -48,10 +48,9 @@ def rows_at(state, b, h, i, n, opt, C: tl.constexpr):
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     first, last = tiles.interval(i, opt, n)
     frame = tl.load(state.frame + row, mask=inside, other=0.0)
-    z = tl.load(state.z + row, mask=inside, other=0.0)
-    inverse = tl.where(z > 0.0, 1.0 / tl.where(z > 0.0, z, 1.0), z)  # a NaN stays
-    if C.F.family == "ratio":
-        frame = frame * LOG2E
+    inverse = frame
+    if state.inverse is not None:
+        inverse = tl.load(state.inverse + row, mask=inside, other=0.0)
     delta = tl.load(state.delta + row, mask=inside, other=0.0)
     beta, gamma, epsilon = delta, delta, delta
     if state.beta is not None:
@@ -78,6 +77,7 @@ def across(r, KEYS_FIRST: tl.constexpr):
 def weigh(y, seen, r, theta, C: tl.constexpr):
     """(p, a, b, log2 e): the weights again, and the two slopes of ds = a·dp − b·δ."""
     F: tl.constexpr = C.F
+    FOLDED: tl.constexpr = C.FOLDED
     power = y * (r.a * LOG2E) - r.frame
     if F.family == "pointwise":
         p = tl.where(seen, F.weigh(y * r.a, theta), 0.0)
@@ -89,7 +89,9 @@ def weigh(y, seen, r, theta, C: tl.constexpr):
         up = tl.where(seen, F.slope(t, theta), 0.0)
         down = up
     elif F.exponential:
-        p = tl.where(seen, tl.exp2(power), 0.0) * r.inverse
+        p = tl.where(seen, tl.exp2(power), 0.0)
+        if not FOLDED:
+            p = p * r.inverse
         up = p
         down = p
     else:
@@ -165,8 +167,11 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, opt, C: tl.constexpr):
+def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, failed, opt, C: tl.constexpr):
     scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+    if failed is not None:
+        if support.served(failed, scene.b * opt.heads + scene.h, i0, opt.queries, C.BM, gather.ROWS):
+            return
     b, h, i = scene.b, scene.h, scene.i
     rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C)
     d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
@@ -225,13 +230,16 @@ def dkv_tile(
 
 
 @triton.jit
-def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, opt, C: tl.constexpr):
+def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, failed, opt, C: tl.constexpr):
     blocks = tl.cdiv(opt.keys, C.BN)
     pid = tl.program_id(0)
     j0 = pid % blocks * C.BN  # the first keys have the most causal queries
     groups = opt.heads // opt.group
     g = (pid // blocks) % groups
     b = pid // blocks // groups
+    if failed is not None:
+        if support.served(failed, b * groups + g, j0, opt.keys, C.BN, gather.ROWS):
+            return
     j = (j0 + tl.arange(0, C.BN))[:, None]
     n = tiles.key_count(opt, b)
     seed = tiles.load_seed(opt)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.kernels import statistics, survey, sweeps, tiles
+from regard.kernels import statistics, support, survey, sweeps, tiles
 from regard.kernels.statistics import Sums
 from regard.kernels.survey import Solver
 from regard.kernels.tiles import HIDDEN
@@ -141,9 +141,14 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def forward_threshold(
-    q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr
-):
+    q, k, v, k_blocks, v_blocks, o, frames, sums, stats, failed, opt,
+    C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
+):  # fmt: skip
+    """One block of queries, unless the lists (`support.py`) have served it."""
     scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+    if failed is not None:
+        if support.served(failed, scene.b * opt.heads + scene.h, i0, opt.queries, C.BM, support.ROWS):
+            return
     zero = tiles.full(C.BM, 0.0, C.ACC)
     if survey.worthwhile(scene, i0, opt, C):
         s, top, n = survey.survey(scene, i0, opt, C)

@@ -40,6 +40,27 @@ def worthwhile(scene, i0, opt, C: tl.constexpr):
 
 
 @triton.jit
+def power(scene, C: tl.constexpr):
+    """k, as [M], with g(t) = tᵏ."""
+    if C.F.order == 0:
+        k = -tl.log2(C.F.weigh(scene.a * 0.0 + 0.5, scene.theta))
+    else:
+        k = scene.a * 0.0 + C.F.order
+    return k
+
+
+@triton.jit
+def tail(n, sigma, k):
+    """u with Σ(x − τ)₊ᵏ = 1 at τ = μ + uσ, were the n numbers x normal; k = 0 counts those above τ."""
+    gamma = tl.where(k > 0.0, 0.5 * tl.log(6.2831853 * k) + k * (tl.log(k) - 1.0) + 1.0 / (12.0 * k), 0.0)  # log Γ(k+1)
+    level = tl.log(n) + k * tl.log(sigma) + gamma - 0.9189385
+    square = sigma * 0.0 + 6.0
+    for _ in tl.static_range(4):
+        square = tl.maximum(2.0 * (level - 0.5 * (k + 1.0) * tl.log(square + k + 1.5)), 0.01)
+    return tl.sqrt(square)
+
+
+@triton.jit
 def guess(scene, i0, opt, C: tl.constexpr):
     """(τ, step) of each row, in x."""
     _, inner, outer = sweeps.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
@@ -51,17 +72,10 @@ def guess(scene, i0, opt, C: tl.constexpr):
     gain = scene.a * C.F.gain(scene.theta)
     mean = one / (2 * C.BN)
     sigma = gain * tl.sqrt(tl.maximum(two / (2 * C.BN) - mean * mean, 1e-12))
-    if C.F.order == 0:
-        k = -tl.log2(C.F.weigh(scene.a * 0.0 + 0.5, scene.theta))
-    else:
-        k = scene.a * 0.0 + C.F.order
+    k = power(scene, C)
     n = tl.maximum(scene.last - scene.first, 1).to(C.ACC)
-    gamma = 0.5 * tl.log(6.2831853 * k) + k * (tl.log(k) - 1.0) + 1.0 / (12.0 * k)  # log Γ(k+1)
-    level = tl.log(n) + k * tl.log(sigma) + gamma - 0.9189385
-    square = scene.a * 0.0 + 6.0
-    for _ in tl.static_range(4):
-        square = tl.maximum(2.0 * (level - 0.5 * (k + 1.0) * tl.log(square + k + 1.5)), 0.01)
-    u = tl.sqrt(square)
+    u = tail(n, sigma, k)
+    square = u * u
     step = tl.minimum(tl.maximum(0.8 * u * sigma / (square + k + 1.0), 1e-3), 0.25)
     return mean * gain + u * sigma, step
 

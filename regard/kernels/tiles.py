@@ -61,6 +61,7 @@ class Config(NamedTuple):
     BEHIND: bool  # no query sees a key after itself
     TILTED: bool  # statistics have gradients
     HEAT: bool  # the temperature's gradient is wanted
+    FOLDED: bool  # backward: 1/Z is part of the exponent
     ACC: Any
     PRECISION: str
     WIDEN: bool  # the interpreter multiplies bfloat16 as bits: widen first

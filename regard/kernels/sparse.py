@@ -1,0 +1,142 @@
+"""Launch of the road over lists, for threshold maps on long rows: one sweep, then the few keys that count.
+
+    forward     first_level → candidates → settle → gather_o
+    backward    candidates above τ → gather_dq;  the same with rows and columns exchanged → gather_dkv
+
+What fails is flagged for the kernels that sweep (`forward_threshold`, …). The
+lists of a chunk of blocks take 512 MiB at most, whatever the length.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from regard.kernels import gather, statistics, support
+from regard.kernels.hopper import KINDS, capable, described, reachable
+from regard.kernels.tiles import Config, Options
+from regard.problem import Problem
+
+BLOCK = 128  # rows of a program of `candidates`
+CAP = 128  # entries of one of a row's four lists
+CHUNK = 1024  # blocks whose lists exist at a time
+SAMPLE = 64  # keys, four times, that the first level is guessed from
+WALK = {
+    "o": dict(STEP=4, num_warps=4),
+    "dq": dict(STEP=4, num_warps=8),
+    "dkv": dict(STEP=4, num_warps=8),
+}
+KEYS = {64: (128, 2), 128: (128, 2)}  # keys per tile, stages
+
+
+def takes(p: Problem) -> bool:
+    """Is this a call whose scores are bare products, on rows long enough for lists?"""
+    return (
+        p.choice.family == "threshold"
+        and p.q.is_cuda
+        and p.q.dtype in KINDS
+        and p.q.shape[-1] in KEYS
+        and p.v.shape[-1] in KEYS
+        and p.scale > 0
+        and all(x is None for x in (p.softcap, p.bias, p.mask))
+        and p.dropout_p == 0.0
+        and p.q.shape[-2] >= BLOCK
+        and p.k.shape[-2] >= 1024
+        and capable(p.q.device)
+        and all(map(reachable, (p.q, p.k)))
+    )
+
+
+class Lists:
+    """The lists of one chunk, and the sweep that fills them."""
+
+    def __init__(self, p: Problem, stats: bool, transposed: bool):
+        rows, self.transposed = (p.k, True) if transposed else (p.q, False)
+        columns = p.q if transposed else p.k
+        self.blocks = triton.cdiv(rows.shape[-2], BLOCK) * rows.shape[0] * rows.shape[1]
+        slots = min(self.blocks, CHUNK) * BLOCK
+        page = torch.empty(slots * 8 * CAP + 1024, dtype=torch.float32, device=p.q.device)
+        self.entries = page[-page.data_ptr() % 4096 // 4 :]  # a row's lists fill one page of 4 KiB
+        self.counts = torch.empty(slots, 4, dtype=torch.int32, device=p.q.device)
+        self.found = torch.empty(slots, dtype=torch.int32, device=p.q.device)
+        self.below = torch.empty(slots, 3, 4, dtype=torch.float32, device=p.q.device) if stats else None
+        self.keys, self.stages = (64, 3) if stats else KEYS[p.q.shape[-1]]  # statistics take registers
+        self.described = described(rows, BLOCK), described(columns, self.keys)
+        self.width = p.q.shape[-1]
+
+    def fill(self, level, slope, first: int, programs: int, opt: Options) -> None:
+        from regard.kernels.candidates import Reach, candidates
+
+        reach = Reach(opt.lengths, opt.left, opt.right, opt.heads, opt.group, opt.queries, opt.keys)
+        candidates[(programs,)](
+            *self.described, level, slope, self.counts, self.entries, self.below, first, reach,
+            BLOCK, self.keys, self.width, self.stages, CAP, self.transposed, num_warps=8, maxnreg=128,
+        )  # fmt: skip
+
+
+def stride(p: Problem) -> int:
+    """Of how many key blocks one is looked at for the first level."""
+    return 2 if p.k.shape[-2] <= 4096 else 4
+
+
+def flags_of(rows: torch.Tensor, many) -> torch.Tensor:
+    """A flag for every few rows."""
+    shape = *rows.shape[:2], triton.cdiv(rows.shape[-2], many.value)
+    return torch.empty(shape, dtype=torch.int32, device=rows.device)
+
+
+def chunks(blocks: int):
+    return ((first, min(CHUNK, blocks - first)) for first in range(0, blocks, CHUNK))
+
+
+def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config, steps: int) -> torch.Tensor:
+    """Fill o, frame, z and stats; flags of the rows that are left to the sweeps."""
+    rows, level = frame.numel(), torch.empty_like(frame)
+    bare = config._replace(
+        NEED=statistics.needs((), p.choice, False), SLOT=statistics.slots(()), BM=BLOCK, BN=SAMPLE, BULK=False
+    )
+    q, k, v = views
+    blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
+    support.first_level[(blocks,)](q, k, level, opt, bare, CAP, stride(p), num_warps=8, num_stages=3)
+    slope = None
+    if config.NEED.lse or config.NEED.moments:
+        slope = torch.empty_like(frame)
+        support.steepness[(triton.cdiv(rows, 1024),)](slope, rows, opt, bare, 1024)
+    lists, failed = Lists(p, slope is not None, False), flags_of(p.q, support.ROWS)
+    for first, programs in chunks(blocks):
+        lists.fill(level, slope, first, programs, opt)
+        support.settle[(programs * BLOCK // support.ROWS.value,)](
+            lists.entries, lists.counts, level, lists.below, lists.found, failed, frame, z, stats, first, rows, opt,
+            config, CAP, BLOCK, steps, 1e-6, num_warps=4 if p.stats else 2, maxnreg=None if p.stats else 128,
+        )  # fmt: skip
+        gather.gather_o[(programs * BLOCK // gather.ROWS.value,)](
+            lists.entries, lists.found, v, o, first, opt, bare, CAP, BLOCK, **WALK["o"]
+        )
+    return failed
+
+
+def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: Config) -> tuple:
+    """Fill dq, dk, dv and δ; flags of the queries and of the keys that are left to the sweeps.
+
+    A generator in two steps, as the keys need every row's δ: yields the queries' flags, then the keys'.
+    """
+    q, k, v, do = inputs
+    dq, dk, dv = grads
+    rows, level = frame.numel(), torch.empty_like(frame)
+    support.last_level[(triton.cdiv(rows, 1024),)](frame, z, level, rows, opt, config, 1024)
+    lists, left = Lists(p, False, False), flags_of(p.q, gather.ROWS)
+    for first, programs in chunks(lists.blocks):
+        lists.fill(level, None, first, programs, opt)
+        gather.gather_dq[(programs * BLOCK // gather.ROWS.value,)](
+            lists.entries, lists.counts, k, v, do, dq, frame, delta, left, first, opt, config, CAP, BLOCK,
+            **WALK["dq"],
+        )  # fmt: skip
+    yield left
+    lists, left = Lists(p, False, True), flags_of(p.k, gather.ROWS)
+    for first, programs in chunks(lists.blocks):
+        lists.fill(level, None, first, programs, opt)
+        gather.gather_dkv[(programs * BLOCK // gather.ROWS.value,)](
+            lists.entries, lists.counts, q, v, do, dk, dv, delta, left, first, opt, config, CAP, BLOCK,
+            **WALK["dkv"],
+        )  # fmt: skip
+    yield left

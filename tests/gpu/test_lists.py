@@ -1,0 +1,91 @@
+"""Threshold maps on rows long enough for lists, compiled, against the float64 oracle on the same GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_data import check_backward, check_forward, make
+
+from regard.kernels import attention, sparse
+from regard.problem import Upstream
+
+pytestmark = pytest.mark.filterwarnings("default")
+LONG = dict(b=1, h=2, g=1, m=1100, n=1100, dtype=torch.bfloat16, device="cuda")
+
+
+class Poisoned:
+    """torch, with every fresh tensor full of NaN (numbers) or of nonsense (counts): what is left unwritten shows."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, *shape, **kind):
+        fresh = torch.empty(*shape, **kind)
+        return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh.fill_(99)
+
+    def empty_like(self, other):
+        return torch.full_like(other, math.nan)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    monkeypatch.setattr(attention, "torch", Poisoned())
+    monkeypatch.setattr(sparse, "torch", Poisoned())
+
+
+def check(problem):
+    assert sparse.takes(problem)
+    check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax(alpha=1.7)"])
+def test_model_shapes(name, d, causal):
+    check(make(1, name, d=d, e=d, causal=causal, **LONG))
+
+
+@pytest.mark.parametrize("options", [dict(left=300, right=40), dict(lengths=True), dict(temperature=True), dict(left=9)])
+def test_who_sees_whom(options):
+    check(make(2, "entmax15", d=64, e=128, **LONG | dict(b=2, m=700, n=1500), **options))
+
+
+@pytest.mark.parametrize("sharp", [0.02, 0.3, 4.0, 30.0])
+def test_flat_and_sharp_rows(sharp):
+    for name in ("entmax15", "sparsemax"):
+        check(make(3, name, d=64, e=64, sharp=sharp, **LONG | dict(n=3000, m=300)))
+
+
+def test_many_chunks(monkeypatch):
+    monkeypatch.setattr(sparse, "CHUNK", 5)
+    check(make(4, "entmax15", d=64, e=64, causal=True, **LONG | dict(b=2, h=4, g=2)))
+
+
+def test_normal_rows_are_served_by_lists():
+    problem = make(5, "entmax15", d=128, e=128, stats=(), **LONG | dict(m=4096, n=4096))
+    config, _ = attention._config(problem, "forward_threshold")
+    views, opt = [attention.view(x) for x in (problem.q, problem.k, problem.v)], attention._options(problem)
+    shape = problem.q.shape[:-1]
+    o, (frame, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
+    left = sparse.forward(problem, views, attention.view(o), frame, z, frame, opt, config, 40)
+    assert int(left.sum()) == 0
+
+
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+def test_same_inputs_same_bits(name):
+    problem = make(6, name, d=64, e=64, causal=True, **LONG | dict(b=2, h=8, g=2))
+    answers = []
+    for _ in range(3):
+        answer = attention.forward(problem)
+        grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
+        answers.append((answer.o, answer.stats, grads.q, grads.k, grads.v))
+    for other in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(answers[0], other, strict=True))
+
+
+def test_a_nan_stays():
+    problem = make(7, "entmax15", d=64, e=64, **LONG)
+    problem.k[0, 0, 777, 3] = math.nan
+    assert attention.forward(problem).o.isnan().all()

@@ -1,0 +1,99 @@
+"""The road over lists under Triton's interpreter, with the sweep that fills them (Gluon, GPU only) played by torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from attention_data import check_backward, check_forward, make
+
+from regard.kernels import attention, sparse
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+BLOCK, CAP = 32, 16
+SMALL = dict(b=1, h=2, g=1, d=8, e=8)
+
+
+def fill(self, level, slope, first, programs, opt):
+    """What `candidates` does, entry by entry."""
+    p, entries = self.problem, self.entries[: self.counts.shape[0] * 8 * CAP].view(-1, 4, CAP, 2)
+    rows, columns = (p.k, p.q) if self.transposed else (p.q, p.k)
+    (b, h, m, _), n = rows.shape, columns.shape[-2]
+    blocks = math.ceil(m / BLOCK)
+    (left, right), i, j = p.reach, torch.arange(p.q.shape[-2])[:, None], torch.arange(p.k.shape[-2])
+    seen = torch.ones(len(i), len(j), dtype=torch.bool)
+    seen &= j >= i - left if left is not None else True
+    seen &= j <= i + right if right is not None else True
+    for slot in range(programs):
+        block = first + slot
+        start = block % blocks * BLOCK if self.transposed else (blocks - 1 - block % blocks) * BLOCK
+        head, batch = block // blocks % h, block // blocks // h
+        shown = seen & (j < (n if p.key_lengths is None else int(p.key_lengths[batch]))) if not self.transposed else seen
+        for r in range(BLOCK):
+            row, held = start + r, slot * BLOCK + r
+            lists = [[], [], [], []]
+            over = range(p.q.shape[1] // p.k.shape[1]) if self.transposed else (0,)
+            for inner in over if row < m else ():
+                query = head * len(over) + inner if self.transposed else head
+                other = columns[batch, query if self.transposed else head // (p.q.shape[1] // p.k.shape[1])]
+                y = other.float() @ rows[batch, head, row].float()
+                y, bound = (y - level[batch, query], 0.0) if self.transposed else (y, level[batch, head, row])
+                visible = shown[:, row] if self.transposed else shown[row]
+                if self.below is not None:
+                    off, parts = torch.where(visible, y - bound, 0.0), j % 8 // 2
+                    low = torch.where(visible & (y <= bound), torch.exp2((y - bound) * slope[batch, head, row]), 0.0)
+                    for at, number in enumerate((off, off * off, low)):
+                        self.below[held, at] = torch.zeros(4).index_add(0, parts, number)
+                for c in torch.nonzero(visible & (y > bound)).flatten().tolist():
+                    one = lists[c % 8 // 2]
+                    if len(one) < CAP - 1:
+                        one.append((float(y[c]), inner * p.q.shape[-2] + c))
+            for quarter, one in enumerate(lists):
+                self.counts[held, quarter] = len(one)
+                for at, (y, c) in enumerate(one):
+                    entries[held, quarter, at, 0] = y
+                    entries.view(torch.int32)[held, quarter, at, 1] = c
+
+
+@pytest.fixture(autouse=True)
+def road(monkeypatch):
+    made = sparse.Lists.__init__
+
+    def init(self, p, stats, transposed):
+        made(self, p, stats, transposed)
+        self.problem = p
+        for scratch in (self.entries, self.below):
+            if scratch is not None:
+                scratch.fill_(math.nan)
+
+    monkeypatch.setattr(sparse, "takes", lambda p: p.mask is None and p.bias is None and p.softcap is None)
+    monkeypatch.setattr(sparse, "described", lambda x, rows: None)
+    monkeypatch.setattr(sparse, "KEYS", {8: (64, 2)})
+    monkeypatch.setattr(sparse.Lists, "__init__", init)
+    monkeypatch.setattr(sparse.Lists, "fill", fill)
+    for name, number in dict(BLOCK=BLOCK, CAP=CAP, CHUNK=3, SAMPLE=16).items():
+        monkeypatch.setattr(sparse, name, number)
+
+
+CASES = [
+    ("entmax15", dict(causal=True)),
+    ("sparsemax", dict(temperature=True, sharp=2.0)),
+    ("entmax(alpha=1.7)", dict(left=20, right=3)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_lists_give_what_the_oracle_gives(name, options):
+    problem = make(1, name, **SMALL, m=40, n=90, **options)
+    check_backward(attention, problem, check_forward(attention, problem))
+
+
+def test_rows_that_fail_are_swept():
+    problem = make(2, "entmax15", **SMALL, m=34, n=100, sharp=0.05)  # a support of many more keys than a list holds
+    check_backward(attention, problem, check_forward(attention, problem))

@@ -192,8 +192,8 @@ def main(arguments: list[str]) -> None:
         "# Rows on the H200", "",
         f"Command: `PYTHONPATH=. python3 benchmarks/h200_rows.py`, commit {os.environ.get('COMMIT', 'unknown')}, one "
         f"run on one {torch.cuda.get_device_name()}: torch {torch.__version__}, Triton {triton.__version__}. Random "
-        "normal scores, tensors of 1 GiB, medians of `triton.testing.do_bench`. Bytes: forward reads one tensor and writes "
-        "one, backward reads two and writes one. In brackets: per cent of a copy of the same bytes.", "",
+        "normal scores, tensors of 1 GiB, medians of `triton.testing.do_bench`. Bytes: forward reads one tensor and "
+        "writes one, backward reads two and writes one. In brackets: per cent of a copy of the same bytes.", "",
         f"{told}. {softmax_errors()}.", "", table(measure(ready)),
     ])  # fmt: skip
     if arguments:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,7 @@ class Pending:
     received: Tensor | None = None
     works: list = field(default_factory=list)
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Any:
         """What was received, once it is there."""
         with self.line.guard(self.step, self.at):
             for work in self.works:

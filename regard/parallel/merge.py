@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +29,12 @@ class Total:
     """The parts of some rows so far. `m` is −inf where nothing weighed anything yet."""
 
     choice: Choice
-    o: Tensor | None = None
-    m: Tensor | None = None
-    z: Tensor | None = None
-    slopes: Tensor | None = None
+    o: Any = None
+    m: Any = None
+    z: Any = None
+    slopes: Any = None
     state: State | None = None
-    mix: dict[str, Tensor] | None = None  # in place of the state, from engines that finish statistics
+    mix: Any = None  # {name: tensor} in place of the state, from engines that finish statistics
 
     def add(self, part: Part) -> None:
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
@@ -66,7 +67,9 @@ class Total:
             return self.state.finish(self.choice, sink)
         silent = None
         if self.choice.family == "ratio":
-            silent = torch.zeros_like(z) + sum(torch.exp(logit - m) / z for logit in silent_logits(problem))
+            silent = torch.zeros_like(z)
+            for logit in silent_logits(problem):
+                silent = silent + torch.exp(logit - m) / z
         return mixture.finished(self.mix, problem.stats, m, z, silent)
 
     def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +93,9 @@ class Total:
             for logit in logits:
                 top = torch.maximum(top, logit)
             own = z * torch.exp(m - top)
-            z = own + sum(torch.exp(logit - top) for logit in logits)
+            z = own
+            for logit in logits:
+                z = z + torch.exp(logit - top)
             kept, m = own / z, top
         kept, m, z = (x.masked_fill(dead, 0.0) for x in (kept, m, z))
         return o * kept[..., None], m, z

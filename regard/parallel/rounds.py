@@ -53,7 +53,7 @@ class Rounds:
         if number >= self.start and (number + 1 - self.start) % self.world == 0:
             self.meet(number)
 
-    def failed(self, number: int, error: BaseException) -> tuple[RuntimeError, int]:
+    def failed(self, number: int, error: BaseException) -> tuple[Exception, int]:
         """What ends the examination on every rank: (the error, how many batches are in the merged readings).
 
         A lost rank, or Ctrl-C, is raised at once: the others cannot be met any more.
@@ -69,7 +69,7 @@ class Rounds:
 
     def meet(self, number: int, failure: Exception | None = None, last: bool = False) -> None:
         """Everybody's batch of this round to rank 0. What failed on any rank is raised on all."""
-        told = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
+        told: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
         told["layers"] = [_told(layer) for layer in self.recorder.layers.values()]
         for layer in self.recorder.layers.values():  # the next round's readings are its own
             layer.reading, layer.error = None, 0.0

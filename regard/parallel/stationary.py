@@ -76,8 +76,8 @@ def solve(plan: Plan, rows: Problem, queries: Spans) -> tuple[Tensor, Tensor]:
     if crowded:
         sums = functools.partial(_sums_of_keys, plan, pairs, high)
     else:
-        supports = [(here, (x + (own - high[:, :, here])[..., None])) for here, own, x in supports]
-        sums = functools.partial(_sums_of_supports, rows, supports)
+        moved = [(here, x + (own - high[:, :, here])[..., None]) for here, own, x in supports]
+        sums = functools.partial(_sums_of_supports, rows, moved)
     c = _newton(line, rows, tau - high, dead, sums)
     return high.to(rows.accumulator), c.to(rows.accumulator)
 
@@ -125,7 +125,7 @@ def _sums_of_keys(plan: Plan, pairs: list, high: Tensor, c: Tensor) -> Tensor:
 def backward(plan: Plan, rows: Problem, queries: Spans, whole: Whole, upstream: Upstream, keys: KeyGradients):
     """(dq, dtemperature, dbias) of these rows from this rank's keys, dbias in its columns; dk and dv join `keys`."""
     pairs = list(plan.pairs(rows, queries, **_own(plan)))
-    if rows.choice.family == "threshold":
+    if whole.c is not None:  # a threshold map
         total = torch.zeros_like(whole.m)
         for _, here, _, pair in pairs:
             own = plan.engine.slopes(pair, upstream.o[:, :, here], whole.m[:, :, here], whole.c[:, :, here])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from regard.problem import Gradients, Problem, Upstream, Whole
 
 def forward(plan: Plan) -> tuple[list[Total], Tensor, Tensor]:
     """(a total per chunk of this rank's queries, high and c of its rows)."""
-    mine = None
+    mine: Any = None
     for root, rows in _visitors(plan, "visit forward"):
         totals, high, c = stationary.parts(plan, rows, plan.queries[root])
         merged = [tree.merge_at(plan.line, total, root, "visit home") for total in totals]
@@ -34,9 +35,9 @@ def forward(plan: Plan) -> tuple[list[Total], Tensor, Tensor]:
 
 def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     line, problem = plan.line, plan.problem
-    keys, mine = KeyGradients(problem), None
-    columns = _columns_gradient(plan) if upstream.bias and not plan.bias_per_row else None
-    known = torch.stack([whole.m, whole.c, whole.z])
+    keys, mine = KeyGradients(problem), (None, None, None)
+    columns = _ColumnsGradient(plan) if upstream.bias and not plan.bias_per_row else None
+    known = torch.stack([x for x in (whole.m, whole.c, whole.z) if x is not None])
     for root, rows in _visitors(plan, "visit backward"):
         state, do = (_shared(line, x, root, rows, "visit backward") for x in (known, upstream.o))
         m, c, z = state
@@ -138,7 +139,7 @@ def place(plan: Plan, total: Tensor, part: Tensor, rank: int) -> None:
         at += stop - start
 
 
-class _columns_gradient:
+class _ColumnsGradient:
     """The gradient of a bias that is the same for all queries: each rank has its own columns' share."""
 
     def __init__(self, plan: Plan):

@@ -52,9 +52,13 @@ class Interception:
         self._hooks: list = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()
 
+    def _every(self) -> list[nn.Module]:
+        modules = [module for _, module in self.modules]
+        return modules if self.model is modules[0] else [self.model, *modules]
+
     def start(self) -> None:
         ACTIVE.append(self)
-        for module in self.model.modules():
+        for module in self._every():
             if module._compiled_call_impl is not None:
                 self._compiled.append((module, module._compiled_call_impl))
                 module._compiled_call_impl = None
@@ -86,7 +90,7 @@ class Interception:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         depth = len(_STACK)
-        compiled = any(hasattr(module, "_orig_mod") for module in self.model.modules())
+        compiled = any("_orig_mod" in module._modules for module in self._every())
         eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
         try:
             with eagerly, _pushed(_Mode()):

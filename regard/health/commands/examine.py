@@ -129,7 +129,9 @@ def _text(options) -> str | None:
         return None
     if options.text == "-":
         try:
-            return sys.stdin.read()
-        except UnicodeDecodeError:
+            text = sys.stdin.read()
+            text.encode()  # bytes that are no UTF-8 come as lone surrogates, or not at all
+        except UnicodeError:
             raise ValueError("standard input is not UTF-8 text") from None
+        return text
     return files.read_text(options.text)

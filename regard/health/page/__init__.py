@@ -131,7 +131,7 @@ def _explorer(report, detail: Detail) -> str:
     if not report.heads:
         return ""
     lost = detail.left_out()
-    note = f'<p class="meaning">Left out for so many heads: {", ".join(lost)}. The JSON form has every number.</p>'
+    note = f'<p class="meaning">Left out for so many heads: {", ".join(lost)}. The JSON form has the numbers.</p>'
     return f"""<section id="explorer"><h2>Layer × head</h2>
 {note if lost else ""}<div class="controls">
 <label>Statistic <select id="statistic"></select></label>

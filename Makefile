@@ -42,10 +42,11 @@ test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 bench: $(READY)  ## rows and attention against torch, into benchmarks/results/cpu.md
 	$(BIN)/regard bench --device cpu --markdown benchmarks/results/cpu.md
 
-lint: $(READY)  ## style, imports, types
+lint: $(READY)  ## style, imports, types, licences, advisories
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/audit.py
 
 format: $(READY)  ## what lint would have said, done
 	$(BIN)/ruff check --fix .

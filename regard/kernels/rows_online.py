@@ -53,7 +53,7 @@ def terms(x, shift, scale, theta, F: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.constexpr, PARTS: tl.constexpr,
-         STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+         EXACT: tl.constexpr, STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """(top, z, shift) of the whole row from those of a part, and what the part's terms are multiplied by."""
     fall = z * 0.0 + 1.0
     if STAGE != "whole":
@@ -70,9 +70,14 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
             top = tl.zeros([1, 1], ACC) + tl.reduce(tops, 0, larger)
             if F.family == "ratio":  # to the row's common shift; a part that sees nothing has none, and weighs 0
                 common = shift_of(finite(top), F)
-                falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
+                if EXACT:
+                    falls = exponential(shift_of(finite(tops), F), tl.sum(common), tl.sum(scale), True)
+                    fall = exponential(shift, common, scale, True)
+                else:
+                    falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
+                    fall = tl.exp((shift - common) * scale)
                 z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
-                fall = tl.where(own == float("-inf"), 0.0, tl.exp((shift - common) * scale))
+                fall = tl.where(own == float("-inf"), 0.0, fall)
                 shift = common
     return top, z, shift, fall
 
@@ -120,7 +125,7 @@ def forward_online(
     u, v = terms(x, shift, scale, theta, F, EXACT)
     if F.family == "ratio":
         z = tl.sum(v, 1, keep_dims=True)
-    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC)
+    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, EXACT, STAGE, ACC)
     if STAGE != "publish":
         if AGAIN:
             tl.debug_barrier()

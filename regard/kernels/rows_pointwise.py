@@ -37,7 +37,7 @@ def forward_pointwise(
             u, _v = terms(x, none, scale, theta, F, False)
             store(p, u, rows, columns, R, N)
     top, _z, _shift, _fall = join(
-        highest(tops), none, none, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC
+        highest(tops), none, none, scale, partial, counters, row, part, parts, F, PARTS, False, STAGE, ACC
     )
     if STAGE != "publish":
         bad = tl.where(top < float("inf"), 0.0, float("nan"))

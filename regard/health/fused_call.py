@@ -33,7 +33,7 @@ def norms(q: Tensor, k: Tensor, rows: Tensor | None, every: tuple[int, int], of_
 
 def _tile(width: int, name: str) -> dict[str, int]:
     wide = triton.next_power_of_2(width)
-    return {name: wide, "BR": max(16, min(32, 4096 // wide))}
+    return {name: wide, "BR": max(16, min(64, 4096 // wide)), "num_warps": 8}
 
 
 @triton.jit

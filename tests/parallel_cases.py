@@ -217,6 +217,7 @@ def bytes_sent(rank: int, world: int) -> None:
         parallel.attention(q, k, v, enable_gqa=True, normalizer="entmax15", lengths=(n, n))
     mine = sizes[rank] * b * h
     assert sent.by_step["visit forward"] == mine * d * 4
+    assert sent.by_step["visit home"] == (sum(sizes) - sizes[rank]) * b * h * (e + 3) * 4
     steps = sent.by_step["newton"] / (n * b * h * 2 * 8)
     assert (steps >= world and steps == int(steps)) or world > 1
 

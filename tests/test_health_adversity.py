@@ -226,6 +226,20 @@ def test_using_reaches_parts_regard_modules_and_recomputation():
     assert nothing_is_left()
 
 
+def test_a_sink_that_cannot_join_is_left_out_in_using_as_in_a_what_if():
+    class Sunk(nn.Module):
+        def forward(self, x):
+            return regard.attention(x, x, x, sink=torch.zeros(2))
+
+    model, x = nn.Sequential(Sunk()), torch.randn(1, 2, 9, 8)
+    with regard.using(model, normalizer="entmax15"):
+        led = regard.examine(model, [x]).heads[0].statistics["entropy"].mean
+        expected = regard.reference.attention(x, x, x, normalizer="entmax15")[0]
+        torch.testing.assert_close(model(x), expected.float(), rtol=1e-4, atol=1e-5)
+    asked = regard.examine(model, [x], what_if=["normalizer=entmax15"]).what_if["normalizer=entmax15"]
+    assert asked.heads[0].statistics["entropy"].mean == pytest.approx(led, rel=1e-6)
+
+
 def test_using_that_leads_nothing_says_so():
     with pytest.warns(UserWarning, match="led no attention call"), regard.using(nn.Linear(4, 4), temperature=2.0):
         pass

@@ -1,5 +1,7 @@
 """regard examine, demo and compare on nonsense: one clear line, a non-zero exit, nothing half-written."""
 
+import copy
+import io
 import json
 import sys
 from dataclasses import replace
@@ -10,9 +12,12 @@ from torch import nn
 
 import regard
 from regard.cli import main
-from regard.health import files, terminal
+from regard.health import files, page, terminal
+from regard.health.heads import HeadReading
 from regard.health.loading import load
-from regard.health.page import render
+from regard.health.page import packed, render
+from regard.health.readings import LayerReading
+from regard.health.report import WhatIfReading
 
 transformers = pytest.importorskip("transformers")
 from saved_models import SIZE, bert, save  # noqa: E402
@@ -119,6 +124,13 @@ def test_a_command_line_of_nonsense_is_refused_before_any_work(folder, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
 
 
+def test_standard_input_must_be_text(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors="surrogateescape"))
+    refused(capsys, "examine", folder, "--text", "-", words="standard input is not UTF-8 text")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8"))
+    refused(capsys, "examine", folder, "--text", "-", words="standard input is not UTF-8 text")
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -158,9 +170,9 @@ def test_nothing_measured_is_said_and_drawn_nowhere(tmp_path, monkeypatch, capsy
     assert "there is no 'maps.png'" in captured.err
     assert not (tmp_path / "maps.png").exists()
     assert "No head passed" not in captured.out
-    page = (tmp_path / "report.html").read_text()
-    assert "in trouble" in page
-    assert "healthy" not in page.split("<main>")[1].split("<script")[0]
+    html = (tmp_path / "report.html").read_text()
+    assert "in trouble" in html
+    assert "healthy" not in html.split("<main>")[1].split("<script")[0]
     assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["kind"] == "not finite"
 
 
@@ -282,6 +294,36 @@ def test_a_whisper_with_few_positions_is_run_whole(tmp_path):
     told = json.loads((tmp_path / "r.json").read_text())
     assert told["unmeasured"] == []
     assert "too little to judge it finely" in told["how"]["input"]
+
+
+def test_many_heads_with_what_ifs_make_a_small_page(monkeypatch):
+    layers, heads, changes = 4, 32, 6  # a fortieth of a large model, in a fortieth of its room
+    monkeypatch.setattr(page, "LIMIT", page.LIMIT // 40)
+    tried = []
+    monkeypatch.setattr(page, "packed", lambda numbers: tried.append(packed(numbers)) or tried[-1])
+    torch.manual_seed(0)
+
+    def readings():
+        _, stats = regard.attention(*torch.randn(3, 1, heads, 24, 8), return_stats=True)
+        first = LayerReading(heads).update(stats)
+        for index in range(layers):
+            other = copy.copy(first)  # the histogram shared, the sums its own
+            other.flat = first.flat * (1.0 + 0.1 * torch.rand_like(first.flat))
+            for head, spreads in enumerate(other.spreads()):
+                yield HeadReading(f"layers.{index}.attention", index, head, spreads, other)
+
+    measured = replace(examined(rows=4), unmeasured=[(f"layer {index}", "reason " * 40) for index in range(9999)])
+    report = replace(
+        measured,
+        heads=list(readings()),
+        what_if={str(at): WhatIfReading(list(readings()), []) for at in range(changes)},
+    )
+    html = render(report)
+    assert tried[-1] in html and len(tried[-1]) <= page.LIMIT
+    assert max(map(len, tried)) < 1.5 * page.LIMIT  # what cannot fit is not tried
+    assert len(html.encode()) - len(tried[-1]) < 500_000  # all that is not numbers
+    assert "Left out for so many heads: distributions and curves by position, all numbers but the means." in html
+    assert "9799 layers more" in html
 
 
 def hostile():

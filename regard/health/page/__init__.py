@@ -25,7 +25,7 @@ WORDS = dict(
 )
 LIMIT = 2_500_000  # bytes of the packed numbers; detail is dropped beyond, never a head
 LISTED = 200  # layers that were not measured, told one by one
-SAMPLE = 64  # heads by which the size of all is foretold
+SAMPLE = 16  # heads by which the size of all is foretold
 
 
 class Detail(NamedTuple):

@@ -1,10 +1,10 @@
-"""o = Σ_j u_j·v_j / Z on Hopper, in Gluon: warpgroups of 64 queries in turn, and a warp that fetches for all.
+"""o = Σ_j u_j·v_j / Z on Hopper, in Gluon: warpgroups of 64 queries each, and a warp that fetches for all.
 
 While one warpgroup weighs its scores, the tensor cores multiply for another, and within a warpgroup q·kᵀ of the next
 tile runs beside p·v of the last:
 
     fetch    k, v → ring of shared memory
-    each     s = q·kᵀ (tile t)  |  o += p·v (tile t − 1)      issued together, when it is this one's turn
+    each     s = q·kᵀ (tile t)  |  o += p·v (tile t − 1)      issued together
              u of s, sums                                     under the others' products
              o ·= fade, p = u                                 once its own p·v is done
 
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
     PARTS: int  # warpgroups
     STAGES: int  # of the ring
     REGISTERS: int  # of a thread
-    TURNS: int
+    TURNS: bool  # does a warpgroup wait until the one before has its scores?
     ACC: Any
 
 
@@ -133,10 +133,8 @@ def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl
     s = warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
     o = warpgroup_mma(p, ring.v.index(before).reshape([C.BN, C.D]), o, is_async=True)
-    if C.TURNS == 1:
-        mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
     s = warpgroup_mma_wait(1, deps=[s])
-    if C.TURNS == 2:
+    if C.TURNS:
         mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
     start = (walk.count - 1 - t) * C.BN
     u, fade, r = warpgroup.weigh(s, r, i, last, a, theta, start, walk.i0 + part * ROWS, C, False)

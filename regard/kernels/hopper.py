@@ -13,13 +13,22 @@ from regard.problem import Problem
 
 ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# (keys per tile, warpgroups, stages of the ring, registers of their threads) by head width
-BLOCKS = {64: (128, 2, 3, 240), 128: (128, 2, 2, 240)}
-TURNS = 0
+# (keys per tile, warpgroups, stages of the ring, registers of their threads, in turns?) by head width
+BLOCKS = {64: (128, 2, 3, 240, False), 128: (128, 2, 2, 240, False)}
 
 
 def takes(p: Problem) -> bool:
-    """Is this a call that the Hopper kernel was built for and proven on?"""
+    """Does this call run on the Hopper kernel?"""
+    return able(p) and proven(p)
+
+
+def proven(p: Problem) -> bool:
+    """What was compared with float64 and timed on an H200. The rest of what the kernel is able to do waits for that."""
+    return p.choice.name == "softmax" and p.q.dtype == torch.bfloat16 and p.sink is None and p.temperature is None
+
+
+def able(p: Problem) -> bool:
+    """Is this a call that the Hopper kernel was built for?"""
     left, right = p.reach
     return (
         p.q.is_cuda
@@ -84,7 +93,7 @@ def shape_of(p: Problem):
     from regard.kernels.forward_hopper import Shape
 
     d, behind = p.q.shape[-1], p.reach[1] is not None
-    keys, parts, stages, registers = BLOCKS[d]
+    keys, parts, stages, registers, turns = BLOCKS[d]
     return Shape(
         F=bundle.of(p.choice),
         NEED=statistics.needs(p.stats, p.choice, False),
@@ -97,7 +106,7 @@ def shape_of(p: Problem):
         PARTS=parts,
         STAGES=stages,
         REGISTERS=registers,
-        TURNS=TURNS,
+        TURNS=turns,
         ACC=tl.float32,
     )
 

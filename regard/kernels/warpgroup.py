@@ -119,7 +119,7 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
         mean += down(y)
         m2 += down(y * y)
     if NEED.distance:
-        distance = distance * fall + stretch(u, sum_u, per_row(i - start, y) - within(y), start, r0, C)
+        distance = distance * fall + stretch(u, sum_u, per_row(i - start, y) - within(y), start, r0, C, EDGE)
     sum_v = sum_u
     if not F.exponential:
         sum_v = gl.sum(v, 1)
@@ -128,16 +128,19 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
 
 
 @gluon.jit
-def stretch(u, sum_u, ahead, start, r0, C: gl.constexpr):
-    """Σ u·|i − j| with i − j = ahead − octet: one multiply-add per score where the keys lie to one side of the rows."""
-    base = gl.sum(ahead.to(gl.float32), 1)
-    place = octet(u).to(gl.float32)
-    far = gl.sum(base * sum_u - gl.sum(u * place, 1), 2)
-    if not C.BEHIND:
-        far = far * gl.where(start <= r0, 1.0, -1.0)
-        if start == r0 // C.BN * C.BN:  # keys on both sides of a query
-            w = gl.where(octet(u) <= ahead, u, -u)
-            far = gl.sum(base * gl.sum(w, 1) - gl.sum(w * place, 1), 2)
+def stretch(u, sum_u, ahead, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
+    """Σ u·|i − j|, i − j = ahead − octet. Where the keys lie to one side of the rows the row's part leaves the sum;
+
+    where they lie around it, a distance may be small and each is taken by itself.
+    """
+    if EDGE and C.BEHIND:
+        far = down(u * (ahead - octet(u)).to(gl.float32))
+    else:
+        far = gl.sum(gl.sum(ahead.to(gl.float32), 1) * sum_u - gl.sum(u * octet(u).to(gl.float32), 1), 2)
+        if not C.BEHIND:
+            far = far * gl.where(start <= r0, 1.0, -1.0)
+            if start == r0 // C.BN * C.BN:
+                far = down(u * gl.abs(ahead - octet(u)).to(gl.float32))
     return far
 
 

@@ -19,12 +19,11 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-SHAPES = (
+SHAPES = (  # of one kind to Triton, which compiles anew where a length becomes a multiple of 16
     dict(b=2, h=4, g=2, m=1000, n=1000),
-    dict(b=1, h=2, g=1, m=300, n=777),
-    dict(b=1, h=2, g=2, m=777, n=300),
-    dict(b=1, h=1, g=1, m=1024, n=1024),
-    dict(b=1, h=3, g=1, m=65, n=1),
+    dict(b=1, h=4, g=2, m=300, n=777),
+    dict(b=1, h=4, g=2, m=777, n=300),
+    dict(b=1, h=4, g=2, m=65, n=3),
 )
 
 
@@ -42,44 +41,51 @@ def taken(seed, name="softmax", **options):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_statistics(d, causal, dtype):
+def test_statistics(d, causal):
     for seed, sizes in enumerate(SHAPES):
         for sharp in (0.02, 1.0, 12.0):
-            check_forward(attention, taken(seed, d=d, e=d, causal=causal, dtype=dtype, sharp=sharp, **sizes), slack=2.0)
+            check_forward(attention, taken(seed, d=d, e=d, causal=causal, sharp=sharp, **sizes), slack=2.0)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ["softmax", "softmax1"])
-def test_sink_and_temperature(name, causal):
-    for seed, sizes in enumerate(SHAPES):
-        problem = taken(seed, name, d=64, e=64, causal=causal, sink=True, temperature=True, sharp=3.0, **sizes)
-        check_forward(attention, problem, slack=2.0)
+@pytest.mark.parametrize("d", [64, 128])
+def test_whole_tiles(d):
+    for causal in (True, False):
+        for stats in (statistics.NAMES, ()):
+            check_forward(attention, taken(3, b=1, h=2, g=1, m=1024, n=1024, d=d, e=d, causal=causal, stats=stats), 2.0)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "relu", "softpick"])
-def test_other_maps_without_statistics(name):
-    for d in (64, 128):
-        for causal in (True, False):
-            problem = taken(5, name, **SHAPES[0], d=d, e=d, causal=causal, stats=())
-            check_forward(attention, problem, slack=2.0)
+UNPROVEN = (
+    dict(name="softmax", sink=True, temperature=True, causal=True),
+    dict(name="softmax1", causal=False),
+    dict(name="softmax", dtype=torch.float16, causal=True),
+    dict(name="sigmoid", stats=(), causal=True),
+    dict(name="relu", stats=(), causal=True),
+    dict(name="softpick", stats=(), causal=True),
+)
+
+
+@pytest.mark.parametrize("options", UNPROVEN, ids=lambda options: options["name"])
+def test_what_it_is_able_to_do_beyond_what_it_takes(options, monkeypatch):
+    monkeypatch.setattr(hopper, "proven", lambda problem: True)
+    for seed, sizes in enumerate(SHAPES[:2]):
+        check_forward(attention, taken(seed, d=64, e=64, **sizes, **options), slack=2.0)
 
 
 def test_a_mean_that_dwarfs_the_deviation():
-    problem = taken(7, b=1, h=2, g=2, m=500, n=900, d=64, e=64, causal=True)
+    problem = taken(7, b=1, h=4, g=2, m=500, n=900, d=64, e=64, causal=True)
     problem.k += 6.0
     check_forward(attention, problem, slack=2.0)
 
 
 def test_a_maximum_that_comes_last_and_far_above():
     for causal in (True, False):
-        problem = taken(9, b=1, h=1, g=1, m=1000, n=1000, d=128, e=128, causal=causal)
+        problem = taken(9, b=1, h=4, g=2, m=1000, n=1000, d=128, e=128, causal=causal)
         problem.k[:, :, 0] *= 60.0  # keys are walked from the last on: every sum must be moved by a lot
         check_forward(attention, problem, slack=2.0)
 
 
 def test_only_the_statistics_asked_for():
-    for names in (("max_logit",), ("entropy",), ("distance", "gradient_gain"), ("logit_variance",)):
+    for names in (("max_logit",), ("distance", "gradient_gain")):
         check_forward(attention, taken(11, **SHAPES[0], d=64, e=64, causal=True, stats=names), slack=2.0)
 
 
@@ -91,7 +97,7 @@ def test_same_inputs_same_bits():
 
 
 def test_keys_that_no_query_sees_are_not_read():
-    problem = taken(15, b=1, h=2, g=1, m=200, n=400, d=64, e=64, causal=True)
+    problem = taken(15, b=1, h=4, g=2, m=200, n=401, d=64, e=64, causal=True)
     clean = attention.forward(problem)
     for x in (problem.k, problem.v):
         x[:, :, 200:] = math.nan
@@ -101,7 +107,7 @@ def test_keys_that_no_query_sees_are_not_read():
 
 def test_heads_side_by_side():
     """q, k, v as projections leave them, [B, N, H, D] transposed: read in place."""
-    problem = taken(17, b=2, h=4, g=4, m=333, n=333, d=64, e=64, causal=True)
+    problem = taken(17, b=2, h=4, g=2, m=333, n=333, d=64, e=64, causal=True)
     truth = attention.forward(problem)
     for name in ("q", "k", "v"):
         x = getattr(problem, name)

@@ -109,6 +109,7 @@ def dispatch(argv: list[str]) -> int:
 
 
 def overview(offered: dict[str, Command]) -> str:
-    lines = [f"  {name:11}{command.help}" for name, command in offered.items()]
+    width = max(map(len, offered), default=0)
+    lines = [f"  {name:{width}}  {command.help}" for name, command in offered.items()]
     usage = "usage: regard COMMAND [options]     (regard COMMAND --help tells its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])

@@ -54,53 +54,54 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
     """The launch for R rows of N columns of `size` bytes a number, by what was fastest on an H200.
 
     tensors: 1 forward; 2 backward, from the weights; 3 backward from the scores, which computes most.
+    family: the normaliser's, or "exponential" of a ratio with u = exp(s).
     """
     columns = max(next_power_of_2(N), 16)
-    few = processors > 2 * R  # then a long row is shared, so that every multiprocessor has work
-    half = size == 2
-    if family == "threshold" and tensors == 1 and columns <= 1024:
+    half, forwards = size == 2, tensors == 1
+    solves = forwards and family == "threshold"
+    if solves and columns <= 1024:
         threads, vector = max(columns // 32, 1), 16 // size
         return Plan(min(32 // threads, next_power_of_2(R)), columns, 1, 1, False, lanes=threads * vector)
     if columns <= 4096:
-        rows = 1 if family == "threshold" and tensors == 1 else max(1, min(2048 // columns, next_power_of_2(R)))
-        return _whole(rows, columns, tensors, family, half)
-    longest = 16384 if size == 8 else 32768
-    if family == "threshold" and tensors == 1:
+        many = 1024 if tensors == 3 and columns < 1024 else 2048
+        return _whole(1 if solves else max(1, min(many // columns, next_power_of_2(R))), columns, tensors, family, half)
+    few = processors > 2 * R  # then a long row is shared, so that every multiprocessor has work
+    longest = min((131072, 65536, 16384 * size)[tensors - 1] // size, 32768)
+    if size < 8 and (solves or (forwards and half and family == "exponential")):
         longest = 65536
-    elif tensors > 1:
-        longest = 65536 // size if tensors == 2 else 16384
-    if family == "pointwise" and tensors == 1 and not few:
-        return Plan(1, columns, 1, 8, False, 40, step=4096)
+    if forwards and family == "pointwise" and columns > longest and not few:
+        return Plan(1, columns, 1, 8, False, 40 if half else 32, step=4096 if half else 2048)
     if columns <= longest and not (few and columns > 8192):
         return _whole(1, columns, tensors, family, half)
+    columns, warps, registers, again = 8192, 8, 80 if tensors == 2 else 64, False
+    if tensors == 3:
+        warps, again = (8, True) if half else (16, False)
+    elif solves:
+        registers = None
+    elif forwards and half and family != "pointwise" and not few:
+        columns, warps, again = 32768, 16, True
+    parts, step = -(-N // columns), 4096 if forwards and family == "pointwise" else 0
     # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
-    again = tensors == 3
-    columns = 8192
-    if half and family == "ratio" and tensors == 1 and not few:
-        columns, again = 32768, True
-    parts = -(-N // columns)
-    step = 4096 if family == "pointwise" and tensors == 1 else 0
-    registers = 80 if tensors == 2 else 64
-    return Plan(1, columns, parts, max(columns // (2048 if again and columns > 8192 else 1024), 1),
-                parts <= processors // 8, registers, again, step)  # fmt: skip
+    return Plan(1, columns, parts, warps, parts <= processors // 8, registers, again, step)
 
 
 def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Plan:
     """One program has its rows to itself. A thread holds 32 numbers: loads enough in flight, no spills.
 
-    64 where waiting for other warps costs more, or where what is read again need not be held.
+    16 where it computes much with them, 64 where waiting for other warps, or holding what is read again, costs more.
     """
     total = rows * columns
-    if family == "threshold" and tensors == 1:
+    if tensors == 1 and family == "threshold":
         again = half or columns in (16384, 65536)
-        warps = min(max(total // 2048, 1), 32)
-        return Plan(rows, columns, 1, warps, False, 64 if again and columns > 16384 else None, again)
+        registers = 64 if again and columns > 16384 else None
+        return Plan(rows, columns, 1, min(max(total // 2048, 1), 32), False, registers, again)
     if tensors == 3:
-        return Plan(rows, columns, 1, min(max(total // (1024 if half else 512), 1), 32), False, 64, half)
-    if half and columns == 32768 and tensors == 1:
+        held = 32 if half and columns >= 1024 else 16
+        return Plan(rows, columns, 1, min(max(total // (32 * held), 1), 32), False, 64, half)
+    if tensors == 1 and half and columns == 32768 and family in ("exponential", "pointwise"):
         return Plan(rows, columns, 1, 16, False, 64, True)
     registers = 64 if tensors == 1 and columns >= 8192 else None
-    return Plan(rows, columns, 1, min(max(total // 1024, 1), 32), False, registers)
+    return Plan(rows, columns, 1, min(max(total // 1024, 1), 32), False, registers, columns == 65536)
 
 
 def forward(
@@ -189,7 +190,8 @@ class _Launch:
         self.F, self.s = F, s
         self.R, self.N = s.shape
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
-        self.plan = plan(self.R, self.N, tensors, s.element_size(), F.family, processors)
+        family = "exponential" if F.exponential else F.family
+        self.plan = plan(self.R, self.N, tensors, s.element_size(), family, processors)
         if s.element_size() == 8:
             self.plan = self.plan._replace(registers=None)  # a number takes two
         self.theta_rows = s if theta is None else theta.contiguous()

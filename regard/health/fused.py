@@ -11,6 +11,7 @@ They give a `LayerReading` what its torch road gives it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, lru_cache
 
 import torch
@@ -18,11 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.health.bins import BINS, DERIVED, LAYOUT, NAMES, SHARE_SLOPE
-from regard.health.readings import COMPARED, CURVES, LEAST_KEYS, POSITIONS, LayerReading, position_bin, position_of
+from regard import statistics
+from regard.health.bins import BINS, LAYOUT, NAMES, SHARE_SLOPE
+from regard.health.quick import Packed
+from regard.health.readings import (
+    COMPARED,
+    CURVES,
+    LEAST_KEYS,
+    POSITIONS,
+    LayerReading,
+    places,
+    position_bin,
+    position_of,
+)
 
-KEPT = tuple(name for name in NAMES if name not in NAMES[DERIVED])  # what a call returns; the others follow from it
+KEPT = statistics.NAMES  # what a call returns; the derived ones follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
+PARTS = ("count", "mean", "square", "low", "high", "curve", "curve_count", "totals", "compared")
 FEATURES = ("entropy", "max_weight", "logit_variance", "distance")
 FOLLOWED = tuple(NAMES.index(name) for name in CURVES)
 SLOTS = tuple(KEPT.index(name) for name in FEATURES)
@@ -32,23 +45,28 @@ LOG10_2, LN_2 = tl.constexpr(0.30102999566398120), tl.constexpr(0.69314718055994
 SLOPE = tl.constexpr(SHARE_SLOPE)
 
 
-def update(reading: LayerReading, stats: dict[str, Tensor], rows: Tensor | None, start: int) -> None:
+def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
     """Add statistics [B, H, M] to a reading, as `LayerReading.update` says."""
-    packed = torch.stack([stats[name] for name in KEPT])  # [14, B, H, M]
+    packed = stats.packed if isinstance(stats, Packed) else torch.stack([stats[name] for name in KEPT])  # [14, B, H, M]
     _, batch, heads, queries = packed.shape
     every = max(1, batch * queries // COMPARED)
     features = packed.new_empty((len(FEATURES), heads, -(-batch * queries // every)), dtype=torch.float64)
     first, last = _bin_of(start), _bin_of(start + queries - 1)
-    places = last - first + 1
-    account[(heads, len(NAMES) + len(CURVES) * places + len(FEATURES))](
-        packed, packed if rows is None else rows.contiguous().view(torch.uint8), *_plan(packed.device), reading.count,
-        reading.mean, reading.square, reading.low, reading.high, reading.histogram, reading.curve, reading.curve_count,
-        features, reading.totals, reading.compared, packed[0].numel(), batch, heads, queries, start, first, places,
-        POSITIONS, every, features.shape[-1],
-        STATISTICS=len(NAMES), CURVES=len(CURVES), FOLLOWED=FOLLOWED, SLOTS=SLOTS, KEYS=KEYS, LEAST=LEAST_KEYS,
-        HAS_ROWS=rows is not None, BINS=BINS, BLOCK=1024,
+    bins = last - first + 1
+    account[(heads, len(NAMES) + len(CURVES) * bins + len(FEATURES))](
+        packed, packed if rows is None else rows.contiguous().view(torch.uint8), *_plan(packed.device), reading.flat,
+        reading.histogram, features, batch * heads * queries, batch, heads, queries, start, first, bins, POSITIONS,
+        every, features.shape[-1],
+        PLACES=_parts(heads), STATISTICS=len(NAMES), CURVES=len(CURVES), FOLLOWED=FOLLOWED, SLOTS=SLOTS, KEYS=KEYS,
+        LEAST=LEAST_KEYS, HAS_ROWS=rows is not None, BINS=BINS, BLOCK=1024,
     )  # fmt: skip
     torch.baddbmm(reading.products, features, features.mT, out=reading.products)
+
+
+@cache
+def _parts(heads: int) -> tuple[int, ...]:
+    """Where the parts that the programs add to begin within a reading's one tensor."""
+    return tuple(places(heads)[name][0] for name in PARTS)
 
 
 @lru_cache(maxsize=256)
@@ -218,27 +236,27 @@ def fingerprint(
 
 @triton.jit
 def account(
-    stats, rows, whence, origin, edges, count, mean, square, low, high, histogram, curve, curve_count, features,
-    totals, compared, plane, B, H, M, START, FIRST, PLACES, POSITIONS, EVERY, SAMPLED,
-    STATISTICS: tl.constexpr, CURVES: tl.constexpr, FOLLOWED: tl.constexpr, SLOTS: tl.constexpr, KEYS: tl.constexpr,
-    LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    stats, rows, whence, origin, edges, flat, histogram, features, plane, B, H, M, START, FIRST, BINS_OF_CURVE,
+    POSITIONS, EVERY, SAMPLED,
+    PLACES: tl.constexpr, STATISTICS: tl.constexpr, CURVES: tl.constexpr, FOLLOWED: tl.constexpr, SLOTS: tl.constexpr,
+    KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     h, work = tl.program_id(0), tl.program_id(1)
     plane = tl.cast(plane, tl.int64)
     if work < STATISTICS:
         summarize(
-            work, h, stats, rows, whence, origin, count, mean, square, low, high, histogram, plane, B, H, M,
-            KEYS, HAS_ROWS, BINS, BLOCK,
+            work, h, stats, rows, whence, origin, flat + PLACES[0], flat + PLACES[1], flat + PLACES[2],
+            flat + PLACES[3], flat + PLACES[4], histogram, plane, B, H, M, KEYS, HAS_ROWS, BINS, BLOCK,
         )  # fmt: skip
-    elif work < STATISTICS + CURVES * PLACES:
-        c, p = (work - STATISTICS) // PLACES, (work - STATISTICS) % PLACES
+    elif work < STATISTICS + CURVES * BINS_OF_CURVE:
+        c, p = (work - STATISTICS) // BINS_OF_CURVE, (work - STATISTICS) % BINS_OF_CURVE
         follow(
-            c, h, FIRST + p, stats, rows, whence, edges, curve, curve_count, plane, B, H, M, START, POSITIONS,
-            FOLLOWED, KEYS, HAS_ROWS, 128,
+            c, h, FIRST + p, stats, rows, whence, edges, flat + PLACES[5], flat + PLACES[6], plane, B, H, M, START,
+            POSITIONS, FOLLOWED, KEYS, HAS_ROWS, 128,
         )  # fmt: skip
     else:
-        f = work - STATISTICS - CURVES * PLACES
+        f = work - STATISTICS - CURVES * BINS_OF_CURVE
         fingerprint(
-            f, h, stats, rows, features, totals, compared, plane, B, H, M, EVERY, SAMPLED,
+            f, h, stats, rows, features, flat + PLACES[7], flat + PLACES[8], plane, B, H, M, EVERY, SAMPLED,
             SLOTS, KEYS, LEAST, HAS_ROWS, BLOCK,
         )  # fmt: skip

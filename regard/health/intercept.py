@@ -204,19 +204,19 @@ def _mode_aside():
 
 
 class _Mode(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.handlers = {
+            SDPA: lambda func, args, kwargs: _sdpa(*args, **kwargs),
+            F.multi_head_attention_forward: _multi_head,
+            torch.ops.regard.attention.default: lambda func, args, kwargs: _regard(func, args),
+        }
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is SDPA:
-            return _sdpa(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return _multi_head(func, args, kwargs)
-        if func is _regard_op():
-            return _regard(func, args)
-        return func(*args, **kwargs)
-
-
-def _regard_op():
-    return torch.ops.regard.attention.default
+        handler = self.handlers.get(func)
+        if handler is None:  # as it mostly is: a forward calls hundreds of functions
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handler(func, args, kwargs or {})
 
 
 def _top() -> nn.Module | None:

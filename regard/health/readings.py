@@ -18,7 +18,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -61,10 +61,10 @@ class LayerReading:
 
     def __getattr__(self, name: str) -> Tensor:
         """A part of `flat` by its name, made when first asked for."""
-        places = _places(self.__dict__["heads"]) if "heads" in self.__dict__ else {}
-        if name not in places:
+        parts = places(self.__dict__["heads"]) if "heads" in self.__dict__ else {}
+        if name not in parts:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        start, end, shape = places[name]
+        start, end, shape = parts[name]
         part = self.flat[start:end].view(shape)
         setattr(self, name, part)
         return part
@@ -73,7 +73,7 @@ class LayerReading:
         return dict(heads=self.heads, flat=self.flat, histogram=self.histogram)
 
     def update(
-        self, stats: dict[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
+        self, stats: Mapping[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
     ):
         """Add statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
         if stats["entropy"].is_cuda:
@@ -87,7 +87,7 @@ class LayerReading:
             self.calls += 1 if rows is None else rows.any()
         return self
 
-    def _add(self, stats: dict[str, Tensor], rows: Tensor | None, start: int) -> None:
+    def _add(self, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
         batch, _, queries = stats["entropy"].shape
         there = {**stats, **_derived(stats)}
         x = torch.stack([there[name] for name in NAMES]).transpose(1, 2).flatten(2)  # [S, H, B·M]
@@ -199,7 +199,7 @@ class LayerReading:
 
 def stacked(readings: Sequence[LayerReading], name: str) -> np.ndarray:
     """[L, …]: one part of readings on the CPU that have as many heads."""
-    start, end, shape = _places(readings[0].heads)[name]
+    start, end, shape = places(readings[0].heads)[name]
     return np.stack([reading.flat.numpy()[start:end] for reading in readings]).reshape(-1, *shape)
 
 
@@ -278,13 +278,13 @@ def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _places(heads: int) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+def places(heads: int) -> dict[str, tuple[int, int, tuple[int, ...]]]:
     """Per name, (start, end, shape) within `flat`."""
-    places, start = {}, 0
+    found, start = {}, 0
     for name, shape in _shapes(heads).items():
-        places[name] = start, start + math.prod(shape), shape
+        found[name] = start, start + math.prod(shape), shape
         start += math.prod(shape)
-    return places
+    return found
 
 
 @lru_cache(maxsize=16)
@@ -295,7 +295,7 @@ def _empty(heads: int, device: torch.device) -> Tensor:
     return torch.cat(parts).double().to(device)
 
 
-def _derived(stats: dict[str, Tensor]) -> dict[str, Tensor]:
+def _derived(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """entropy / ln n and gain / (1 − 1/n); NaN, so not counted, where one key leaves no choice."""
     alone = stats["visible_keys"] < 2
     n = stats["visible_keys"].masked_fill(alone, 2.0)

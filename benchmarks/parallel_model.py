@@ -2,8 +2,9 @@
 
     python benchmarks/parallel_model.py [--figure docs/figures/scale.png]
 
-prints the tables of docs/scale.md. Kernel speeds are those measured on one H200 (benchmarks/results/h200-attention.md);
-link speeds are the vendor's, one direction, as this project has no second GPU: give others with --link.
+prints the tables of docs/scale.md. Kernel speeds are those of a pair of chunks, measured on one H200
+(benchmarks/results/parallel.md); link speeds are the vendor's, one direction, as this project has no second GPU: give
+others with --link.
 
     rank r, step t   computes on the keys of rank r − t as soon as they are there and step t − 1 is done
     their transfer   begins when they are there and the link is free, and takes latency + bytes / speed
@@ -32,8 +33,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Machine:
-    forward: float = 501e12  # FLOP/s, ours, full tiles, d 128, no statistics
-    backward: float = 355e12
+    forward: float = 618e12  # FLOP/s of a pair of chunks, d 128, no statistics
+    backward: float = 367e12
     link: float = 50e9  # bytes/s
     name: str = "InfiniBand 400G, 50 GB/s"
 

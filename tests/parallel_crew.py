@@ -9,6 +9,9 @@ import time
 import traceback
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
 WAIT = 240  # seconds that a function may take on a busy machine
 
 
@@ -19,9 +22,6 @@ def free_port() -> int:
 
 
 def _serve(rank: int, world: int, port: int, timeout: float, pipe) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
@@ -38,8 +38,11 @@ class Crew:
     """`crew(function, …)` runs function(rank, world, …) on every rank and returns what each returned."""
 
     def __init__(self, world: int, timeout: float = 180.0):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "regard.parallel"])
+        if torch.cuda.is_available():  # a context of CUDA does not survive a fork
+            context = multiprocessing.get_context("spawn")
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["torch.distributed", "regard.parallel"])
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):

@@ -31,11 +31,12 @@ class RowGradients:
 
 
 class KeyGradients:
-    """dk and dv of one rank's keys, in the accumulator's dtype."""
+    """dk and dv of one rank's keys, in the accumulator's dtype: two views of one tensor, which travels."""
 
     def __init__(self, problem: Problem, k: Tensor | None = None, v: Tensor | None = None):
         k, v = (problem.k, problem.v) if k is None else (k, v)
-        self.k, self.v = (torch.zeros(x.shape, dtype=problem.accumulator, device=x.device) for x in (k, v))
+        self.flat = torch.zeros(k.numel() + v.numel(), dtype=problem.accumulator, device=k.device)
+        self.k, self.v = self.flat[: k.numel()].view(k.shape), self.flat[k.numel() :].view(v.shape)
 
     def add(self, grads: Gradients, there: slice) -> None:
         self.k[:, :, there] += grads.k

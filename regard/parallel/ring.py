@@ -45,14 +45,12 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
             rows.add(grads, here, slice(pair.first_key, pair.first_key + pair.k.shape[2]))
             visitor.add(grads, there)
         if step:
-            flat = _packed(visitor.k, visitor.v)
             if pending is not None:
-                flat += pending.wait()
-            following = flat.new_empty(_size(plan, (owner - 1) % line.world))  # what comes next; at last, its own
-            pending = line.exchange(flat, following, "ring backward", step)
+                visitor.flat += pending.wait()
+            following = visitor.flat.new_empty(_size(plan, (owner - 1) % line.world))  # the next; at last, its own
+            pending = line.exchange(visitor.flat, following, "ring backward", step)
     if pending is not None:
-        dk, dv = _unpacked(pending.wait(), problem.k.shape, problem.v.shape)
-        keys.k, keys.v = keys.k + dk, keys.v + dv
+        keys.flat += pending.wait()
     return Gradients(rows.q, keys.k, keys.v, rows.bias, rows.heat)
 
 

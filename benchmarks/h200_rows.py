@@ -90,7 +90,7 @@ def work(share: int, report: Path) -> None:
             done.append(case)
         except Exception as error:  # one variant's failure must not lose the others
             faults.append(f"{case}: {type(error).__name__} {str(error)[-200:]}")
-    shapes = [(300, 33), (37, 1000), (5, 4099), (40, 16384), (200, 20000), (20, 65536), (2, 200_001), (1, 1_000_000)]
+    shapes = [(300, 33), (37, 1000), (5, 4099), (200, 20000), (20, 65536), (2, 200_001)]
     checks = [(name, t, shape) for name in normalizers.names() for t in (*DTYPES.values(),) for shape in shapes]
     for name, dtype, (count, n) in checks[share::WORKERS]:
         try:

@@ -34,11 +34,11 @@ def softmax_table(ours, theirs) -> list[str]:
             a, b = ours.get(Case(shape, "softmax", causal, ())), ours.get(Case(shape, "softmax", causal, ALL))
             cost = "–" if a is None or b is None else f"{100 * (b / a - 1):+.0f} %"
             others = []
-            for who in ("cuDNN", "flash", "flex"):
+            for who in ("cuDNN", "flash"):
                 times = theirs.get((who, shape, causal))
                 others.append("–" if times is None else f"{times[0]:.3f} / {times[1]:.3f}")
             rows.append([f"{shape} {ORDER[causal]}", *others, none, every, cost, every_ratio, back, back_ratio])
-    head = ["work", "cuDNN", "torch default (flash)", "FlexAttention", "ours, no statistics", "all 14 statistics",
+    head = ["work", "cuDNN", "torch default (flash)", "ours, no statistics", "all 14 statistics",
             "their cost", "× cuDNN", "backward", "× cuDNN"]  # fmt: skip
     return ["## Softmax: ms (TFLOP/s); others forward / backward", "", *grid(head, rows)]
 

@@ -6,6 +6,7 @@ implementation, and eager, sdpa and custom functions, with soft caps, sinks and 
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ def open_door() -> None:
 
 
 def close_door() -> None:
+    _FOLDED.clear()
     for name, kept in _KEPT.items():
         if kept is None:
             delattr(AttentionInterface, name)
@@ -63,11 +65,23 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
     copied for each of them."""
     batch, heads, rows, width = query.shape
     group = heads // key.shape[1]
-    if mask is not None:
-        mask = mask.expand(-1, group, -1, -1) if mask.shape[1] == 1 else mask
-        mask = mask.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
+    mask = None if mask is None else _folded(mask, group, rows)
     folded = query.reshape(batch, -1, group * rows, width)
     return SDPA(folded, key, value, mask, scale=scale).reshape(batch, heads, rows, -1)
+
+
+def _folded(mask: Tensor, group: int, rows: int) -> Tensor:
+    """The mask of the queries of a group as rows of one head; layers ask for the same."""
+    for known, size, made in _FOLDED:
+        if known is mask and size == (group, rows):
+            return made
+    each = mask.expand(-1, group, -1, -1) if mask.shape[1] == 1 else mask
+    made = each.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
+    _FOLDED.append((mask, (group, rows), made))
+    return made
+
+
+_FOLDED: deque = deque(maxlen=2)
 
 
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:

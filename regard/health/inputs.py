@@ -77,23 +77,35 @@ def _taken(model: nn.Module, one: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def signals(model: nn.Module, name: str, batch: int) -> dict[str, Tensor]:
-    """Smooth synthetic images, spectrograms or tones: enough to run a vision or audio model, not to judge it finely."""
+    """Smooth synthetic images, films, spectrograms or tones: enough to run a model, too little to judge it finely."""
     config = model.config
-    generator = torch.Generator().manual_seed(0)
     if name == "pixel_values":
-        config = getattr(config, "vision_config", None) or config
-        size = getattr(config, "image_size", 224)
-        size = size if isinstance(size, int) else next(iter(size))
-        coarse = torch.randn(batch, getattr(config, "num_channels", 3), 8, 8, generator=generator)
-        return {name: nn.functional.interpolate(coarse, (size, size), mode="bicubic").to(model.dtype)}
+        return {name: _images(getattr(config, "vision_config", None) or config, batch).to(model.dtype)}
     if name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)
-        coarse = torch.randn(1, batch, 10, frames // 20 or 1, generator=generator)
-        signal = nn.functional.interpolate(coarse, (config.num_mel_bins, frames), mode="bicubic")[0]
         many = min(32, getattr(config, "max_target_positions", None) or 32)
-        words = torch.randint(0, config.vocab_size, (batch, many), generator=generator)
+        words = torch.randint(0, config.vocab_size, (batch, many), generator=torch.Generator().manual_seed(1))
         words[:, 0] = getattr(config, "decoder_start_token_id", 0) or 0
-        return _taken(model, {name: signal.to(model.dtype), "decoder_input_ids": words})
+        signal = _spectrograms(batch, config.num_mel_bins, frames).to(model.dtype)
+        return _taken(model, {name: signal, "decoder_input_ids": words})
+    if getattr(config, "num_mel_bins", None):
+        return {name: _spectrograms(batch, config.num_mel_bins, config.max_length).transpose(1, 2).to(model.dtype)}
     time = torch.arange(16000) / 16000.0
     tones = torch.stack([torch.sin(2 * math.pi * 220.0 * (one + 1) * time) for one in range(batch)])
     return {name: tones.to(model.dtype)}
+
+
+def _images(config, batch: int) -> Tensor:
+    """[B, C, H, W], or [B, frames, C, H, W] for a model of films."""
+    size, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
+    high, wide = (size, size) if isinstance(size, int) else tuple(size)
+    frames = getattr(config, "num_frames", None)
+    coarse = torch.randn(batch * (frames or 1), channels, 8, 8, generator=torch.Generator().manual_seed(0))
+    fine = nn.functional.interpolate(coarse, (high, wide), mode="bicubic")
+    return fine.unflatten(0, (batch, frames)) if frames else fine
+
+
+def _spectrograms(batch: int, bins: int, frames: int) -> Tensor:
+    """[B, bins, frames]."""
+    coarse = torch.randn(1, batch, 10, frames // 20 or 1, generator=torch.Generator().manual_seed(0))
+    return nn.functional.interpolate(coarse, (bins, frames), mode="bicubic")[0]

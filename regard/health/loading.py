@@ -57,17 +57,20 @@ def load(
 
 def told(error: BaseException) -> str:
     """An error in one line: its type, then what it says."""
-    said = first_line(error)
+    said = one_line(error)
     return said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line of no more than 500 characters; its type if it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:500]
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of no more than 400 characters; its type if it says nothing."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 400 else f"{said[:399]}…"
 
 
 def _from_function(spec: str, device: str, limit: int) -> Subject:
     module_name, _, function_name = spec.partition(":")
+    if not (module_name and function_name):
+        raise LoadError(f"{spec!r} names no function; write module:function")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -117,30 +120,32 @@ def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, 
         options["dtype"] = getattr(torch, dtype)
     try:
         model, found = transformers.AutoModel.from_pretrained(
-            spec, **options, output_loading_info=True, trust_remote_code=False
+            spec, **options, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
         )
     except Exception as error:
         raise LoadError(f"{spec!r} could not be loaded: {told(error)}") from error
-    notes = _check_weights(spec, model, found["missing_keys"], missing)
+    notes = _check_weights(spec, model, found, missing)
     try:
         model = model.to(device)
     except Exception as error:
         raise LoadError(f"{spec!r} could not be moved to {device}: {told(error)}") from error
     title = folder.resolve().name if folder.exists() else spec
     batches, source = _batches(transformers, spec, model, text, length, batch, limit)
+    if "synthetic" in source:
+        notes["caution"] = "a synthetic signal is enough to run a model, too little to judge it finely"
     return Subject(title, model, batches, dict(input=source, **notes))
 
 
 def _batches(transformers, spec: str, model, text, length, batch: int, limit: int) -> tuple[list[dict], str]:
     """The model's batches, and in words what they are."""
-    name, synthetic = model.main_input_name, "synthetic {}: enough to run the model, too little to judge it finely"
+    name = model.main_input_name
     pairs = hasattr(model, "get_text_features") and hasattr(model, "get_image_features")  # CLIP and its kin
     if name in inputs.SIGNALS and not pairs:
         if text is not None:
             raise LoadError(
                 f"{spec!r} takes {name}, not text; leave --text out and it is examined on a synthetic signal"
             )
-        return [inputs.signals(model, name, min(batch, 4))], synthetic.format(name)
+        return [inputs.signals(model, name, min(batch, 4))], f"synthetic {name}"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
@@ -153,7 +158,7 @@ def _batches(transformers, spec: str, model, text, length, batch: int, limit: in
     if pairs:
         for one in batches:
             one.update(inputs.signals(model, "pixel_values", len(one["input_ids"])))
-        source += f", and {synthetic.format('pixel_values')}"
+        source += " and synthetic pixel_values"
     return batches, source
 
 
@@ -173,10 +178,15 @@ def _check_folder(folder: Path, pickle: bool) -> None:
     raise LoadError(f"{str(folder)!r} has no weights: there is no .safetensors file in it")
 
 
-def _check_weights(spec: str, model: nn.Module, missing: Iterable[str], allowed: bool) -> dict[str, str]:
+def _check_weights(spec: str, model: nn.Module, found: dict, allowed: bool) -> dict[str, str]:
     """Refuse a model that is in part made up, or note which part."""
+    for name, there, wanted in sorted(found["mismatched_keys"], key=str):
+        raise LoadError(
+            f"{spec!r}: {name} has shape {list(there)} in its files, but its config.json asks for {list(wanted)}"
+        )
     known = {name for name, _ in model.named_parameters()}
-    made_up = sorted(name for name in missing if name in known and not any(part in name for part in BESIDE))
+    missing = (name for name in found["missing_keys"] if not any(part in name for part in BESIDE))
+    made_up = sorted(name for name in missing if name in known)
     if not made_up:
         return {}
     shown = ", ".join(made_up[:3]) + (", …" if len(made_up) > 3 else "")

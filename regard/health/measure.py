@@ -29,10 +29,13 @@ class Sight:
     """What one batch told of a layer, until it is known whether the rebuilt output is the model's own."""
 
     reading: LayerReading
-    apart: Tensor  # the largest relative difference so far, on the device: asking for it now would make the GPU wait
     limit: float
-    sampled: bool  # did the model go on with the rebuilt output?
+    apart: Tensor | None = None  # the largest relative difference, on the device: asking now would make the GPU wait
+    sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
+
+    def differs(self, apart: Tensor) -> None:
+        self.apart = apart if self.apart is None else torch.maximum(self.apart, apart)
 
 
 @dataclass
@@ -98,7 +101,7 @@ class Recorder:
 
         It must where the model went on with a rebuilt output that was not its own: what came after saw something else.
         """
-        sights, self._batch = self._batch, {}
+        sights, self._batch = {key: sight for key, sight in self._batch.items() if sight.apart is not None}, {}
         with self.beside():
             differences = _numbers([sight.apart for sight in sights.values()])
         self._aside.join()
@@ -142,14 +145,13 @@ class Recorder:
             self._record(layer, sight, call, stats, rows)
             if not sampled:
                 own = whole.own(None) if call.dropout else output
-                sight.apart = torch.maximum(sight.apart, difference(own, rebuilt, rows))
+                sight.differs(difference(own, rebuilt, rows))
                 self._aside.mark(call.q.device)
                 return output
             at = sample(call.q)
             part = rebuilt.index_select(2, at)  # the model may write to the whole
             with self._aside(call.q.device, call, part, rows):
-                apart = difference(call.own(at), part, None if rows is None else rows[:, at])
-                sight.apart = torch.maximum(sight.apart, apart)
+                sight.differs(difference(call.own(at), part, None if rows is None else rows[:, at]))
         return rebuilt.to(call.q.dtype)
 
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
@@ -157,8 +159,7 @@ class Recorder:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
             layer.heads = heads
             layer.kind, layer.dtype = call.kind, coarsest(call.q, call.k, call.v)
-            zero = torch.zeros((), device=device)
-            self._batch[key] = Sight(LayerReading(heads, device), zero, limit(layer.dtype, device), False)
+            self._batch[key] = Sight(LayerReading(heads, device), limit(layer.dtype, device))
         return self._batch[key]
 
     def _measure(self, call: Call):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+import regard
 from regard.health import files
 from regard.health.commands.outputs import check, complain, save
 from regard.health.examination import examine
-from regard.health.loading import LoadError, first_line, load, told
+from regard.health.loading import load, one_line, told
 from regard.health.progress import counting
 from regard.health.what_if import FORMS, parse_all
 from regard.parallel import crew
 
+PACKAGE = Path(regard.__file__).parent
 KINDS = (".html", ".json", ".png")
 
 
@@ -89,8 +92,9 @@ def main(options) -> int:
                 snapshot=options.snapshot,
             )
     except Exception as error:  # whatever a model, its folder or its function throws: one line, no traceback
-        own = isinstance(error, (LoadError, ValueError))
-        complain("examine", first_line(error) if own else f"{options.model!r} raised {told(error)}")
+        complain(
+            "examine", one_line(error) if _is_ours(error) else f"{options.model!r} could not be run: {told(error)}"
+        )
         return 1
     if not crew.first():
         return 0 if report.interrupted is None else 1
@@ -117,11 +121,17 @@ def _status(report, said: list[str]) -> int:
     return 130 if stopped else 1 if said else 0
 
 
+def _is_ours(error: BaseException) -> bool:
+    """Was it raised in this package, and not by the model?"""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return Path(last[0].f_code.co_filename).is_relative_to(PACKAGE)
+
+
 def _check_device(options) -> None:
     try:
         torch.zeros(1, device=options.device).item()
     except Exception as error:
-        options.fail(f"--device {options.device}: {first_line(error)}")
+        options.fail(f"--device {options.device}: {one_line(error)}")
 
 
 def _text(options) -> str | None:

@@ -64,6 +64,10 @@ def test_the_norms_that_predict_a_variance(masked):
     torch.manual_seed(0)
     q, k = 3.0 * torch.randn(2, 4, 40, 24), torch.randn(2, 2, 40, 24) + 4.0
     rows = torch.rand(2, 40) > 0.4 if masked else None
-    expected = predicted.predicted_variance(Call(None, q, k, k, None, "sdpa"), rows)
-    given = fused_call.norms(q, k, rows, (1, 1), masked) / 24.0  # scale² is 1/24
-    torch.testing.assert_close(given, expected, rtol=1e-5, atol=0.0)
+    call, flat = Call(None, q, k, k, None, "sdpa"), torch.ones(9, dtype=torch.float64)
+    fused_call.predict(flat, 2, 7, q, k, rows, (1, 1), masked, scale=0.25)
+    expected = predicted.predicted_variance(call, rows, 0.25).double()
+    torch.testing.assert_close(flat[2:6] - 1.0, expected, rtol=1e-5, atol=0.0)
+    assert flat[[0, 1, 6, 7, 8]].tolist() == [1.0, 1.0, 1.0, 2.0, 1.0]
+    fused_call.predict(flat, 2, 7, q, k, torch.zeros(2, 40, dtype=torch.bool), (1, 1), True, scale=0.25)
+    assert flat[7] == 2.0  # no row counts, so it is no call

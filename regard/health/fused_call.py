@@ -19,16 +19,20 @@ def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
     return apart
 
 
-def norms(q: Tensor, k: Tensor, rows: Tensor | None, every: tuple[int, int], of_keys: bool) -> Tensor:
-    """Per head E‖q‖²·E‖k − k̄‖²/d over every so many rows and keys; `rows` [B, M] count, and if `of_keys` keys do."""
+def predict(
+    flat: Tensor, at: int, calls: int, q: Tensor, k: Tensor, rows: Tensor | None, every: tuple[int, int], of_keys: bool,
+    scale: float,
+) -> None:  # fmt: skip
+    """flat[at + h] += scale²·E‖q‖²·E‖k − k̄‖²/d of head h, over every so many rows and keys, and flat[calls] += 1.
+
+    `rows` [B, M] count, and if `of_keys` keys do; without a row that counts nothing is added.
+    """
     batch, heads, queries, width = q.shape
-    product = torch.empty(heads, dtype=torch.float32, device=q.device)
     lengths[(heads,)](
-        q, k, q if rows is None else rows.contiguous().view(torch.uint8), product, *q.stride(), *k.stride(), *every,
-        batch, heads // k.shape[1], queries, k.shape[2], width,
+        q, k, q if rows is None else rows.contiguous().view(torch.uint8), flat, at, calls, scale, *q.stride(),
+        *k.stride(), *every, batch, heads // k.shape[1], queries, k.shape[2], width,
         HAS_ROWS=rows is not None, OF_KEYS=of_keys, **_tile(width, "BD"),
     )  # fmt: skip
-    return product
 
 
 def _tile(width: int, name: str) -> dict[str, int]:
@@ -68,7 +72,7 @@ def gap(
 
 @triton.jit
 def lengths(
-    q, k, rows, product, qb, qh, qm, qd, kb, kh, kn, kd, every_q, every_k, B, GROUP, M, N, D,
+    q, k, rows, flat, at, calls, scale, qb, qh, qm, qd, kb, kh, kn, kd, every_q, every_k, B, GROUP, M, N, D,
     HAS_ROWS: tl.constexpr, OF_KEYS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
@@ -105,5 +109,9 @@ def lengths(
             y = tl.where(inside[:, None], y - middle, 0.0)
             apart += y * y
         spread += tl.sum(tl.sum(apart, 1), 0) / keys
-    long = tl.sum(tl.sum(squares, 1), 0) / tl.maximum(tl.sum(number, 0), 1.0)
-    tl.store(product + h, long * (spread / B) / D)
+    many = tl.sum(number, 0)
+    if many > 0:
+        product = scale * scale * (tl.sum(tl.sum(squares, 1), 0) / many) * (spread / B) / D
+        tl.store(flat + at + h, tl.load(flat + at + h) + product.to(tl.float64))
+        if h == 0:
+            tl.store(flat + calls, tl.load(flat + calls) + 1.0)

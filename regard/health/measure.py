@@ -16,7 +16,7 @@ from regard.health import quick
 from regard.health.aside import Aside
 from regard.health.call import Call, Rows
 from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
-from regard.health.predicted import predicted_variance
+from regard.health.predicted import predict
 from regard.health.readings import LayerReading
 from regard.health.standing import Standing, distance
 from regard.health.what_if import WhatIf
@@ -170,7 +170,8 @@ class Recorder:
 
     def _record(self, layer: Layer, sight: Sight, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
         start = self.standing.start(call, layer.name)
-        self._read(sight.reading, call, stats, rows, start, predicted_variance(call, rows))
+        self._read(sight.reading, call, stats, rows, start)
+        predict(sight.reading, call, rows)
         for change in self.what_if:
             if change.name in layer.refused:
                 continue
@@ -181,12 +182,12 @@ class Recorder:
                 layer.refused[change.name] = str(error)
                 continue
             reading = sight.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
-            self._read(reading, changed, other, rows, start, None)
+            self._read(reading, changed, other, rows, start)
 
-    def _read(self, reading: LayerReading, call: Call, stats, rows, start: int, predicted: Tensor | None) -> None:
+    def _read(self, reading: LayerReading, call: Call, stats, rows, start: int) -> None:
         if start:
             stats = {**stats, "distance": distance(call, stats, start, self.backend)}
-        reading.update(stats, rows, predicted, start)
+        reading.update(stats, rows, start)
 
     def _give_up(self, key: tuple[str, int], reason: str, otherwise: Callable[[], Tensor]) -> Tensor:
         self.layers[key].give_up(reason)

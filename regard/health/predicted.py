@@ -5,29 +5,46 @@ from __future__ import annotations
 from torch import Tensor
 
 from regard.health.call import Call
+from regard.health.readings import LayerReading, places
 from regard.scores import resolve_scale
 
 SAMPLED = 1024  # rows and keys whose norms are taken, at least
 
 
-def predicted_variance(call: Call, rows: Tensor | None) -> Tensor:
-    """[H], over the rows [B, M] that count and, in self-attention, their keys."""
+def predict(reading: LayerReading, call: Call, rows: Tensor | None) -> None:
+    """Add one call's prediction to a reading, over the rows [B, M] that count and, in self-attention, their keys."""
     scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
-    every_q, every_k = (max(1, x.shape[2] // SAMPLED) for x in (call.q, call.k))
-    q, k = call.q.detach(), call.k.detach()
-    of_keys = rows is not None and rows.shape[1] == k.shape[2]
-    if q.is_cuda:
-        from regard.health import fused_call
+    if not call.q.is_cuda or isinstance(scale, Tensor):
+        reading.predict(predicted_variance(call, rows, scale), rows)
+        return
+    from regard.health import fused_call
 
-        return scale**2 * fused_call.norms(q, k, rows, (every_q, every_k), of_keys)
-    q, k = q[:, :, ::every_q].float(), k[:, :, ::every_k].float()
+    parts = places(reading.heads)
+    fused_call.predict(
+        reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows, _every(call),
+        _of_keys(call, rows), scale,
+    )  # fmt: skip
+
+
+def _every(call: Call) -> tuple[int, int]:
+    return max(1, call.q.shape[2] // SAMPLED), max(1, call.k.shape[2] // SAMPLED)
+
+
+def _of_keys(call: Call, rows: Tensor | None) -> bool:
+    return rows is not None and rows.shape[1] == call.k.shape[2]
+
+
+def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:
+    """[H]"""
+    every_q, every_k = _every(call)
+    q, k = call.q.detach()[:, :, ::every_q].float(), call.k.detach()[:, :, ::every_k].float()
     norm = q.square().sum(-1)  # [B, H, M]
     if rows is None:
         q_norm = norm.mean((0, 2))
     else:
         counted = rows[:, ::every_q]
         q_norm = norm.masked_fill(~counted[:, None], 0.0).sum((0, 2)) / counted.sum().clamp_min(1)
-    if rows is not None and of_keys:
+    if rows is not None and _of_keys(call, rows):
         weight = rows[:, None, ::every_k, None].float()
         count = weight.sum(2, keepdim=True).clamp_min(1)
         k = k - (k * weight).sum(2, keepdim=True) / count

@@ -72,9 +72,13 @@ class LayerReading:
     def __getstate__(self) -> dict:
         return dict(heads=self.heads, flat=self.flat, histogram=self.histogram)
 
-    def update(
-        self, stats: Mapping[str, Tensor], rows: Tensor | None = None, predicted: Tensor | None = None, start: int = 0
-    ):
+    def predict(self, variance: Tensor, rows: Tensor | None = None) -> None:
+        """Add the logit variance [H] that norms predict for one call, if any of its rows counts."""
+        some = 1 if rows is None else rows.any()
+        self.predicted += variance * some
+        self.calls += some
+
+    def update(self, stats: Mapping[str, Tensor], rows: Tensor | None = None, start: int = 0) -> LayerReading:
         """Add statistics [B, H, M]; `rows` [B, M] says which count, `start` is the position of the first query."""
         if stats["entropy"].is_cuda:
             from regard.health import fused
@@ -82,9 +86,6 @@ class LayerReading:
             fused.update(self, stats, rows, start)
         else:
             self._add(stats, rows, start)
-        if predicted is not None:
-            self.predicted += predicted
-            self.calls += 1 if rows is None else rows.any()
         return self
 
     def _add(self, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:

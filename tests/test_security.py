@@ -60,7 +60,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("command", [["list"], ["lab", "entropy_range", "--json"], ["examine", "here:make"]])
+@pytest.mark.parametrize("command", [["list"], ["lab", "range"], ["examine", "here:make"]])
 def test_nothing_asks_the_network(command, tmp_path):
     if command[0] == "examine":
         pytest.importorskip("transformers")
@@ -69,7 +69,7 @@ def test_nothing_asks_the_network(command, tmp_path):
         [sys.executable, "-c", OFFLINE, *command], capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert "the network was asked" not in run.stderr
-    assert command[0] == "lab" or run.returncode == 0, run.stderr[-1500:]
+    assert run.returncode == 0, run.stderr[-1500:]
 
 
 HERE = """

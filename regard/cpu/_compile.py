@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.util
 import math
 import os
 import sys
@@ -178,8 +177,10 @@ def _module(template: FunctionType, content: str) -> ModuleType:
 
 def require_numba() -> None:
     """Say what is missing, if it is."""
-    if importlib.util.find_spec("numba") is None:
-        raise ImportError("regard computes rows on the CPU with numba, which is not installed: pip install numba")
+    try:
+        import numba  # noqa: F401
+    except ImportError as missing:
+        raise ImportError(f"regard computes on the CPU with numba ({missing}): pip install numba") from None
 
 
 def _stored(name: str, content: str) -> Path:

@@ -34,7 +34,7 @@ def test_pieces_give_the_whole(world):
 
 @pytest.mark.parametrize(("how", "what"), [("killed", "died"), ("stalled", "stalled")])
 def test_a_lost_rank_is_named_by_all_others(how, what):
-    crew = Crew(3, timeout=6.0)
+    crew = Crew(3, timeout=5.0)
     try:
         found = crew.answers(dies, 1, how, 5, ranks=[0, 2], wait=90)
         for fine, answer in found.values():

@@ -63,6 +63,21 @@ def test_nan_is_an_illness_and_no_clean_bill():
     assert "8 of 8 heads have findings" in page
 
 
+def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):
+    kept, calls = regard.health.measure.difference, []
+
+    def stops_at_the_second(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return kept(*given)
+
+    monkeypatch.setattr(regard.health.measure, "difference", stops_at_the_second)
+    report = regard.examine(nn.Sequential(Att(), Att()), [torch.randn(1, 20, 32)])
+    assert "KeyboardInterrupt" in report.interrupted
+    assert {head.layer for head in report.heads} == {"0"}
+
+
 def test_a_model_in_part_unmeasured_is_not_called_healthy():
     class HandmadeAttention(nn.Linear):
         """Attention by its name, in which nothing is caught."""

@@ -27,9 +27,8 @@ PLANS = {  # a row in one program; several rows in one; a row shared by programs
     "several": rows.Plan(4, 64, 1, 1, False),
     "shared": rows.Plan(1, 16, 3, 1, not INTERPRETED),
     "launched": rows.Plan(1, 16, 3, 1, False),
-    "again": rows.Plan(1, 64, 1, 1, False, again=True),
-    "again, launched": rows.Plan(1, 16, 3, 1, False, again=True),
 }
+AGAIN = {"whole": rows.Plan(1, 64, 1, 1, False, again=True), "launched": rows.Plan(1, 16, 3, 1, False, again=True)}
 
 
 @pytest.fixture(params=sorted(PLANS))
@@ -97,6 +96,19 @@ def test_weights_and_gradient_equal_the_reference(name, plan):
     p, _, _ = _compare(choice, s, dp)
     if choice.sums_to == "1":
         assert (p.double().sum(-1) - 1).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("cut", AGAIN)
+@pytest.mark.parametrize("name", ["softmax", "softpick", "sigmoid", "entmax15"])
+def test_rows_that_are_read_again_or_written_at_once(name, cut, monkeypatch):
+    _take(monkeypatch, AGAIN[cut])
+    choice = normalizers.get(name)
+    s, dp = torch.randn(2, 5, 37, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    _compare(choice, s, dp)
+    s[1, 5], s[2, 36], s[3] = math.nan, math.inf, -math.inf
+    p, state, ds = _both(choice, s, dp)
+    assert p[1:3].isnan().all() and ds[1:3].isnan().all() and p[[0, 4]].isfinite().all()
+    assert (p[3] == 0).all() and (ds[3] == 0).all() and (state[:, 3] == 0).all()
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -24,7 +24,7 @@ def fill(self, level, slope, first, programs, opt):
     """What `candidates` does, entry by entry."""
     p, entries = self.problem, self.entries[: self.counts.shape[0] * 8 * CAP].view(-1, 4, CAP, 2)
     rows, columns = (p.k, p.q) if self.transposed else (p.q, p.k)
-    (b, h, m, _), n = rows.shape, columns.shape[-2]
+    h, m = rows.shape[1:3]
     blocks = math.ceil(m / BLOCK)
     (left, right), i, j = p.reach, torch.arange(p.q.shape[-2])[:, None], torch.arange(p.k.shape[-2])
     seen = torch.ones(len(i), len(j), dtype=torch.bool)
@@ -34,7 +34,7 @@ def fill(self, level, slope, first, programs, opt):
         block = first + slot
         start = block % blocks * BLOCK if self.transposed else (blocks - 1 - block % blocks) * BLOCK
         head, batch = block // blocks % h, block // blocks // h
-        shown = seen & (j < (n if p.key_lengths is None else int(p.key_lengths[batch]))) if not self.transposed else seen
+        shown = seen if p.key_lengths is None else seen & (j < int(p.key_lengths[batch]))
         for r in range(BLOCK):
             row, held = start + r, slot * BLOCK + r
             lists = [[], [], [], []]
@@ -72,7 +72,7 @@ def road(monkeypatch):
             if scratch is not None:
                 scratch.fill_(math.nan)
 
-    monkeypatch.setattr(sparse, "takes", lambda p: p.mask is None and p.bias is None and p.softcap is None)
+    monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
     monkeypatch.setattr(sparse, "described", lambda x, rows: None)
     monkeypatch.setattr(sparse, "KEYS", {8: (64, 2)})
     monkeypatch.setattr(sparse.Lists, "__init__", init)
@@ -84,13 +84,13 @@ def road(monkeypatch):
 CASES = [
     ("entmax15", dict(causal=True)),
     ("sparsemax", dict(temperature=True, sharp=2.0)),
-    ("entmax(alpha=1.7)", dict(left=20, right=3)),
+    ("entmax(alpha=1.7)", dict(left=20, lengths=True, b=2, h=1)),
 ]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_lists_give_what_the_oracle_gives(name, options):
-    problem = make(1, name, **SMALL, m=40, n=90, **options)
+    problem = make(1, name, **SMALL | dict(m=40, n=90) | options)
     check_backward(attention, problem, check_forward(attention, problem))
 
 

@@ -81,7 +81,7 @@ def forward(problem: Problem) -> Forward:
     if kernel is forward_threshold:
         steps, square, other = SOLVER[p.q.dtype]
         failed = None
-        if sparse.takes(p):
+        if sparse.takes(p, "forward"):
             failed = sparse.forward(p, arguments[:3], *arguments[5:9], _options(p), config, steps)
         arguments += (failed, _options(p), config, steps, square if p.choice.order == 2 else other)
     else:
@@ -122,7 +122,7 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     config, launch = _config(p, "backward_dq", **flags)
     blocks = triton.cdiv(shape[-1], config.BM) * rows
     left = None, None
-    if sparse.takes(p) and heat is None and beta is None:
+    if sparse.takes(p, "backward") and heat is None and beta is None:
         outputs = view(grads.q), view(grads.k), view(grads.v)
         left = sparse.backward(p, inputs, forward.frame, forward.z, outputs, delta, opt, config)
     left = iter(left)

@@ -141,7 +141,7 @@ def gather_dq(
 @triton.jit
 def gather_dkv(
     lists, counts, q, v, do, dk, dv, delta, failed, block0, opt,
-    C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """dk_j and dv_j from the lists of the queries that give key j weight; the lists hold y above τ's own y."""
     b, g, j, slot = place_of(block0, opt, BLOCK, True)
@@ -155,10 +155,11 @@ def gather_dkv(
         for start in range(0, tl.max(ends[3], 0), STEP):
             for s in tl.static_range(STEP):
                 y, at, on = entry(lists, slot, ends, start + s, CAP)
-                if opt.group == 1:
-                    h, i = g, at
-                else:
-                    h, i = g * opt.group + at // opt.queries, at % opt.queries
+                h = g + at * 0
+                i = at
+                if GROUPED:
+                    h = g * opt.group + at // opt.queries
+                    i = at % opt.queries
                 a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
                 t = tiles.positive_part(y * (a * C.F.gain(theta)))
                 p = C.F.weigh(t, theta)

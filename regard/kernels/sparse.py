@@ -21,16 +21,17 @@ BLOCK = 128  # rows of a program of `candidates`
 CAP = 128  # entries of one of a row's four lists
 CHUNK = 1024  # blocks whose lists exist at a time
 SAMPLE = 64  # keys, four times, that the first level is guessed from
-WALK = {
-    "o": dict(STEP=4, num_warps=4),
-    "dq": dict(STEP=4, num_warps=8),
-    "dkv": dict(STEP=4, num_warps=8),
+WALK = {  # entries at a time and warps: the fastest of four on an H200
+    "o": dict(STEP=4, num_warps=8),
+    "dq": dict(STEP=4, num_warps=4),
+    "dkv": dict(STEP=2, num_warps=4),
 }
+FEWEST = {"forward": 4096, "backward": 8192}  # keys: on shorter rows the sweeps are as fast
 KEYS = {64: (128, 2), 128: (128, 2)}  # keys per tile, stages
 
 
-def takes(p: Problem) -> bool:
-    """Is this a call whose scores are bare products, on rows long enough for lists?"""
+def takes(p: Problem, way: str) -> bool:
+    """Is this a call whose scores are bare products, on rows long enough for lists that way?"""
     return (
         p.choice.family == "threshold"
         and p.q.is_cuda
@@ -41,7 +42,7 @@ def takes(p: Problem) -> bool:
         and all(x is None for x in (p.softcap, p.bias, p.mask))
         and p.dropout_p == 0.0
         and p.q.shape[-2] >= BLOCK
-        and p.k.shape[-2] >= 1024
+        and p.k.shape[-2] >= FEWEST[way]
         and capable(p.q.device)
         and all(map(reachable, (p.q, p.k)))
     )
@@ -107,7 +108,7 @@ def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config,
         lists.fill(level, slope, first, programs, opt)
         support.settle[(programs * BLOCK // support.ROWS.value,)](
             lists.entries, lists.counts, level, lists.below, lists.found, failed, frame, z, stats, first, rows, opt,
-            config, CAP, BLOCK, steps, 1e-6, num_warps=4 if p.stats else 2, maxnreg=None if p.stats else 128,
+            config, CAP, BLOCK, steps, 1e-6, num_warps=2, maxnreg=None if p.stats else 128,
         )  # fmt: skip
         gather.gather_o[(programs * BLOCK // gather.ROWS.value,)](
             lists.entries, lists.found, v, o, first, opt, bare, CAP, BLOCK, **WALK["o"]
@@ -137,6 +138,6 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
         lists.fill(level, None, first, programs, opt)
         gather.gather_dkv[(programs * BLOCK // gather.ROWS.value,)](
             lists.entries, lists.counts, q, v, do, dk, dv, delta, left, first, opt, config, CAP, BLOCK,
-            **WALK["dkv"],
+            p.q.shape[1] != p.k.shape[1], **WALK["dkv"],
         )  # fmt: skip
     yield left

@@ -54,8 +54,10 @@ def first_level(q, k, level, opt, C: tl.constexpr, CAP: tl.constexpr, STRIDE: tl
             a0, b0 = survey.measured(tile[2], lower * gain, scene, C)
             a1, b1 = survey.measured(tile[2], upper * gain, scene, C)
             f0, g0, f1, g1 = f0 + a0, g0 + b0, f1 + a1, g1 + b1
-        low = lower + step(tl.sum(f0, 1), tl.sum(g0, 1), power) / gain
-        place = tl.maximum(low, upper + step(tl.sum(f1, 1), tl.sum(g1, 1), power) / gain) - 1e-3 / gain
+        f0, f1, g0, g1 = tl.sum(f0, 1), tl.sum(f1, 1), tl.sum(g0, 1), tl.sum(g1, 1)
+        low = tl.where(f0 > 0.0, lower + step(f0, g0, power) / gain, lower - 2.0 * sigma)
+        high = tl.where(f1 > 0.0, upper + step(f1, g1, power) / gain, low)
+        place = tl.maximum(low, high) - 1e-3 / gain
         # were the scores normal, would the lists overflow?
         most = survey.tail((scene.last - scene.first).to(C.ACC) / (4.0 * CAP), sigma, sigma * 0.0)
         found = tl.where(place < mean + most * sigma, found, place)
@@ -65,10 +67,10 @@ def first_level(q, k, level, opt, C: tl.constexpr, CAP: tl.constexpr, STRIDE: tl
 
 @triton.jit
 def step(mass, fall, power):
-    """Newton's step on the norm F^(1/k), convex as F is: never beyond the root, from either side; −10 where F is 0."""
+    """Newton's step on the norm F^(1/k), convex as F is: never beyond the root, from either side."""
     some = (mass > 0.0) & (fall > 0.0)
     root = tl.exp2(tl.log2(tl.where(some, mass, 1.0)) / power)
-    return tl.where(some, power * mass * (1.0 - 1.0 / root) / tl.where(some, fall, 1.0), -10.0)
+    return tl.where(some, power * mass * (1.0 - 1.0 / root) / tl.where(some, fall, 1.0), 0.0)
 
 
 @triton.jit
@@ -145,7 +147,7 @@ def settle_rows(
     start = tl.min(i, 0)
     group = (tiles.wide(b) * opt.heads + h) * tl.cdiv(opt.queries, ROWS) + start // ROWS
     tl.store(failed + group, 1 - good, mask=start < opt.queries)
-    t = tiles.positive_part(x - tau[:, None, None])
+    t = tl.where(there, tiles.positive_part(x - tau[:, None, None]), 0.0)
     kept = tl.where(t > 0.0, 1, 0)
     before = tl.sum(kept, 2)
     before = tl.cumsum(before, 1) - before  # in the lists to the left

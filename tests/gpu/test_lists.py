@@ -33,34 +33,29 @@ class Poisoned:
 def poisoned(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(sparse, "torch", Poisoned())
+    monkeypatch.setattr(sparse, "FEWEST", {"forward": 1024, "backward": 1024})
 
 
 def check(problem):
-    assert sparse.takes(problem)
+    assert sparse.takes(problem, "forward") and sparse.takes(problem, "backward")
     check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax(alpha=1.7)"])
+@pytest.mark.parametrize(
+    ("name", "d", "causal"), [("entmax15", 128, True), ("sparsemax", 64, False), ("entmax(alpha=1.7)", 64, True)]
+)
 def test_model_shapes(name, d, causal):
     check(make(1, name, d=d, e=d, causal=causal, **LONG))
 
 
-@pytest.mark.parametrize("options", [dict(left=300, right=40), dict(lengths=True), dict(temperature=True), dict(left=9)])
+@pytest.mark.parametrize("options", [dict(left=300, right=40, temperature=True), dict(lengths=True)])
 def test_who_sees_whom(options):
     check(make(2, "entmax15", d=64, e=128, **LONG | dict(b=2, m=700, n=1500), **options))
 
 
-@pytest.mark.parametrize("sharp", [0.02, 0.3, 4.0, 30.0])
+@pytest.mark.parametrize("sharp", [0.02, 30.0])
 def test_flat_and_sharp_rows(sharp):
-    for name in ("entmax15", "sparsemax"):
-        check(make(3, name, d=64, e=64, sharp=sharp, **LONG | dict(n=3000, m=300)))
-
-
-def test_many_chunks(monkeypatch):
-    monkeypatch.setattr(sparse, "CHUNK", 5)
-    check(make(4, "entmax15", d=64, e=64, causal=True, **LONG | dict(b=2, h=4, g=2)))
+    check(make(3, "entmax15", d=64, e=64, sharp=sharp, **LONG | dict(n=3000, m=300)))
 
 
 def test_normal_rows_are_served_by_lists():
@@ -73,12 +68,12 @@ def test_normal_rows_are_served_by_lists():
     assert int(left.sum()) == 0
 
 
-@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
-def test_same_inputs_same_bits(name):
-    problem = make(6, name, d=64, e=64, causal=True, **LONG | dict(b=2, h=8, g=2))
+def test_chunks_and_bits(monkeypatch):
+    monkeypatch.setattr(sparse, "CHUNK", 5)
+    problem = make(6, "entmax15", d=64, e=64, causal=True, **LONG | dict(b=2, h=4, g=2))
     answers = []
     for _ in range(3):
-        answer = attention.forward(problem)
+        answer = check_forward(attention, problem, slack=2.0)
         grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
         answers.append((answer.o, answer.stats, grads.q, grads.k, grads.v))
     for other in answers[1:]:
@@ -86,6 +81,6 @@ def test_same_inputs_same_bits(name):
 
 
 def test_a_nan_stays():
-    problem = make(7, "entmax15", d=64, e=64, **LONG)
+    problem = make(7, "entmax15", d=64, e=64, stats=(), **LONG)
     problem.k[0, 0, 777, 3] = math.nan
     assert attention.forward(problem).o.isnan().all()

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 import regard
 import regard.parallel as parallel
 
-SHAPE = dict(batch=1, heads=4, length=2048, width=64)
+SHAPE = dict(batch=1, heads=4, length=4096, width=64)
 CASES = [
     ("softmax", dict()),
     ("softmax, causal", dict(is_causal=True)),
@@ -31,7 +31,7 @@ CASES = [
     ("sigmoid", dict(normalizer="sigmoid")),
     ("entmax15", dict(normalizer="entmax15")),
 ]
-ROUNDS = 15
+ROUNDS = 9
 
 
 def make(seed: int, length: int, heads: int):
@@ -107,7 +107,7 @@ def memory(rank: int, world: int, port: int, queue) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     n = 16384
-    small = [torch.randn(1, 4, 128 // world, 64) for _ in range(3)]
+    small = [torch.randn(1, 16, 1024 // world, 64) for _ in range(3)]
     run(parallel.attention, *small, dict(is_causal=True), True)  # kernels, libraries
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     q, k, v = (torch.randn(1, 16, n // world, 64) for _ in range(3))

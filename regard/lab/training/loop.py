@@ -81,6 +81,8 @@ def advance(
         record = json.loads(over.read_text(encoding="utf-8"))
         _must_be(identity, record, over)
         return record
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(seed)
         trial = experiment.make(setting)

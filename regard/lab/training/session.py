@@ -73,7 +73,7 @@ def turns(
         return lambda step, loss: show(job, step, loss) if step < steps else None
 
     going = {job: loop.advance(experiment, preset, *job, folder, data, device, tick(job), pause) for job in unit}
-    on_cuda = torch.device(device).type == "cuda"
+    on_cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()
     streams = {job: torch.cuda.Stream() if on_cuda else None for job in unit}  # else each would wait for the one before
     over: dict[Job, dict] = {}
     while going:

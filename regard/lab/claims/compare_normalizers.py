@@ -1,0 +1,41 @@
+"""Trained: eight normalisers in one character model, equal parameters and tokens."""
+
+from regard.lab import training
+from regard.lab.claim import Claim, Finding, below
+from regard.lab.estimate import exact
+from regard.lab.training.results import estimate, paired
+
+
+def measure(bench):
+    result = training.shipped("normalizers")
+    told = result["summary"]
+    behind = {name: estimate(paired(result, name, "softmax")) for name in told if name != "softmax"}
+    checks = {
+        name: below(f"least that {name}'s loss can lie above softmax's, nats", 0.0, exact(e.low))
+        for name, e in behind.items()
+    }
+    near = [name for name in behind if checks[name].agrees]
+    ratio = {name: told[name]["entropy_ratio"]["mean"] for name in told}
+    sharpness = ", ".join(f"{name} {ratio[name]:.2f}" for name in sorted(ratio, key=ratio.get))
+    losses = ", ".join(f"{name} {e.value:+.3f} ± {e.high - e.value:.3f}" for name, e in behind.items())
+    return Finding(
+        [checks[name] for name in near] + [checks[name].beyond() for name in behind if name not in near],
+        condition=f"the normaliser is {' or '.join(near)}: {told['softmax']['runs']} seeds do not tell it from softmax",
+        right=f"None does: {losses}",
+        remark=f"Loss − softmax's {told['softmax']['loss']['mean']:.3f}, nats per character: {losses}. Entropy / ln n "
+        f"at the end, from sharp to flat: {sharpness}. Trained: {result['how']['command']}; differences seed by seed; "
+        f"{result['how']['where'][0]}.",
+        figure=lambda: training.get("normalizers").figures(result)["quality"],
+    )
+
+
+claim = Claim(
+    id="compare-normalizers",
+    note="004",
+    statement="How do the normalisers compare in a trained model? Put as a claim: at equal parameters and tokens each "
+    "reaches softmax's loss.",
+    derivation=[r"\Delta = \mathcal{L}(\text{normaliser}) - \mathcal{L}(\text{softmax})"],
+    rule="A normaliser falls short if the whole 95 % interval of its validation loss minus softmax's, over seeds, lies "
+    "above 0; the condition names those that do not. Not told apart is not the same as equal.",
+    measure=measure,
+)

@@ -1,0 +1,89 @@
+"""Trained: sharpness, 1 − entropy / ln n, against loss, over the checkpoints of a run and over runs."""
+
+import statistics
+
+import numpy as np
+from scipy.stats import rankdata
+
+from regard.lab import training
+from regard.lab.claim import Claim, Finding, above, below
+from regard.lab.figure import Figure
+from regard.lab.training.results import estimate, paired
+
+SOURCES = ("scale", "normalizers")  # one model, one text, one budget; softmax is sqrt-d64 there again
+GROUPS = {
+    "scale none": ("none-d16", "none-d64", "none-d256"),
+    "scale 1/√d": ("sqrt-d16", "sqrt-d64", "sqrt-d256"),
+    "scale 1/d": ("inverse-d16", "inverse-d64", "inverse-d256"),
+    "softmax1": ("softmax1",),
+    "entmax, sparsemax": ("entmax", "entmax15", "sparsemax"),
+    "relu, sigmoid, softpick": ("relu", "sigmoid", "softpick"),
+}
+
+
+def counts(record):
+    return not record["diverged"] and record["variant"] != "softmax"
+
+
+def point(entry):
+    return 1.0 - entry["entropy_ratio"], entry["loss"]
+
+
+def rank_correlation(x, y):
+    """Spearman's ρ along the last axis."""
+    x, y = (rankdata(side, axis=-1) for side in (x, y))
+    x, y = (side - side.mean(-1, keepdims=True) for side in (x, y))
+    return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+
+
+def measure(bench):
+    records = [r for name in SOURCES for r in training.shipped(name)["records"] if counts(r)]
+    within = estimate([float(rank_correlation(*zip(*map(point, r["history"]), strict=True))) for r in records])
+    runs: dict[str, list] = {}
+    for r in records:
+        runs.setdefault(r["variant"], []).append(point(r["final"]))
+    means = {name: tuple(map(statistics.fmean, zip(*ends, strict=True))) for name, ends in runs.items()}
+    scale = training.shipped("scale")
+    flatter, sharper = (estimate(paired(scale, f"{name}-d64", "sqrt-d64")) for name in ("inverse", "none"))
+    across = rank_correlation(*zip(*means.values(), strict=True))
+    best = min(means, key=lambda name: means[name][1])
+    worst = max(means, key=lambda name: means[name][1])
+    told = [f"{name} (sharpness {means[name][0]:.2f}, loss {means[name][1]:.3f})" for name in (best, worst)]
+    return Finding(
+        [
+            below("rank correlation of sharpness and loss over a run's checkpoints", 0.0, within),
+            above("loss of the flatter 1/d − 1/√d, d_k = 64, nats", 0.0, flatter),
+            below("loss of the sharper unscaled − 1/√d, d_k = 64, nats", 0.0, sharper).beyond(),
+        ],
+        condition="attention is flatter than 1/√d makes it, or one run is followed, which grows sharper as it learns; "
+        "sharper still, the loss rises again",
+        right="Sharpness does not go with a lower loss.",
+        remark=f"Between trained models sharpness says little: rank correlation with the loss {across:+.2f} over "
+        f"{len(means)} variants. Best {told[0]}, worst {told[1]}; softpick and entmax15 are as sharp as one another "
+        f"({means['softpick'][0]:.2f}, {means['entmax15'][0]:.2f}) and end at {means['softpick'][1]:.3f} and "
+        f"{means['entmax15'][1]:.3f}. {len(records)} runs, {sum(len(r['history']) for r in records)} checkpoints; "
+        f"{records[0]['where']}.",
+        figure=lambda: Figure(
+            "points",
+            "sharpness, 1 − entropy / ln n",
+            "validation loss",
+            {
+                group: list(zip(*[end for name in names for end in runs.get(name, [])], strict=True))
+                for group, names in GROUPS.items()
+            },
+            alt=f"Sharpness against loss of {len(records)} trained models: best {told[0]}, worst {told[1]}.",
+        ),
+    )
+
+
+claim = Claim(
+    id="sharpness-vs-quality",
+    note="004",
+    statement="How does attention sharpness relate to model quality? Put as a claim: the sharper a model attends, the "
+    "lower its loss.",
+    derivation=[r"\text{sharpness} = 1 - H/\ln n, \quad \rho = \text{rank correlation with the loss}"],
+    rule="Core: within a run, over its checkpoints, sharper must go with a lower loss (mean rank correlation < 0), and "
+    "a model flattened by the scale 1/d must be worse than 1/√d. Beyond: one sharpened by no scale must be better. 95 "
+    "% intervals over runs and seeds.",
+    measure=measure,
+)

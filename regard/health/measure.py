@@ -103,7 +103,7 @@ class Recorder:
         """
         sights, self._batch = {key: sight for key, sight in self._batch.items() if sight.apart is not None}, {}
         with self.beside():
-            differences = _numbers([sight.apart for sight in sights.values()])
+            differences = _numbers([sight.apart for sight in sights.values() if sight.apart is not None])
         self._aside.join()
         wrong = False
         for (key, sight), apart in zip(sights.items(), differences, strict=True):

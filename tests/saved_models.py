@@ -1,6 +1,6 @@
-"""Tiny transformers models in folders, with a word-piece tokenizer of single letters, saved as people save them."""
+"""Tiny transformers models in folders, saved as people save them, and command lines that must fail on such."""
 
-import transformers
+from regard.cli import main
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS)]
@@ -15,10 +15,24 @@ def save(model, path, tokenizer=True):
     path.mkdir(exist_ok=True)
     model.save_pretrained(path)
     if tokenizer:
+        import transformers
+
         (path / "vocab.txt").write_text("\n".join(WORDS))
         transformers.BertTokenizer(vocab=str(path / "vocab.txt")).save_pretrained(path)
     return path
 
 
 def bert():
+    import transformers
+
     return transformers.BertModel(transformers.BertConfig(**SIZE))
+
+
+def refused(capsys, *arguments, words, code=1):
+    """Run a command line that must fail: nothing on standard output, one line on the other, no report."""
+    assert main([*map(str, arguments)]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+    assert words in captured.err
+    assert "\x1b" not in captured.err

@@ -14,13 +14,12 @@ import regard
 from regard.cli import main
 from regard.health import files, page, terminal
 from regard.health.heads import HeadReading
-from regard.health.loading import load
 from regard.health.page import packed, render
 from regard.health.readings import LayerReading
 from regard.health.report import WhatIfReading
 
 transformers = pytest.importorskip("transformers")
-from saved_models import SIZE, bert, save  # noqa: E402
+from saved_models import SIZE, bert, refused, save  # noqa: E402
 
 ENCODER = "import torch\nfrom torch import nn\nmodel = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)\n"
 
@@ -42,16 +41,6 @@ def copied(folder, path, leave=lambda name: False):
         if not leave(one.name):
             (path / one.name).write_bytes(one.read_bytes())
     return path
-
-
-def refused(capsys, *arguments, words, code=1):
-    """Run a command line that must fail: nothing on standard output, one line on the other, no report."""
-    assert main([*map(str, arguments)]) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.strip().splitlines()) == 1
-    assert words in captured.err
-    assert "\x1b" not in captured.err
 
 
 def here(tmp_path, monkeypatch, name, code):
@@ -100,6 +89,11 @@ def test_folders_that_hold_no_whole_model(folder, tmp_path, capsys):
     refused(capsys, "examine", broken, words="not a valid JSON file")
     (broken / "config.json").write_text("[]")
     refused(capsys, "examine", broken, words="could not be loaded")
+    large = copied(folder, tmp_path / "large")
+    config = (large / "config.json").read_text().replace('"hidden_size": 32', '"hidden_size": 64')
+    (large / "config.json").write_text(config)
+    refused(capsys, "examine", large, words="has shape [32] in its files, but its config.json asks for [64]")
+    refused(capsys, "examine", ":", words="write module:function")
     refused(capsys, "examine", "./nowhere", words="there is no folder './nowhere'")
     mute = copied(folder, tmp_path / "mute", leave=lambda name: "tok" in name or "vocab" in name)
     refused(capsys, "examine", mute, words="unknown tokens alone")
@@ -143,7 +137,7 @@ def test_standard_input_must_be_text(folder, capsys, monkeypatch):
         ("def make(): return model, 7\n", "batches must be an iterable of batches, got int"),
         ("def make(): return model, (1 / 0 for _ in range(2))\n", "ZeroDivisionError"),
         ("def make(): return model, []\n", "batches is empty"),
-        ("def make(): return model, [torch.randn(2, 9, 5)]\n", "'odd:make' raised"),
+        ("def make(): return model, [torch.randn(2, 9, 5)]\n", "failed on the batches of odd:make: "),
         ("model.forward = lambda x: x.no_such\ndef make(): return model, [torch.ones(1)]\n", "no attribute 'no_such'"),
     ],
 )  # fmt: skip
@@ -236,66 +230,6 @@ def test_a_closed_pipe_leaves_the_report(tmp_path, monkeypatch):
     assert (tmp_path / "report.html").exists()
 
 
-def test_clip_is_examined_on_text_and_images(tmp_path, capsys):
-    text = {**SIZE, "eos_token_id": 3}
-    vision = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=16, patch_size=4
-    )
-    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
-    folder = save(model, tmp_path / "clip")
-    assert main(["examine", str(folder), "--length", "16", "--limit", "1", "--out", "r.json"]) == 0
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert {head["layer"].split(".")[0] for head in told["heads"]} == {"text_model", "vision_model"}
-    assert "synthetic pixel_values" in told["how"]["input"]
-    capsys.readouterr()
-    refused(capsys, "examine", folder, "--length", 65, words="more than the model's 64 positions")
-
-
-def test_positions_kept_for_padding_are_not_offered(tmp_path, capsys):
-    config = transformers.RobertaConfig(**SIZE, pad_token_id=1, bos_token_id=2, eos_token_id=3)
-    folder = save(transformers.RobertaModel(config), tmp_path / "roberta")
-    (tmp_path / "text.txt").write_text("a quiet line of words " * 20)
-    refused(capsys, "examine", folder, "--length", 63, words="more than the model's 62 positions")
-    assert main(["examine", str(folder), "--text", "text.txt", "--limit", "1", "--out", "r.json"]) == 0
-    assert json.loads((tmp_path / "r.json").read_text())["interrupted"] is None
-
-
-@pytest.mark.parametrize("kind", ["T5", "Bart"])
-def test_padding_is_counted_on_neither_side_of_an_encoder_decoder(kind, tmp_path):
-    size = dict(vocab_size=SIZE["vocab_size"], d_model=32, decoder_start_token_id=2, pad_token_id=0)
-    if kind == "T5":
-        size.update(d_kv=8, d_ff=48, num_layers=1, num_heads=4)
-    else:
-        sides = ("encoder", "decoder")
-        size.update({f"{side}_{name}": n for side in sides for name, n in (("layers", 1), ("attention_heads", 4))})
-        size.update(encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64)
-    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**size))
-    folder = save(model, tmp_path / "both")
-    text = "abc de fgh i jk " * 3
-    subject = load(str(folder), text, length=24, batch=4, limit=9, device="cpu", dtype=None, pickle=False)
-    (batch,) = subject.batches
-    real = int(batch["attention_mask"].sum())
-    assert real < batch["input_ids"].numel()  # there is padding
-    report = regard.examine(subject.model, subject.batches)
-    assert {head.statistics["visible_keys"].count for head in report.heads} == {real}
-    assert len({head.index for head in report.heads}) == 3  # encoder, decoder, cross
-
-
-def test_a_whisper_with_few_positions_is_run_whole(tmp_path):
-    sides = ("encoder", "decoder")
-    parts = (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))
-    config = transformers.WhisperConfig(
-        vocab_size=60, d_model=32, num_mel_bins=8, max_source_positions=20, max_target_positions=30, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
-        **{f"{side}_{name}": n for side in sides for name, n in parts},
-    )  # fmt: skip
-    folder = save(transformers.WhisperModel(config), tmp_path / "whisper", tokenizer=False)
-    assert main(["examine", str(folder), "--out", "r.json"]) == 0
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert told["unmeasured"] == []
-    assert "too little to judge it finely" in told["how"]["input"]
-
-
 def test_many_heads_with_what_ifs_make_a_small_page(monkeypatch):
     layers, heads, changes = 4, 32, 6  # a fortieth of a large model, in a fortieth of its room
     monkeypatch.setattr(page, "LIMIT", page.LIMIT // 40)
@@ -353,76 +287,3 @@ def test_names_cannot_command_the_terminal_nor_break_a_file(tmp_path, capsys):
     assert r"\udc80" in report.save(tmp_path / "r.html").read_text(encoding="utf-8")
     assert main(["compare", "r.json", "r.json"]) == 0
     assert "\x1b" not in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def told():
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return regard.examine(model, [torch.randn(2, 24, 16)]).to_json()
-
-
-def written(path, report):
-    path.write_text(json.dumps(report))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("7", "it holds a int"),
-        ('{"heads": [], "findings": []}', "it has no title"),
-        ('{"title": "x", "heads": {}, "findings": []}', "no list of heads"),
-        ('{"title": "x", "heads": [1], "findings": []}', "heads[0] is not one"),
-        ('{"title": "x", "heads": [], "findings": [{"kind": "diffuse", "heads": 3}]}', "findings[0] is not one"),
-        ('{"title": "x", "heads": [], "findings": [], "unmeasured": 7}', "unmeasured is no list"),
-    ],
-)
-def test_files_that_are_no_reports_are_not_compared(text, words, tmp_path, capsys, told):
-    good = written(tmp_path / "good.json", told)
-    (tmp_path / "bad.json").write_text(text)
-    refused(capsys, "compare", good, "bad.json", "--out", "both.html", words=words)
-    assert not (tmp_path / "both.html").exists()
-
-
-@pytest.mark.parametrize("value", ["0.5", float("nan"), 10**400, [1], True])
-def test_a_statistic_that_is_no_number_is_no_reading(value, tmp_path, capsys, told):
-    bad = json.loads(json.dumps(told))
-    bad["heads"][1]["statistics"]["max_logit"]["mean"] = value
-    refused(capsys, "compare", written(tmp_path / "bad.json", bad), "bad.json", words="heads[1] is not one")
-
-
-def test_what_compare_cannot_read_or_write_is_told_in_a_line(tmp_path, capsys, told, monkeypatch):
-    good = written(tmp_path / "good.json", told)
-    (tmp_path / "folder").mkdir()
-    refused(capsys, "compare", good, "nowhere.json", words="there is no file")
-    refused(capsys, "compare", good, "folder", words="cannot be read: Is a directory")
-    refused(capsys, "compare", good, good, "--out", "both.pdf", words="must end in .html", code=2)
-    refused(capsys, "compare", good, good, "--heads", "-1", words="--heads must be at least 0", code=2)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "replace", full)
-    refused(capsys, "compare", good, good, "--out", "both.html", words="No space left on device")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "good.json"]
-
-
-def test_findings_of_one_kind_are_added_and_gaps_are_told(tmp_path, capsys, told):
-    one = dict(kind="scale off", severity="warning", evidence="", threshold="", remedy="", measured=[], indices=[])
-    two = dict(told, findings=[dict(one, heads=[["a", 0]] * 12), dict(one, heads=[["a", 1]])], unmeasured=[["b", "?"]])
-    nothing = dict(told, heads=[], findings=[], interrupted="KeyboardInterrupt\x1b[2J")
-    a, b = written(tmp_path / "a.json", two), written(tmp_path / "b.json", nothing)
-    assert main(["compare", str(a), str(b), "--out", "both.html"]) == 0
-    out = capsys.readouterr().out
-    assert next(line for line in out.splitlines() if line.startswith("scale off")).split() == [
-        "scale",
-        "off",
-        "13",
-        "0",
-    ]
-    assert "(layers not measured: 1)" in out
-    assert r"(nothing was measured; not finished: KeyboardInterrupt\x1b[2J)" in out
-    assert "(nothing was measured; not finished: KeyboardInterrupt" in (tmp_path / "both.html").read_text()

@@ -66,7 +66,7 @@ def main(options) -> int:
         if path is not None:
             check(options, path, suffix)
     _check_device(options)
-    ranks = crew.join(options.timeout)
+    ranks, subject = crew.join(options.timeout), None
     try:
         parse_all(options.what_if)
         subject = load(
@@ -92,9 +92,8 @@ def main(options) -> int:
                 snapshot=options.snapshot,
             )
     except Exception as error:  # whatever a model, its folder or its function throws: one line, no traceback
-        complain(
-            "examine", one_line(error) if _is_ours(error) else f"{options.model!r} could not be run: {told(error)}"
-        )
+        on = f" on {subject.notes['input']}" if subject else ""
+        complain("examine", one_line(error) if _is_ours(error) else f"{options.model!r} failed{on}: {told(error)}")
         return 1
     if not crew.first():
         return 0 if report.interrupted is None else 1

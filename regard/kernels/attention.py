@@ -82,7 +82,8 @@ def forward(problem: Problem) -> Forward:
         steps, square, other = SOLVER[p.q.dtype]
         failed = None
         if sparse.takes(p, "forward"):
-            failed = sparse.forward(p, arguments[:3], *arguments[5:9], _options(p), config, steps)
+            views = arguments[:3]
+            failed = sparse.forward(p, views, view(o), frame, z, stats, _options(p), config, steps)
         arguments += (failed, _options(p), config, steps, square if p.choice.order == 2 else other)
     else:
         arguments += (_options(p), config)

@@ -9,6 +9,8 @@ lists of a chunk of blocks take 512 MiB at most, whatever the length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 
@@ -116,7 +118,7 @@ def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config,
     return failed
 
 
-def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: Config) -> tuple:
+def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: Config) -> Iterator[torch.Tensor]:
     """Fill dq, dk, dv and δ; flags of the queries and of the keys that are left to the sweeps.
 
     A generator in two steps, as the keys need every row's δ: yields the queries' flags, then the keys'.

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The same one always: torch keeps freed memory per stream, and a new one would ask the driver for its own."""
+    return torch.cuda.Stream(device)
 
 
 class Aside:
@@ -28,7 +35,7 @@ class Aside:
             return
         self._join(device)
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = _stream(device)
         side = self._streams[device]
         side.wait_stream(torch.cuda.current_stream(device))
         try:

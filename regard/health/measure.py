@@ -145,6 +145,7 @@ class Recorder:
             self._record(layer, sight, call, stats, rows)
             if not sampled:
                 own = whole.own(None) if call.dropout else output
+                self._aside.join()  # an earlier call of this layer may have been compared there
                 sight.differs(difference(own, rebuilt, rows))
                 self._aside.mark(call.q.device)
                 return output

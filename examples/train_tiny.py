@@ -1,6 +1,8 @@
-"""Train the two language models of `regard demo`: the same but for 1/√d_k. A minute each on a GPU.
+"""Train the two language models of `regard demo`: a healthy one, and one that collapses for want of 1/√d_k.
 
-python examples/train_tiny.py --data FILE.txt --out regard/checkpoints --device cuda
+python examples/train_tiny.py --data FILE.txt --out regard/checkpoints
+
+Each checkpoint's notes hold the command that made it.
 """
 
 from __future__ import annotations
@@ -19,17 +21,25 @@ from regard.lab.training.loop import evaluation
 from regard.lab.training.step import Step
 from regard.lab.training.text import halves, windows
 
-MODELS = {"tiny-scaled": "sqrt", "tiny-unscaled": "none"}
+MODELS = {
+    "tiny-scaled": dict(scale="sqrt", rate=3e-3, decay=0.3, steps=600, batch=16),
+    "tiny-unscaled": dict(scale="none", rate=8e-3, decay=0.01, steps=1000, batch=32),
+}
 
 
 class TinyTrial(Trial):
-    """Options: scale ("sqrt" or "none"), batch, rate."""
+    """Options: scale ("sqrt" or "none"), batch, rate, decay."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.size, self.rate = setting, setting.options["batch"], setting.options["rate"]
         self.model = TinyLM(scale=setting.options["scale"]).to(setting.device)
         self.length = self.model.options["length"]
         self.known, self.unseen = (part.to(setting.device) for part in halves(setting.data))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().optimizer()
+        optimizer.param_groups[0]["weight_decay"] = self.setting.options["decay"]
+        return optimizer
 
     def batch(self, step: int) -> tuple[torch.Tensor, ...]:
         return (windows(self.known, self.size, self.length, self.setting.generator(step)),)
@@ -42,39 +52,38 @@ class TinyTrial(Trial):
         return {"loss": float(self.loss((windows(self.unseen, 128, self.length, torch.Generator().manual_seed(0)),)))}
 
 
-def train(scale: str, options) -> tuple[TinyLM, float]:
-    torch.manual_seed(options.seed)
-    sizes = dict(scale=scale, batch=options.batch, rate=options.rate)
-    trial = TinyTrial(Setting(sizes, options.seed, options.data, torch.device(options.device)))
-    optimizer = trial.optimizer()
-    optimizer.param_groups[0]["weight_decay"] = options.decay
-    step = Step(trial, optimizer, options.steps)
-    for i in range(options.steps):
+def train(name: str, data: Path, device: str = "cpu", seed: int = 0) -> tuple[TinyLM, float]:
+    """The model, and its loss on text it never saw."""
+    torch.manual_seed(seed)
+    steps = MODELS[name]["steps"]
+    trial = TinyTrial(Setting(MODELS[name], seed, data, torch.device(device)))
+    step = Step(trial, trial.optimizer(), steps)
+    for i in range(steps):
         step(i)
         if i % 100 == 0:
-            print(f"scale {scale} step {i} loss {step.last_loss():.3f}", flush=True)
+            print(f"{name} step {i} loss {step.last_loss():.3f}", flush=True)
     return trial.model, evaluation(trial)["loss"]
 
 
-def main() -> None:
+def command(name: str, data: Path, device: str) -> str:
+    """What repeats a checkpoint; of the text only its name."""
+    return shlex.join(["python", "examples/train_tiny.py", "--only", name, "--data", data.name, "--device", device])
+
+
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="plain text to train on")
     parser.add_argument("--out", type=Path, default=Path("regard/checkpoints"))
+    parser.add_argument("--only", choices=MODELS, help="one of the two")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--decay", type=float, default=0.01, help="of the weights")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    given = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # a path is this machine's
-    for name, scale in MODELS.items():
-        model, validation = train(scale, options)
-        notes = dict(validation_loss=f"{validation:.3f}", steps=str(options.steps))
-        notes["command"] = shlex.join(["python", "examples/train_tiny.py", *given])
+    options = parser.parse_args(argv)
+    for name in [options.only] if options.only else MODELS:
+        model, validation = train(name, options.data, options.device)
+        notes = dict(validation_loss=f"{validation:.3f}", steps=str(MODELS[name]["steps"]))
+        notes["command"] = command(name, options.data, options.device)
         save(model.cpu(), options.out / f"{name}.safetensors", **notes)
         print(f"{name}: validation loss {validation:.3f}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

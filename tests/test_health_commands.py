@@ -141,6 +141,8 @@ def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "No head passed a threshold." in out
     assert "scale off (warning), 16 heads" in out
+    assert "collapsed (critical)" in out and "dying gradient (critical)" in out
+    assert "what if qk_norm: no findings" in out
     assert str(tmp_path / "report.html") in out
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
 

@@ -1,4 +1,4 @@
-"""regard demo: two small language models, the same but for 1/√d_k, examined on the same text."""
+"""regard demo: two small language models, a healthy and a collapsed one, examined on the same text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.health.inputs import sample
 from regard.health.progress import counting
 from regard.health.tiny import batches, checkpoint
 
-SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k"))
+SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k, at a high learning rate"))
 CHANGES = ["scale=sqrt", "qk_norm", "normalizer=entmax15"]
 
 

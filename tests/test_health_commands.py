@@ -156,5 +156,6 @@ def test_checkpoints_load_and_know_their_options():
             loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         assert loss < 3.6  # far better than chance, 4.57, on text that it never saw
         assert float(notes["validation_loss"]) < 3.0
+        assert "python examples/train_tiny.py" in notes["command"]
     with pytest.raises(ValueError, match="129 characters, but the model has 128 positions"):
         model(torch.zeros(1, 129, dtype=torch.long))

@@ -235,7 +235,8 @@ def dies(rank: int, world: int, who: int, how: str, calls: int) -> tuple[float, 
         def forward(problem):
             done.append(1)
             if len(done) > calls:
-                os._exit(1) if how == "killed" else time.sleep(600)
+                time.sleep(0.3 if how == "killed" else 600)  # a step as long as a real one
+                os._exit(1)
             return own(problem)
 
         plain.forward = forward

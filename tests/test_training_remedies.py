@@ -31,9 +31,12 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize(("name", "variant"), [("collapse", "qk-clip"), ("retrieval", "ssmax")])
+@pytest.mark.parametrize(("name", "variant"), [("collapse", "qk-clip"), ("retrieval-trained", "ssmax")])
 def test_a_killed_run_ends_as_a_whole_one(name, variant, tmp_path):
-    sizes = {"collapse": {"width": 32, "length": 16, "validation": 64}, "retrieval": {"width": 16, "tests": [16]}}[name]
+    sizes = {
+        "collapse": {"width": 32, "length": 16, "validation": 64},
+        "retrieval-trained": {"width": 16, "tests": [16]},
+    }[name]
     experiment = tiny(name, steps=12, every=4, sizes={**sizes, "batch": 4})
 
     def stop(step, loss):
@@ -78,7 +81,7 @@ def test_a_temperature_put_in_afterwards_is_taken_out_again():
 
 @pytest.mark.parametrize("variant", ["ssmax", "adaptive", "query-dependent", "qk-norm", "entmax15-ssmax"])
 def test_every_remedy_is_in_the_model(variant):
-    trial = retrieval.RetrievalTrial(training.get("retrieval").setting("small", variant, 0, None, "cpu"))
+    trial = retrieval.RetrievalTrial(training.get("retrieval-trained").setting("small", variant, 0, None, "cpu"))
     attention = trial.model.attention
     assert (variant == "qk-norm") == (attention.score == "cosine")
     assert ("entmax15" in variant) == (attention.normalizer == "entmax15")

@@ -1,0 +1,37 @@
+"""Max retrieval as in `retrieval`, with a remedy in the model from the first step."""
+
+from dataclasses import replace
+
+from regard.lab.training.experiment import Experiment, Preset
+from regard.lab.training.experiments.retrieval import PUBLISHED, SMALL, RetrievalTrial, curve, drawn
+
+
+def figures(result):
+    return {"length": drawn({name: curve(result, name, "own") for name in result["summary"]})}
+
+
+experiment = Experiment(
+    name="retrieval-trained",
+    question="Trained on 16 items with a remedy in the model, how far does max retrieval reach?",
+    variants={
+        "softmax": {"attention": {}},
+        "ssmax": {"attention": {"temperature": "ssmax"}},
+        "adaptive": {"attention": {"temperature": "adaptive"}},
+        "query-dependent": {"attention": {"temperature": "query_dependent"}},
+        "qk-norm": {"attention": {"score": "cosine"}},
+        "entmax15": {"attention": {"normalizer": "entmax15"}},
+        "sparsemax": {"attention": {"normalizer": "sparsemax"}},
+        "entmax15-ssmax": {"attention": {"normalizer": "entmax15", "temperature": "ssmax"}},
+    },
+    make=RetrievalTrial,
+    presets={
+        "small": replace(SMALL, learner="ssmax"),
+        "full": Preset(
+            steps=4000,
+            every=1000,
+            sizes={"width": 128, "batch": 512, "tests": list(PUBLISHED), "items": 2**23, "rate": 2e-3},
+        ),
+    },
+    figures=figures,
+    metric="own@1024",
+)

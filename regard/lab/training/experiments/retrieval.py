@@ -55,7 +55,8 @@ class Retriever(nn.Module):
 
 
 class RetrievalTrial(Trial):
-    """Options: width, batch, attention; tests, the numbers of items tested; items, how many of them in all per test."""
+    """Options: width, batch, attention; tests, the numbers of items tested; items, how many of them in all per test,
+    in `rows` rows at least."""
 
     rate = 1e-3
 
@@ -63,7 +64,8 @@ class RetrievalTrial(Trial):
         self.setting, self.size = setting, setting.options["batch"]
         self.tests, self.items = setting.options["tests"], setting.options["items"]
         self.rate = setting.options.get("rate", self.rate)
-        self._chunk, self._rows = -1, ()
+        self._chunk = -1
+        self._rows: tuple[Tensor, ...] = ()
         self.model = Retriever(setting.options["width"], setting.options.get("attention", {})).to(setting.device)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
@@ -97,7 +99,7 @@ class RetrievalTrial(Trial):
         return found
 
     def _accuracy(self, n: int) -> float:
-        rows = max(64, min(4096, self.items // n))
+        rows = max(self.setting.options.get("rows", 64), min(4096, self.items // n))
         priority, kind = self._test(n, rows, 1_000_003 * (self.setting.seed + 1) + n)
         right = answers(priority, kind)
         parts = zip(*(x.split(max(1, PIECE // n)) for x in (priority, kind)), strict=True)
@@ -180,7 +182,7 @@ experiment = Experiment(
         "full": Preset(
             steps=3000,
             every=500,
-            sizes={"width": 128, "batch": 256, "tests": list(PUBLISHED), "items": 2**20, "rate": 2e-3},
+            sizes={"width": 128, "batch": 256, "tests": list(PUBLISHED), "items": 2**20, "rows": 256, "rate": 2e-3},
         ),
     },
     figures=figures,

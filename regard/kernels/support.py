@@ -142,6 +142,7 @@ def settle_rows(
         tau += tl.maximum(step(mass, fall, power), 0.0)
         mass, fall = measure(x, tau, theta, C)
         turns += 1
+    tau += tl.maximum(step(mass, fall, power), 0.0)  # what is left of |Σp − 1| matters to rows that are nearly one-hot
     tl.store(frames + row, tl.where(dead, 0.0, top * gain + tau), mask=inside)
     tl.store(sums + row, tl.where(dead, 0.0, fall * C.F.gain(theta)), mask=inside)
     start = tl.min(i, 0)

@@ -107,7 +107,7 @@ def memory(rank: int, world: int, port: int, queue) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     n = 8192
-    small = [torch.randn(1, 16, 1024 // world, 64) for _ in range(3)]
+    small = [torch.randn(1, 4, 1024, 64) for _ in range(3)]
     run(parallel.attention, *small, dict(is_causal=True), True)  # kernels, libraries
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     q, k, v = (torch.randn(1, 16, n // world, 64) for _ in range(3))
@@ -147,7 +147,7 @@ def main() -> None:
     if arguments.only != "time":
         lines += ["", "| ranks | peak memory of a rank over its start, MiB | × ranks |", "| --- | --- | --- |"]
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # what is freed leaves the process, so that peaks are true
-        for world in (1, 2, 4):
+        for world in (1, 2, 4, 8):
             queue = context.Queue()
             mp.spawn(memory, (world, free_port(), queue), nprocs=world)
             _, peak = queue.get()

@@ -156,7 +156,7 @@ def main() -> None:
     if arguments.markdown:
         with open(arguments.markdown, "w", encoding="utf-8") as file:
             shape = ", ".join(f"{name} {value}" for name, value in SHAPE.items())
-            file.write(f"# The ring on two CPU processes\n\n{main.__doc__ or ''}{shape}, float32, one thread each; "
+            file.write(f"# The ring on two CPU processes\n\n{shape}, float32, one thread each; "
                        f"torch {torch.__version__}. `python benchmarks/parallel_ring.py`\n\n")  # fmt: skip
             file.write("\n".join(lines) + "\n")
 

@@ -1,0 +1,48 @@
+"""Trained: max retrieval on rows of at most 16 items, tested on longer ones, with temperatures put in afterwards."""
+
+from regard.lab import training
+from regard.lab.claim import Claim, Finding, above
+from regard.lab.training.results import estimate
+
+LONG, LONGER, LONGEST = 1024, 4096, 16384
+
+
+def measure(bench):
+    result = training.shipped("retrieval")
+    runs = [r["final"] for r in result["records"] if r["variant"] == "softmax" and not r["diverged"]]
+
+    def points(how, n):
+        return estimate([final[f"{how}@{n}"] for final in runs])
+
+    def gain(how, other, n):
+        return estimate([final[f"{how}@{n}"] - final[f"{other}@{n}"] for final in runs])
+
+    def row(how):
+        return ", ".join(f"{points(how, n).value:.1f}" for n in (16, LONG, LONGER, LONGEST))
+
+    return Finding(
+        [
+            above(f"% correct won by the refit temperature, {LONG} items", 0.0, gain("refit", "own", LONG)),
+            above(f"% correct won by the refit temperature, {LONGER} items", 0.0, gain("refit", "own", LONGER)),
+            above(f"% correct with it, {LONGEST} items, against 90", 90.0, points("refit", LONGEST)).beyond(),
+        ],
+        condition="to keep means to lose less: far beyond the trained lengths accuracy falls with either",
+        right="It does not help.",
+        remark=f"% correct at 16, {LONG}, {LONGER} and {LONGEST} items: without {row('own')}; with the published "
+        f"polynomial {row('published')}; refit {row('refit')}. At {LONGEST} the seeds do not settle what it wins: "
+        f"{gain('refit', 'own', LONGEST)}. Trained: {result['how']['command']}; {len(runs)} seeds; "
+        f"{result['how']['where'][0]}.",
+        figure=lambda: training.get("retrieval").figures(result)["afterwards"],
+    )
+
+
+claim = Claim(
+    id="adaptive-temperature",
+    note="004",
+    statement="Can an adaptive temperature keep attention sharp where it should be, on lengths never trained on? Put "
+    "as a claim: it keeps max retrieval right.",
+    derivation=[r"T = 1/\max(\beta(H), 1), \quad H = \text{entropy of the row at } T = 1"],
+    rule=f"Core: put into models trained on at most 16 items, the refit temperature must win accuracy at {LONG} and at "
+    f"{LONGER} items (95 % intervals over seeds). Beyond: at {LONGEST} items at least 90 % must be right.",
+    measure=measure,
+)

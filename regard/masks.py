@@ -82,6 +82,6 @@ def dense(
         right = 0 if is_causal and (right is None or right > 0) else right
         seen = window(n, keys, left, right, first=first, device=device)
     if key_lengths is not None:
-        lengths = padding(key_lengths.to(device), keys)[:, None, None, :]
+        lengths = padding(key_lengths.to(device).clamp(0, keys), keys)[:, None, None, :]
         seen = lengths if seen is None else seen & lengths
     return seen

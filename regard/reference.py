@@ -95,9 +95,7 @@ def attention(
         sink = sink.expand(*s.shape[:-1], 1)
     if temperature is not None:
         t = temperature
-        if callable(
-            temperature
-        ):  # a policy: from the visible keys, the queries, what it asks to be measured
+        if callable(temperature):  # a policy: from the visible keys, the queries, what it asks to be measured
             measured = statistics.of_scores(s, visible, choice, sink=sink, first=first_query)
             rows = Rows(q * scale if isinstance(scale, Tensor) else q, lambda names: measured)
             t = temperature(visible.sum(-1).to(s.dtype), rows)[..., None]

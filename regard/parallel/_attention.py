@@ -74,7 +74,7 @@ def attention(
     arguments = (attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
                  key_lengths, return_stats)  # fmt: skip
     line = Line.of(group)
-    queries, keys, flags, seed = _agree(line, layout, lengths, q, k, arguments)
+    queries, keys, flags, seed = _agree(line, layout, lengths, q, k, v, arguments)
     call = _call(q, k, v, arguments, sum(map(size, keys)), backend)
     plan = _plan(call, line, queries, keys, flags, backend)
     return _answer(plan, call, seed, _Sharded())
@@ -120,19 +120,18 @@ def decode(
                  key_lengths, return_stats)  # fmt: skip
     line = Line.of(group)
     whole = None if lengths is None else (q.shape[-2] * line.world, lengths)
-    _, keys, flags, seed = _agree(line, layout, whole, q, k, arguments, shared=True)
+    _, keys, flags, seed = _agree(line, layout, whole, q, k, v, arguments, shared=True)
     call = _call(q, k, v, arguments, sum(map(size, keys)), backend)
     everywhere = [[(0, q.shape[-2])]] * line.world
     plan = _plan(call, line, everywhere, keys, flags, backend)
     return _answer(plan, call, seed, _Shared())
 
 
-def _agree(line: Line, layout, lengths, q, k, arguments, shared=False):
+def _agree(line: Line, layout, lengths, q, k, v, arguments, shared=False):
     """(spans of the queries, of the keys, (is the mask per row?), the seed): what all ranks must see alike."""
     mask, dropout_p = arguments[0], arguments[1]
     seed = int(torch.randint(0, 2**62, (1,), device=q.device, dtype=torch.int64)) if dropout_p else 0
     rows = mask.shape[-2] if isinstance(mask, Tensor) and mask.ndim > 1 else 1
-    mark = zlib.crc32(repr([_kind(x) for x in (*arguments, layout)]).encode())
     if lengths is not None:
         queries, keys = (spans(length, line.world, layout) for length in lengths)
         if not shared and (q.shape[-2], k.shape[-2]) != (size(queries[line.rank]), size(keys[line.rank])):
@@ -141,22 +140,37 @@ def _agree(line: Line, layout, lengths, q, k, arguments, shared=False):
             raise ValueError(f"lengths {tuple(lengths)} give this rank {own} positions, but q and k have {came}")
         if not dropout_p and mask is None:
             return queries, keys, False, seed
-    told = line.all_gather_numbers([q.shape[-2], k.shape[-2], rows, mark, seed], "agree")
-    for rank, (*_, other, _) in enumerate(told):
-        if other != told[0][3]:
-            raise ValueError(f"rank {rank} and rank 0 call with different options; every rank must pass the same")
+    alike = {"with different options": [_kind(x) for x in (*arguments, layout)]}
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor):
+            alike[f"with {name} of different dtypes"] = str(x.dtype)
+            alike[f"with {name} of different shapes (all but the length)"] = (x.ndim, *x.shape[:-2], *x.shape[-1:])
+    marks = [zlib.crc32(repr(x).encode()) for x in alike.values()]
+    told = line.all_gather_numbers([q.shape[-2], k.shape[-2], rows, seed, *marks], "agree")
+    for rank, (*_, others) in enumerate((*n[:4], n[4:]) for n in told):
+        for how, other, first in zip(alike, others, told[0][4:], strict=True):
+            if other != first:
+                raise ValueError(f"rank {rank} and rank 0 call {how}; every rank must pass the same")
     if lengths is None:
         queries = given_spans([n for n, *_ in told], "contiguous" if shared else layout, "q")
         keys = given_spans([n for _, n, *_ in told], layout, "k")
     per_row = any(n[2] != 1 for n in told) or all(n[0] == 1 for n in told)
-    return queries, keys, per_row, told[0][4]
+    return queries, keys, per_row, told[0][3]
 
 
 def _kind(x):
-    """What of an argument must be the same on every rank: a tensor's dtype and dims, anything else itself."""
+    """What of an argument must be the same on every rank: a tensor's dtype and dims, a policy's numbers, or itself."""
     if isinstance(x, Tensor):
         return str(x.dtype), x.ndim
-    return type(x).__name__ if callable(x) else x
+    if not callable(x):
+        return x
+    plain = {
+        name: value for name, value in getattr(x, "__dict__", {}).items() if isinstance(value, (int, float, str, tuple))
+    }
+    learned = []
+    if isinstance(x, torch.nn.Module):
+        learned = [p.detach().double().flatten().tolist() for p in (*x.parameters(), *x.buffers())]
+    return type(x).__name__, sorted(plain.items()), learned
 
 
 def _call(q, k, v, arguments, keys: int, backend) -> _Call:
@@ -210,8 +224,7 @@ def _answer(plan: Plan, call: _Call, seed: int, scheme):
         plan = replace(plan, problem=problem)
     names = problem.stats
     carries = problem.choice.family == "ratio" and problem.choice.exponential
-    if torch.is_grad_enabled() and carries and set(names) & set(DIFFERENTIABLE):
-        names = statistics.resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
+    names = _with_helpers(problem, names)
     plan.problem = replace(plan.problem, stats=names)
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = _Apply.apply(plan, scheme, *given)
@@ -232,12 +245,20 @@ def _ask(plan: Plan, call: _Call, scheme) -> Tensor:
     counts = [visible_keys(rows) for _, rows in plan.rows(whole, own)]
 
     def measure(names):
-        plain = replace(problem, stats=statistics.resolve(names), dropout_p=0.0)
+        plain = replace(problem, stats=_with_helpers(problem, statistics.resolve(names)), dropout_p=0.0)
         given = problem.q, problem.k, problem.v, call.bias, None, call.sink
         values = _Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 
     return _check_asked(call.policy(torch.cat(counts, -1), Rows(problem.q, measure)), call)
+
+
+def _with_helpers(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
+    """With the statistics that the gradients of these take."""
+    carries = problem.choice.family == "ratio" and problem.choice.exponential
+    if torch.is_grad_enabled() and carries and set(names) & set(DIFFERENTIABLE):
+        return statistics.resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
+    return names
 
 
 class _Sharded:

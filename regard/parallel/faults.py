@@ -41,7 +41,8 @@ class Watch:
         self.rank = dist.get_rank()
         store = _get_default_store()
         clone = getattr(store, "clone", None)
-        name = "regard.parallel/" + ",".join(map(str, self.ranks))
+        whole = group if group is not None else dist.group.WORLD
+        name = f"regard.parallel/{whole.group_name}/" + ",".join(map(str, self.ranks))
         self.store = dist.PrefixStore(name, store if clone is None else clone())
         self.progress, self.step, self.beats = 0, "start", 0
         self.stopped, self.moved = threading.Event(), threading.Event()

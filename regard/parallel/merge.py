@@ -9,7 +9,7 @@ The sums behind the statistics merge by `regard.statistics.State.merge`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Total:
                 self.mix = mixture.mixed(self.mix, other, self.mix["mass"], other["mass"], True)
         if part.sums is not None:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
-            self.state = state if self.state is None else self.state.merge(state, self.choice)
+            self.state = state if self.state is None else merged(self.state, state, self.choice)
 
     def statistics(self, problem: Problem, m: Tensor, z: Tensor) -> Statistics:
         """Those named in `problem.stats`, of whole rows whose m and z `finish` gave."""
@@ -101,21 +101,29 @@ class Total:
         return o * kept[..., None], m, z
 
 
-def nothing(rows: Problem, mixes: bool = False) -> Part:
-    """The part of rows in which nobody sees a key; `mixes`: with its statistics finished."""
+def merged(first: State, second: State, choice: Choice) -> State:
+    """Both parts' sums. A part without keys has no say in the frame."""
+    if choice.family != "ratio":
+        first = replace(first, frame=torch.where(first.n == 0, second.frame, first.frame))
+    return first.merge(second, choice)
+
+
+def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None) -> Part:
+    """The part of rows in which nobody sees a key; `mixes`: with its statistics finished; `high`: m of these rows."""
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
     sums = None
     if rows.stats:
         sums = torch.zeros((len(FIELDS), *shape), dtype=torch.float64, device=rows.q.device)
         sums[FIELDS.index("top")] = -math.inf
     zero = torch.zeros(shape, **like)
+    m = zero if high is None else high.to(zero.dtype)
     slopes = zero if rows.choice.family == "threshold" else None
     if rows.stats and mixes:
         bare = torch.full_like(zero, -math.inf)
         named = mixture.needed(rows.stats)
         stats = {name: bare if name in ("max_logit", "logsumexp") else zero for name in named}
-        return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), zero, zero, stats=stats)
-    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), zero, zero, slopes, sums)
+        return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
+    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, sums)
 
 
 def silent_logits(problem: Problem) -> list[Tensor]:

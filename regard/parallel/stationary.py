@@ -51,9 +51,9 @@ def parts(plan: Plan, rows: Problem, queries: Spans) -> tuple[list[Total], Tenso
         high, c = solve(plan, rows, queries)
         for index, here, _, pair in plan.pairs(rows, queries, **own):
             totals[index].add(plan.engine.weigh(pair, high[:, :, here], c[:, :, here]))
-    for total, (_, chunk) in zip(totals, plan.rows(rows, queries), strict=True):
+    for total, (here, chunk) in zip(totals, plan.rows(rows, queries), strict=True):
         if total.o is None:
-            total.add(nothing(chunk, plan.mixes))
+            total.add(nothing(chunk, plan.mixes, None if high is None else high[:, :, here]))
     return totals, high, c
 
 

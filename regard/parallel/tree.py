@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.parallel.line import Line
-from regard.parallel.merge import Total
+from regard.parallel.merge import Total, merged
 from regard.problem import Part
 from regard.statistics import State
 
@@ -56,7 +56,7 @@ def _joined(first: Total, second: Total) -> Total:
     total = Total(first.choice, first.o, first.m, first.z, first.slopes, first.state, first.mix)
     total.add(Part(second.o, second.m, second.z, second.slopes, stats=second.mix))
     if second.state is not None:
-        total.state = first.state.merge(second.state, first.choice)
+        total.state = merged(first.state, second.state, first.choice)
     return total
 
 

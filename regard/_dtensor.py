@@ -34,6 +34,7 @@ def attention(function: Callable, q, k, v, options: dict):
             "goes to regard.parallel.attention, as local tensors"
         )
     mesh, placements = q.device_mesh, q.placements
+    _check_even(q, k, v, Shard)
     shape, start = compute_local_shape_and_global_offset(q.shape, mesh, placements)
 
     def local(name: str, x):
@@ -59,3 +60,18 @@ def attention(function: Callable, q, k, v, options: dict):
         out, stats = result
         return placed(out), Statistics({name: placed(x) for name, x in stats.items()})
     return placed(result)
+
+
+def _check_even(q, k, v, shard: type) -> None:
+    """Every rank has as many heads (and batch entries) as any other, so that its queries meet their own keys."""
+    for dim in range(q.ndim - 2):
+        ranks = 1
+        for axis, placement in enumerate(q.placements):
+            if isinstance(placement, shard) and placement.dim % q.ndim == dim:
+                ranks *= q.device_mesh.size(axis)
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if ranks > 1 and (x.ndim != q.ndim or x.shape[dim] % ranks):
+                raise ValueError(
+                    f"dimension {dim} of {name} (shape {tuple(x.shape)}) does not divide over the {ranks} ranks that q "
+                    "is sharded over"
+                )

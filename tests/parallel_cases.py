@@ -170,10 +170,60 @@ def odd_pieces(rank: int, world: int) -> None:
         assert torch.allclose(ours, regard.attention(x, x, x, **told), atol=1e-5)
     with pytest.raises(ValueError, match="call with different options"):
         parallel.attention(*pieces, is_causal=rank == 1)
+    q, k, v = pieces
+    last = rank == world - 1
+    for given, what in (
+        (
+            (q.half() if last else q.bfloat16(), *(x.half() if last else x.bfloat16() for x in (k, v))),
+            "q of different d",
+        ),
+        ((q, k[:, :1] if last else k, v[:, :1] if last else v), "k of different shapes"),
+        ((q, k, v[..., :2] if last else v), "v of different shapes"),
+        ((q.transpose(0, 1) if last else q, k, v), "q of different shapes"),
+    ):
+        with pytest.raises(ValueError, match=f"rank {world - 1} and rank 0 call with {what}"):
+            parallel.attention(*given)
+    with pytest.raises(ValueError, match="call with different options"):
+        parallel.attention(*pieces, temperature=regard.temperature.SSMax(2.0 if last else 1.0))
+    ours = parallel.attention(q.requires_grad_(), k, v, temperature=regard.temperature.Adaptive())
+    (ours,) = torch.autograd.grad(ours.square().sum(), q)
+    x.requires_grad_()
+    (want,) = torch.autograd.grad(
+        regard.attention(x, x.detach(), x.detach(), temperature=regard.temperature.Adaptive()).square().sum(), x
+    )
+    assert torch.allclose(parallel.unshard(ours), want, atol=1e-5)
+    few_keys(rank, world)
     with pytest.raises(ValueError, match="layout must be one of 'balanced', 'contiguous', got 'round'"):
         parallel.attention(*pieces, layout="round")
     with pytest.raises(ValueError, match=r"lengths \(8, 9\) give this rank"):
         parallel.attention(pieces[0][:, :, :0], *pieces[1:], lengths=(8, 9))
+
+
+def few_keys(rank: int, world: int) -> None:
+    """Ranks that hold no key, or whose keys their own queries do not see: output, statistics, gradients."""
+    g = torch.Generator().manual_seed(4)
+    for name, m, n, how in (
+        ("entmax15", 8, 1, {}),
+        ("sparsemax", 7, 2, dict(is_causal=True)),
+        ("entmax15", 7, 2, dict(window=(0, 0))),
+        ("softmax", 8, 1, {}),
+    ):
+        for layout in ("contiguous", "balanced"):
+            q, k, v, do = (torch.randn(1, 1, size, 4, generator=g, dtype=torch.float64) for size in (m, n, n, m))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            told = dict(normalizer=name, return_stats=True, backend="reference", **how)
+            truth, known = regard.attention(*leaves, **told)
+            want = torch.autograd.grad((truth * do).sum(), leaves)
+            pieces = [parallel.shard(x, layout=layout) for x in (*leaves, do)]
+            out, stats = parallel.attention(*pieces[:3], layout=layout, **told)
+            ours = torch.autograd.grad((out * pieces[3]).sum(), leaves)
+            assert torch.allclose(out, parallel.shard(truth, layout=layout))
+            for name_ in ("mass", "entropy", "support"):
+                right = parallel.shard(known[name_][..., None], layout=layout)[..., 0]
+                assert torch.allclose(stats[name_], right), (name, m, n, how, layout, name_)
+            for x, y in zip(ours, want, strict=True):
+                dist.all_reduce(x)
+                assert torch.allclose(x, y), (name, m, n, how, layout)
 
 
 def same_bits(rank: int, world: int) -> list[bytes]:
@@ -284,6 +334,10 @@ def head_sharded(rank: int, world: int) -> None:
     assert torch.allclose(ours.full_tensor(), want, atol=1e-5)
     with pytest.raises(ValueError, match="a sequence that is sharded goes to"):
         regard.attention(*(distribute_tensor(x.detach(), mesh, [Shard(2)]) for x in (q, k, v)))
+    for heads in ((4 * world, world + 1), (2 * world + 1,) * 2):
+        uneven = [distribute_tensor(q[:, :h].detach(), mesh, [Shard(1)]) for h in (heads[0], heads[1], heads[1])]
+        with pytest.raises(ValueError, match="does not divide over"):
+            regard.attention(*uneven, enable_gqa=True)
 
     torch.manual_seed(0)
     model = Heads(16, 2 * world)
@@ -332,6 +386,7 @@ def in_a_model(rank: int, world: int) -> None:
             assert torch.allclose(model(input_ids=ids)[0], whole, atol=1e-5)
     with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels stay outside"):
         llama(input_ids=ids, labels=ids)
+    refused_models(mesh, small, ids, llama)
     learned = list(llama.parameters())
     want = torch.autograd.grad(llama(input_ids=ids).logits.square().mean(), learned)
     with regard.using(llama, context_parallel=mesh):
@@ -339,6 +394,37 @@ def in_a_model(rank: int, world: int) -> None:
     for x, y in zip(ours, want, strict=True):
         dist.all_reduce(x)  # each rank's positions' share, as in data parallel training
         assert torch.allclose(x, y, atol=1e-5)
+
+
+def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
+    """A window told to the attention function; and what would come out wrong is an error."""
+    import transformers as t
+
+    mistral = t.MistralForCausalLM(t.MistralConfig(num_key_value_heads=2, sliding_window=4, **small)).eval()
+    whole = mistral(input_ids=ids).logits
+    with regard.using(mistral, context_parallel=mesh):
+        assert torch.allclose(mistral(input_ids=ids).logits, whole, atol=1e-5)
+    roberta = t.RobertaModel(t.RobertaConfig(max_position_embeddings=64, **small), add_pooling_layer=False).eval()
+    bloom = t.BloomForCausalLM(t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50)).eval()
+    labels = t.BertForSequenceClassification(t.BertConfig(**small)).eval()
+    for model, given, error in (
+        (roberta, {}, "pass position_ids of the whole sequence"),
+        (bloom, {}, "2 layers, but 0 attention calls"),
+        (labels, {}, "does not have one row per position"),
+        (t.BertModel(t.BertConfig(**small)).eval(), {}, "pooler_output is of this rank's piece alone"),
+        (llama, dict(logits_to_keep=1), "logits_to_keep does not go with"),
+        (llama, dict(return_dict=False), "use return_dict=True"),
+        (llama, dict(past_key_values=t.DynamicCache()), "no generate"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=error), regard.using(model, context_parallel=mesh):
+            model(input_ids=ids, **given)
+    llama.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        regard.using(llama, context_parallel=mesh)
+    llama.config.is_encoder_decoder, llama.config.attention_chunk_size = False, 4
+    with pytest.raises(ValueError, match="attention in chunks"):
+        regard.using(llama, context_parallel=mesh)
+    llama.config.attention_chunk_size = None
 
 
 def triton_parts(rank: int, world: int) -> None:

@@ -117,4 +117,5 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     return Call(
         module, query, key, value, own=run, kind=name.removesuffix("_attention_forward"), mask=mask, causal=causal,
         options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=eager or sdpa, obstacle=obstacle,
+        told={name: kwargs[name] for name in ("sliding_window",) if name in kwargs},
     )  # fmt: skip

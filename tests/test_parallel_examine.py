@@ -47,6 +47,10 @@ def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expec
     assert (crew[0].returncode, crew[1].returncode) == (1, 9), said
     assert "rank 1 died at step 'examine batch" in said
     assert not (tmp_path / "report.json").exists() and (tmp_path / "snapshot").is_file()
+    model, batches = subject()
+    for given, why in (([2 * x for x in batches], "are not the first 2 of these"), (batches[:1], "these are 1")):
+        with pytest.raises(ValueError, match=why):  # other data
+            regard.examine(model, given, snapshot=tmp_path / "snapshot")
     rest = start(tmp_path, 0, 1, port)
     _, said = rest.communicate(timeout=120)
     assert rest.returncode == 0, said

@@ -87,6 +87,8 @@ def examine(
             module.training = False
         with interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
+                if rounds is not None:
+                    rounds.saw(done, batch)
                 if rounds is None or rounds.mine(done):
                     recorder.begin()  # a function may run a part of the model, whose hook is not called
                     _run(model, modules, batch, done)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import io
 import os
 import time
+import zlib
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,6 +33,10 @@ class RoundError(RuntimeError):
     """A batch failed on one of the ranks: told to all of them."""
 
 
+class SnapshotError(ValueError):
+    """The snapshot is of other data."""
+
+
 class Rounds:
     """What `regard.examine(group=…, snapshot=…)` does between batches."""
 
@@ -42,8 +48,20 @@ class Rounds:
         self.what = what
         self.merged: dict[tuple[str, int], Layer] = {}
         self.done, self.written = 0, 0.0
+        self.data = self.known = 0  # the mark of all batches so far, and of those in the snapshot
         self._resume()
         self.start = self.done
+
+    def saw(self, number: int, batch) -> None:
+        """Every rank calls this before each batch: those that the snapshot has must be the same again."""
+        if self.path is None:
+            return
+        self.data = _mark(batch, self.data)
+        if number + 1 == self.start and self.data != self.known:
+            raise self._other(f"its {self.start} batches are not the first {self.start} of these")
+
+    def _other(self, why: str) -> SnapshotError:
+        return SnapshotError(f"snapshot {str(self.path)!r} is of another examination ({why}); remove it")
 
     def mine(self, number: int) -> bool:
         return number >= self.start and (number - self.start) % self.world == self.rank
@@ -58,7 +76,7 @@ class Rounds:
 
         A lost rank, or Ctrl-C, is raised at once: the others cannot be met any more.
         """
-        if isinstance(error, RankError) or not isinstance(error, Exception):
+        if isinstance(error, (RankError, SnapshotError)) or not isinstance(error, Exception):
             raise error
         if not isinstance(error, RoundError):
             try:
@@ -92,6 +110,8 @@ class Rounds:
 
     def finish(self, count: int) -> list[Layer]:
         """After the last batch: the round that was not full, then the same merged layers on every rank."""
+        if count < self.start:
+            raise self._other(f"it has {self.start} batches, these are {count}")
         if self.done < count:
             self.meet(count - 1, last=True)
         layers = self.layers()
@@ -145,7 +165,8 @@ class Rounds:
         if self.path is None or self.rank != 0 or (self.written and now - self.written < SECONDS):
             return
         self.written = now
-        content = {"what": self.what, "done": self.done, "layers": [_told(layer) for layer in self.merged.values()]}
+        content = {"what": self.what, "done": self.done, "data": self.data}
+        content["layers"] = [_told(layer) for layer in self.merged.values()]
         beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         torch.save(content, beside)
         os.replace(beside, self.path)
@@ -157,12 +178,30 @@ class Rounds:
             content = torch.load(self.path, weights_only=True)
             if content["what"] != self.what:
                 named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
-                raise ValueError(f"snapshot {str(self.path)!r} is of another examination ({named} differ); remove it")
+                raise self._other(f"{named} differ")
             for layer in content["layers"]:
                 _absorb(self.merged, layer)
-        self.done = 0 if content is None else content["done"]
+        if content is not None:
+            self.done, self.known = content["done"], content.get("data", -1)
         if self.line is not None and self.path is not None:
-            self.done = self.line.all_gather_numbers([self.done], "examine start")[0][0]
+            self.done, self.known = self.line.all_gather_numbers([self.done, self.known], "examine start")[0]
+
+
+def _mark(x, before: int = 0) -> int:
+    """A checksum of a batch, and of those before it."""
+    if isinstance(x, Mapping):
+        for name in sorted(x, key=str):
+            before = _mark(x[name], zlib.crc32(str(name).encode(), before))
+    elif isinstance(x, (tuple, list)):
+        for part in x:
+            before = _mark(part, before)
+    elif isinstance(x, Tensor):
+        before = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), before)
+        if x.layout == torch.strided and x.numel():
+            before = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), before)
+    else:
+        before = zlib.crc32((repr(x) if isinstance(x, (int, float, str)) else type(x).__name__).encode(), before)
+    return before
 
 
 def _told(layer: Layer) -> dict:

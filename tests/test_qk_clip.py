@@ -231,3 +231,14 @@ def test_a_model_without_attention_is_told():
     model(torch.randn(2, 4))
     with pytest.raises(ValueError, match="no attention call"):
         regard.qk_clip(model)
+
+
+def test_a_fixed_temperature_does_not_count():
+    torch.manual_seed(0)
+    model = regard.nn.MultiheadAttention(8, num_heads=2, temperature=0.1)
+    x, found = torch.randn(2, 6, 8), []
+    for _ in range(3):
+        model(x).square().mean().backward()
+        found.append(regard.qk_clip(model, threshold=1e6).max_logit[""])
+    assert found[1] == pytest.approx(found[0])
+    assert found[2] == pytest.approx(found[0])

@@ -100,9 +100,11 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options) -> MultiheadAttention:
-        """A copy of a torch `nn.MultiheadAttention` that gives the same output (batch first).
+        """A copy of a torch `nn.MultiheadAttention` that gives the same output.
 
-        Its `key_padding_mask` (True = hidden) is `attn_mask=~key_padding_mask[:, None, None]` here
+        Inputs are (B, L, embed_dim) here, whatever the module's own batch_first. A bool mask says who is visible, where
+        torch's says who is hidden: its `attn_mask` is `~attn_mask` here, and its `key_padding_mask` is
+        `attn_mask=~key_padding_mask[:, None, None]`.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")

@@ -27,7 +27,7 @@ def measure(bench):
             above("gradient gain won by attention dropout", RELIEF, gain["dropout"]).beyond(),
             above("loss won by attention dropout, nats", BETTER, loss["dropout"]).beyond(),
         ],
-        condition="the remedy is a temperature of √d_k from the start; one that is learned, begun at 1, does not "
+        condition="the remedy is a temperature of √d_k from the start; one learned per head, begun at 1, does not "
         "relieve it, nor does attention dropout",
         right="Neither does.",
         remark=f"Collapsed: loss {ill['loss']['mean']:.3f}, gradient gain {ill['gradient_gain']['mean']:.3f}, largest "

@@ -193,6 +193,12 @@ def odd_pieces(rank: int, world: int) -> None:
     )
     assert torch.allclose(parallel.unshard(ours), want, atol=1e-5)
     few_keys(rank, world)
+    short = x.detach()[:, :, :2]  # ranks without a query, under a mask
+    told = dict(temperature=regard.temperature.SSMax(), attn_mask=torch.tensor([True, False])[None, None, None])
+    ours = parallel.unshard(parallel.attention(*[parallel.shard(short)] * 3, **told))
+    assert torch.allclose(ours, regard.attention(short, short, short, **told), atol=1e-5)
+    with pytest.raises(TypeError, match="k must be a tensor, this rank's local piece, got list"):
+        parallel.attention(q, [1.0], v)
     with pytest.raises(ValueError, match="layout must be one of 'balanced', 'contiguous', got 'round'"):
         parallel.attention(*pieces, layout="round")
     with pytest.raises(ValueError, match=r"lengths \(8, 9\) give this rank"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard import statistics
 from regard._attention import _Call, _check_asked
+from regard._dtensor import is_dtensor
 from regard.parallel import plain, ring, stationary, tree, visits
 from regard.parallel.gradients import KeyGradients
 from regard.parallel.layout import Spans, check, given_spans, joined, size, spans
@@ -129,6 +130,11 @@ def decode(
 
 def _agree(line: Line, layout, lengths, q, k, v, arguments, shared=False):
     """(spans of the queries, of the keys, (is the mask per row?), the seed): what all ranks must see alike."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or is_dtensor(x):
+            raise TypeError(f"{name} must be a tensor, this rank's local piece, got {type(x).__name__}")
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 dimensions (length, width), got shape {tuple(x.shape)}")
     mask, dropout_p = arguments[0], arguments[1]
     seed = int(torch.randint(0, 2**62, (1,), device=q.device, dtype=torch.int64)) if dropout_p else 0
     rows = mask.shape[-2] if isinstance(mask, Tensor) and mask.ndim > 1 else 1
@@ -142,9 +148,8 @@ def _agree(line: Line, layout, lengths, q, k, v, arguments, shared=False):
             return queries, keys, False, seed
     alike = {"with different options": [_kind(x) for x in (*arguments, layout)]}
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if isinstance(x, Tensor):
-            alike[f"with {name} of different dtypes"] = str(x.dtype)
-            alike[f"with {name} of different shapes (all but the length)"] = (x.ndim, *x.shape[:-2], *x.shape[-1:])
+        alike[f"with {name} of different dtypes"] = str(x.dtype)
+        alike[f"with {name} of different shapes (all but the length)"] = (*x.shape[:-2], x.shape[-1])
     marks = [zlib.crc32(repr(x).encode()) for x in alike.values()]
     told = line.all_gather_numbers([q.shape[-2], k.shape[-2], rows, seed, *marks], "agree")
     for rank, (*_, others) in enumerate((*n[:4], n[4:]) for n in told):

@@ -31,7 +31,7 @@ def visible_keys(problem) -> Tensor:
     last = last.expand(batch, queries)
     if problem.key_lengths is not None:
         last = torch.minimum(last, problem.key_lengths.to(device)[:, None] - problem.first_key)
-    if problem.mask is None and problem.bias is None:
+    if not queries or (problem.mask is None and problem.bias is None):
         count = (last - first).clamp_min(0)[:, None, :].expand(batch, heads, queries)
         return count.to(problem.accumulator)
     shown = []

@@ -7,6 +7,7 @@ beside q, k and v, whole on every rank, is cut to the rank's heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def attention(function: Callable, q, k, v, options: dict):
     return placed(result)
 
 
-def _check_even(q, k, v, shard: type) -> None:
+def _check_even(q, k, v, shard: Any) -> None:
     """Every rank has as many heads (and batch entries) as any other, so that its queries meet their own keys."""
     for dim in range(q.ndim - 2):
         ranks = 1

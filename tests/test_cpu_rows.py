@@ -283,7 +283,7 @@ def test_an_unwritable_cache_folder_is_no_obstacle(tmp_path):
 
 
 def test_without_numba_the_package_is_named(monkeypatch):
-    monkeypatch.setattr(_compile.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ImportError, match="pip install numba"):
         _compile.require_numba()
 

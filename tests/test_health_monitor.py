@@ -155,8 +155,9 @@ def samples(count):
     return [{"x": torch.randn(10, 16), "labels": torch.zeros(())} for _ in range(count)]
 
 
-def test_a_trainer_brings_its_steps_and_its_end(tmp_path):
+def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    monkeypatch.delitem(sys.modules, "marimo", raising=False)  # where it is loaded, transformers takes us for a notebook
     from transformers import Trainer, TrainingArguments
 
     model, rows = Training(), []

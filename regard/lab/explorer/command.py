@@ -6,6 +6,7 @@ page itself: neither another machine nor another site in the same browser can ta
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -64,11 +65,10 @@ def main(options) -> None:
         if not options.no_browser:
             threading.Timer(1.5, webbrowser.open, [address]).start()
         config = uvicorn.Config(page(port, token), log_level="error", timeout_graceful_shutdown=PATIENCE)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # where SIGINT is ignored, as in background jobs, it just returns
             uvicorn.Server(config).run(sockets=[listener])
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr, flush=True)
-            os._exit(130)  # a page's thread may be inside a kernel, where an ordinary exit would abort
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # a page's thread may be inside a kernel, where an ordinary exit would abort
 
 
 def page(port: int, token: str = ""):

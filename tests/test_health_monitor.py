@@ -157,7 +157,9 @@ def samples(count):
 
 def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
-    monkeypatch.delitem(sys.modules, "marimo", raising=False)  # where it is loaded, transformers takes us for a notebook
+    monkeypatch.delitem(
+        sys.modules, "marimo", raising=False
+    )  # where it is loaded, transformers takes us for a notebook
     from transformers import Trainer, TrainingArguments
 
     model, rows = Training(), []

@@ -1,7 +1,8 @@
 """Time candidates in turns and compare their medians.
 
 In each round a candidate waits until the idle threads of its predecessor have stopped spinning (OpenMP's do so for
-some milliseconds, and keep a core from whoever comes next), runs once unmeasured, and then a few times measured. The
+some milliseconds, and keep a core from whoever comes next), runs once unmeasured, and then a few times measured. On
+the CPU freed memory is kept, for the same reason: no candidate pays for fresh pages that another was spared. The
 ratio of two medians of one run is the result; the milliseconds are only its witnesses.
 
 >>> from regard.bench.measure import Target
@@ -11,6 +12,7 @@ ratio of two medians of one run is the result; the milliseconds are only its wit
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import statistics
 import subprocess
@@ -95,6 +97,8 @@ def run(cases: Iterable[Case], device: str, rounds: int = 15, label: str = "") -
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    if device == "cpu":
+        keep_memory()
     cases = list(cases)
     console = Console(stderr=True)
     now = TextColumn("{task.description}")
@@ -141,6 +145,15 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
 
 def _one_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed: else it depends on the order of small allocations who pays for fresh pages."""
+    if platform.system() == "Linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+                mallopt(parameter, 1 << 30)
 
 
 def _cpu_clock(call: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._attention import check_window
+from regard._attention.arguments import check_window
 
 
 class Order(NamedTuple):

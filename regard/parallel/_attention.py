@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from regard import statistics
-from regard._attention import _Call, _check_asked
+from regard._attention.call import Call
+from regard._attention.run import check_asked
 from regard._dtensor import is_dtensor
 from regard.parallel import plain, ring, stationary, tree, visits
 from regard.parallel.gradients import KeyGradients
@@ -178,7 +179,7 @@ def _kind(x):
     return type(x).__name__, sorted(plain.items()), learned
 
 
-def _call(q, k, v, arguments, keys: int, backend) -> _Call:
+def _call(q, k, v, arguments, keys: int, backend) -> Call:
     """The arguments checked as those of a whole call, whose keys need not be there for that."""
 
     def longer(x):
@@ -188,7 +189,7 @@ def _call(q, k, v, arguments, keys: int, backend) -> _Call:
         raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
     mask, dropout_p, is_causal, scale, gqa, normalizer, temperature, softcap, sink, window, lengths, stats = arguments
     shown = backend if backend != "torch" else None
-    call = _Call.of(q, longer(k), longer(v), mask, dropout_p, is_causal, scale, gqa, normalizer, temperature, softcap,
+    call = Call.of(q, longer(k), longer(v), mask, dropout_p, is_causal, scale, gqa, normalizer, temperature, softcap,
                     sink, window, lengths, stats, shown)  # fmt: skip
     batch, groups = call.problem.k.shape[:2]
     lead = (*call.lead[:-1], groups) if call.lead else ()
@@ -198,7 +199,7 @@ def _call(q, k, v, arguments, keys: int, backend) -> _Call:
     return call
 
 
-def _plan(call: _Call, line: Line, queries: list[Spans], keys: list[Spans], per_row: bool, backend) -> Plan:
+def _plan(call: Call, line: Line, queries: list[Spans], keys: list[Spans], per_row: bool, backend) -> Plan:
     engine = choose(call.problem, backend)
     problem = call.problem
     if engine is plain and problem.q.device.type == "cpu":  # as `regard.attention` does it where no kernel is
@@ -218,7 +219,7 @@ def _anywhere(problem: Problem) -> bool:
     return problem.reach == (None, None) and all(x is None for x in dense) and not problem.dropout_p and not counted
 
 
-def _answer(plan: Plan, call: _Call, seed: int, scheme):
+def _answer(plan: Plan, call: Call, seed: int, scheme):
     problem = plan.problem
     if problem.dropout_p:
         problem.seed = torch.tensor([seed], device=problem.q.device)
@@ -242,7 +243,7 @@ def _answer(plan: Plan, call: _Call, seed: int, scheme):
     return out, Statistics({n: x if n in kept else x.detach() for n, x in shaped.items()})
 
 
-def _ask(plan: Plan, call: _Call, scheme) -> Tensor:
+def _ask(plan: Plan, call: Call, scheme) -> Tensor:
     """The temperature that a policy gives for this rank's rows."""
     problem, own = plan.problem, scheme.spans(plan)
     batch, groups, _, d = problem.k.shape
@@ -255,7 +256,7 @@ def _ask(plan: Plan, call: _Call, scheme) -> Tensor:
         values = _Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 
-    return _check_asked(call.policy(torch.cat(counts, -1), Rows(problem.q, measure)), call)
+    return check_asked(call.policy(torch.cat(counts, -1), Rows(problem.q, measure)), call)
 
 
 def _with_helpers(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:

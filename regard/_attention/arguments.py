@@ -1,0 +1,213 @@
+"""Each argument of attention: checked by itself, and brought to the shape that a call keeps it in."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+
+import torch
+from torch import Tensor
+
+from regard import _ops
+
+
+def check_tensors(q, k, v) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; convert with .to_dense()")
+        if not x.is_floating_point() or x.dtype.itemsize == 1:
+            raise TypeError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; convert with .float()"
+            )
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
+        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+            raise TypeError(f"q, k and v must have one dtype, got {q.dtype} for q and {x.dtype} for {name}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
+
+
+def autocast(q, k, v, attn_mask):
+    """Under autocast q, k, v and a float mask take its dtype, as torch's sdpa does; float64 stays."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v, attn_mask
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x):
+        return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v), cast(attn_mask)
+
+
+def leading(q, k, v, enable_gqa, key_lengths, sink):
+    """((…, H), B, H, G): leading dims broadcast; the last of them is the heads."""
+    if q.ndim == 2:
+        return (), 1, 1, 1
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads:
+        if 1 not in (kv_heads, v.shape[-3]):
+            raise ValueError(f"k and v must have the same number of heads, got {kv_heads} and {v.shape[-3]}")
+        kv_heads = kv_heads * v.shape[-3]
+    if enable_gqa:
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"the heads of q ({heads}) must be a multiple of those of k and v ({kv_heads})")
+    elif heads != kv_heads and 1 not in (heads, kv_heads):
+        hint = "; pass enable_gqa=True for grouped queries" if kv_heads and heads % kv_heads == 0 else ""
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}: they do not fit{hint}")
+    if not enable_gqa:
+        heads = max(heads, kv_heads) if 0 not in (heads, kv_heads) else 0
+        kv_heads = heads
+    try:
+        outer = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        raise ValueError(
+            f"the leading dims of q, k and v must broadcast, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        ) from None
+    lead = (*outer, heads)
+    if q.ndim == 3 and key_lengths is not None and sink is None and not enable_gqa:
+        return lead, heads, 1, 1  # (N, L, D): torch's N is a batch, which key_lengths counts
+    return lead, math.prod(outer), heads, kv_heads
+
+
+def to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
+    """Each head as often as it has queries: for keys and values that are grouped differently."""
+    heads, own = q.shape[-3], x.shape[-3]
+    if own == 0 or heads % own:
+        raise ValueError(f"the heads of q ({heads}) must be a multiple of those of {name} ({own})")
+    return x.repeat_interleave(heads // own, -3)
+
+
+def scaled(q: Tensor, scale: Tensor, heads: int) -> Tensor:
+    if not scale.is_floating_point():
+        raise TypeError(f"scale must be a floating-point tensor, got {scale.dtype}")
+    if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, heads)):
+        raise ValueError(f"scale must be a number or have shape ({heads},), one per head, got {tuple(scale.shape)}")
+    column = scale if scale.ndim == 0 else scale[:, None, None]
+    return (q * column.to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
+
+
+def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
+    """4-dim, broadcastable to [B, H, M, N], not expanded where it need not be."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool (True = visible) or floating-point (added), got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
+    full = (*lead, queries, keys)
+    try:
+        fits = torch.broadcast_shapes(mask.shape, full) == torch.Size(full)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
+    while mask.ndim < len(full):
+        mask = mask[None]
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:  # expanded by the caller: one copy is enough, and its gradient the sum
+            mask = mask.narrow(dim, 0, 1)
+    inner = mask.shape[-2:]
+    outer = mask.shape[:-2]
+    if len(lead) == 2:
+        return mask
+    if len(lead) < 2:
+        mask = mask.reshape(*(1,) * (2 - len(lead)), *outer, *inner)
+        return mask.transpose(0, 1) if len(lead) == 1 and heads == 1 and batch != 1 else mask
+    if all(size == 1 for size in outer[:-1]):
+        return mask.reshape(1, outer[-1], *inner)
+    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, outer[-1], *inner)
+
+
+def check_window(window) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), each a number of keys or None, got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+            raise ValueError(f"window's sides must be ints ≥ 0 or None, got {window!r}")
+    return window[0], window[1]
+
+
+def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[float, Tensor | None]:
+    """(number, None) or (1, tensor of 3 dims that broadcasts to [B, H, M])."""
+    if temperature is None:
+        return 1.0, None
+    if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+            raise TypeError(f"temperature must be a number, a tensor or a policy, got {type(temperature).__name__}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
+        return float(temperature), None
+    if not temperature.is_floating_point() or temperature.layout != torch.strided:
+        raise TypeError(f"temperature must be floating-point and dense, got {temperature.dtype}, {temperature.layout}")
+    if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not _mapped(temperature):
+        values = temperature.detach()
+        if not bool(((values > 0) & (values < math.inf)).all()):
+            raise ValueError("temperature must be positive and finite; the tensor has other entries")
+    temperature = temperature.to(q.device)
+    wide = temperature.to(_ops.accumulator(q.dtype))
+    return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
+
+
+def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
+    full = (*lead, queries, 1)
+    try:
+        fits = torch.broadcast_shapes(x.shape, full) == torch.Size(full)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {full}, got {tuple(x.shape)}")
+    while x.ndim < len(full):
+        x = x[None]
+    x = x.squeeze(-1)  # (…, H, M)
+    if len(lead) == 2:
+        return x
+    return x.expand(*lead, x.shape[-1]).reshape(batch, heads, x.shape[-1])
+
+
+def _mapped(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | None:
+    if key_lengths is None:
+        return None
+    if not isinstance(key_lengths, Tensor):
+        try:
+            key_lengths = torch.tensor([operator.index(length) for length in key_lengths], dtype=torch.int64)
+        except TypeError:
+            raise TypeError(f"key_lengths must be ints, one per batch entry, got {key_lengths!r}") from None
+    if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
+    if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
+        raise ValueError(f"key_lengths must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
+    if key_lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not _mapped(key_lengths):
+        if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths <= keys)).all()):
+            raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
+    return key_lengths.to(q.device, torch.int32)
+
+
+def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
+    if sink is None:
+        return None
+    if isinstance(sink, (int, float)) and not isinstance(sink, bool):
+        sink = q.new_tensor([float(sink)])
+    if not isinstance(sink, Tensor) or not sink.is_floating_point():
+        raise TypeError("sink must be a number or a floating-point tensor with one logit per head")
+    if choice.family != "ratio" or not choice.exponential:
+        raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
+    wide = sink.to(q.device, _ops.accumulator(q.dtype))
+    if sink.ndim <= 1:
+        if sink.numel() not in (1, heads):
+            raise ValueError(f"sink must have one logit per head ({heads}), got {sink.numel()}")
+        return wide.reshape(1, -1, 1)
+    return _per_row(wide, "sink", lead, batch, heads, queries)

@@ -1,0 +1,116 @@
+"""The arguments of attention, checked and brought to [B, H, M, D]."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard import _ops, normalizers, statistics
+from regard._attention.arguments import (
+    autocast,
+    check_lengths,
+    check_mask,
+    check_sink,
+    check_temperature,
+    check_tensors,
+    check_window,
+    leading,
+    scaled,
+    to_query_heads,
+)
+from regard._attention.path import Path, choose
+from regard._normalize import check_flag
+from regard.problem import Problem
+from regard.scores import resolve_scale
+
+
+@dataclass
+class Call:
+    """The arguments checked and brought to [B, H, M, D]."""
+
+    problem: Problem
+    bias: Tensor | None  # as given, 4-dim, not expanded
+    mask: Tensor | None
+    temperature: Tensor | None  # 3-dim, not expanded
+    sink: Tensor | None
+    policy: object | None
+    wanted: tuple[str, ...]
+    lead: tuple[int, ...]  # (…, H)
+    path: Path
+
+    @classmethod
+    def of(
+        cls, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink,
+        window, key_lengths, return_stats, backend,
+    ) -> Call:  # fmt: skip
+        wanted = statistics.resolve(return_stats)
+        choice = normalizers.get(normalizer)
+        if choice.name == "entmax" and choice.theta == 1.0:
+            choice = normalizers.get("softmax")
+        check_tensors(q, k, v)
+        rank = max(q.ndim, k.ndim, v.ndim)
+        q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
+        q, k, v, attn_mask = autocast(q, k, v, attn_mask)
+        if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
+        if dropout_p and wanted:
+            raise ValueError(
+                "return_stats with dropout_p > 0 is undefined: statistics describe the weights used, and dropout uses "
+                "a random part of them; measure with dropout_p=0.0 (evaluation mode)"
+            )
+        is_causal, enable_gqa = check_flag(is_causal, "is_causal"), check_flag(enable_gqa, "enable_gqa")
+        if is_causal and attn_mask is not None:
+            raise ValueError("attn_mask and is_causal=True cannot go together; fold the causal order into attn_mask")
+        if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
+            k, v = to_query_heads(k, "k", q), to_query_heads(v, "v", q)
+        lead, batch, heads, kv_heads = leading(q, k, v, enable_gqa, key_lengths, sink)
+        queries, keys = q.shape[-2], k.shape[-2]
+        q = q.expand(*lead, *q.shape[-2:]).reshape(batch, heads, *q.shape[-2:])
+        kv_lead = (*lead[:-1], kv_heads) if lead else ()
+        k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
+        scale = resolve_scale(scale, q.shape[-1])
+        if isinstance(scale, Tensor):
+            q, scale = scaled(q, scale, heads), 1.0
+        bias = mask = None
+        if attn_mask is not None:
+            shaped = check_mask(attn_mask, lead, batch, heads, queries, keys, q)
+            bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
+        left, right = check_window(window)
+        number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+        if softcap is not None and not (number and 0 < softcap < math.inf):
+            raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+        policy = None
+        if callable(temperature) and not isinstance(temperature, Tensor):
+            settled = getattr(temperature, "value", None)  # of a policy that asks nothing of the rows
+            policy, temperature = (temperature, None) if settled is None else (None, settled)
+        number, tensor = check_temperature(temperature, lead, batch, heads, queries, q)
+        if number != 1.0:
+            if softcap is None and bias is None:
+                scale = scale / number
+            else:
+                tensor = q.new_full((1, 1, 1), number, dtype=_ops.accumulator(q.dtype))
+        problem = Problem(
+            q=q,
+            k=k,
+            v=v,
+            choice=choice,
+            scale=scale,
+            softcap=None if softcap is None else float(softcap),
+            bias=None if bias is None else bias.expand(batch, heads, queries, keys),
+            mask=None if mask is None else mask.expand(batch, heads, queries, keys),
+            temperature=None if tensor is None else tensor.expand(batch, heads, queries),
+            key_lengths=check_lengths(key_lengths, batch, keys, q),
+            causal=bool(is_causal),
+            left=left,
+            right=right,
+            dropout_p=float(dropout_p),
+            stats=wanted,
+        )
+        sink = check_sink(sink, choice, heads, lead, batch, queries, q)
+        problem.sink = None if sink is None else sink.expand(batch, heads, queries)
+        path = choose(problem, policy, backend)
+        return cls(problem, bias, mask, tensor, sink, policy, wanted, lead, path)

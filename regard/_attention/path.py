@@ -1,0 +1,96 @@
+"""Which backend computes a call: torch for what it can do, the fused kernels for the rest, else the reference."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from regard._normalize import transformed
+from regard.problem import Problem
+
+BACKENDS = ("torch", "cpu", "triton", "reference")
+
+
+@dataclass(frozen=True)
+class Path:
+    """Which backend a call takes, and why."""
+
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+def choose(problem: Problem, policy, backend: str | None) -> Path:
+    device = problem.q.device.type
+    obstacle = _not_for_torch(problem, policy)
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
+        _check_backend(backend, problem, obstacle)
+        return Path(backend, "asked for by backend=")
+    if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
+        return Path("reference", f"{problem.choice.spec} has no fused form")
+    if obstacle is not None and any(transformed(x) for x in (problem.q, problem.k, problem.v)):
+        return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp, or vmap of a gradient)")
+    if obstacle is None:
+        hopper = device == "cuda" and is_hopper(problem.q.device)
+        kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
+        return Path("torch", f"plain softmax without statistics: {kernels}")
+    if device == "cpu":
+        return Path("cpu", f"{obstacle}: blocked over queries, BLAS and fused rows")
+    if device == "cuda":
+        if problem.q.dtype == torch.float64:
+            return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")
+        return Path("triton", f"{obstacle}: fused GPU kernel")
+    return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
+
+
+def _not_for_torch(problem: Problem, policy) -> str | None:
+    """Why torch's sdpa cannot do this, in a few words; None if it can."""
+    if problem.choice.name != "softmax":
+        return f"normalizer {problem.choice.spec!r}"
+    for given, what in (
+        (problem.stats, "statistics"),
+        (problem.softcap, "a soft cap"),
+        (problem.sink is not None, "a sink"),
+        (problem.left is not None or problem.right is not None, "a window"),
+        (problem.temperature is not None or policy is not None, "a temperature per query"),
+        (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
+        (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
+    ):
+        if given:
+            return what
+    return None
+
+
+def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None:
+    device = problem.q.device.type
+    if backend == "torch" and obstacle is not None:
+        raise ValueError(f"backend 'torch' cannot compute {obstacle}; use backend=None, 'cpu', 'triton' or 'reference'")
+    if backend == "cpu" and device != "cpu":
+        raise ValueError(f"backend 'cpu' needs tensors on the CPU, got {device}")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and device != "cuda" and not interpreted:
+        raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {device}")
+    if backend in ("cpu", "triton"):
+        if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
+            raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
+        if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
+            raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def on_warpgroups(problem: Problem) -> bool:
+    """Does the Hopper kernel take this call?"""
+    from regard.kernels import hopper
+
+    return hopper.takes(problem)

@@ -1,0 +1,157 @@
+"""A checked call, computed: through torch, through the fused ops, or block by block through the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from regard import _ops, reference, statistics
+from regard._attention.call import Call
+from regard._attention.path import is_hopper
+from regard._normalize import transformed
+from regard.problem import Problem
+from regard.statistics import DIFFERENTIABLE
+from regard.temperature import Rows, visible_keys
+
+HOPPER_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _run_torch(call: Call):
+    problem = call.problem
+    q, k, v = problem.q, problem.k, problem.v
+    if problem.causal and k.shape[2] > q.shape[2]:  # keys that no query sees
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    mask = call.bias if call.bias is not None else call.mask
+    if problem.key_lengths is not None:
+        keys = torch.arange(k.shape[2], device=k.device)
+        shown = (keys < problem.key_lengths[:, None])[:, None, None, :]
+        mask = shown if mask is None else mask & shown
+    dead = None
+    if mask is not None:
+        shown = mask if mask.dtype == torch.bool else mask != -math.inf
+        dead = ~shown.any(-1, keepdim=True)  # rows that see nothing: opened, then blanked
+        unseen = ~shown.any(-2)[..., None]  # [B, H, N, 1]: keys nobody sees must not leak, not even as NaN
+        mask = mask | dead if mask.dtype == torch.bool else mask.masked_fill(dead, 0.0)
+        group = unseen.shape[1] // k.shape[1] if unseen.shape[1] > k.shape[1] > 0 else 1
+        if group > 1:
+            unseen = unseen.unflatten(1, (k.shape[1], group)).all(2)
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+        if mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
+    grouped = q.shape[1] != k.shape[1]
+    options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale)
+    options["enable_gqa"] = grouped
+    if q.device.type == "cuda" and is_hopper(q.device):
+        with sdpa_kernel(HOPPER_ORDER, set_priority=True):
+            out = scaled_dot_product_attention(q, k, v, **options)
+    else:
+        out = scaled_dot_product_attention(q, k, v, **options)
+    return (out if dead is None else out.masked_fill(dead, 0.0)), {}
+
+
+def _seeded(problem: Problem) -> Tensor | None:
+    if not problem.dropout_p:
+        return None
+    return torch.randint(0, 2**62, (1,), device=problem.q.device, dtype=torch.int64)
+
+
+def _with_policy(call: Call) -> Call:
+    """Ask the temperature policy, if there is one, for its tensor."""
+    if call.policy is None:
+        return call
+
+    def measure(names):
+        plain = replace(call.problem, stats=statistics.resolve(names), dropout_p=0.0)
+        return RUN[call.path.backend](replace(call, problem=plain, policy=None, wanted=plain.stats))[1]
+
+    asked = check_asked(call.policy(visible_keys(call.problem), Rows(call.problem.q, measure)), call)
+    problem = replace(call.problem, temperature=asked.expand(call.problem.q.shape[:3]))
+    return replace(call, problem=problem, temperature=asked, policy=None)
+
+
+def check_asked(asked, call: Call) -> Tensor:
+    """What a policy gave, as a tensor of 3 dims that broadcasts to [B, H, M]."""
+    rows, policy = call.problem.q.shape[:3], type(call.policy).__name__
+    if not isinstance(asked, Tensor) or not asked.is_floating_point():
+        raise TypeError(f"temperature: the policy {policy} must return a floating-point tensor, got {asked!r}")
+    try:
+        fits = torch.broadcast_shapes(asked.shape, rows) == rows
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
+            f"{tuple(asked.shape)}"
+        )
+    asked = asked.to(call.problem.q.device, call.problem.accumulator)
+    return asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
+
+
+def _run_fused(call: Call):
+    call = _with_policy(call)
+    problem = call.problem
+    names = _with_what_backward_needs(call)
+    left, right = (-1 if side is None else side for side in (problem.left, problem.right))
+    o, _, _, values = _ops.attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        call.bias,
+        call.mask,
+        call.temperature,
+        call.sink,
+        problem.key_lengths,
+        _seeded(problem),
+        problem.scale,
+        problem.softcap or 0.0,
+        problem.causal,
+        left,
+        right,
+        problem.dropout_p,
+        problem.choice.spec,
+        ",".join(names),
+        call.path.backend,
+    )
+    return o, _marked(problem, {name: values[index] for index, name in enumerate(names)})
+
+
+def _with_what_backward_needs(call: Call) -> tuple[str, ...]:
+    """The statistics' gradients are made of a few more statistics; they ride along when a gradient is possible."""
+    names = call.problem.stats
+    if not torch.is_grad_enabled() or not _softmax_family(call.problem) or not set(names) & set(DIFFERENTIABLE):
+        return names
+    return statistics.resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
+
+
+def _softmax_family(problem: Problem) -> bool:
+    return problem.choice.family == "ratio" and problem.choice.exponential
+
+
+def _marked(problem: Problem, stats: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Only entropy, logsumexp and logit_variance of the softmax family carry gradients; the others are detached."""
+    carries = DIFFERENTIABLE if _softmax_family(problem) else ()
+    return {name: x if name in carries else x.detach() for name, x in stats.items()}
+
+
+def _run_reference(call: Call):
+    call = _with_policy(call)
+    problem = replace(call.problem, seed=_seeded(call.problem))
+    if any(transformed(x) for x in (problem.q, problem.k, problem.v)):
+        out, stacked = reference.of_whole(problem)  # checkpoints do not go through transforms
+    else:
+        out, stacked = reference.of_problem(problem)
+    stats = {name: x.to(problem.accumulator) for name, x in zip(problem.stats, stacked, strict=False)}
+    return out.to(problem.q.dtype), _marked(problem, stats)
+
+
+RUN = {"torch": _run_torch, "cpu": _run_fused, "triton": _run_fused, "reference": _run_reference}

@@ -117,7 +117,7 @@ def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: st
     names = [leaf for leaf, x in leaves.items() if x.requires_grad]
     for leaf, want, got in zip(names, expected, found, strict=True):
         total, want = got.cpu(), want.cpu()
-        if not shared or leaf in ("k", "v"):
+        if world > 1 and (not shared or leaf in ("k", "v")):
             dist.all_reduce(total)  # each rank has the share of its positions, or of its queries
         floor = 0.1 * do.cpu().norm()
         error = float((total - want).norm() / (want.norm() + floor))
@@ -437,3 +437,22 @@ def triton_parts(rank: int, world: int) -> None:
     """The Triton engine, interpreted on the CPU."""
     check(rank, world, "softmax", 3, False, "triton", dict(sink=True, is_causal=True, temperature=True, small=True))
     check(rank, world, "sigmoid", 5, True, "triton", dict(window=(5, 3), small=True))
+
+
+def on_the_gpu(rank: int, world: int) -> None:
+    """Few calls, as each kernel is compiled: the Triton engine, and plain torch for thresholds."""
+    for name, seed, options in (
+        ("softmax", 3, dict(is_causal=True)),
+        ("sigmoid", 4, dict(dtype=torch.bfloat16)),
+        ("entmax15", 7, dict(is_causal=True)),
+    ):
+        start = time.monotonic()
+        check(rank, world, name, seed, False, None, dict(options, device="cuda", small=True))
+        print(f"rank {rank}: {name} {time.monotonic() - start:.1f} s", flush=True)
+
+
+def over_nccl(rank: int, world: int) -> None:
+    """NCCL refuses two ranks on one card: the whole call with one."""
+    check(rank, world, "softmax", 3, False, None, dict(is_causal=True, device="cuda", small=True))
+    x = torch.randn(1, 2, 9, 4, device="cuda")
+    assert torch.equal(parallel.unshard(parallel.shard(x)), x)

@@ -21,10 +21,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, world: int, port: int, timeout: float, pipe) -> None:
+def _serve(rank: int, world: int, port: int, timeout: float, backend: str, pipe) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:
@@ -37,7 +37,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe) -> None:
 class Crew:
     """`crew(function, …)` runs function(rank, world, …) on every rank and returns what each returned."""
 
-    def __init__(self, world: int, timeout: float = 180.0):
+    def __init__(self, world: int, timeout: float = 180.0, backend: str = "gloo"):
         if torch.cuda.is_available():  # a context of CUDA does not survive a fork
             context = multiprocessing.get_context("spawn")
         else:
@@ -47,7 +47,7 @@ class Crew:
         self.pipes, self.processes = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, port, timeout, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, port, timeout, backend, there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)

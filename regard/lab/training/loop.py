@@ -2,7 +2,7 @@
 
 A run's files are `VARIANT-seedN.safetensors` (where it stands) and `VARIANT-seedN.json` (its record, once it is over).
 On the CPU a resumed run ends with the same bits as one that was never stopped. A run whose loss stops being finite is
-recorded as diverged at that step, and ends there.
+recorded as diverged at that step, counted from 1 as in its history, and ends there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 import regard
 from regard.lab.training import checkpoint
+from regard.lab.training.chance import Chance
 from regard.lab.training.experiment import Experiment, Trial
 from regard.lab.training.step import Step
 
@@ -83,8 +84,8 @@ def advance(
         return record
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
-    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-        torch.manual_seed(seed)
+    chance = Chance(seed, place)
+    with chance:
         trial = experiment.make(setting)
         optimizer = trial.optimizer()
         history, start, spent = [], 0, 0.0
@@ -94,37 +95,39 @@ def advance(
             history, start, spent = notes["history"], notes["step"], notes["seconds"]
         else:
             history.append({"step": 0, **evaluation(trial)})
-        began = saved = time.perf_counter()
-        step, bad = Step(trial, optimizer, plan.steps), None
-        for done in range(start + 1, plan.steps + 1):
+    began = saved = time.perf_counter()
+    step, bad = Step(trial, optimizer, plan.steps), None
+    for done in range(start + 1, plan.steps + 1):
+        with chance:
             step(done - 1)
-            if done % plan.every and done < plan.steps:
-                yield done
-                continue
-            bad = step.first_bad()
-            if bad is not None:
-                break
-            history.append({"step": done, **evaluation(trial)})
-            if not math.isfinite(history[-1].get("loss", 0.0)):
-                bad = done
-                break
+            looks = done % plan.every == 0 or done == plan.steps
+            bad = step.first_bad() if looks else None
+            if looks and bad is None:
+                history.append({"step": done, **evaluation(trial)})
+                bad = None if math.isfinite(history[-1].get("loss", 0.0)) else done
+        if bad is not None:
+            break
+        if looks:
             tick(done, history[-1].get("loss", math.nan))
             now = time.perf_counter()
             if now - saved >= pause or (done == plan.steps and pause < math.inf):
                 notes = dict(identity=identity, step=done, history=history, seconds=spent + now - began)
-                checkpoint.save(state, trial.model, optimizer, notes)
+                with chance:
+                    checkpoint.save(state, trial.model, optimizer, notes)
                 saved = now
-            yield done
-        record = dict(
-            **identity,
-            where=where(place),
-            diverged=bad is not None,
-            diverged_at=bad,
-            parameters=sum(p.numel() for p in trial.model.parameters()),
-            seconds=round(spent + time.perf_counter() - began, 2),
-            history=[rounded(entry) for entry in history],
-            final=None if bad is not None else rounded({**history[-1], **finish(trial)}),
-        )
+        yield done
+    with chance:
+        final = None if bad is not None else rounded({**history[-1], **finish(trial)})
+    record = dict(
+        **identity,
+        where=where(place),
+        diverged=bad is not None,
+        diverged_at=bad,
+        parameters=sum(p.numel() for p in trial.model.parameters()),
+        seconds=round(spent + time.perf_counter() - began, 2),
+        history=[rounded(entry) for entry in history],
+        final=final,
+    )
     write(over, record)
     return record
 

@@ -43,7 +43,7 @@ class Step:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def first_bad(self) -> int | None:
-        """The first step whose loss was not finite."""
+        """The first step, counted from 1, whose loss was not finite."""
         bad = int(self.bad)
         return None if bad < 0 else bad
 
@@ -59,7 +59,7 @@ class Step:
                 group["lr"] = rate * factor
         train(self.trial.batch(step))
         self.trial.after_step()
-        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(self.loss), step, self.bad))
+        self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(self.loss), step + 1, self.bad))
 
     def _train(self, batch: tuple[Tensor, ...]) -> None:
         loss = self.trial.loss(batch)

@@ -27,9 +27,10 @@ experiment = Experiment(
     presets={
         "small": replace(SMALL, learner="ssmax"),
         "full": Preset(
-            steps=4000,
-            every=1000,
-            sizes={"width": 128, "batch": 512, "tests": list(PUBLISHED), "items": 2**23, "rate": 2e-3},
+            steps=3000,
+            every=500,
+            sizes={"width": 128, "batch": 256, "tests": list(PUBLISHED), "items": 2**22, "rows": 512, "rate": 2e-3},
+            seeds=8,
         ),
     },
     figures=figures,

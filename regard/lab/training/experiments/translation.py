@@ -29,9 +29,9 @@ experiment = Experiment(
             learns={"loss": 0.8},
         ),
         "full": Preset(
-            steps=800,
-            every=200,
-            sizes={"layers": 1, "heads": 4, "width": 256, "length": 32, "batch": 128, "dropout": 0.1, "rate": 2e-3},
+            steps=1600,
+            every=400,
+            sizes={"layers": 2, "heads": 4, "width": 256, "length": 32, "batch": 128, "dropout": 0.2, "rate": 1e-3},
         ),
     },
     metric="bleu",

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from regard import _ops, normalizers
-from regard._normalize import _check_scores, check_temperature, choose_rows_backend
+from regard._normalize.arguments import check_scores, check_temperature, choose_rows_backend
 from regard.statistics import Terms, solve_frame
 
 
 def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choice, float]:
-    _check_scores(z, "z")
+    check_scores(z, "z")
     if z.ndim == 0:
         raise ValueError("z must have at least one dimension, got a scalar; write z[None]")
     t = check_temperature(temperature)
@@ -74,7 +74,7 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     tensor([ 0.2500, -0.2500])
     """
     choice, t = _checked(z, normalizer, temperature)
-    _check_scores(grad, "grad")
+    check_scores(grad, "grad")
     if grad.shape != z.shape:
         raise ValueError(f"grad must be a tensor of z's shape {tuple(z.shape)}, got {tuple(grad.shape)}")
     if choice.name == "relu" and (t == 0.0 or t == math.inf):

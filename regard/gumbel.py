@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard._normalize import _check_dim, _check_scores, check_flag, softmax
+from regard._normalize import softmax
+from regard._normalize.arguments import check_dim, check_flag, check_scores
 
 
 def gumbel_softmax(
@@ -25,8 +26,8 @@ def gumbel_softmax(
     >>> float(one.sum())
     1.0
     """
-    _check_scores(z, "z")
-    axis = _check_dim(z, dim)
+    check_scores(z, "z")
+    axis = check_dim(z, dim)
     hard = check_flag(hard, "hard")
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     drawn = torch.empty(z.shape, dtype=wide, device=z.device).exponential_(generator=generator)

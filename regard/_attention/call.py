@@ -23,7 +23,7 @@ from regard._attention.arguments import (
     to_query_heads,
 )
 from regard._attention.path import Path, choose
-from regard._normalize import check_flag
+from regard._normalize.arguments import check_flag
 from regard.problem import Problem
 from regard.scores import resolve_scale
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from regard._normalize import transformed
+from regard._normalize.run import transformed
 from regard.problem import Problem
 
 BACKENDS = ("torch", "cpu", "triton", "reference")

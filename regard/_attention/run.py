@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
 from regard._attention.path import is_hopper
-from regard._normalize import transformed
+from regard._normalize.run import transformed
 from regard.problem import Problem
 from regard.statistics import DIFFERENTIABLE
 from regard.temperature import Rows, visible_keys

@@ -1,0 +1,102 @@
+"""Each argument of a row function, checked by itself."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+
+import torch
+from torch import Tensor
+
+from regard import normalizers
+
+
+def check_scores(scores: Tensor, name: str = "scores") -> None:
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
+    if scores.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {scores.layout}; convert with .to_dense()")
+    if not scores.is_floating_point() or scores.dtype.itemsize == 1:
+        raise TypeError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {scores.dtype}; convert with .float()"
+        )
+
+
+def check_flag(value: bool, name: str) -> bool:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return bool(value)
+
+
+def check_dim(scores: Tensor, dim: int) -> int:
+    rank = max(scores.ndim, 1)
+    try:
+        axis = operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}") from None
+    if isinstance(dim, bool) or not -rank <= axis < rank:
+        raise ValueError(f"dim must be an int in [{-rank}, {rank - 1}] for scores of {scores.ndim} dims, got {dim!r}")
+    return axis % rank
+
+
+def check_temperature(temperature: float | Tensor) -> float | Tensor:
+    """A float ≥ 0 (inf allowed), or a tensor, whose values are checked where that costs no device sync."""
+    if isinstance(temperature, Tensor):
+        if not temperature.is_floating_point() or temperature.layout != torch.strided:
+            kind = f"{temperature.dtype}, {temperature.layout}"
+            raise TypeError(f"temperature must be a number or a dense floating-point tensor, got {kind}")
+        if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(temperature):
+            if not bool((temperature.detach() >= 0).all()):
+                raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
+        return temperature
+    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+        raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be ≥ 0 and not NaN, got {temperature!r}")
+    return float(temperature)
+
+
+def check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor (True = visible), got {kind}; write e.g. mask != 0")
+    try:
+        return mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"mask must broadcast to the scores' shape {tuple(shape)}, got {tuple(mask.shape)}") from None
+
+
+def check_alpha(alpha: Tensor) -> Tensor:
+    if not alpha.is_floating_point() or alpha.layout != torch.strided:
+        raise TypeError(f"alpha must be a number or a dense floating-point tensor, got {alpha.dtype}, {alpha.layout}")
+    if alpha.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(alpha):
+        parameter = normalizers.get("entmax").parameter
+        if not bool(((alpha.detach() >= parameter.low) & (alpha.detach() <= parameter.high)).all()):
+            raise ValueError(f"alpha must lie in [{parameter.low:g}, {parameter.high:g}]; the tensor has other entries")
+    return alpha
+
+
+def is_mapped(x: Tensor) -> bool:
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def column_of(x: Tensor, name: str, shape: torch.Size, dim: int) -> Tensor:
+    """A per-row tensor with `dim` (of size 1) moved last, broadcastable to the scores moved likewise."""
+    want = [*shape]
+    want[dim] = 1
+    try:
+        return x.expand(want).movedim(dim, -1)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must broadcast to {tuple(want)} (the scores' shape with size 1 in dim {dim}), got {tuple(x.shape)}"
+        ) from None
+
+
+def choose_rows_backend(device: torch.device, backend: str | None) -> str:
+    if backend is None:
+        return "triton" if device.type == "cuda" else "cpu"
+    if backend not in ("cpu", "triton", "reference"):
+        raise ValueError(f"backend must be 'cpu', 'triton' or 'reference' for rows, got {backend!r}")
+    if backend == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend 'cpu' needs tensors on the CPU, got {device}; move them or use 'triton'")
+    return backend

@@ -1,0 +1,145 @@
+"""Checked rows, computed: limits of the temperature, the fused op, or the reference where a map has no fused form."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard import _ops, normalizers
+from regard._normalize.arguments import (
+    check_alpha,
+    check_dim,
+    check_mask,
+    check_temperature,
+    choose_rows_backend,
+    column_of,
+    is_mapped,
+)
+from regard.normalizers import Choice
+
+NEAR_ONE = 1.1  # below this alpha, 1/(α−1) amplifies float32's rounding too much: rows are computed in float64
+
+
+def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
+    dim = check_dim(scores, dim)
+    t = check_temperature(temperature)
+    backend = choose_rows_backend(scores.device, backend)
+    if torch.is_autocast_enabled(scores.device.type):  # whatever torch's softmax does under autocast
+        scores = scores.to(torch.softmax(scores.new_empty((1,)), 0).dtype)
+    if scores.ndim == 0:
+        mask = None if mask is None else mask.reshape(1)
+        return run(scores.reshape(1), choice, theta, 0, t, mask, backend).reshape(())
+    visible = None
+    if mask is not None:
+        visible = check_mask(mask, scores.shape).movedim(dim, -1)
+    if theta is not None:
+        theta = check_alpha(theta)
+        theta = column_of(theta, "alpha", scores.shape, dim)
+    z = scores.movedim(dim, -1)
+    if isinstance(t, Tensor):
+        column = column_of(t, "temperature", scores.shape, dim)
+        return _with_tensor_temperature(z, choice, theta, column, visible, backend).movedim(-1, dim)
+    finest = torch.finfo(torch.float64 if z.dtype == torch.float64 else torch.float32)
+    if t * finest.max < 1.0 or t == math.inf:  # 0, or 1/t overflows: the limit
+        return _limit(z, choice, theta, visible, cold=t != math.inf).movedim(-1, dim)
+    return _rows(z, choice, theta, visible, 1.0 / t, backend).movedim(-1, dim)
+
+
+def _limit(z: Tensor, choice: Choice, theta, visible, cold: bool) -> Tensor:
+    if z.shape[-1] == 0:
+        return torch.zeros_like(z)
+    theta = choice.theta if theta is None else theta
+    limit = choice.normalizer.cold if cold else choice.normalizer.hot
+    bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
+    p = limit(z.detach().double(), visible, theta).to(z.dtype)
+    return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
+
+
+def _with_tensor_temperature(z, choice, theta, t, visible, backend) -> Tensor:
+    """Rows divided by their own temperature; 0 and inf are limits, anything below 0 or NaN gives NaN."""
+    cold, hot = t == 0.0, t == math.inf
+    plain = ~(cold | hot)
+    wide = z.to(_ops.accumulator(z.dtype))
+    p = _rows((wide / t.where(plain, 1.0)).to(wide.dtype), choice, theta, visible, 1.0, backend).to(z.dtype)
+    if torch.compiler.is_compiling() or is_mapped(t) or t.device.type != "cpu" or not bool(plain.all()):
+        p = torch.where(cold, _limit(z, choice, theta, visible, cold=True), p)
+        p = torch.where(hot, _limit(z, choice, theta, visible, cold=False), p)
+        p = p.masked_fill(~(t >= 0.0), math.nan)
+    return p
+
+
+def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
+    """z (…, n) → p (…, n): through the fused op, or the reference where a map has no fused form."""
+    if choice.name == "entmax":
+        return _entmax_rows(z, choice, theta, visible, scale, backend)
+    if backend == "reference" or not choice.fused or transformed(z):
+        return _reference_rows(z, choice, choice.theta, visible, scale)
+    return _fused_rows(z, choice, None, visible, scale, backend)
+
+
+def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backend: str) -> Tensor:
+    """α = 1 is softmax, 1 < α ≤ 2 fused (in float64 near 1), beyond 2 the reference; row by row if α is a tensor."""
+    if backend == "reference" or transformed(z):
+        return _reference_rows(z, choice, choice.theta if alpha is None else alpha, visible, scale)
+    if alpha is None:
+        if choice.theta == 1.0:
+            return _rows(z, normalizers.get("softmax"), None, visible, scale, backend)
+        if choice.theta > 2.0:
+            return _reference_rows(z, choice, choice.theta, visible, scale)
+        wide = z.double() if choice.theta < NEAR_ONE else z
+        return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
+    soft, beyond = alpha <= 1.0, alpha > 2.0
+    wide = z.double() if _may(alpha < NEAR_ONE) else z
+    inner = alpha.where(~(soft | beyond), 1.5)
+    p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
+    if _may(soft):
+        q = _fused_rows(z, normalizers.get("softmax"), None, visible, scale, backend)
+        p = torch.where(soft, _with_slope_in_alpha(q, alpha), p)
+    if _may(beyond):
+        p = torch.where(beyond, _reference_rows(z, choice, alpha.where(beyond, 3.0), visible, scale), p)
+    return p
+
+
+def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
+    flat = z.reshape(math.prod(z.shape[:-1]), z.shape[-1])
+    mask = None if visible is None else visible.reshape(flat.shape)
+    column = None
+    if theta is not None:
+        column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(_ops.accumulator(z.dtype))
+    return _ops.rows_weights(flat, mask, column, choice.spec, scale, backend).reshape(z.shape)
+
+
+def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> Tensor:
+    z = z if visible is None else z.masked_fill(~visible, -math.inf)  # what is hidden cannot leak, not even as NaN
+    bad = z.isnan() | (z == math.inf)
+    p = choice.reference(z.double() * scale, visible, theta).to(z.dtype)
+    return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
+
+
+def transformed(z: Tensor) -> bool:
+    """Whether a tangent rides on z, or a transform asks for gradients of mapped rows: what the ops cannot carry."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(z).tangent is not None:
+        return True
+    if not is_mapped(z):
+        return False
+    kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
+    return any("Jvp" in kind for kind in kinds) or (len(kinds) > 1 and any("Grad" in kind for kind in kinds))
+
+
+def _may(condition: Tensor) -> bool:
+    """Whether a per-row case occurs; while tracing, where that cannot be known, it may."""
+    if torch.compiler.is_compiling() or is_mapped(condition):
+        return True
+    return bool(condition.detach().any())
+
+
+def _with_slope_in_alpha(p: Tensor, alpha: Tensor) -> Tensor:
+    """Softmax as entmax at α = 1: the same weights, with ∂p/∂α = p·(Σ p·log² p − log² p)/2 for autograd to see."""
+    still = p.detach().to(_ops.accumulator(p.dtype))
+    square = torch.log(still.where(still > 0, 1.0)) ** 2
+    slope = 0.5 * still * ((still * square).sum(-1, keepdim=True) - square)
+    return p + ((alpha - alpha.detach()) * slope).to(p.dtype)

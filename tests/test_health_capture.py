@@ -47,6 +47,27 @@ def test_a_plain_sdpa_call(options):
         torch.testing.assert_close(means(report, name), expected[name].mean((0, 2)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_rows_that_see_nothing_are_not_counted_in_regards_own_plain_call(additive):
+    mask = torch.rand(2, 1, 9, 9) > 0.4
+    mask[0, :, 2:5] = False
+    given = torch.zeros(2, 1, 9, 9).masked_fill(~mask, -math.inf) if additive else mask
+
+    class Plain(Own):
+        def forward(self, x):
+            return regard.attention(*self.project(x), given)
+
+    module, x = Plain(), torch.randn(2, 9, 12)
+    report = examine(module, x)
+    with torch.no_grad():
+        expected = dense(*module.project(x), given)
+        torch.testing.assert_close(module(x)[0, :, 2:5], torch.zeros(3, 3, 4))
+    seen = expected.visible_keys > 0
+    for name in ("entropy", "max_weight", "visible_keys"):
+        mean = (expected[name].where(seen, 0.0)).sum((0, 2)) / seen.sum((0, 2))
+        torch.testing.assert_close(means(report, name), mean, rtol=1e-4, atol=1e-6)
+
+
 def test_grouped_queries_and_masks():
     mask = torch.rand(9, 9) > 0.4
     mask.fill_diagonal_(True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import _ops
+from regard._normalize.arguments import is_mapped
 
 
 def check_tensors(q, k, v) -> None:
@@ -149,7 +150,7 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
         return float(temperature), None
     if not temperature.is_floating_point() or temperature.layout != torch.strided:
         raise TypeError(f"temperature must be floating-point and dense, got {temperature.dtype}, {temperature.layout}")
-    if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not _mapped(temperature):
+    if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(temperature):
         values = temperature.detach()
         if not bool(((values > 0) & (values < math.inf)).all()):
             raise ValueError("temperature must be positive and finite; the tensor has other entries")
@@ -174,10 +175,6 @@ def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
     return x.expand(*lead, x.shape[-1]).reshape(batch, heads, x.shape[-1])
 
 
-def _mapped(x: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
 def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | None:
     if key_lengths is None:
         return None
@@ -190,7 +187,7 @@ def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | Non
         raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
     if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
         raise ValueError(f"key_lengths must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
-    if key_lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not _mapped(key_lengths):
+    if key_lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(key_lengths):
         if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths <= keys)).all()):
             raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
     return key_lengths.to(q.device, torch.int32)

@@ -8,6 +8,7 @@ becomes a `Call`; swaps may change it, then an observer gives the output, or the
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -234,11 +235,13 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     if not watched(module) or query.is_nested:
         return otherwise()
 
+    blind = getattr(attn_mask, "sees_nothing", None)  # rows that regard.attention opened, and blanks afterwards
+
     def own(rows):
         if rows is None:
-            return as_four(run(query, attn_mask, is_causal, 0.0))
+            return blanked(as_four(run(query, attn_mask, is_causal, 0.0)), blind)
         mask = causal_rows(rows, key.shape[-2])[0, 0] if is_causal else rows_of(attn_mask, rows)
-        return as_four(run(query.index_select(-2, rows), mask, False, 0.0))
+        return blanked(as_four(run(query.index_select(-2, rows), mask, False, 0.0)), rows_of(blind, rows))
 
     call = Call(
         module=module,
@@ -247,13 +250,24 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         v=as_four(value),
         own=own,
         kind="sdpa",
-        mask=cleaned(_mask_like(attn_mask, query)),
+        mask=cleaned(_mask_like(hidden_again(attn_mask, blind), query)),
         causal=is_causal,
         options=dict(scale=scale),
         dropout=dropout_p,
         cross=cross,
     )
     return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def blanked(o: Tensor, blind: Tensor | None) -> Tensor:
+    return o if blind is None else o.masked_fill(blind, 0.0)
+
+
+def hidden_again(mask: Tensor | None, blind: Tensor | None) -> Tensor | None:
+    """The mask before its rows that see nothing were opened."""
+    if mask is None or blind is None:
+        return mask
+    return mask & ~blind if mask.dtype == torch.bool else mask.masked_fill(blind, -math.inf)
 
 
 def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 from regard import _ops
-from regard._normalize.arguments import is_mapped
+from regard._normalize.arguments import check_scores, fits, is_mapped
 
 
 def check_tensors(q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; convert with .to_dense()")
-        if not x.is_floating_point() or x.dtype.itemsize == 1:
-            raise TypeError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; convert with .float()"
-            )
+        check_scores(x, name)
         if x.ndim < 2:
             raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:
@@ -104,11 +97,7 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     if mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
     full = (*lead, queries, keys)
-    try:
-        fits = torch.broadcast_shapes(mask.shape, full) == torch.Size(full)
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not fits(mask.shape, full):
         raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
     while mask.ndim < len(full):
         mask = mask[None]
@@ -161,11 +150,7 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
 
 def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
     full = (*lead, queries, 1)
-    try:
-        fits = torch.broadcast_shapes(x.shape, full) == torch.Size(full)
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not fits(x.shape, full):
         raise ValueError(f"{name} must broadcast to {full}, got {tuple(x.shape)}")
     while x.ndim < len(full):
         x = x[None]

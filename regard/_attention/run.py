@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
 from regard._attention.path import is_hopper
+from regard._normalize.arguments import fits
 from regard._normalize.run import transformed
 from regard.problem import Problem
 from regard.statistics import DIFFERENTIABLE
@@ -86,11 +87,7 @@ def check_asked(asked, call: Call) -> Tensor:
     rows, policy = call.problem.q.shape[:3], type(call.policy).__name__
     if not isinstance(asked, Tensor) or not asked.is_floating_point():
         raise TypeError(f"temperature: the policy {policy} must return a floating-point tensor, got {asked!r}")
-    try:
-        fits = torch.broadcast_shapes(asked.shape, rows) == rows
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not fits(asked.shape, rows):
         raise ValueError(
             f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
             f"{tuple(asked.shape)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ def check_scores(scores: Tensor, name: str = "scores") -> None:
         raise TypeError(
             f"{name} must be float64, float32, bfloat16 or float16, got {scores.dtype}; convert with .float()"
         )
+
+
+def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Does a tensor of `shape` broadcast to `full`?"""
+    try:
+        return torch.broadcast_shapes(shape, full) == torch.Size(full)
+    except RuntimeError:
+        return False
 
 
 def check_flag(value: bool, name: str) -> bool:

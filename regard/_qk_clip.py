@@ -14,7 +14,7 @@ from regard._attention import attention
 from regard.health.call import forget_masks
 from regard.health.intercept import Interception, enter
 from regard.nn import MultiheadAttention
-from regard.nn.projections import NotFound, projections
+from regard.nn.projections import NotFound, not_growing, projections
 
 
 class Clip(NamedTuple):
@@ -77,6 +77,10 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     Watching costs one fused pass over q and k per forward; nothing waits for the GPU. `regard.qk_clip.stop(model)` ends
     it.
 
+    It watches the forward of `model` itself. Where that runs compiled, or only a part of the model is called, the last
+    forward of each `regard.nn` module counts; other attentions cannot be seen then, and a call after a step in which
+    none was seen raises.
+
     Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
     factor τ/m there. Heads below the threshold keep their weights to the bit. A head whose logit is not finite is
     left alone. Scores that do not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason.
@@ -95,12 +99,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     watch = _WATCHES.get(model)
     if watch is None:
         watch = _WATCHES[model] = _Watch(model)
-        watch.read_modules(model)
-    elif watch.forwards and not watch.found:
-        raise ValueError(
-            "qk_clip saw a training forward of the model and no attention call in it; it catches regard.nn, torch's "
-            "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers"
-        )
+    watch.read_modules()
+    watch.check(model)
     modules = dict(model.named_modules())
     result = Clipped()
     for name, tops in watch.take(group).items():
@@ -116,6 +116,11 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             if not shared:
                 key.shrink(factors.sqrt())
         result._found[name] = tops, factors
+    for name in watch.ours.keys() - result._found.keys():
+        reason = not_growing(modules[name])
+        if reason:
+            result.skipped[name] = reason
+    watch.weights = versions(model)
     return result
 
 
@@ -135,8 +140,9 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
         self.head_dim: dict[str, int] = {}
-        self.found, self.forwards = False, 0
-        self._ours = {
+        self.forwards = 0
+        self.weights: int | None = None
+        self.ours = {
             name: weakref.ref(module)
             for name, module in model.named_modules()
             if isinstance(module, MultiheadAttention)
@@ -152,16 +158,38 @@ class _Watch:
             hook.remove()
         self._hooks.clear()
 
-    def read_modules(self, model: nn.Module) -> None:
-        """What `regard.nn` modules remember of their last training call."""
-        for name, module in model.named_modules():
-            if isinstance(module, MultiheadAttention) and module._last is not None:
-                q, k, scale, options = module._last
-                self._add(name, q, k, scale=scale, **options)
+    def read_modules(self) -> None:
+        """What `regard.nn` modules remember of a training call that was not watched."""
+        for name in self.ours:
+            self._read(name)
+
+    def _read(self, name: str) -> bool:
+        module = self.ours[name]() if name in self.ours else None
+        if module is None or module._last is None:
+            return False
+        (q, k, scale, options), module._last = module._last, None
+        self._add(name, q, k, scale=scale, **options)
+        return True
+
+    def check(self, model: nn.Module) -> None:
+        """Forwards or steps were made and no attention was seen: say so, or nothing would ever be clipped."""
+        if self.largest or not (self.forwards or (self.weights is not None and self.weights != versions(model))):
+            return
+        if self.ours and all(not_growing(module()) for module in self.ours.values()):
+            return  # `skipped` says so
+        seen = (
+            "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"
+        )
+        raise ValueError(
+            f"qk_clip: since the last call for this model, it saw {seen}. It catches regard.nn, torch's "
+            "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers, in forwards "
+            "of the module it is given; where that runs compiled, or only a part of it is called, regard.nn alone. "
+            "Give it the module that is called, not compiled"
+        )
 
     def take(self, group) -> dict[str, Tensor]:
         """Layer → [H], the same on every rank; then forget. Nothing waits for the device."""
-        largest, self.largest = self.largest, {}
+        largest, self.largest, self.forwards = self.largest, {}, 0
         if largest and torch.distributed.is_available() and torch.distributed.is_initialized():
             sizes = [len(tops) for tops in largest.values()]
             joined = torch.cat([tops.to(next(iter(largest.values())).device) for tops in largest.values()])
@@ -171,10 +199,7 @@ class _Watch:
 
     def __call__(self, call, name: str, otherwise) -> Tensor:
         output = otherwise()
-        ours = self._ours[name]() if name in self._ours else None
-        if ours is not None and ours._last is not None:  # the call itself has its temperature in the scale
-            q, k, scale, options = ours._last
-            self._add(name, q, k, scale=scale, **options)
+        if self._read(name):  # the call itself has its temperature in the scale
             return output
         names = ("scale", "window", "key_lengths")
         options = {key: call.options[key] for key in names if call.options.get(key) is not None}
@@ -183,7 +208,7 @@ class _Watch:
 
     def _add(self, name: str, q: Tensor, k: Tensor, attn_mask=None, **options) -> None:
         """The largest logit per head of one call, [B, H, M, D] with [B, G, N, D]."""
-        self.found, self.head_dim[name] = True, q.shape[-1]
+        self.head_dim[name] = q.shape[-1]
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask != -math.inf
         with torch.no_grad():
@@ -192,7 +217,7 @@ class _Watch:
         self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self.forwards += 1
         interception = Interception(module, observe=self)
@@ -208,6 +233,11 @@ class _Watch:
             context.__exit__(None, None, None)
             interception.stop()
             forget_masks()
+
+
+def versions(model: nn.Module) -> int:
+    """A number that changes when an optimizer has stepped."""
+    return sum(parameter._version for parameter in model.parameters())
 
 
 _WATCHES: weakref.WeakKeyDictionary[nn.Module, _Watch] = weakref.WeakKeyDictionary()

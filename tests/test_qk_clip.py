@@ -233,6 +233,56 @@ def test_a_model_without_attention_is_told():
         regard.qk_clip(model)
 
 
+def exploded(attention, **options):
+    """A model whose first head has left, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), attention(**options))
+    with torch.no_grad():
+        layer = model[1].q_proj if hasattr(model[1], "q_proj") else model[1].inner
+        (layer.weight if isinstance(layer, nn.Linear) else layer.in_proj_weight)[:4] *= 300
+    return model, torch.optim.SGD(model.parameters(), lr=1e-9)
+
+
+def ours(**options):
+    return regard.nn.MultiheadAttention(16, 4, **options)
+
+
+@pytest.mark.parametrize("way", ["compiled", "compiled in place", "by a part"])
+def test_forwards_that_no_hook_sees(way):
+    """regard.nn is clipped all the same; of other attentions a step without a clip is an error, not a silence."""
+    x = torch.randn(2, 6, 16)
+    for attention in (ours, Self):
+        model, optimizer = exploded(attention)
+        called = {
+            "compiled": lambda model=model: torch.compile(model, backend="eager"),
+            "compiled in place": lambda model=model: model.compile(backend="eager") or model,
+            "by a part": lambda model=model: model[1],
+        }[way]()
+        found = []
+        for turn in range(3):
+            called(x).square().mean().backward()
+            optimizer.step()
+            if attention is Self and turn == 1:
+                with pytest.raises(ValueError, match="saw no training forward of it"):
+                    regard.qk_clip(model, 50.0)
+                break
+            found.append(regard.qk_clip(model, 50.0).max_logit)
+        if attention is Self:
+            assert found == [{}]  # watching begins
+        else:
+            assert found[0]["1"][0] > 100.0
+            assert [told["1"][0] for told in found[1:]] == pytest.approx([50.0, 50.0], rel=1e-3)
+        torch._dynamo.reset()
+
+
+def test_scores_that_do_not_grow_are_named_from_the_first_call_on():
+    model, _ = exploded(ours, score="cosine")
+    model(torch.randn(2, 6, 16)).sum().backward()
+    for _ in range(2):
+        clipped = regard.qk_clip(model, 1.0)
+        assert clipped.heads == [] and "cosine" in clipped.skipped["1"]
+
+
 def test_a_fixed_temperature_does_not_count():
     torch.manual_seed(0)
     model = regard.nn.MultiheadAttention(8, num_heads=2, temperature=0.1)

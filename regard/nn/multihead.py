@@ -230,7 +230,7 @@ class MultiheadAttention(nn.Module):
 
     def _remember(self, q, k, scale, options) -> None:
         """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them."""
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             self._last = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self):

@@ -55,11 +55,9 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
     >>> query.start, key.start
     (0, 8)
     """
-    if getattr(module, "score", None) in ("cosine", "additive"):
-        raise NotFound(f"its {module.score} scores do not grow with the weights")
-    norm = next((name for name in NORMS if getattr(module, name, None) is not None), None)
-    if norm is not None:
-        raise NotFound(f"its queries and keys are normalised ({norm}): they do not grow with the weights")
+    reason = not_growing(module)
+    if reason is not None:
+        raise NotFound(reason)
     if isinstance(module, nn.MultiheadAttention):
         return _of_torch(module)
     for names in SEPARATE:
@@ -72,6 +70,14 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
             return _of_stack(layer, name, heads, head_dim)
     known = ", ".join(f"{q}/{k}" for q, k in SEPARATE) + ", " + ", ".join(STACKED)
     raise NotFound(f"{type(module).__name__} has no linear layers named {known}")
+
+
+def not_growing(module: nn.Module) -> str | None:
+    """Why a module's scores do not grow with its weights, or None if they do."""
+    if getattr(module, "score", None) in ("cosine", "additive"):
+        return f"its {module.score} scores do not grow with the weights"
+    norm = next((name for name in NORMS if getattr(module, name, None) is not None), None)
+    return norm and f"its queries and keys are normalised ({norm}): they do not grow with the weights"
 
 
 def _of_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:

@@ -16,7 +16,10 @@ EAGER = 3  # steps before the capture, which must not meet anything for the firs
 
 
 class Step:
-    """`step(i)` trains on batch i: loss, gradient, clip, optimizer, `after_step`. Losses stay on the device."""
+    """`step(i)` trains on batch i: loss, gradient, clip, optimizer, `after_step`. Losses stay on the device.
+
+    `step(i, batch)` trains on a batch that was drawn before.
+    """
 
     def __init__(self, trial: Trial, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.trial, self.optimizer, self.steps = trial, optimizer, steps
@@ -33,13 +36,13 @@ class Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
 
-    def __call__(self, step: int) -> None:
+    def __call__(self, step: int, batch: tuple[Tensor, ...] | None = None) -> None:
         if self.device.type != "cuda":
-            self._step(step, self._train)
+            self._step(step, batch, self._train)
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self._step(step, self._captured if self.trial.graph else self._train)
+            self._step(step, batch, self._captured if self.trial.graph else self._train)
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def first_bad(self) -> int | None:
@@ -50,14 +53,14 @@ class Step:
     def last_loss(self) -> float:
         return float(self.loss)
 
-    def _step(self, step: int, train: Callable[[tuple[Tensor, ...]], None]) -> None:
+    def _step(self, step: int, batch: tuple[Tensor, ...] | None, train: Callable[[tuple[Tensor, ...]], None]) -> None:
         factor = self.trial.schedule(step, self.steps)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(float(rate) * factor)
             else:
                 group["lr"] = rate * factor
-        train(self.trial.batch(step))
+        train(self.trial.batch(step) if batch is None else batch)
         self.trial.after_step()
         self.bad.copy_(torch.where((self.bad < 0) & ~torch.isfinite(self.loss), step + 1, self.bad))
 

@@ -1,6 +1,7 @@
 """How long a training step of each variant takes: variants in turn, round after round, the median of the rounds.
 
-Alone on the machine or not at all: runs that train at the same time take each other's time.
+A step is loss, gradient, clip and optimizer, on batches drawn before the clock starts. Alone on the machine or not at
+all: runs that train at the same time take each other's time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ def step_times(
     times: dict[str, list[float]] = {variant: [] for variant in steps}
     for turn in range(rounds):
         for variant, step in steps.items():
+            batches = {i: step.trial.batch(i) for i in range(WARM + turn * ROUND, WARM + (turn + 1) * ROUND)}
             _wait(place)
             began = time.perf_counter()
-            for i in range(ROUND):
-                step(WARM + turn * ROUND + i)
+            for i, batch in batches.items():
+                step(i, batch)
             _wait(place)
             times[variant].append((time.perf_counter() - began) * 1e3 / ROUND)
     return {variant: _quartiles(values) for variant, values in times.items()}

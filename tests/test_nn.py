@@ -168,12 +168,23 @@ def test_copies_and_files_do_not_carry_activations(tmp_path):
         assert other._last is None and torch.equal(other.q_proj.weight, layer.q_proj.weight)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 16}])
+def test_what_was_frozen_stays_frozen(sizes):
+    theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True, **sizes).requires_grad_(False)
+    theirs.out_proj.requires_grad_(True)
+    ours = MultiheadAttention.from_torch(theirs, temperature="learned")
+    learns = {name for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    assert learns == {"out_proj.weight", "out_proj.bias", "temperature.log_temperature"}
+
+
 def test_weights_that_do_not_fit_are_refused():
     theirs = torch.nn.MultiheadAttention(8, 2, add_bias_kv=True)
     with pytest.raises(ValueError, match="add_bias_kv"):
         MultiheadAttention.from_torch(theirs)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2), kv_heads=1)
+        MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2, batch_first=True), kv_heads=1)
+    with pytest.raises(ValueError, match=r"batch_first=False: it takes \(L, B, embed_dim\)"):
+        MultiheadAttention.from_torch(torch.nn.MultiheadAttention(8, 2))
     with pytest.raises(TypeError, match="Linear"):
         MultiheadAttention.from_torch(torch.nn.Linear(8, 8))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named
+from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named, unsized
 
 HEADS, WIDTH = 4, 5
 
@@ -149,6 +149,16 @@ def test_ssmax_stays_positive_wherever_its_s_goes():
         assert (t > 0).all() and t.isfinite().all()
 
 
+@pytest.mark.parametrize("word", ["ssmax", "adaptive"])
+def test_words_inside_a_model_by_using(word):
+    model, x = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0), torch.randn(2, 5, 16)
+    outs = []
+    for temperature in (word, unsized(word)):
+        with regard.using(model, temperature=temperature):
+            outs.append(model(x))
+    assert torch.equal(*outs) and not torch.allclose(outs[0], model(x))
+
+
 @pytest.mark.parametrize("name", ["learned", "query", "ssmax per head", "refit"])
 def test_inside_a_model_by_using(name):
     class Plain(nn.Module):
@@ -202,6 +212,10 @@ def test_compiled_whole():
     [
         (lambda: SSMax(-1.0), ValueError, "s must be a positive"),
         (lambda: SSMax(math.inf), ValueError, "s must be"),
+        (lambda: SSMax("a"), TypeError, "s must be a positive number .* got 'a'"),
+        (lambda: SSMax(True), TypeError, "s must be a positive number"),
+        (lambda: unsized("ssmaxx"), ValueError, "did you mean 'ssmax'"),
+        (lambda: regard.using(nn.Linear(2, 2), temperature="learned"), ValueError, r"Learned\(heads\)"),
         (lambda: Fixed(0.0), ValueError, "value"),
         (lambda: Fixed("warm"), ValueError, "value"),
         (lambda: Learned(0), ValueError, "heads"),
@@ -218,6 +232,11 @@ def test_compiled_whole():
             lambda: regard.attention(*qkv(), enable_gqa=True, temperature=lambda n, rows: torch.ones(3)),
             ValueError,
             r"broadcast to \(B, H, M\) = \(2, 4, 9\)",
+        ),
+        (
+            lambda: regard.attention(*qkv(), enable_gqa=True, temperature=lambda n, rows: 3.0 - n),
+            ValueError,
+            "positive numbers, got -[0-9]",
         ),
     ],
 )

@@ -78,16 +78,26 @@ def test_text_of_ones_own_and_chosen_variants(tiny, tmp_path, capsys):
         (["scale", "--only", "cubic"], "--only 'cubic': scale has the variants none-d16"),
         (["scale", "--workers", "0"], "--workers must be at least 1"),
         (["scale", "--data", "no/such.txt"], "--data no/such.txt does not exist"),
+        (["scale", "--data", "FOLDER"], "is a folder; scale reads a text file"),
+        (["translation", "--data", "FILE"], "is a file; translation reads a folder of sentence pairs"),
+        (["retrieval", "--data", "FILE"], "retrieval makes its own rows and reads no file; leave it out"),
+        (["scale", "--data", "FILE"], "data.bin is not text: its byte 2 is not UTF-8"),
+        (["scale", "--data", "FILE", "--time"], "data.bin is not text: its byte 2 is not UTF-8"),
         (["scale", "--device", "tpu"], "--device must be cpu or cuda"),
         (["scale", "--preset", "huge"], "invalid choice: 'huge'"),
     ],
 )
 def test_bad_command_lines_train_nothing(argv, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["lab", "train", *argv]) == 2
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "data.bin").write_bytes(b"ab\xff\xfe" * 2000)
+    places = {"FOLDER": str(given), "FILE": str(given / "data.bin")}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["lab", "train", *(places.get(word, word) for word in argv)]) == 2
     told = capsys.readouterr()
     assert message in told.err and told.err.count("\n") == 1 and told.out == ""
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_the_lab_is_still_the_lab(capsys):

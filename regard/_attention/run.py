@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
 from regard._attention.path import is_hopper
-from regard._normalize.arguments import fits
+from regard._normalize.arguments import fits, is_mapped
 from regard._normalize.run import transformed
 from regard.problem import Problem
 from regard.statistics import DIFFERENTIABLE
@@ -92,6 +92,10 @@ def check_asked(asked, call: Call) -> Tensor:
             f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
             f"{tuple(asked.shape)}"
         )
+    if asked.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(asked):
+        least = asked.detach().amin().item() if asked.numel() else 1.0
+        if least <= 0:
+            raise ValueError(f"temperature: the policy {policy} must return positive numbers, got {least:g} among them")
     asked = asked.to(call.problem.q.device, call.problem.accumulator)
     return asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
 

@@ -12,6 +12,7 @@ from regard.health.call import Call
 from regard.health.intercept import Interception
 from regard.health.what_if import WhatIf, with_qk_norm
 from regard.scores import resolve_scale
+from regard.temperature import unsized
 
 
 class using:
@@ -33,7 +34,7 @@ class using:
     Args:
         model: any module that `regard.examine` can examine.
         normalizer: a name, as in `regard.attention`.
-        temperature: a number, a tensor or a policy such as `regard.temperature.SSMax()`.
+        temperature: a number, a tensor, "ssmax", "adaptive", or a policy such as `regard.temperature.SSMax(0.5)`.
         scale: a number, "sqrt", "inverse", "none" or a tensor per head.
         softcap: a positive number.
         qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does.
@@ -54,6 +55,8 @@ class using:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(temperature, str):
+            temperature = unsized(temperature)
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
         self.changes = {name: value for name, value in given.items() if value is not None}
         if not self.changes and not qk_norm and context_parallel is None:

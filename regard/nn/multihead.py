@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from regard import normalizers, statistics
 from regard._attention import attention
-from regard.nn import additive
+from regard.nn import additive, torch_weights
 from regard.nn.order import Order
 from regard.temperature import Fixed, named
 
@@ -102,14 +102,11 @@ class MultiheadAttention(nn.Module):
     def from_torch(cls, module: nn.MultiheadAttention, **options) -> MultiheadAttention:
         """A copy of a torch `nn.MultiheadAttention` that gives the same output.
 
-        Inputs are (B, L, embed_dim) here, whatever the module's own batch_first. A bool mask says who is visible, where
-        torch's says who is hidden: its `attn_mask` is `~attn_mask` here, and its `key_padding_mask` is
-        `attn_mask=~key_padding_mask[:, None, None]`.
+        Its inputs must be (B, L, embed_dim): a module with batch_first=False, torch's default, is refused. What was
+        frozen stays frozen. A bool mask says who is visible, where torch's says who is hidden: its `attn_mask` is
+        `~attn_mask` here, and its `key_padding_mask` is `attn_mask=~key_padding_mask[:, None, None]`.
         """
-        if not isinstance(module, nn.MultiheadAttention):
-            raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
-        if module.bias_k is not None or module.add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn have no counterpart here; use a module without them")
+        torch_weights.check(module)
         weight = module.out_proj.weight
         ours = cls(
             module.embed_dim,
@@ -121,23 +118,11 @@ class MultiheadAttention(nn.Module):
             dtype=weight.dtype,
             **{"dropout": module.dropout, **options},
         )
-        loaded = ours.load_state_dict(module.state_dict(), strict=False)
-        projections = [name for name in loaded.missing_keys if "_proj" in name]
-        if projections or loaded.unexpected_keys:
-            raise ValueError(f"weights do not fit: missing {projections}, unexpected {loaded.unexpected_keys}")
+        torch_weights.fill(ours, module)
         return ours.train(module.training)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Torch's names for the same weights: in_proj_weight stacks q, k, v."""
-        for kind in ("weight", "bias"):
-            stacked = state_dict.pop(f"{prefix}in_proj_{kind}", None)
-            if stacked is not None:
-                for name, part in zip("qkv", stacked.chunk(3), strict=True):
-                    state_dict[f"{prefix}{name}_proj.{kind}"] = part
-        for name in "qkv":
-            separate = state_dict.pop(f"{prefix}{name}_proj_weight", None)
-            if separate is not None:
-                state_dict[f"{prefix}{name}_proj.weight"] = separate
+        torch_weights.rename(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(

@@ -17,9 +17,20 @@ torch.Size([1, 2, 5, 4])
 from regard.temperature.adaptive import Adaptive
 from regard.temperature.fixed import Fixed
 from regard.temperature.learned import Learned
-from regard.temperature.named import NAMES, named
+from regard.temperature.named import NAMES, named, unsized
 from regard.temperature.query_dependent import QueryDependent
 from regard.temperature.rows import Rows, visible_keys
 from regard.temperature.ssmax import SSMax
 
-__all__ = ["NAMES", "Adaptive", "Fixed", "Learned", "QueryDependent", "Rows", "SSMax", "named", "visible_keys"]
+__all__ = [
+    "NAMES",
+    "Adaptive",
+    "Fixed",
+    "Learned",
+    "QueryDependent",
+    "Rows",
+    "SSMax",
+    "named",
+    "unsized",
+    "visible_keys",
+]

@@ -31,6 +31,30 @@ def named(name: str, heads: int, head_dim: int, *, device=None, dtype=None) -> n
         return Adaptive()
     if name == "query_dependent":
         return QueryDependent(heads, head_dim, **place)
+    raise unknown(name)
+
+
+def unsized(name: str) -> nn.Module:
+    """A policy that fits any number of heads, as it has no parameters: "ssmax" or "adaptive".
+
+    >>> import regard
+    >>> regard.temperature.unsized("ssmax")
+    SSMax(s=[0.43], learn=False)
+    """
+    if name == "ssmax":
+        return SSMax()
+    if name == "adaptive":
+        return Adaptive()
+    if name in NAMES:
+        maker = {"learned": "Learned(heads)", "query_dependent": "QueryDependent(heads, head_dim)"}[name]
+        raise ValueError(
+            f"temperature {name!r} has parameters for a module's heads; make it, regard.temperature.{maker}, and hand "
+            "its parameters to the optimizer"
+        )
+    raise unknown(name)
+
+
+def unknown(name: str) -> ValueError:
     near = difflib.get_close_matches(str(name), NAMES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"temperature {name!r} is unknown; {hint}known words: {', '.join(NAMES)}")
+    return ValueError(f"temperature {name!r} is unknown; {hint}known words: {', '.join(NAMES)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,8 @@ class SSMax(nn.Module):
 
     def __init__(self, s: float | Tensor = 0.43, learn: bool = False) -> None:
         super().__init__()
+        if isinstance(s, bool) or not isinstance(s, Tensor | numbers.Real):
+            raise TypeError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
         value = torch.as_tensor(s, dtype=torch.float32)
         if value.ndim > 1 or not bool(((value > 0) & value.isfinite()).all()):
             raise ValueError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")

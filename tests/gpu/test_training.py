@@ -1,4 +1,4 @@
-"""Training on the GPU: a run killed by force goes on to the same loss, and runs in turn end as alone, dropout and all."""
+"""Training on the GPU: a run killed by force goes on to the same loss, runs in turn end as alone, dropout and all."""
 
 import os
 import signal

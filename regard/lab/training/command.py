@@ -44,7 +44,7 @@ def main(options) -> int:
                 name, options.preset, options.out, options.data, device, options.seeds, options.only, options.workers,
                 command=_command(name, options),
             )  # fmt: skip
-        except ValueError as wrong:  # data that cannot be trained on, records of another run
+        except (ValueError, OSError) as wrong:  # data that cannot be trained on, records of another run, a full disk
             options.fail(str(wrong))
         folder = options.out / name / options.preset
         write(folder / "result.json", result)
@@ -67,7 +67,10 @@ def _time(options) -> int:
     from regard.lab.training.timing import step_times
 
     device = options.device or _device(options.preset)
-    results = {name: step_times(name, options.preset, options.data, device) for name in options.experiments}
+    try:
+        results = {name: step_times(name, options.preset, options.data, device) for name in options.experiments}
+    except (ValueError, OSError) as wrong:
+        options.fail(str(wrong))
     for name, times in results.items():
         write(options.out / name / options.preset / "times.json", dict(where=where(torch.device(device)), times=times))
         rows = [[v, f"{t['median']:.3f}", f"{t['low']:.3f} to {t['high']:.3f}"] for v, t in times.items()]
@@ -115,12 +118,24 @@ def _check(options, known: dict) -> None:
         options.fail(f"--seeds must be at least 3, or no interval means anything; got {options.seeds}")
     if options.workers < 1:
         options.fail(f"--workers must be at least 1, got {options.workers}")
-    if options.data is not None and not options.data.exists():
-        options.fail(f"--data {options.data} does not exist")
+    if options.data is not None:
+        for name in options.experiments:
+            _check_data(options, known[name])
     if options.device is not None and options.device.split(":")[0] not in ("cpu", "cuda"):
         options.fail(f"--device must be cpu or cuda, got {options.device!r}")
     if options.out.exists() and not options.out.is_dir():
         options.fail(f"--out {options.out} is a file; give a folder")
+
+
+def _check_data(options, experiment) -> None:
+    if not experiment.reads:
+        options.fail(f"--data {options.data}: {experiment.name} makes its own rows and reads no file; leave it out")
+    if not options.data.exists():
+        options.fail(f"--data {options.data} does not exist")
+    if options.data.is_dir() != (experiment.reads == "folder"):
+        wanted = "a folder of sentence pairs" if experiment.reads == "folder" else "a text file"
+        given = "a folder" if options.data.is_dir() else "a file"
+        options.fail(f"--data {options.data} is {given}; {experiment.name} reads {wanted}")
 
 
 def _device(preset: str) -> str:

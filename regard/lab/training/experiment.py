@@ -125,11 +125,14 @@ class Experiment:
     make: Callable[[Setting], Trial]
     presets: Mapping[str, Preset]
     figures: Callable[[dict], Mapping[str, Figure]]
+    reads: str = "file"  # what --data may be: a "file" of text, a "folder" of sentence pairs, or "" for nothing
     metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives
 
     def __post_init__(self) -> None:
         if not {"small", "full"} <= set(self.presets):
             raise ValueError(f"presets of {self.name!r} must hold 'small' and 'full', got {list(self.presets)}")
+        if self.reads not in ("file", "folder", ""):
+            raise ValueError(f"reads of {self.name!r} must be 'file', 'folder' or '', got {self.reads!r}")
         small = self.presets["small"]
         if small.learner not in self.variants or not small.learns:
             raise ValueError(f"preset 'small' of {self.name!r} must name a learner, one of {list(self.variants)}, and "

@@ -174,7 +174,7 @@ def fingerprint(data: Path | None) -> str:
     if data is None:
         return "built-in"
     digest = hashlib.sha256()
-    for path in sorted(data.iterdir()) if data.is_dir() else [data]:
+    for path in sorted(p for p in data.iterdir() if p.is_file()) if data.is_dir() else [data]:
         digest.update(path.read_bytes())
     return f"{data.name} {digest.hexdigest()[:12]}"
 

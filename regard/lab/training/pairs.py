@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from regard.lab.training.text import KINDS, MANNERS, VERBS
+from regard.lab.training.text import KINDS, MANNERS, VERBS, read
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 Pair = tuple[str, str]
@@ -100,7 +100,7 @@ def _read(folder: Path, part: str, source: str, target: str) -> list[Pair]:
         found = sorted(folder.glob(f"{part}.{language}")) if folder.is_dir() else []
         if not found:
             raise ValueError(f"--data {folder} must be a folder with a file {part}.{language}, one sentence a line")
-        sides.append(found[0].read_text(encoding="utf-8").splitlines())
+        sides.append(read(found[0]).splitlines())
     if len(sides[0]) != len(sides[1]):
         raise ValueError(f"--data {folder}: {part}.{source} has {len(sides[0])} lines, .{target} {len(sides[1])}")
     return list(zip(*sides, strict=True))

@@ -45,10 +45,18 @@ def made(sentences: int, seed: int = 0) -> str:
     return "".join(lines)
 
 
+def read(path: Path) -> str:
+    """The text of a file that `--data` names, or that lies in the folder it names."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"--data {path} is not text: its byte {wrong.start} is not UTF-8; give a text file") from None
+
+
 @cache
 def halves(data: Path | None) -> tuple[Tensor, Tensor]:
     """Character ids to train on and to validate on: the first 90 % and the rest."""
-    whole = made(4000) if data is None else data.read_text(encoding="utf-8")
+    whole = made(4000) if data is None else read(data)
     ids = encode(whole)
     if len(ids) < 4096:
         raise ValueError(f"--data {data} has {len(ids)} characters, too few to train on; give 4096 or more")

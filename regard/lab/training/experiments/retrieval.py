@@ -188,5 +188,6 @@ experiment = Experiment(
         ),
     },
     figures=figures,
+    reads="",
     metric="refit@1024",
 )

@@ -34,5 +34,6 @@ experiment = Experiment(
         ),
     },
     figures=figures,
+    reads="",
     metric="own@1024",
 )

@@ -34,6 +34,7 @@ experiment = Experiment(
             sizes={"layers": 2, "heads": 4, "width": 256, "length": 32, "batch": 128, "dropout": 0.2, "rate": 1e-3},
         ),
     },
+    reads="folder",
     metric="bleu",
     figures=figures,
 )

@@ -2,7 +2,7 @@
 
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above, below
-from regard.lab.training.experiments.additive import DIMS
+from regard.lab.training.head_dims import DIMS
 from regard.lab.training.results import estimate, paired
 
 AS_WELL = 0.1  # nats per character, 5 % of the loss: what counts as no worse

@@ -4,6 +4,7 @@ sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax stands 
 """
 
 from regard.lab.figure import Figure
+from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment, Preset
 from regard.lab.training.language import LanguageTrial
 from regard.lab.training.results import course, finals
@@ -40,21 +41,17 @@ def figures(result, metric="loss", title="validation loss"):
 experiment = Experiment(
     name="normalizers",
     question="How do the normalisers compare at equal parameters and tokens: loss, sharpness, time?",
-    variants={name: {"attention": {"normalizer": spec}} for name, spec in NORMALIZERS.items()},
+    variants={name: {"heads": 4, "attention": {"normalizer": spec}} for name, spec in NORMALIZERS.items()},
     make=LanguageTrial,
     presets={
         "small": Preset(
             steps=60,
             every=20,
-            sizes={"layers": 1, "heads": 4, "width": 128, "length": 48, "batch": 8, "validation": 2048},
+            sizes={"layers": 1, "width": 128, "length": 48, "batch": 8, "validation": 2048},
             learner="softmax",
             learns={"loss": 2.0},
         ),
-        "full": Preset(
-            steps=500,
-            every=100,
-            sizes={"layers": 2, "heads": 4, "width": 256, "length": 128, "batch": 16, "validation": 8192},
-        ),
+        "full": head_dims.FULL,
     },
     figures=figures,
 )

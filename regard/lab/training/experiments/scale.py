@@ -3,12 +3,11 @@
 import math
 
 from regard.lab.figure import Figure
-from regard.lab.training.experiment import Experiment, Preset
+from regard.lab.training import head_dims
+from regard.lab.training.experiment import Experiment
 from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course, ends, in_words
+from regard.lab.training.results import course
 
-WIDTH = 256
-DIMS = (16, 64, 256)
 SCALES = {
     "none": lambda d: {"score": "dot"},
     "sqrt": lambda d: {"score": "scaled_dot"},
@@ -18,24 +17,12 @@ SCALES = {
 
 def figures(result):
     def over_training(metric, title, dims=(16, 256)):
-        return Figure(
-            "bands",
-            "step",
-            title,
-            {f"{name}, d_k {d}": course(result, f"{name}-d{d}", metric) for d in dims for name in SCALES},
-            alt=f"{title} over training at d_k {' and '.join(map(str, dims))}; bands are the range over seeds.",
-        )
+        lines = {f"{name}, d_k {d}": course(result, f"{name}-d{d}", metric) for d in dims for name in SCALES}
+        told = f"{title} over training at d_k {' and '.join(map(str, dims))}; bands are the range over seeds."
+        return Figure("bands", "step", title, lines, alt=told)
 
-    loss = {name: ends(result, {d: f"{name}-d{d}" for d in DIMS}) for name in SCALES}
     return {
-        "loss": Figure(
-            "bands",
-            "d_k",
-            "validation loss",
-            loss,
-            log_x=True,
-            alt=f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {in_words(loss)}.",
-        ),
+        "loss": head_dims.loss_figure(result, SCALES),
         "entropy": over_training("entropy_ratio", "entropy / ln n"),
         "gradient-gain": over_training("gradient_gain", "gradient gain"),
     }
@@ -44,19 +31,13 @@ def figures(result):
 experiment = Experiment(
     name="scale",
     question="What does the scale of the scores do to loss, entropy and gradient gain over training, by d_k?",
-    variants={f"{name}-d{d}": {"heads": WIDTH // d, "attention": of(d)} for name, of in SCALES.items() for d in DIMS},
+    variants=head_dims.variants(SCALES),
     make=LanguageTrial,
     presets={
-        "small": Preset(
-            steps=60,
-            every=20,
-            sizes={"layers": 1, "width": WIDTH, "length": 48, "batch": 8, "validation": 2048},
-            learner="sqrt-d64",
-            learns={"loss": 1.9},
+        "small": head_dims.preset(
+            60, 20, layers=1, length=48, batch=8, rows=32, learner="sqrt-d64", learns={"loss": 1.9}
         ),
-        "full": Preset(
-            steps=500, every=100, sizes={"layers": 2, "width": WIDTH, "length": 128, "batch": 16, "validation": 8192}
-        ),
+        "full": head_dims.FULL,
     },
     figures=figures,
 )

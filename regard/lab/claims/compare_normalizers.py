@@ -3,7 +3,7 @@
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, below
 from regard.lab.estimate import exact
-from regard.lab.training.results import estimate, paired
+from regard.lab.training.results import estimate, paired, sorted_by_sign
 
 
 def measure(bench):
@@ -18,13 +18,23 @@ def measure(bench):
     ratio = {name: told[name]["entropy_ratio"]["mean"] for name in told}
     sharpness = ", ".join(f"{name} {ratio[name]:.2f}" for name in sorted(ratio, key=ratio.get))
     losses = ", ".join(f"{name} {e.value:+.3f} ± {e.high - e.value:.3f}" for name, e in behind.items())
+    bleu = ""
+    if training.has_shipped("translation"):
+        other = training.shipped("translation")
+        apart = {n: estimate(paired(other, n, "softmax")) for n in other["summary"] if n != "softmax"}
+        told_apart = sorted_by_sign(apart)
+        bleu = (
+            f" In translation softmax reaches BLEU {other['summary']['softmax']['bleu']['mean']:.1f}; against it, "
+            f"behind: {told_apart[-1]}; ahead: {told_apart[1]}; not told apart: {told_apart[0]} "
+            f"({other['how']['command']})."
+        )
     return Finding(
         [checks[name] for name in near] + [checks[name].beyond() for name in behind if name not in near],
         condition=f"the normaliser is {' or '.join(near)}: {told['softmax']['runs']} seeds do not tell it from softmax",
         right=f"None does: {losses}",
         remark=f"Loss − softmax's {told['softmax']['loss']['mean']:.3f}, nats per character: {losses}. Entropy / ln n "
         f"at the end, from sharp to flat: {sharpness}. Trained: {result['how']['command']}; differences seed by seed; "
-        f"{result['how']['where'][0]}.",
+        f"{result['how']['where'][0]}.{bleu}",
         figure=lambda: training.get("normalizers").figures(result)["quality"],
     )
 

@@ -5,9 +5,10 @@ import statistics
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above
 from regard.lab.figure import Figure
-from regard.lab.training.results import estimate
+from regard.lab.training.results import decided, estimate
 
 DIMS = (16, 64)  # with several heads in a layer
+SAID = {1: "the first looks farther", -1: "the second looks farther", 0: "which the seeds do not settle"}
 SINK = 0.3  # of a row's mass, on average, on its first key
 
 
@@ -41,8 +42,8 @@ def measure(bench):
         remark=f"The heads of a layer differ most in the first: at d_k = 64 its sharpest and flattest lie "
         f"{statistics.fmean(spread[0]):.2f} of ln n apart, those of the second {statistics.fmean(spread[1]):.2f}. The "
         f"sharpest of all has {sharpest[1]['entropy_ratio']:.2f} at a mean distance of {sharpest[1]['distance']:.1f} "
-        f"characters, in the {('first', 'second')[sharpest[0]]} layer. At d_k = 64 the seeds do not settle which "
-        f"layer looks farther: {estimate(farther[64])} characters.",
+        f"characters, in the {('first', 'second')[sharpest[0]]} layer. Distance at d_k = 64, first layer − second: "
+        f"{estimate(farther[64])} characters, {SAID[decided(estimate(farther[64]))]}.",
         figure=lambda: Figure(
             "dots",
             "",

@@ -32,9 +32,7 @@ def preset(steps: int, every: int, layers: int, length: int, batch: int, rows: i
     return Preset(steps, every, sizes, **others)
 
 
-FULL = preset(
-    500, 100, layers=2, length=128, batch=16, rows=64
-)  # of `scale` and `normalizers`: one model, one budget
+FULL = preset(500, 100, layers=2, length=128, batch=16, rows=64)  # of `scale` and `normalizers`: one model, one budget
 
 
 def loss_figure(result: dict, kinds: Iterable[str]) -> Figure:

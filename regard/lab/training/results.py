@@ -44,6 +44,31 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(statistics.fmean(values), *interval(values))
 
 
+def decided(estimate: Estimate) -> int:
+    """+1 where the whole interval lies above 0, −1 where it lies below, 0 where the seeds do not settle it."""
+    return int(estimate.low > 0) - int(estimate.high < 0)
+
+
+def plus_minus(estimate: Estimate) -> str:
+    """The middle and half of an interval, to two digits of the half.
+
+    >>> from regard.lab.training.results import Estimate, plus_minus
+    >>> plus_minus(Estimate(0.12345, 0.1, 0.1469))
+    '+0.123 ± 0.023'
+    """
+    half = (estimate.high - estimate.low) / 2
+    digits = 3 if not 0 < half < math.inf else max(0, 1 - math.floor(math.log10(half)))
+    return f"{round(estimate.value, digits) + 0.0:+.{digits}f} ± {half:.{digits}f}"
+
+
+def sorted_by_sign(differences: Mapping[str, Estimate]) -> dict[int, str]:
+    """+1, −1, 0 → the differences of that sign in words, "a +0.30 ± 0.10, b …", or "none"."""
+    told: dict[int, list[str]] = {1: [], -1: [], 0: []}
+    for name, difference in differences.items():
+        told[decided(difference)].append(f"{name} {plus_minus(difference)}")
+    return {sign: ", ".join(names) or "none" for sign, names in told.items()}
+
+
 def collect(experiment: Experiment, preset: str, records: Sequence[dict], command: str = "") -> dict:
     """The result of all records of one experiment."""
     how = dict(

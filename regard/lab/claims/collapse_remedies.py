@@ -20,7 +20,7 @@ def measure(bench):
         if "loss" in result["summary"][name]
     )
     beyond = {
-        "one learned per head, begun at 1": [
+        "one learned per head from 1 on": [
             above("loss won by a temperature learned per head, begun at 1, nats", BETTER, loss["learned"])
         ],
         "attention dropout": [

@@ -39,7 +39,7 @@ def measure(bench):
         ],
         condition="sinks are left out: in models of this size and training none has formed",
         right="The first layer is not the flatter one.",
-        remark=f"The heads of a layer differ most in the first: at d_k = 64 its sharpest and flattest lie "
+        remark=f"At d_k = 64 the sharpest and the flattest head of the first layer lie "
         f"{statistics.fmean(spread[0]):.2f} of ln n apart, those of the second {statistics.fmean(spread[1]):.2f}. The "
         f"sharpest of all has {sharpest[1]['entropy_ratio']:.2f} at a mean distance of {sharpest[1]['distance']:.1f} "
         f"characters, in the {('first', 'second')[sharpest[0]]} layer. Distance at d_k = 64, first layer − second: "

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from regard.lab.training.experiment import experiments
+from regard.lab.training.results import finals
 from regard.table import Table
+
+RANGES = ("max_logit",)
 
 
 def arguments(parser) -> None:
@@ -87,16 +90,19 @@ def listing() -> Table:
 
 
 def table(result: dict) -> Table:
-    """One row per variant: the headline metric with its interval, runs that diverged, two readings where they exist."""
+    """One row per variant: the headline metric and some readings with their intervals, and how many runs diverged.
+
+    The largest logit may be hundreds in one seed and a million in the next: it has its range over the seeds.
+    """
     shown = [result["metric"]]
     first = next(iter(result["summary"].values()))
     shown += [name for name in ("loss", "bleu", "accuracy", "entropy_ratio", "gradient_gain", "max_logit")
               if name in first and name not in shown]  # fmt: skip
     rows = []
     for variant, told in result["summary"].items():
-        cells = [_cell(told.get(name)) for name in shown]
+        cells = [_range(finals(result, variant, name)) if name in RANGES else _cell(told.get(name)) for name in shown]
         rows.append([variant, *cells, f"{told['diverged']} of {told['runs']}"])
-    names = [shown[0] + f" [{result['how']['level']:.0%}]", *shown[1:]]
+    names = [shown[0] + f" [{result['how']['level']:.0%}]", *(f"{n}, range" if n in RANGES else n for n in shown[1:])]
     return Table(["variant", *names, "diverged"], rows)
 
 
@@ -105,6 +111,10 @@ def _cell(estimate: dict | None) -> str:
         return ""
     low, high = estimate["low"], estimate["high"]
     return f"{estimate['mean']:.4g}" + ("" if low is None else f" [{low:.4g}, {high:.4g}]")
+
+
+def _range(values: dict[int, float]) -> str:
+    return f"{min(values.values()):.3g} to {max(values.values()):.3g}" if values else ""
 
 
 def _check(options, known: dict) -> None:

@@ -1,18 +1,10 @@
 """Context parallel on 2, 3 and 4 gloo processes: pieces give what the whole gives; a lost rank is named."""
 
 import pytest
-from parallel_cases import (
-    bytes_sent,
-    dies,
-    every_case,
-    examined,
-    head_sharded,
-    in_a_model,
-    odd_pieces,
-    same_bits,
-    triton_parts,
-)
+from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
+from parallel_models import examined, head_sharded, in_a_model
+from parallel_refused import raises_inside, refused
 
 from regard.parallel.layout import given_spans, spans
 
@@ -27,21 +19,35 @@ def test_pieces_give_the_whole(world):
         assert all(other == bits[0] for other in bits)
         crew(examined)
         crew(head_sharded)
+        crew(refused)
         if world == 2:
             crew(in_a_model)
             crew(triton_parts)
 
 
-@pytest.mark.parametrize(("how", "what"), [("killed", "died"), ("stalled", "stalled")])
-def test_a_lost_rank_is_named_by_all_others(how, what):
+@pytest.mark.parametrize(
+    ("who", "how", "what"), [(1, "killed", "died"), (1, "stalled", "stalled"), (0, "killed", "died")]
+)
+def test_a_lost_rank_is_named_by_all_others(who, how, what):
+    """Rank 0 keeps the store by which the others tell one another."""
     crew = Crew(3, timeout=5.0)
     try:
-        found = crew.answers(dies, 1, how, 5, ranks=[0, 2], wait=90)
+        found = crew.answers(dies, who, how, 5, ranks={0, 1, 2} - {who}, wait=90)
         for fine, answer in found.values():
             assert fine, answer
             seconds, rank, step, message = answer
-            assert rank == 1 and f"rank 1 {what} at step" in message and step.startswith("ring forward"), message
+            assert rank == who and f"rank {who} {what} at step" in message and step.startswith("ring forward"), message
             assert seconds < 60
+    finally:
+        crew.kill()
+
+
+def test_what_a_rank_raises_in_a_call_is_named_by_the_others():
+    crew = Crew(2, timeout=3.0)
+    try:
+        (theirs, text), own = crew(raises_inside)
+        assert own == ("MemoryError", "no room for the scores")
+        assert theirs == "RankError" and "rank 1 raised MemoryError: no room for the scores at step 'ring for" in text
     finally:
         crew.kill()
 

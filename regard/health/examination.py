@@ -71,9 +71,9 @@ def examine(
     recorder = Recorder(changes, backend)
     rounds = None
     if group is not None or snapshot is not None:
-        from regard.parallel.rounds import Rounds
+        from regard.parallel.rounds import Rounds, weights_mark
 
-        what = dict(model=_title(model), what_if=[change.name for change in changes])
+        what = dict(model=_title(model), what_if=[change.name for change in changes], weights=weights_mark(model))
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
     modules = interception.modules

@@ -1,14 +1,21 @@
 """A command started by torchrun: join the others, and let rank 0 speak for all.
 
-torchrun --nproc-per-node 4 -m regard examine MODEL
+    torchrun --nproc-per-node 4 -m regard examine MODEL
+
+torchrun ends all processes as soon as one is lost, before they have found out for themselves: they look then, and say
+which one it was.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from regard.parallel.faults import RankError, Watch
 
 
 def join(timeout: float) -> bool | None:
@@ -17,7 +24,19 @@ def join(timeout: float) -> bool | None:
         return None
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        signal.signal(signal.SIGTERM, _ended)
     return True
+
+
+def _ended(*_) -> None:
+    """Told to end: if that is because another rank is lost, say so."""
+    for watch in Watch.current():
+        lost = watch.blame(RuntimeError("ended by SIGTERM"), 0.0)
+        if isinstance(lost, RankError):
+            if first() or lost.rank == 0:
+                print(f"regard: {lost}", file=sys.stderr, flush=True)
+            raise SystemExit(1)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def first() -> bool:

@@ -20,7 +20,10 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from regard._dtensor import is_dtensor
+from regard.parallel.agree import agree
 from regard.parallel.line import Line
 
 LAYOUTS = ("balanced", "contiguous")
@@ -74,7 +77,9 @@ def check(layout: str) -> None:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
 
 
-def shard(x: Tensor, dim: int = -2, group: dist.ProcessGroup | None = None, layout: str = "balanced") -> Tensor:
+def shard(
+    x: Tensor, dim: int = -2, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "balanced"
+) -> Tensor:
     """This rank's piece of a whole tensor: its chunks of dimension `dim`, one after another.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -88,14 +93,15 @@ def shard(x: Tensor, dim: int = -2, group: dist.ProcessGroup | None = None, layo
         group: the ranks that share the sequence; None is all of them.
         layout: "balanced" or "contiguous", as in `regard.parallel.attention`.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+    dim = _dimension(x, dim)
     line = Line.of(group)
     own = spans(x.shape[dim], line.world, layout)[line.rank]
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in own], dim)
 
 
-def unshard(x: Tensor, dim: int = -2, group: dist.ProcessGroup | None = None, layout: str = "balanced") -> Tensor:
+def unshard(
+    x: Tensor, dim: int = -2, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "balanced"
+) -> Tensor:
     """The whole tensor from every rank's piece, on every rank; the inverse of `shard`.
 
     Backward takes the rank's own positions of the gradient: each rank is to put its whole loss's gradient there, as it
@@ -106,17 +112,34 @@ def unshard(x: Tensor, dim: int = -2, group: dist.ProcessGroup | None = None, la
     tensor([0, 1, 2, 3])
     >>> torch.distributed.destroy_process_group()
     """
-    if not isinstance(x, Tensor):
+    line = Line.of(group)
+    failure: Exception | None = None
+    numbers: list[int] = []
+    alike: dict[str, object] = {}
+    try:
+        check(layout)
+        dim = _dimension(x, dim)
+        numbers = [x.shape[dim]]
+        alike = {"with different dims or layouts": (dim, layout), "with x of different dtypes": str(x.dtype)}
+        alike["with x of different shapes (all but the length)"] = (*x.shape[:dim], *x.shape[dim + 1 :])
+    except Exception as error:
+        failure = error
+    told = agree(line, "unshard", numbers, alike, failure)
+    return _Unshard.apply(x, dim, line, given_spans([n for (n,) in told], layout, "x"))
+
+
+def _dimension(x, dim: int) -> int:
+    if not isinstance(x, Tensor) or is_dtensor(x):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-    check(layout)
-    return _Unshard.apply(x, dim % x.ndim, Line.of(group), layout)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be one of the {x.ndim} of x (shape {tuple(x.shape)}), got {dim}")
+    return dim % x.ndim
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dim: int, line: Line, layout: str) -> Tensor:
-        lengths = [int(n) for (n,) in line.all_gather_numbers([x.shape[dim]], "unshard")]
-        cut = given_spans(lengths, layout, "x")
+    def forward(ctx, x: Tensor, dim: int, line: Line, cut: list[Spans]) -> Tensor:
+        lengths = [size(own) for own in cut]
         ctx.dim, ctx.own = dim, cut[line.rank]
         shape = list(x.shape)
         pieces = []

@@ -6,6 +6,7 @@ the rank and the step (`faults`), and what is sent is counted (`traffic`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from regard.parallel import traffic
-from regard.parallel.faults import Watch
+from regard.parallel.faults import RankError, Watch
 
 
 @dataclass
@@ -30,12 +32,21 @@ class Line:
     host: bool = False  # does the backend carry CPU tensors only?
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> Line:
+    def of(cls, group=None) -> Line:
+        """This process's end of a process group, of a DeviceMesh of one dimension, or of all ranks (None)."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "no process group: start with torchrun and call torch.distributed.init_process_group() first, "
                 "or use regard.attention on one process"
             )
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(f"group: a DeviceMesh of {group.ndim} dimensions; pass one of them, mesh[name]")
+            group = group.get_group()
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its ranks")
+            raise TypeError(f"group must be a process group, a DeviceMesh or None, got {type(group).__name__}")
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its ranks")
@@ -51,16 +62,16 @@ class Line:
     def swap(
         self, sent: Tensor | None, received: Tensor | None, to: int, source: int, step: str, at: int = 0
     ) -> Pending:
+        pending = Pending(self, step, at, received)
+        operations = []
+        if sent is not None and sent.numel():
+            pending.sent = self._carried(sent)
+            operations.append(dist.P2POp(dist.isend, pending.sent, group=self.group, group_peer=to))
+            traffic.sent(step, sent.numel() * sent.element_size())
+        if received is not None and received.numel():
+            pending.received = torch.empty_like(received, device="cpu") if self._staged(received) else received
+            operations.append(dist.P2POp(dist.irecv, pending.received, group=self.group, group_peer=source))
         with self.guard(step, at):
-            pending = Pending(self, step, at, received)
-            operations = []
-            if sent is not None and sent.numel():
-                pending.sent = self._carried(sent)
-                operations.append(dist.P2POp(dist.isend, pending.sent, group=self.group, group_peer=to))
-                traffic.sent(step, sent.numel() * sent.element_size())
-            if received is not None and received.numel():
-                pending.received = torch.empty_like(received, device="cpu") if self._staged(received) else received
-                operations.append(dist.P2POp(dist.irecv, pending.received, group=self.group, group_peer=source))
             pending.works = dist.batch_isend_irecv(operations) if operations else []
         return pending
 
@@ -68,10 +79,10 @@ class Line:
         """The sum (or maximum) over all ranks, in place where the backend can."""
         if self.world == 1:
             return x
+        carried = self._carried(x)
         with self.guard(step, at):
-            carried = self._carried(x)
             dist.all_reduce(carried, op, group=self.group)
-            traffic.sent(step, x.numel() * x.element_size())
+        traffic.sent(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
@@ -83,22 +94,22 @@ class Line:
         pending = Pending(self, step, at, x)
         if self.world == 1 or not x.numel():
             return pending
+        pending.received = self._carried(x)
         with self.guard(step, at):
-            pending.received = self._carried(x)
             pending.works = [dist.broadcast(pending.received, group=self.group, group_src=root, async_op=True)]
-            if self.rank == root:
-                traffic.sent(step, x.numel() * x.element_size())
+        if self.rank == root:
+            traffic.sent(step, x.numel() * x.element_size())
         return pending
 
     def reduce(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
         """The sum over all ranks, at the root; elsewhere nothing of use."""
         if self.world == 1 or not x.numel():
             return x
+        carried = self._carried(x)
         with self.guard(step, at):
-            carried = self._carried(x)
             dist.reduce(carried, group=self.group, group_dst=root)
-            if self.rank != root:
-                traffic.sent(step, x.numel() * x.element_size())
+        if self.rank != root:
+            traffic.sent(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def all_gather_numbers(self, numbers: Sequence[int], step: str) -> list[list[int]]:
@@ -118,10 +129,39 @@ class Line:
             yield
             return
         self.watch.at(step, at)
+        self.watch.active += 1
+        start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            raise self.watch.blame(error) from error
+            told = self.watch.blame(error, time.monotonic() - start)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self.watch.active -= 1
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around work that others wait for: what is raised here is named by whoever waits in vain."""
+        if self.watch is None:
+            yield
+            return
+        self.watch.active += 1
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            self.watch.raised(error)
+            raise
+        finally:
+            self.watch.active -= 1
+
+    def text(self, text: str, size: int, root: int, step: str) -> str:
+        """The root's text of `size` bytes on every rank."""
+        mine = torch.tensor(list(text.encode()) if self.rank == root else [0] * size, dtype=torch.uint8)
+        return bytes(self.broadcast(mine.to(self._device()), root, step).tolist()).decode()
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.host else torch.device("cuda", torch.cuda.current_device())

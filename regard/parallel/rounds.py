@@ -20,9 +20,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from regard.health.measure import Layer, Recorder
 from regard.health.readings import LayerReading
+from regard.parallel.agree import agree
 from regard.parallel.faults import RankError
 from regard.parallel.line import Line
 
@@ -34,7 +36,7 @@ class RoundError(RuntimeError):
 
 
 class SnapshotError(ValueError):
-    """The snapshot is of other data."""
+    """The snapshot is of other data, or cannot be read or written."""
 
 
 class Rounds:
@@ -174,17 +176,51 @@ class Rounds:
     def _resume(self) -> None:
         """Rank 0 reads the snapshot, if there is one, and tells the others how far it goes."""
         content = None
-        if self.path is not None and self.rank == 0 and self.path.is_file():
-            content = torch.load(self.path, weights_only=True)
-            if content["what"] != self.what:
-                named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
-                raise self._other(f"{named} differ")
+        failure: Exception | None = None
+        if self.path is not None and self.rank == 0:
+            try:
+                content = self._read(self.path)
+            except Exception as error:
+                failure = error
+        if content is not None:
             for layer in content["layers"]:
                 _absorb(self.merged, layer)
-        if content is not None:
-            self.done, self.known = content["done"], content.get("data", -1)
-        if self.line is not None and self.path is not None:
-            self.done, self.known = self.line.all_gather_numbers([self.done, self.known], "examine start")[0]
+            self.done, self.known = content["done"], content["data"]
+        if self.line is not None:
+            alike = {f"with different {name}": value for name, value in self.what.items()}
+            alike["with and without a snapshot"] = self.path is None
+            self.done, self.known = agree(self.line, "examine", [self.done, self.known], alike, failure)[0]
+        elif failure is not None:
+            raise failure
+
+    def _read(self, path: Path) -> dict | None:
+        """What a snapshot holds, if there is one."""
+        if not path.parent.is_dir():
+            raise SnapshotError(f"snapshot {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+        if not path.is_file():
+            return None
+        try:
+            content = torch.load(path, weights_only=True)
+        except Exception:
+            content = None
+        if not isinstance(content, dict) or not {"what", "done", "data", "layers"} <= content.keys():
+            raise SnapshotError(f"snapshot {str(path)!r} is not one of regard's, or is damaged; remove it")
+        if content["what"] != self.what:
+            named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
+            raise self._other(f"{named} differ")
+        return content
+
+
+def weights_mark(model: torch.nn.Module) -> int:
+    """A checksum of the names, shapes and types of all weights, and of a few numbers of each."""
+    mark = 0
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x) or x.is_meta or x.layout != torch.strided:
+            continue
+        ends = x.detach().reshape(-1)
+        mark = zlib.crc32(f"{name} {tuple(x.shape)}".encode(), mark)
+        mark = _mark(torch.cat([ends[:64], ends[-64:]]), mark)
+    return mark
 
 
 def _mark(x, before: int = 0) -> int:

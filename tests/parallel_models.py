@@ -1,0 +1,164 @@
+"""What a rank of a crew checks: models, whole, head-sharded or in pieces, and corpora."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import regard
+
+
+def examined(rank: int, world: int) -> None:
+    """A corpus shared by the ranks gives the report of one process, to the bit."""
+    from parallel_subject import subject
+
+    alone, shared = (regard.examine(*subject(), what_if=["temperature=2"], group=group) for group in (None, True))
+    one, many = alone.to_json(), shared.to_json()
+    for told in (one, many):
+        told.pop("how")
+    assert one == many and len(shared.heads) == 8
+
+
+def head_sharded(rank: int, world: int) -> None:
+    """DTensors sharded over heads pass through regard.attention unchanged; so does a tensor-parallel model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (world,))
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 4 * world, 7, 8, generator=g) for _ in range(3))
+    sink, heat = torch.randn(4 * world, generator=g), torch.rand(1, 4 * world, 7, 1, generator=g) + 0.5
+    q.requires_grad_()
+    placed = [distribute_tensor(x.detach(), mesh, [Shard(1)]) for x in (q, k, v)]
+    placed[0].requires_grad_()
+    told = dict(is_causal=True, sink=sink, temperature=heat, return_stats=True, backend="reference")
+    out, stats = regard.attention(*placed, **told)
+    truth, known = regard.attention(q, k, v, **told)
+    assert tuple(out.placements) == (Shard(1),) and out.to_local().shape[1] == 4
+    assert torch.allclose(out.full_tensor(), truth, atol=1e-6)
+    assert torch.allclose(stats.entropy.full_tensor(), known.entropy, atol=1e-6)
+    (ours,) = torch.autograd.grad(out.full_tensor().square().sum(), placed[0])
+    (want,) = torch.autograd.grad(truth.square().sum(), q)
+    assert torch.allclose(ours.full_tensor(), want, atol=1e-5)
+    with pytest.raises(ValueError, match="a sequence that is sharded goes to"):
+        regard.attention(*(distribute_tensor(x.detach(), mesh, [Shard(2)]) for x in (q, k, v)))
+    for heads in ((4 * world, world + 1), (2 * world + 1,) * 2):
+        uneven = [distribute_tensor(q[:, :h].detach(), mesh, [Shard(1)]) for h in (heads[0], heads[1], heads[1])]
+        with pytest.raises(ValueError, match="does not divide over"):
+            regard.attention(*uneven, enable_gqa=True)
+
+    keys_on_every_rank(mesh, world)
+
+    torch.manual_seed(0)
+    model = Heads(16, 2 * world)
+    x = torch.randn(2, 5, 16, generator=g)
+    whole = model(x)
+    plan = {name: ColwiseParallel() for name in ("q", "k", "v")} | {"o": RowwiseParallel()}
+    assert torch.allclose(parallelize_module(model, mesh, plan)(x), whole, atol=1e-5)
+
+
+def keys_on_every_rank(mesh, world: int) -> None:
+    """Fewer key heads than ranks, or as they come: k and v whole on every rank, queries sharded over heads."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    g = torch.Generator().manual_seed(3)
+    for heads, groups in ((2 * world, 1), (3 * world, 3), (6 * world, 2 * world)):
+        whole = [torch.randn(1, h, 5, 4, generator=g).requires_grad_() for h in (heads, groups, groups)]
+        placed = [
+            distribute_tensor(x.detach(), mesh, [how]).requires_grad_()
+            for x, how in zip(whole, (Shard(1), Replicate(), Replicate()), strict=True)
+        ]
+        told = dict(is_causal=True, enable_gqa=True, backend="reference")
+        truth, out = regard.attention(*whole, **told), regard.attention(*placed, **told)
+        assert torch.allclose(out.full_tensor(), truth, atol=1e-6), (heads, groups)
+        do = torch.randn(truth.shape, generator=g)
+        want = torch.autograd.grad((truth * do).sum(), whole)
+        ours = torch.autograd.grad((out * distribute_tensor(do, mesh, [Shard(1)])).sum(), placed)
+        for x, y in zip(ours, want, strict=True):
+            assert torch.allclose(x.full_tensor(), y, atol=1e-5), (heads, groups)
+    with pytest.raises(ValueError, match="do not fit; pass enable_gqa=True"):
+        regard.attention(*placed)
+    with pytest.raises(ValueError, match="k and v must be placed alike"):
+        regard.attention(*placed[:2], distribute_tensor(whole[2].detach(), mesh, [Shard(1)]), enable_gqa=True)
+
+
+class Heads(torch.nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.size = 8
+        for name in ("q", "k", "v"):
+            setattr(self, name, torch.nn.Linear(width, heads * self.size, bias=False))
+        self.o = torch.nn.Linear(heads * self.size, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for name in "qkv")
+        out = regard.attention(q, k, v, is_causal=True, normalizer="entmax15", backend="reference")
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+def in_a_model(rank: int, world: int) -> None:
+    """Models of transformers, whole inputs in and whole outputs out, every rank on its piece."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+    mesh = init_device_mesh("cpu", (world,))
+    small = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=50)
+    ids = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **small)).eval()
+    bert = BertModel(BertConfig(max_position_embeddings=64, **small), add_pooling_layer=False).eval()
+    shown = torch.arange(13) < torch.tensor([[9], [13]])
+    for model, given in ((llama, {}), (bert, {}), (bert, dict(attention_mask=shown.long()))):
+        whole = model(input_ids=ids, **given)[0]
+        with regard.using(model, context_parallel=mesh) as used:
+            ours = model(input_ids=ids, **given)[0]
+        assert used.calls == 2
+        rows = shown if given else torch.ones_like(shown)
+        assert torch.allclose(ours[rows], whole[rows], atol=1e-5), type(model).__name__
+        with regard.using(model, normalizer="entmax15"):
+            whole = model(input_ids=ids)[0]
+        with regard.using(model, normalizer="entmax15", context_parallel=mesh):
+            assert torch.allclose(model(input_ids=ids)[0], whole, atol=1e-5)
+    with regard.using(llama, context_parallel=mesh), pytest.raises(ValueError, match="labels stay outside"):
+        llama(input_ids=ids, labels=ids)
+    refused_models(mesh, small, ids, llama)
+    learned = list(llama.parameters())
+    want = torch.autograd.grad(llama(input_ids=ids).logits.square().mean(), learned)
+    with regard.using(llama, context_parallel=mesh):
+        ours = torch.autograd.grad(llama(input_ids=ids).logits.square().mean(), learned)
+    for x, y in zip(ours, want, strict=True):
+        dist.all_reduce(x)  # each rank's positions' share, as in data parallel training
+        assert torch.allclose(x, y, atol=1e-5)
+
+
+def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
+    """A window told to the attention function; and what would come out wrong is an error."""
+    import transformers as t
+
+    mistral = t.MistralForCausalLM(t.MistralConfig(num_key_value_heads=2, sliding_window=4, **small)).eval()
+    whole = mistral(input_ids=ids).logits
+    with regard.using(mistral, context_parallel=mesh):
+        assert torch.allclose(mistral(input_ids=ids).logits, whole, atol=1e-5)
+    roberta = t.RobertaModel(t.RobertaConfig(max_position_embeddings=64, **small), add_pooling_layer=False).eval()
+    bloom = t.BloomForCausalLM(t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50)).eval()
+    labels = t.BertForSequenceClassification(t.BertConfig(**small)).eval()
+    for model, given, error in (
+        (roberta, {}, "pass position_ids of the whole sequence"),
+        (bloom, {}, "2 layers, but 0 attention calls"),
+        (labels, {}, "does not have one row per position"),
+        (t.BertModel(t.BertConfig(**small)).eval(), {}, "pooler_output is of this rank's piece alone"),
+        (llama, dict(logits_to_keep=1), "logits_to_keep does not go with"),
+        (llama, dict(return_dict=False), "use return_dict=True"),
+        (llama, dict(past_key_values=t.DynamicCache()), "no generate"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=error), regard.using(model, context_parallel=mesh):
+            model(input_ids=ids, **given)
+    llama.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        regard.using(llama, context_parallel=mesh)
+    llama.config.is_encoder_decoder, llama.config.attention_chunk_size = False, 4
+    with pytest.raises(ValueError, match="attention in chunks"):
+        regard.using(llama, context_parallel=mesh)
+    llama.config.attention_chunk_size = None

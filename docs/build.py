@@ -1,7 +1,8 @@
 """What mkdocs builds besides the files of this folder: the claims with their figures, and a page per normaliser.
 
 A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML, `[[figure: CLAIM]]` the claim's own figure,
-`[[training: EXPERIMENT-FIGURE]]` a figure and `[[results: EXPERIMENT]]` the table of a trained experiment.
+`[[training: EXPERIMENT-FIGURE]]` a figure and `[[results: EXPERIMENT]]` the table of a trained experiment,
+`[[times: EXPERIMENT]]` that of its steps' times.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from regard.lab import training
 from regard.lab.figure import Figure
 from regard.lab.mathematics import line, mathml
 from regard.lab.page import ROLES, VERDICTS
+from regard.lab.training import timing
 from regard.lab.training.command import table
 
 HERE = Path(__file__).parent
@@ -234,6 +236,10 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     return "".join(part if part.startswith("`") else _typeset(part, depth) for part in parts)
 
 
+def times_table(name: str) -> str:
+    return timing.table("", timing.shipped_times(name)["times"]).markdown()
+
+
 def _typeset(text: str, depth: str) -> str:
     def figure(match):
         name = match[1]
@@ -245,6 +251,7 @@ def _typeset(text: str, depth: str) -> str:
     text = re.sub(r"\[\[figure: ([\w-]+)\]\]", figure, text)
     text = re.sub(r"\[\[training: ([\w-]+)\]\]", course, text)
     text = re.sub(r"\[\[results: ([\w-]+)\]\]", lambda m: table(training.shipped(m[1])).markdown(), text)
+    text = re.sub(r"\[\[times: ([\w-]+)\]\]", lambda m: times_table(m[1]), text)
     text = re.sub(
         r"\$\$(.+?)\$\$", lambda m: f'<div class="derivation">{mathml(m[1], block=True)}</div>', text, flags=re.S
     )

@@ -66,19 +66,18 @@ def main(options) -> int:
 
 
 def _time(options) -> int:
+    from regard.lab.training import timing
     from regard.lab.training.loop import where, write
-    from regard.lab.training.timing import step_times
 
     device = options.device or _device(options.preset)
     try:
-        results = {name: step_times(name, options.preset, options.data, device) for name in options.experiments}
+        results = {name: timing.step_times(name, options.preset, options.data, device) for name in options.experiments}
     except (ValueError, OSError) as wrong:
         options.fail(str(wrong))
     for name, times in results.items():
         write(options.out / name / options.preset / "times.json", dict(where=where(torch.device(device)), times=times))
-        rows = [[v, f"{t['median']:.3f}", f"{t['low']:.3f} to {t['high']:.3f}"] for v, t in times.items()]
         if not options.json:
-            Table(["variant", "ms a step", "quartiles"], rows, name, numbers=["ms a step"]).show()
+            timing.table(name, times).show()
     if options.json:
         print(json.dumps(results, ensure_ascii=False, indent=2))
     return 0

@@ -6,6 +6,7 @@ all: runs that train at the same time take each other's time.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import torch
 
 from regard.lab.training.experiment import get
+from regard.lab.training.results import SHIPPED
 from regard.lab.training.step import Step
+from regard.table import Table
 
 WARM = 10  # steps before the clock: compilation, the graph's capture
 ROUND = 10  # steps between two readings of the clock
@@ -42,6 +45,21 @@ def step_times(
             _wait(place)
             times[variant].append((time.perf_counter() - began) * 1e3 / ROUND)
     return {variant: _quartiles(values) for variant, values in times.items()}
+
+
+def table(name: str, times: dict[str, dict[str, float]]) -> Table:
+    """One row per variant: the median, the quartiles, and the median over the first variant's."""
+    first = next(iter(times))
+    rows = [
+        [v, f"{t['median']:.3f}", f"{t['low']:.3f} to {t['high']:.3f}", f"{t['median'] / times[first]['median']:.2f}"]
+        for v, t in times.items()
+    ]
+    return Table(["variant", "ms a step", "quartiles", f"of {first}"], rows, name, numbers=["ms a step", f"of {first}"])
+
+
+def shipped_times(name: str) -> dict:
+    """{"where": the machine, "times": as `step_times` gives them}, as measured for this version."""
+    return json.loads((SHIPPED / "times" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _wait(device: torch.device) -> None:

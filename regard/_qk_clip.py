@@ -117,9 +117,9 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
                 key.shrink(factors.sqrt())
         result._found[name] = tops, factors
     for name in watch.ours.keys() - result._found.keys():
-        reason = not_growing(modules[name])
-        if reason:
-            result.skipped[name] = reason
+        why = not_growing(modules[name])
+        if why is not None:
+            result.skipped[name] = why
     watch.weights = versions(model)
     return result
 

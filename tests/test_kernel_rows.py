@@ -13,7 +13,7 @@ from regard import normalizers
 
 pytest.importorskip("triton")
 
-from regard.kernels import bundle, rows, rows_online, rows_threshold
+from regard.kernels import bundle, rows, rows_exact, rows_online, rows_threshold
 from tests.rows_data import rows as kinds_of_rows
 
 ROOT = Path(normalizers.__file__).parents[2]
@@ -195,19 +195,20 @@ def test_real_shapes(name, shape):
         assert (p.double().sum(-1) - 1).abs().max() <= 2e-6
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigmoid", "sparsemax"])
+@pytest.mark.parametrize("name", ["softmax", "relu", "sigmoid", "sparsemax"])
 def test_every_kernel_is_launched(name, monkeypatch):
     """The plan above reaches each kernel and stage; a plan that silently fell back would not."""
     _take(monkeypatch, PLANS["launched"])
     seen = []
-    for module in (rows_online, rows_threshold):
-        for kernel in ("forward_online", "backward_online", "forward_threshold", "backward_threshold", "solve_rows"):
-            if hasattr(module, kernel):
+    for module in (rows_exact, rows_online, rows_threshold):
+        for kernel in vars(module).copy():
+            if kernel.startswith(("forward_", "backward_", "solve_rows")):
                 monkeypatch.setattr(module, kernel, _Spy(getattr(module, kernel), kernel, seen))
     _both(normalizers.get(name), *torch.randn(2, 2, 37).to(DEVICE))
     stages = {
-        "softmax": ["forward_online publish", "forward_online finish",
-                    "backward_online publish", "backward_online finish"],
+        "softmax": ["forward_exact publish", "forward_exact finish", "backward_exact publish", "backward_exact finish"],
+        "relu": ["forward_online publish", "forward_online finish",
+                 "backward_online publish", "backward_online finish"],
         "sigmoid": ["forward_online publish", "forward_online finish", "backward_online finish"],
         "sparsemax": ["forward_threshold publish", "solve_rows", "forward_threshold finish",
                       "backward_threshold publish", "backward_threshold finish"],

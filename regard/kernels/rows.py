@@ -22,7 +22,7 @@ try:
     from triton import next_power_of_2
     from triton.runtime import JITFunction
 
-    from regard.kernels import rows_online, rows_pointwise, rows_short, rows_threshold
+    from regard.kernels import rows_exact, rows_online, rows_pointwise, rows_short, rows_threshold
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
     pass
 
@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     again: bool = False  # the tile is read again from the cache rather than held
     step: int = 0  # columns that a program takes at a time, where it writes them as it reads
     lanes: int = 0  # columns of a row that its lanes hold side by side, where one warp solves several rows
+    ahead: int = 0  # how many programs later the tile comes that a program calls into the L2 cache
 
     def groups(self, vector: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
@@ -59,14 +60,15 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
     columns = max(next_power_of_2(N), 16)
     half, forwards = size == 2, tensors == 1
     solves = forwards and family == "threshold"
-    if solves and columns <= 1024:
+    exact = forwards and family == "exponential" and size == 4
+    if (solves or exact) and columns <= 1024:
         threads, vector = max(columns // 32, 1), 16 // size
         return Plan(min(32 // threads, next_power_of_2(R)), columns, 1, 1, False, lanes=threads * vector)
     if columns <= 4096:
         many = 1024 if tensors == 3 and columns < 1024 else 2048
         return _whole(1 if solves else max(1, min(many // columns, next_power_of_2(R))), columns, tensors, family, half)
     few = processors > 2 * R  # then a long row is shared, so that every multiprocessor has work
-    longest = min((131072, 65536, 16384 * size)[tensors - 1] // size, 32768)
+    longest = 16384 if exact else min((131072, 65536, 16384 * size)[tensors - 1] // size, 32768)
     if size < 8 and (solves or (forwards and half and family == "exponential")):
         longest = 65536
     if forwards and family == "pointwise" and columns > longest and not few:
@@ -78,6 +80,8 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
         warps, again = (8, True) if half else (16, False)
     elif solves:
         registers = None
+    elif exact:
+        registers = 128
     elif forwards and half and family != "pointwise" and not few:
         columns, warps, again = 32768, 16, True
     parts, step = -(-N // columns), 4096 if forwards and family == "pointwise" else 0
@@ -101,6 +105,8 @@ def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Pl
     if tensors == 1 and half and columns == 32768 and family in ("exponential", "pointwise"):
         return Plan(rows, columns, 1, 16, False, 64, True)
     registers = 64 if tensors == 1 and columns >= 8192 else None
+    if tensors == 1 and family == "exponential" and not half:
+        registers = 128  # a number takes two
     return Plan(rows, columns, 1, min(max(total // 1024, 1), 32), False, registers, columns == 65536)
 
 
@@ -118,7 +124,9 @@ def forward(
     if s.numel() == 0:
         return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
-    if launch.plan.lanes:
+    if launch.exact:
+        launch(rows_exact.forward_exact, (s, p, state), 3, {"UNIT": scale == 1.0})
+    elif launch.plan.lanes:
         launch(rows_short.forward_short, (s, p, state), 0, {"TOLERANCE": _TOLERANCE[s.dtype]})
     elif launch.plan.step:
         launch(rows_pointwise.forward_pointwise, (s, p, state), 2, {})
@@ -128,8 +136,7 @@ def forward(
         extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[s.dtype]}
         launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
     else:
-        exact = s.dtype == torch.float32 and bool(F.exponential)
-        launch(rows_online.forward_online, (s, p, state), 2, {"EXACT": exact})
+        launch(rows_online.forward_online, (s, p, state), 2, {})
     return p, state
 
 
@@ -148,19 +155,12 @@ def backward(
     if dp.numel() == 0:
         return ds
     launch = _Launch(F, saved, 2 if F.slope_of_weight is not None else 3, theta, mask, scale, choice)
-    exact = {"EXACT": saved.dtype == torch.float32 and bool(F.exponential)}
     if F.family == "threshold":
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
+    elif launch.exact and F.slope_of_weight is not None:
+        launch(rows_exact.backward_exact, (dp, saved, ds, state), 2, {"UNIT": scale == 1.0})
     else:
-        launch(rows_online.backward_online, (dp, saved, ds, state), 1, exact, sums=F.family == "ratio")
-    return ds
-    launch = _Launch(F, saved, 2 if F.slope_of_weight is not None else 3, theta, mask, scale, choice)
-    if F.family == "threshold":
-        launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
-    else:
-        exact = saved.dtype == torch.float32 and bool(F.exponential)
-        extra = {"EXACT": exact}
-        launch(rows_online.backward_online, (dp, saved, ds, state), 1, extra, sums=F.family == "ratio")
+        launch(rows_online.backward_online, (dp, saved, ds, state), 1, {}, sums=F.family == "ratio")
     return ds
 
 
@@ -191,6 +191,7 @@ class _Launch:
         self.R, self.N = s.shape
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
         family = "exponential" if F.exponential else F.family
+        self.exact = bool(F.exponential) and s.dtype == torch.float32
         self.plan = plan(self.R, self.N, tensors, s.element_size(), family, processors)
         if s.element_size() == 8:
             self.plan = self.plan._replace(registers=None)  # a number takes two
@@ -202,7 +203,7 @@ class _Launch:
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
 
     def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
-        rows, columns, parts, warps, meets, registers, again, step, lanes = self.plan
+        rows, columns, parts, warps, meets, registers, again, step, lanes, ahead = self.plan
         R, N, s = self.R, self.N, self.s
         if parts == 1:
             stages = ("whole",)
@@ -216,10 +217,12 @@ class _Launch:
             partial = torch.empty(R * (count * parts + 4), dtype=accumulator, device=s.device)
             counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
-        if lanes:
+        if kernel is rows_exact.forward_exact:
+            tile = {"LANES": lanes or columns, "ROWS": rows, "AHEAD": ahead}
+        elif lanes:
             tile = {"LANES": lanes, "ROWS": rows}
         else:
-            tile = {"STEP": step} if step else {"ROWS": rows, "AGAIN": again}
+            tile = {"STEP": step} if step else {"ROWS": rows, "AGAIN": again, "AHEAD": ahead}
         options = {"num_warps": warps, "enable_fp_fusion": True}
         if registers is not None:
             options["maxnreg"] = registers

@@ -15,6 +15,7 @@ from regard.kernels.rows_tiles import (
     number,
     parameter,
     place,
+    prefetch,
     publish,
     reciprocal,
     store,
@@ -35,10 +36,10 @@ def shift_of(m, F: tl.constexpr):
 
 
 @triton.jit
-def terms(x, shift, scale, theta, F: tl.constexpr, EXACT: tl.constexpr):
+def terms(x, shift, scale, theta, F: tl.constexpr):
     """(u, v) of scores, 0 where they are −inf."""
     if F.family == "ratio":
-        e = exponential(x, shift, scale, EXACT)
+        e = exponential(x, shift, scale)
         c = tl.exp(-shift * scale)
         u = F.numerator(e, x * scale, c)
         v = F.denominator(e, x * scale, c)
@@ -53,7 +54,7 @@ def terms(x, shift, scale, theta, F: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.constexpr, PARTS: tl.constexpr,
-         EXACT: tl.constexpr, STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+         STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """(top, z, shift) of the whole row from those of a part, and what the part's terms are multiplied by."""
     fall = z * 0.0 + 1.0
     if STAGE != "whole":
@@ -70,12 +71,8 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
             top = tl.zeros([1, 1], ACC) + tl.reduce(tops, 0, larger)
             if F.family == "ratio":  # to the row's common shift; a part that sees nothing has none, and weighs 0
                 common = shift_of(finite(top), F)
-                if EXACT:
-                    falls = exponential(shift_of(finite(tops), F), tl.sum(common), tl.sum(scale), True)
-                    fall = exponential(shift, common, scale, True)
-                else:
-                    falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
-                    fall = tl.exp((shift - common) * scale)
+                falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
+                fall = tl.exp((shift - common) * scale)
                 z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
                 fall = tl.where(own == float("-inf"), 0.0, fall)
                 shift = common
@@ -94,21 +91,11 @@ def ending(top, z, shift, scale, F: tl.constexpr):
 
 
 @triton.jit
-def weight_of(u, z, inverse, F: tl.constexpr, EXACT: tl.constexpr):
-    if EXACT and F.family == "ratio":  # what 1/z lost to rounding is put back
-        lost = tl.where(z == 0.0, 0.0, tl.fma(-z, inverse, 1.0) * inverse)
-        weight = tl.fma(u, inverse, u * lost)
-    else:
-        weight = u * inverse
-    return weight
-
-
-@triton.jit
 def forward_online(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """AGAIN: the tile is read again, from the cache, for each of its uses, so that no register holds it between."""
     ACC: tl.constexpr = state.dtype.element_ty
@@ -116,25 +103,27 @@ def forward_online(
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
+    if AHEAD > 0:
+        prefetch(s, R, N, parts, COLUMNS, AHEAD)
     top = highest(x)  # [ROWS, 1], of the bare scores: their difference from it is exact where weights are large
     shift = shift_of(finite(top), F)
     z = finite(top) * 0.0
     if AGAIN and F.family == "ratio":
         tl.debug_barrier()
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    u, v = terms(x, shift, scale, theta, F, EXACT)
+    u, v = terms(x, shift, scale, theta, F)
     if F.family == "ratio":
         z = tl.sum(v, 1, keep_dims=True)
-    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, EXACT, STAGE, ACC)
+    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC)
     if STAGE != "publish":
         if AGAIN:
             tl.debug_barrier()
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            u, v = terms(x, shift, scale, theta, F, EXACT)
+            u, v = terms(x, shift, scale, theta, F)
         z, inverse = ending(top, z, shift, scale, F)
         if STAGE != "whole" and not AGAIN:
             u = u * fall
-        store(p, weight_of(u, z, inverse, F, EXACT), rows, columns, R, N)
+        store(p, u * inverse, rows, columns, R, N)
         store_state(state, shift * scale, tl.where(top < float("inf"), z, float("nan")), rows, part, R)
 
 
@@ -161,7 +150,7 @@ def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl
 
 
 @triton.jit
-def slopes(x, m, scale, inverse, F: tl.constexpr, EXACT: tl.constexpr):
+def slopes(x, m, scale, inverse, F: tl.constexpr):
     """(p, a, b) of a ratio, from p; or all three times Z, from s."""
     if F.slope_of_weight is not None:
         p = x
@@ -169,7 +158,7 @@ def slopes(x, m, scale, inverse, F: tl.constexpr, EXACT: tl.constexpr):
         b = a
     else:
         x = x * scale
-        e = exponential(x, m, 1.0, EXACT)
+        e = exponential(x, m, 1.0)
         c = tl.exp(-m)
         p = F.numerator(e, x, c)
         a = F.numerator_slope(e, x, c)
@@ -206,7 +195,7 @@ def backward_online(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, EXACT: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·(a·dp − b·δ) with δ = Σ p·dp for ratios, δ = 0 for pointwise maps."""
     ACC: tl.constexpr = state.dtype.element_ty
@@ -214,11 +203,14 @@ def backward_online(
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
+    if AHEAD > 0:
+        prefetch(dp, R, N, parts, COLUMNS, AHEAD)
+        prefetch(saved, R, N, parts, COLUMNS, AHEAD)
     if F.family == "ratio":
         m = tl.load(state + rows, mask=rows < R, other=0.0)
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         inverse = reciprocal(z)
-        p, a, b = slopes(x, m, scale, inverse, F, EXACT)
+        p, a, b = slopes(x, m, scale, inverse, F)
         delta = tl.sum(p * above, 1, keep_dims=True)
         if F.slope_of_weight is None:
             delta = delta * inverse
@@ -226,7 +218,7 @@ def backward_online(
         if AGAIN and STAGE != "publish":
             tl.debug_barrier()
             above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
-            _, a, b = slopes(x, m, scale, inverse, F, EXACT)
+            _, a, b = slopes(x, m, scale, inverse, F)
         below = downstream(a, b, above, delta, seen, scale, inverse, F, HAS_MASK)
     else:
         if F.slope_of_weight is not None:

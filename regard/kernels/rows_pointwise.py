@@ -34,10 +34,10 @@ def forward_pointwise(
             columns = first + tl.arange(0, STEP)[None, :]
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
             tops = larger(tops, x)
-            u, _v = terms(x, none, scale, theta, F, False)
+            u, _v = terms(x, none, scale, theta, F)
             store(p, u, rows, columns, R, N)
     top, _z, _shift, _fall = join(
-        highest(tops), none, none, scale, partial, counters, row, part, parts, F, PARTS, False, STAGE, ACC
+        highest(tops), none, none, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC
     )
     if STAGE != "publish":
         bad = tl.where(top < float("inf"), 0.0, float("nan"))

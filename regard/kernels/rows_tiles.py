@@ -1,4 +1,4 @@
-"""What the row kernels share: a program's tile of scores, an exact exponential, and the meeting of a row's programs.
+"""What the row kernels share: a program's tile of scores, the exponential, and the meeting of a row's programs.
 
 A tile is [ROWS, COLUMNS] of one or more whole rows, or [1, COLUMNS] of a row that `parts` programs share. STAGE says
 how far a program goes with a shared row:
@@ -22,6 +22,20 @@ def place(parts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = row + tl.arange(0, ROWS)[:, None]
     columns = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return rows, columns, row, part
+
+
+@triton.jit
+def prefetch(pointer, R, N, parts, COLUMNS: tl.constexpr, AHEAD: tl.constexpr):
+    """Call the tile of the program that comes AHEAD programs later into the L2 cache, a line of 128 bytes at a time."""
+    LINE: tl.constexpr = 1024 // pointer.dtype.element_ty.primitive_bitwidth
+    program = tl.program_id(0) + AHEAD
+    first = (program % parts) * COLUMNS + tl.arange(0, COLUMNS // LINE) * LINE
+    row = (program // parts).to(tl.int64)
+    inside = (first < N) & (row < R)
+    address = tl.where(inside, (pointer + row * N + first).to(tl.int64), pointer.to(tl.int64))
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -99,30 +113,14 @@ def finite(m):
 
 
 @triton.jit
-def exponential(x, shift, scale, EXACT: tl.constexpr):
-    """exp((x − shift)·scale), at most 1.
-
-    EXACT, for float32: the difference is taken first, and of its product with log₂e the integer j goes to the exponent
-    and the rest, with what rounding lost, through a polynomial good to 0.6 units in the last place (exp2.approx: 2).
-    Else one multiply-add, whose error is the same factor for the whole row.
-    """
-    if EXACT:
-        x = (x - shift) * scale
-        small = tl.maximum(x, -87.0)
-        j = (small * 1.4426950216293335 + 12582912.0) - 12582912.0  # rounded: floats that large have no fraction
-        rest = tl.fma(small, 1.4426950216293335, -j) + small * 1.9259629911266175e-8
-        power = ((j.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-        y = tl.fma(rest, 1.5461447462985332e-4, 1.3390867351400178e-3)  # (2^rest − 1) / rest, Chebyshev, degree 5
-        y = tl.fma(rest, y, 9.618056669887258e-3)
-        y = tl.fma(rest, y, 5.550357104252972e-2)
-        y = tl.fma(rest, y, 0.2402265092234272)
-        y = tl.fma(rest, y, 0.6931471880293429)
-        return tl.where(x < -87.0, 0.0, tl.fma(rest, y, 1.0) * power)
-    elif x.dtype == tl.float64:
-        return tl.exp((x - shift) * scale)
+def exponential(x, shift, scale):
+    """exp((x − shift)·scale), at most 1; one multiply-add, whose error is the same factor for the whole row."""
+    if x.dtype == tl.float64:
+        e = tl.exp((x - shift) * scale)
     else:
         factor = scale * 1.4426950408889634
-        return tl.exp2(tl.fma(x, factor, -shift * factor))
+        e = tl.exp2(tl.fma(x, factor, -shift * factor))
+    return e
 
 
 @triton.jit

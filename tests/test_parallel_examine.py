@@ -41,16 +41,15 @@ def expected():
 
 def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expected):
     port = free_port()
-    crew = [start(tmp_path, rank, 2, port, PARALLEL_SUBJECT="dies") for rank in range(2)]
+    crew = [start(tmp_path, rank, 3, port, PARALLEL_SUBJECT="dies") for rank in range(3)]
     crew[1].communicate(timeout=120)
-    _, said = crew[0].communicate(timeout=120)
-    assert (crew[0].returncode, crew[1].returncode) == (1, 9), said
-    assert "rank 1 died at step 'examine batch" in said
+    crew[2].terminate()  # as torchrun does with all others: it still says which one was lost
+    for rank in (0, 2):
+        _, said = crew[rank].communicate(timeout=120)
+        assert (crew[rank].returncode, crew[1].returncode) == (1, 9), said
+        assert "rank 1 died at step 'examine batch" in said
     assert not (tmp_path / "report.json").exists() and (tmp_path / "snapshot").is_file()
-    model, batches = subject()
-    for given, why in (([2 * x for x in batches], "are not the first 2 of these"), (batches[:1], "these are 1")):
-        with pytest.raises(ValueError, match=why):  # other data
-            regard.examine(model, given, snapshot=tmp_path / "snapshot")
+    refuses_what_does_not_fit(tmp_path)
     rest = start(tmp_path, 0, 1, port)
     _, said = rest.communicate(timeout=120)
     assert rest.returncode == 0, said
@@ -59,3 +58,20 @@ def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expec
     for name in ("how", "title"):
         resumed.pop(name), whole.pop(name)
     assert resumed == whole and not (tmp_path / "snapshot").exists()
+
+
+def refuses_what_does_not_fit(folder: Path) -> None:
+    """Other data, other weights, a file that is none, a folder that is not there."""
+    model, batches = subject()
+    other = subject()[0]
+    next(other.parameters()).data.add_(1.0)
+    (folder / "damaged").write_bytes((folder / "snapshot").read_bytes()[:100])
+    for examined, given, name, why in (
+        (model, [2 * x for x in batches], "snapshot", "are not the first 3 of these"),
+        (model, batches[:1], "snapshot", "these are 1"),
+        (other, batches, "snapshot", "weights differ"),
+        (model, batches, "damaged", "'.*damaged' is not one of regard's, or is damaged; remove it"),
+        (model, batches, "missing/snapshot", "there is no folder '.*missing'; make it first"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            regard.examine(examined, given, snapshot=folder / name)

@@ -28,14 +28,16 @@ class Given:
     v: Tensor
     options: dict  # those of regard.attention
     layout: str
-    lengths: object
+    lengths: Any
     backend: str | None
     shared: bool = False
 
     def planned(self, line: Line) -> tuple[Plan, Call, int]:
         """(the plan, the call, the seed of dropout), once every rank has told that it calls alike."""
         call: Any = None
-        failure, numbers, alike = None, [], {}
+        failure: Exception | None = None
+        numbers: list[int] = []
+        alike: dict[str, object] = {}
         try:
             call = self._checked(self._guess(line.world))
             choose(call.problem, self.backend)

@@ -33,8 +33,7 @@ def _ended(*_) -> None:
     for watch in Watch.current():
         lost = watch.blame(RuntimeError("ended by SIGTERM"), 0.0)
         if isinstance(lost, RankError):
-            if first() or lost.rank == 0:
-                print(f"regard: {lost}", file=sys.stderr, flush=True)
+            print(f"regard: {lost}", file=sys.stderr, flush=True)
             raise SystemExit(1)
     raise SystemExit(128 + signal.SIGTERM)
 

@@ -1,18 +1,20 @@
-"""The whole table of attention and rows on the H200, in one run: each variant right against float64, then timed.
+"""The whole table of attention, decoding and rows on the H200, in one run: right against float64, then timed.
 
-    PYTHONPATH=. python3 benchmarks/h200.py [FOLDER]        # default benchmarks/results; about two minutes
+    PYTHONPATH=. python3 benchmarks/h200.py [FOLDER] [--only attention decode rows]      # default benchmarks/results
 
-Writes h200-attention.md, h200-rows.md and h200-roofline.png. Times are medians of `triton.testing.do_bench` on random
-normal bf16 inputs; causal work counts half the square. A pool of processes compiles and checks, then one process times
-alone. What failed its check is not timed, and named; LIMIT (seconds) bounds the checks of attention.
+Writes h200-attention.md, h200-decode.md, h200-rows.md and h200-roofline.png, each table as soon as it is there. Times
+are medians of `triton.testing.do_bench` on random normal bf16 inputs; causal work counts half the square. Pools of
+processes compile and check, then one process times alone. What failed its check is not timed, and named; LIMIT, in
+the environment, bounds the checks (seconds). About four minutes with the compiled kernels at hand, six without.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
-import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,18 +24,37 @@ sys.path.insert(0, str(Path(__file__).parent))
 import h200_rows
 import torch
 import triton
-from h200_cases import DECODE, SHAPES, Case, cases, check, flops, problem, run_of
-from h200_rivals import bench, ceilings, flex, torch_backend
-from h200_roofline import Point, draw
+from h200_cases import SHAPES, Case, cases, check, problem, run_of
+from h200_first_call import both_processes
+from h200_rivals import Flex, bench, ceilings, torch_backend
+from h200_roofline import draw, points
 from h200_tables import ALL, ORDER, decode_table, grid, lengths_table, others_table, softmax_table, sparse_table
 
 from regard.kernels import attention
 from regard.problem import Upstream
 
+PARTS = ("attention", "decode", "rows")
+BEGIN = time.perf_counter()
 
-def checked(limit: float) -> tuple[set[Case], list[str]]:
-    """The cases that are right, and what is wrong with the others; what is not done in `limit` seconds is given up."""
-    every = cases()
+
+def say(what: str) -> None:
+    print(f"{time.perf_counter() - BEGIN:5.0f} s  {what}", flush=True)
+
+
+class Report:
+    """A Markdown file that is written again with every section that comes."""
+
+    def __init__(self, path: Path, title: str, told: str):
+        self.path, self.lines = path, [f"# {title}", "", told, ""]
+
+    def add(self, lines: list[str]) -> None:
+        self.lines += lines
+        self.path.write_text("\n".join(self.lines).rstrip() + "\n")
+        say(f"{self.path.name}: {lines[0]}")
+
+
+def checked(every: list[Case], limit: float) -> tuple[set[Case], str]:
+    """The cases that are right, and a sentence about the others; what is not done in `limit` seconds is given up."""
     pool = ProcessPoolExecutor(14, mp_context=get_context("spawn"))
     futures = {case: pool.submit(check, case) for case in every}
     wait(futures.values(), timeout=limit)
@@ -42,37 +63,36 @@ def checked(limit: float) -> tuple[set[Case], list[str]]:
     pool.shutdown(wait=False, cancel_futures=True)
     for worker in workers:
         worker.terminate()
-    wrong = [f"{case.shape} {case.name} {ORDER[case.causal]}: {fault}" for case, fault in faults.items() if fault]
-    return {case for case, fault in faults.items() if not fault}, wrong
+    right = {case for case, fault in faults.items() if not fault}
+    wrong = [f"{case.told} ({fault})" for case, fault in faults.items() if fault]
+    return right, (
+        f"{len(right)} variants were right against float64 on fresh inputs before they were timed; wrong and not "
+        f"timed: {'; '.join(wrong) or 'none'}."
+    )
 
 
 def timed(right: set[Case]) -> dict[Case, float]:
-    found = {}
-    for case in cases():
-        if case in right:
-            found[case] = bench(run_of(case))
-    return found
+    return {case: bench(run_of(case)) for case in cases(PARTS) if case in right}
 
 
 def rivals() -> dict[tuple[str, str, bool], tuple[float, float]]:
     """(forward, backward) ms by (who, shape, causal)."""
     found = {}
     for shape, sizes in SHAPES.items():
+        p = problem(sizes)
         for causal in (True, False):
-            p = problem(sizes)
             for name in ("cuDNN", "flash"):
                 found[name, shape, causal] = torch_backend(name, p.q, p.k, p.v, causal)
     return found
 
 
-def flex_table(theirs) -> list[str]:
+def flex_table(flex: Flex, theirs) -> list[str]:
     """FlexAttention, which takes a while to compile, for one work."""
-    shape = "d 128, N 4096"
-    p = problem(SHAPES[shape])
-    rows = [[f"{who}, {shape} causal", f"{forward:.3f}", f"{backward:.3f}"] for who, (forward, backward) in (
-        ("FlexAttention", flex(p.q, p.k, p.v, True)), ("cuDNN", theirs["cuDNN", shape, True]),
+    shape, causal = flex.WORK
+    rows = [[f"{who}, {shape} {ORDER[causal]}", f"{forward:.3f}", f"{backward:.3f}"] for who, (forward, backward) in (
+        ("FlexAttention", flex.times()), ("cuDNN", theirs["cuDNN", shape, causal]),
     )]  # fmt: skip
-    return ["## FlexAttention, ms", "", *grid(["work", "forward", "backward"], rows)]
+    return ["## FlexAttention, ms, one work", "", *grid(["work", "forward", "backward"], rows)]
 
 
 def long_table() -> list[str]:
@@ -92,102 +112,89 @@ def long_table() -> list[str]:
         torch.cuda.synchronize()
         kept = sum(x.nbytes for x in (answer.o, answer.stats, grads.q, grads.k, grads.v))
         scratch = torch.cuda.max_memory_allocated() - before - kept
-        rows.append([name, f"{scratch / 2**30:.3f}", f"{begin.elapsed_time(end):.0f}"])
+        finite = all(bool(x.isfinite().all()) for x in (answer.o, grads.q, grads.k, grads.v))
+        rows.append([name, f"{scratch / 2**30:.3f}", f"{begin.elapsed_time(end):.0f}", "yes" if finite else "NO"])
         del p, do, answer, grads
-    return ["## N = 131072, 16 heads of 128, causal, forward and backward once", "",
-            *grid(["map", "scratch GiB", "ms (first call)"], rows)]  # fmt: skip
+    return ["## N = 131072, 16 heads of 128, causal, forward and backward once (scratch: less than 2 GiB is asked)", "",
+            *grid(["map", "scratch GiB", "ms (first call)", "all finite"], rows)]  # fmt: skip
 
 
 def first_call_table() -> list[str]:
-    """Seconds of the first forward and backward with statistics: no cache, then the next process."""
-    times = {}
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-        for when in ("no cache", "next process"):
-            command = [sys.executable, str(Path(__file__).parent / "h200_first_call.py")]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            times[when] = done.stdout.split() if done.returncode == 0 else [done.stderr[-80:]] * 2
-    rows = [[name, times["no cache"][i], times["next process"][i]] for i, name in enumerate(("softmax", "entmax15"))]
-    return ["## First forward and backward with all statistics, seconds", "", *grid(["map", *times], rows)]
+    times = both_processes()
+    rows = [[name, *(times[when][name] for when in times)] for name in ("softmax", "entmax15")]
+    return ["## First forward and backward with all statistics, seconds (less than 30 is asked)", "",
+            *grid(["map", *times], rows)]  # fmt: skip
 
 
 def equal_bits(right: set[Case]) -> list[str]:
     """Do three runs of the same call give the same bits?"""
     same, differ = 0, []
-    for case in (case for case in right if case.shape == "d 128, N 4096" and case.causal):
+    for case in sorted(case for case in right if case.shape == "d 128, N 4096" and case.causal):
         run = run_of(case)
         first, *others = (vars(run()) for _ in range(3))
         tensors = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
         if all(torch.equal(first[name], other[name]) for name in tensors for other in others):
             same += 1
         else:
-            differ.append(f"{case.name}{' backward' if case.backward else ''}")
-    return [f"Three runs of {same + len(differ)} calls: {same} equal to the bit, {differ or 'none'} not.", ""]
-
-
-def points(ours, theirs) -> list[Point]:
-    found = []
-    for shape in ("d 128, N 16384", "d 64, N 16384"):
-        b, h, _, n, _, d = SHAPES[shape]
-        for label, case, products, tensors in (
-            ("softmax", Case(shape, "softmax", True, ()), 2, 4),
-            ("softmax, 14 statistics", Case(shape, "softmax", True, ALL), 2, 4),
-            ("softmax backward", Case(shape, "softmax", True, (), True), 5, 8),
-            ("entmax15", Case(shape, "entmax15", True, ()), 2, 4),
-        ):
-            work = flops(shape, True, products)
-            intensity = work / (tensors * 2 * b * h * n * d)
-            if case in ours:
-                found.append(Point(f"{label}, d {d}", intensity, work / ours[case] / 1e9, "ours"))
-            if label.startswith("softmax") and "14" not in label:
-                ms = theirs["cuDNN", shape, True][products == 5]
-                found.append(Point(f"cuDNN {label}, d {d}", intensity, work / ms / 1e9, "torch"))
-    for shape in DECODE:
-        case = Case(shape, "softmax", False, ALL)
-        b, _, g, _, n, d = DECODE[shape]
-        if case in ours:
-            work = flops(shape, False, 2)
-            found.append(Point(shape, work / (4 * b * g * n * d), work / ours[case] / 1e9, "ours"))
-    return found
-
-
-def main(folder: Path) -> None:
-    right, wrong = checked(float(os.environ.get("LIMIT", "600")))
-    copy, read, product = ceilings()
-    theirs, ours = rivals(), timed(right)
-    draw(folder / "h200-roofline.png", copy, product, points(ours, theirs))
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}, cuDNN {torch.backends.cudnn.version()}"
-    lines = [
-        "# Attention on the H200",
+            differ.append(case.told)
+    return [
+        "## Equal bits",
         "",
-        f"Command: `PYTHONPATH=. python3 benchmarks/h200.py`, commit {os.environ['COMMIT']}, one run on one "
-        f"{torch.cuda.get_device_name()}: {versions}; random normal bf16, medians of `triton.testing.do_bench`. "
-        f"Ceilings in this run: copy {copy:.2f} TB/s, read {read:.2f} TB/s, bf16 product {product:.0f} TFLOP/s. "
-        f"{len(right)} variants were right against float64 on fresh inputs before they were timed; wrong and not "
-        f"timed: {'; '.join(wrong) or 'none'}.",
-        "",
-        "![roofline](h200-roofline.png)",
+        f"Three runs of {same + len(differ)} calls: {same} equal to the bit; not equal: {', '.join(differ) or 'none'}.",
         "",
     ]
-    for table in (
-        lambda: softmax_table(ours, theirs),
-        lambda: others_table(ours),
-        lambda: sparse_table(ours, theirs),
-        lambda: decode_table(ours, copy),
-        lambda: lengths_table(ours),
-        lambda: equal_bits(right),
-        long_table,
-        first_call_table,
-        lambda: flex_table(theirs),
-    ):  # written as they come: a run that is cut short leaves what it had
-        lines += table()
-        (folder / "h200-attention.md").write_text("\n".join(lines))
-    print("\n".join(lines), flush=True)
+
+
+def machine(command: str) -> str:
+    return (
+        f"Command: `PYTHONPATH=. python3 benchmarks/{command}`, commit {os.environ['COMMIT']}, one run on one "
+        f"{torch.cuda.get_device_name()}: torch {torch.__version__}, Triton {triton.__version__}, cuDNN "
+        f"{torch.backends.cudnn.version()}; medians of `triton.testing.do_bench`."
+    )
+
+
+def main(folder: Path, parts: list[str]) -> None:
+    started = h200_rows.start() if "rows" in parts else None
+    flex = Flex() if "attention" in parts else None
+    right, told = checked(cases(parts), float(os.environ.get("LIMIT", "150")))
+    say(told)
+    rows_ready = h200_rows.collect(started) if started else None
+    copy, read, product = ceilings()
+    told = (
+        f"{machine('h200.py')} Random normal bf16. Ceilings in this run: copy {copy:.2f} TB/s, read {read:.2f} TB/s, "
+        f"bf16 product {product:.0f} TFLOP/s. {told}"
+    )
+    say("checked; timing")
+    theirs, ours = rivals() if "attention" in parts else {}, timed(right)
+    if "decode" in parts:
+        Report(folder / "h200-decode.md", "Few queries over many keys on the H200", told).add(decode_table(ours, copy))
+    if "attention" in parts:
+        report = Report(folder / "h200-attention.md", "Attention on the H200", told)
+        report.add(softmax_table(ours, theirs))
+        report.add(others_table(ours))
+        report.add(sparse_table(ours, theirs))
+        report.add(lengths_table(ours))
+        report.add(flex_table(flex, theirs))
+        draw(folder / "h200-roofline.png", copy, product, points(ours, theirs))
+        report.add(["## Roofline", "", "![roofline](h200-roofline.png)", ""])
+        report.add(equal_bits(right))
+        report.add(long_table())
+    if rows_ready:
+        rows = Report(
+            folder / "h200-rows.md", "Rows on the H200", f"{machine('h200.py --only rows')} {h200_rows.ABOUT}"
+        )
+        for section in h200_rows.sections(*rows_ready):
+            rows.add(section)
+    if "attention" in parts:
+        report.add(first_call_table())
+    say("done")
 
 
 if __name__ == "__main__":
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    os.environ.setdefault("COMMIT", told or "unknown")
-    results = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "results")
-    h200_rows.main([str(results / "h200-rows.md")])
-    main(results)
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    os.environ.setdefault("COMMIT", revision or "unknown")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    main(options.folder, options.only)

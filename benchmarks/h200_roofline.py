@@ -5,12 +5,45 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from h200_cases import DECODE, SHAPES, Case, flops
+
+from regard import statistics
+
+ALL = statistics.NAMES
+
 
 class Point(NamedTuple):
     label: str
     intensity: float  # FLOP per byte that must move
     speed: float  # TFLOP/s
     kind: str  # "ours" or "torch"
+
+
+def points(ours, theirs) -> list[Point]:
+    """What a few calls reach, from their ms."""
+    found = []
+    for shape in ("d 128, N 16384", "d 64, N 16384"):
+        b, h, _, n, _, d = SHAPES[shape]
+        for label, case, products, tensors in (
+            ("softmax", Case(shape, "softmax", True, ()), 2, 4),
+            ("softmax, 14 statistics", Case(shape, "softmax", True, ALL), 2, 4),
+            ("softmax backward", Case(shape, "softmax", True, (), True), 5, 8),
+            ("entmax15", Case(shape, "entmax15", True, ()), 2, 4),
+        ):
+            work = flops(shape, True, products)
+            intensity = work / (tensors * 2 * b * h * n * d)
+            if case in ours:
+                found.append(Point(f"{label}, d {d}", intensity, work / ours[case] / 1e9, "ours"))
+            if label.startswith("softmax") and "14" not in label:
+                ms = theirs["cuDNN", shape, True][products == 5]
+                found.append(Point(f"cuDNN {label}, d {d}", intensity, work / ms / 1e9, "torch"))
+    for shape in DECODE:
+        case = Case(shape, "softmax", False, ALL)
+        b, _, g, _, n, d = DECODE[shape]
+        if case in ours:
+            work = flops(shape, False, 2)
+            found.append(Point(shape, work / (4 * b * g * n * d), work / ours[case] / 1e9, "ours"))
+    return found
 
 
 def draw(path: Path, copy: float, product: float, points: list[Point]) -> None:

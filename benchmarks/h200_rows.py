@@ -1,20 +1,19 @@
-"""Rows on a GPU: correct first, then bandwidth against a copy of the same bytes and torch's softmax, in one run.
-
-    PYTHONPATH=. python3 benchmarks/h200_rows.py [OUTPUT.md]
+"""Rows on a GPU, the part `rows` of `h200.py`: correct first, then bandwidth against a copy and torch's softmax.
 
 Workers compile and check every variant in parallel (a failed one is named and left out), then this process times them
-alone, on tensors of 1 GiB, with the median of `triton.testing.do_bench`. Bytes: forward reads one tensor and writes
-one, backward reads two and writes one.
+alone, on tensors of 1 GiB, with the median of `triton.testing.do_bench`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +24,10 @@ WORKERS = 12
 LENGTHS = (256, 1024, 4096, 8192, 16384, 32768, 65536)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GIB = 1 << 30
+ABOUT = (
+    "Random normal scores, tensors of 1 GiB. Bytes: forward reads one tensor and writes one, backward reads two and "
+    "writes one. In brackets: per cent of a copy of the same bytes."
+)
 
 
 def cases() -> list[tuple[str, str, str, int]]:
@@ -102,21 +105,34 @@ def work(share: int, report: Path) -> None:
     report.write_text(json.dumps({"faults": faults, "done": done, "checks": len(checks[share::WORKERS])}))
 
 
-def prepare(folder: Path) -> tuple[set[tuple], str]:
-    """Run the workers: the cases that compiled and ran, and a sentence of what was wrong."""
-    command = [sys.executable, __file__, "--work"]
-    reports = [folder / f"{share}.json" for share in range(WORKERS)]
+class Started(NamedTuple):
+    folder: tempfile.TemporaryDirectory
+    reports: list[Path]
+    workers: list[subprocess.Popen]
+
+
+def start() -> Started:
+    """Set the workers going."""
+    folder = tempfile.TemporaryDirectory()
+    reports = [Path(folder.name) / f"{share}.json" for share in range(WORKERS)]
+    command = [sys.executable, __file__]
     workers = [subprocess.Popen([*command, str(share), str(path)]) for share, path in enumerate(reports)]
-    for share, worker in enumerate(workers):
+    return Started(folder, reports, workers)
+
+
+def collect(started: Started) -> tuple[set[tuple], str]:
+    """The cases that compiled and ran, and a sentence of what was wrong."""
+    faults = []
+    for share, worker in enumerate(started.workers):
         try:
             worker.wait(timeout=120)
         except subprocess.TimeoutExpired:
             worker.kill()
-            print(f"worker {share} did not finish")
-    found = [json.loads(path.read_text()) for path in reports if path.exists()]
-    faults = [fault for report in found for fault in report["faults"]]
-    told = f"{sum(report['checks'] for report in found)} checks against float64; faults: {'; '.join(faults) or 'none'}"
-    print(told, flush=True)
+            faults.append(f"worker {share} did not finish")
+    found = [json.loads(path.read_text()) for path in started.reports if path.exists()]
+    started.folder.cleanup()
+    faults += [fault for report in found for fault in report["faults"]]
+    told = f"{sum(report['checks'] for report in found)} checks against float64; faults: {'; '.join(faults) or 'none'}."
     return {tuple(case) for report in found for case in report["done"]}, told
 
 
@@ -127,79 +143,74 @@ def bandwidth(call, tensors: int) -> float:
     return tensors * GIB / do_bench(call, warmup=5, rep=20, return_mode="median") / 1e9
 
 
-def measure(ready: set[tuple]) -> dict[tuple, float]:
-    """TB/s by (what, direction, dtype, n); a copy of the same bytes has n = 0."""
-    found = {}
-    for direction, tensors in (("forward", 2), ("backward", 3)):
-        x = torch.randn(GIB // 8 * tensors, device="cuda")
-        y = torch.empty_like(x)
-        found["copy", direction, "", 0] = bandwidth(lambda: y.copy_(x), tensors)
+def measure(direction: str, ready: set[tuple]) -> dict[tuple, float]:
+    """TB/s by (what, dtype, n); a copy of the same bytes has n = 0."""
+    found, tensors = {}, 2 if direction == "forward" else 3
+    x = torch.randn(GIB // 8 * tensors, device="cuda")
+    found["copy", "", 0] = bandwidth(functools.partial(torch.empty_like(x).copy_, x), tensors)
     for case in cases():
-        name, direction, dtype, n = case
-        if case in ready:
-            call = job(name, direction, DTYPES[dtype], n, GIB // (n * DTYPES[dtype].itemsize))
-            found[case] = bandwidth(call, 2 if direction == "forward" else 3)
+        name, way, dtype, n = case
+        if way == direction and case in ready:
+            call = job(name, way, DTYPES[dtype], n, GIB // (n * DTYPES[dtype].itemsize))
+            found[name, dtype, n] = bandwidth(call, tensors)
             del call
     for dtype, kind in DTYPES.items():
         for n in LENGTHS:
             x = torch.randn(GIB // (n * kind.itemsize), n, device="cuda", dtype=kind)
-            p = torch.softmax(x, -1)
-            found["torch softmax", "forward", dtype, n] = bandwidth(lambda: torch.softmax(x, -1), 2)
-            back = bandwidth(lambda: torch._softmax_backward_data(x, p, 1, kind), 3)
-            found["torch softmax", "backward", dtype, n] = back
+            if direction == "forward":
+                call = functools.partial(torch.softmax, x, -1)
+            else:
+                call = functools.partial(torch._softmax_backward_data, x, torch.softmax(x, -1), 1, kind)
+            found["torch softmax", dtype, n] = bandwidth(call, tensors)
+            del x, call
     return found
 
 
 def softmax_errors() -> str:
-    """float32 softmax: our error against float64 over torch's on the same rows, the worst of several sizes."""
-    worst = [0.0, 0.0]
-    for n in (256, 4096, 32768, 65536):
-        for size in (0.1, 1.0, 10.0):
-            x = torch.randn(256, n, device="cuda") * size
-            exact = torch.softmax(x.double(), -1)
-            ours = (rows.forward(x, normalizers.get("softmax"))[0].double() - exact).abs()
-            theirs = (torch.softmax(x, -1).double() - exact).abs()
-            ratios = float(ours.max() / theirs.max()), float(ours.mean() / theirs.mean())
-            worst = [max(pair) for pair in zip(worst, ratios, strict=True)]
-    return f"float32 softmax error over torch's on the same rows, worst of 12: max {worst[0]:.2f}, mean {worst[1]:.2f}"
+    """Of float32 softmax and its backward: error against float64 over torch's on the same rows, the worst of many."""
+    choice, worst, sets = normalizers.get("softmax"), [0.0] * 4, 0
+    for n in (3, 17, 100, 257, 1000, 4096, 20000, 65536):
+        for size in (0.1, 0.5, 1.0, 3.0, 10.0, 50.0):
+            for count in (2, 8, 32, 64, 128):
+                x, dp = torch.randn(2, count, n, device="cuda")
+                x *= size
+                exact = torch.softmax(x.double(), -1)
+                p, state = rows.forward(x, choice)
+                slope = p.double() * (dp.double() - (p.double() * dp.double()).sum(-1, keepdim=True))
+                pairs = (
+                    (p, torch.softmax(x, -1), exact),
+                    (rows.backward(dp, p, state, choice), torch._softmax_backward_data(dp, p, 1, p.dtype), slope),
+                )
+                errors = [((one.double() - truth).abs(), (two.double() - truth).abs()) for one, two, truth in pairs]
+                ratios = [of(a) / of(b).clamp_min(1e-300) for a, b in errors for of in (torch.max, torch.mean)]
+                worst = [max(a, float(b)) for a, b in zip(worst, ratios, strict=True)]
+                sets += 1
+    return (
+        "float32 softmax: error against float64 over torch's on the same rows, the worst of {} sets: largest {:.4f}, "
+        "mean {:.4f}; of the gradient from the same weights: largest {:.4f}, mean {:.4f}.".format(sets, *worst)
+    )
 
 
-def table(found: dict[tuple, float]) -> str:
-    lines = []
+def table(direction: str, found: dict[tuple, float]) -> list[str]:
+    copy = found["copy", "", 0]
+    lines = [f"## {direction.capitalize()}, TB/s (% of a copy's {copy:.2f})", ""]
+    lines += ["| | dtype | " + " | ".join(f"n = {n}" for n in LENGTHS) + " |", "| --- " * (len(LENGTHS) + 2) + "|"]
+    for name in dict.fromkeys(key[0] for key in found if key[0] != "copy"):
+        for dtype in DTYPES:
+            cells = []
+            for n in LENGTHS:
+                speed = found.get((name, dtype, n))
+                cells.append("–" if speed is None else f"{speed:.2f} ({100 * speed / copy:.0f})")
+            lines.append(f"| {name} | {dtype} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def sections(ready: set[tuple], told: str) -> Iterator[list[str]]:
+    """The parts of the report, one after another."""
+    yield ["## Correct", "", told, "", softmax_errors(), ""]
     for direction in ("forward", "backward"):
-        copy = found["copy", direction, "", 0]
-        lines += [f"## {direction.capitalize()}, TB/s (% of a copy's {copy:.2f})", ""]
-        lines += ["| | dtype | " + " | ".join(f"n = {n}" for n in LENGTHS) + " |", "| --- " * (len(LENGTHS) + 2) + "|"]
-        for name in dict.fromkeys(key[0] for key in found if key[0] != "copy"):
-            for dtype in DTYPES:
-                cells = []
-                for n in LENGTHS:
-                    speed = found.get((name, direction, dtype, n))
-                    cells.append("–" if speed is None else f"{speed:.2f} ({100 * speed / copy:.0f})")
-                lines.append(f"| {name} | {dtype} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--work"]:
-        return work(int(arguments[1]), Path(arguments[2]))
-    import triton
-
-    with tempfile.TemporaryDirectory() as folder:
-        ready, told = prepare(Path(folder))
-    text = "\n".join([
-        "# Rows on the H200", "",
-        f"Command: `PYTHONPATH=. python3 benchmarks/h200_rows.py`, commit {os.environ.get('COMMIT', 'unknown')}, one "
-        f"run on one {torch.cuda.get_device_name()}: torch {torch.__version__}, Triton {triton.__version__}. Random "
-        "normal scores, tensors of 1 GiB, medians of `triton.testing.do_bench`. Bytes: forward reads one tensor and "
-        "writes one, backward reads two and writes one. In brackets: per cent of a copy of the same bytes.", "",
-        f"{told}. {softmax_errors()}.", "", table(measure(ready)),
-    ])  # fmt: skip
-    if arguments:
-        Path(arguments[0]).write_text(text)
-    print(text)
+        yield table(direction, measure(direction, ready))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    work(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,10 +1,10 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py               # exit code 0 if clean
-    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0/1   # the calls alone; 1/3: every third, from the second on
+    PYTHONPATH=. python3 benchmarks/sanitize.py                    # exit code 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2        # every second call, without the tool
 
-torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Three processes
-compile first, so that the tools watch kernels and not a compiler.
+torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs
+once without the tool first, so that it watches kernels and not a compiler; then two processes per tool share the calls.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import sys
 import time
 
 TOOLS = ("memcheck", "racecheck")
+SHARES = 2
 
 
 def cases() -> list[tuple]:
-    """(normaliser, "rows", rows, columns) or (normaliser, "attention", queries, keys, width, all statistics?)."""
+    """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?)."""
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
-        for n in (256, 4096, 16384, 65536):
-            found.append((name, "rows", 256, n))
-    found += [
-        (name, "attention", 1008, 1008, 128, every) for name in ("softmax", "entmax15") for every in (False, True)
-    ]
-    return [*found, ("softmax", "attention", 1, 8208, 128, True)]  # compiled as `h200.py` compiles them
+        for dtype in ("float32", "bfloat16"):
+            found += [(name, "rows", dtype, 24, n) for n in (250, 4099)]
+    found += [(name, "rows", "float32", 300, 16384) for name in ("softmax", "entmax15")]
+    found += [(name, "attention", 300, 300, 128, every) for name in ("softmax", "entmax15") for every in (False, True)]
+    found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
+    return [*found, ("softmax", "attention", 1, 2080, 128, True)]
 
 
 def call(name: str, kind: str, *sizes) -> None:
@@ -36,12 +37,13 @@ def call(name: str, kind: str, *sizes) -> None:
     from regard.kernels import attention, rows
     from regard.problem import Problem, Upstream
 
-    def draw(*shape):
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    def draw(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda").to(dtype)
 
     choice = normalizers.get(name)
     if kind == "rows":
-        s, dp = draw(*sizes), draw(*sizes)
+        dtype = getattr(torch, sizes[0])
+        s, dp = draw(*sizes[1:], dtype=dtype), draw(*sizes[1:], dtype=dtype)
         p, state = rows.forward(s, choice)
         rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
     else:
@@ -54,28 +56,29 @@ def call(name: str, kind: str, *sizes) -> None:
     torch.cuda.synchronize()
 
 
-def command(share: str) -> list[str]:
-    return [sys.executable, __file__, "--calls", share]
+def command(share: int, shares: int) -> list[str]:
+    return [sys.executable, __file__, "--calls", str(share), str(shares)]
 
 
 def main() -> int:
     begin = time.perf_counter()
-    for process in [subprocess.Popen(command(f"{part}/3")) for part in range(3)]:
+    compiling = 6
+    for process in [subprocess.Popen(command(share, compiling)) for share in range(compiling)]:
         if process.wait():
             return 1
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     watching = {}
     for tool in TOOLS:
-        watched = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command("0/1")]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        watching[tool] = subprocess.Popen(watched, env=environment, **pipes)
+        for share in range(SHARES):
+            watched = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command(share, SHARES)]
+            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            watching[f"{tool} {share + 1}/{SHARES}"] = subprocess.Popen(watched, env=environment, **pipes)
     dirty = 0
-    for tool, process in watching.items():
-        told = [line for line in process.communicate()[0].splitlines() if "=========" in line or "call" in line]
-        print(
-            f"{tool}: exit code {process.returncode} after {time.perf_counter() - begin:.0f} s; {' '.join(told[-2:])}"
-        )
+    for what, process in watching.items():
+        told = [line for line in process.communicate()[0].splitlines() if "=========" in line or "done" in line]
+        seconds = time.perf_counter() - begin
+        print(f"{what}: exit code {process.returncode} after {seconds:.0f} s; {' '.join(told[-2:])}", flush=True)
         if process.returncode:
             print("\n".join(told[:40]), flush=True)
             dirty = 1
@@ -84,10 +87,11 @@ def main() -> int:
 
 if __name__ == "__main__":
     if "--calls" in sys.argv:
-        part, parts = map(int, sys.argv[-1].split("/"))
-        mine = cases()[part::parts]
-        for case in mine:
+        share, shares = map(int, sys.argv[-2:])
+        for case in (mine := cases()[share::shares]):
+            begin = time.perf_counter()
             call(*case)
+            print(f"done {case} in {time.perf_counter() - begin:.1f} s", flush=True)
         print(f"{len(mine)} calls done")
     else:
         raise SystemExit(main())

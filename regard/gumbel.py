@@ -33,7 +33,7 @@ def gumbel_softmax(
     drawn = torch.empty(z.shape, dtype=wide, device=z.device).exponential_(generator=generator)
     noise = -torch.log(drawn.clamp_min(torch.finfo(wide).tiny))
     soft = softmax(z.to(wide) + noise, axis, temperature)
-    if not hard:
+    if not hard or not z.numel():
         return soft.to(z.dtype)
     at = (z.detach().to(wide) + noise).argmax(axis, keepdim=True)
     one_hot = torch.zeros_like(soft).scatter(axis, at, 1.0)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from regard._normalize.arguments import check_scores
+
 
 class OnlineSoftmax:
     """m ← max(m, max block), ℓ ← ℓ·e^(m_old − m) + Σ exp(block − m): the softmax of all blocks seen so far.
@@ -29,8 +31,9 @@ class OnlineSoftmax:
 
     def update(self, block: Tensor) -> OnlineSoftmax:
         """Take in a block (…, n); n may be 0."""
-        if not isinstance(block, Tensor) or not block.is_floating_point() or block.ndim == 0:
-            raise TypeError("block must be a floating-point tensor of at least one dimension")
+        check_scores(block, "block")
+        if block.ndim == 0:
+            raise ValueError("block must have at least one dimension, got a scalar; write block[None]")
         z = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32)
         if z.shape[-1]:
             m = z.amax(-1)
@@ -66,9 +69,9 @@ class OnlineSoftmax:
     def weights(self, block: Tensor) -> Tensor:
         """exp(block − m) / ℓ: the weights of a block within the whole."""
         m, total = self._seen()
-        if not isinstance(block, Tensor) or not block.is_floating_point() or block.shape[:-1] != m.shape:
-            got = tuple(block.shape) if isinstance(block, Tensor) else type(block).__name__
-            raise TypeError(f"block must be a floating-point tensor of shape {(*m.shape, 'n')}, got {got}")
+        check_scores(block, "block")
+        if block.ndim == 0 or block.shape[:-1] != m.shape:
+            raise ValueError(f"block must have the shape {(*m.shape, 'n')} of the rows seen, got {tuple(block.shape)}")
         e = torch.exp(block.to(m.dtype) - _finite(m)[..., None])
         return (e / torch.where(total == 0, 1.0, total)[..., None]).to(block.dtype)
 

@@ -1,6 +1,7 @@
 """One list of calls, answered by every backend: the same numbers, or the same refusal.
 
-`python tests/backend_calls.py FILE` writes the table of the docs from it; tests/test_backends.py holds each line.
+`python tests/backend_calls.py FILE` writes the table of the docs from it; tests/test_backends.py holds each line. On a
+machine with a GPU, `FILE 0 3` writes every third line of its column, so that three processes share the compiling.
 """
 
 from __future__ import annotations
@@ -120,10 +121,12 @@ def distance(found: dict, truth: dict) -> float:
     return worst
 
 
-def table(columns: dict[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """{call: {column: "1e-07" | "refused" | "differs"}} for each column's (backend, device)."""
+def table(
+    columns: dict[str, tuple[str, str]], calls=tuple(CALLS), told=lambda lines: None
+) -> dict[str, dict[str, str]]:
+    """{call: {column: "1e-07" | "refused" | "differs"}} for each column's (backend, device); `told` sees it grow."""
     lines = {}
-    for name in CALLS:
+    for name in calls:
         truth, refusal = answer(name, "reference")
         cells = {}
         for column, (backend, device) in columns.items():
@@ -135,14 +138,19 @@ def table(columns: dict[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
             else:
                 cells[column] = f"{distance(found, truth):.0e}"
         lines[name] = cells
+        told(lines)
     return lines
 
 
-def main(path: str) -> None:
-    """Write the table; on a machine with a GPU only its column, as JSON, which the other merges."""
+def main(path: str, part: int = 0, parts: int = 1) -> None:
+    """Write the table; on a machine with a GPU only its column, or a part of it, as JSON, which the other merges."""
     saved = Path(__file__).parents[1] / "benchmarks" / "results" / "backends-h200.json"
     if torch.cuda.is_available():
-        Path(path).write_text(json.dumps(table({"GPU": ("triton", "cuda")}), indent=1, ensure_ascii=False) + "\n")
+
+        def write(lines):
+            Path(path).write_text(json.dumps(lines, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+        table({"GPU": ("triton", "cuda")}, list(CALLS)[part::parts], write)
         return
     lines = table({"reference": ("reference", "cpu"), "CPU": ("cpu", "cpu"), "interpreter": ("triton", "cpu")})
     gpu = json.loads(saved.read_text()) if saved.is_file() else {}
@@ -162,4 +170,4 @@ kernels on the CPU. The GPU's column comes from a run of the same list on an H20
 """
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *map(int, sys.argv[2:4]))

@@ -22,28 +22,23 @@ def truth(scores, name, dim, t, mask):
 
 
 def allowed(scores, name, dim, t, mask, exact):
-    """2 × (what the reference errs in the working precision + roundings of weights, scores and of the result)."""
+    """Some roundings in the working precision, whatever the size of the scores, and one of the result."""
     working = torch.float64 if scores.dtype == torch.float64 else torch.float32
     eps, stored = torch.finfo(working).eps, torch.finfo(scores.dtype)
-    z = scores.to(working) / t if 0 < t < math.inf else scores.to(working)
     member = normalizers.get(name)
-    if scores.ndim == 0:
-        z, mask = z.reshape(1), None if mask is None else mask.reshape(1)
-    seen = None if mask is None else mask.expand(z.shape).movedim(dim, -1)
-    peer = member.reference(z.movedim(dim, -1), seen, member.theta).movedim(-1, dim).reshape(exact.shape)
-    finite = z.masked_fill(~z.isfinite(), 0.0).abs().amax() if z.numel() else 0.0
+    size = scores.double().masked_fill(~scores.isfinite(), 0.0).abs() / (t if 0 < t < math.inf else 1.0)
     slope = 1.0
     if member.name == "softpick":  # exp(s) − 1 cancels where all scores are small: its sum says how much
-        small = z.masked_fill(~z.isfinite(), 0.0).abs()
-        slope = 1.0 / float(small.amax().clamp(eps, 1.0)) if small.numel() else 1.0
+        hidden = ~scores.isfinite() if mask is None else ~scores.isfinite() | ~mask
+        small = size.masked_fill(hidden, 0.0)
+        slope = 1.0 / small.amax(dim, keepdim=True).clamp(eps, 1.0) if small.numel() else 1.0
     if member.name == "entmax":
         slope = 8.0  # a power goes through a logarithm of that size
-    scaling = 0.0 if t == 1.0 else float(finite)
-    units = 4 * eps * slope * (1.0 + scaling) + stored.eps * exact.abs() + stored.tiny
-    return 2 * ((peer.to(scores.dtype).double() - exact).abs() + units)
+    reference = 1e-16 * size.amax(dim, keepdim=True) if size.numel() and t != 1.0 else 0.0  # scales before it subtracts
+    return 8 * (eps + reference) * slope + stored.eps * exact.abs() + stored.tiny
 
 
-@cases(0.4)
+@cases(0.3)
 @given(st.data())
 def test_any_row(data):
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -53,22 +48,18 @@ def test_any_row(data):
     dim = data.draw(st.integers(-max(len(shape), 1), max(len(shape), 1) - 1))
     t = data.draw(st.sampled_from([1.0, 1.0, 0.3, 7.0, 0.0, math.inf]))
     mask = data.draw(masks(shape))
-    if 0 < t < math.inf:  # a quotient that overflows is +inf, as in torch
-        working = torch.float64 if dtype == torch.float64 else torch.float32
-        scores = scores.masked_fill((scores.to(working) / t).isinf(), 1.0)
     p = regard.normalize(scores, name, dim, t, mask)
     assert p.shape == scores.shape and p.dtype == dtype and p.device == scores.device
     exact = truth(scores, name, dim, t, mask)
     assert torch.equal(p.isnan(), exact.isnan()), "NaN stays in its row, and only there"
-    bound = allowed(scores, name, dim, t, mask, exact)
-    good = ~exact.isnan() & ~bound.isnan()
+    bound, good = allowed(scores, name, dim, t, mask, exact), ~exact.isnan()
     assert ((p.double() - exact).abs() <= bound)[good].all(), float(((p.double() - exact).abs() - bound)[good].max())
     if mask is not None:
         hidden = ~mask.expand(shape) & ~p.isnan()
         assert (p[hidden] == 0).all()
 
 
-@cases(0.2)
+@cases(0.1)
 @given(st.data())
 def test_any_gradient(data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
@@ -104,7 +95,7 @@ def near_threshold(z, name, dim, t, mask):
     return nearby.any(dim, keepdim=True).expand(z.shape) if z.ndim else nearby
 
 
-@cases(0.1)
+@cases(0.05)
 @given(
     st.lists(st.floats(-60, 60, allow_nan=False), min_size=1, max_size=6),
     st.sampled_from(["softmax", "softmax1", "sigmoid", "relu", "softpick", "sparsemax", "entmax15"]),
@@ -117,6 +108,24 @@ def test_short_rows_against_mpmath(row, name):
         smallest = min((abs(x) for x in row if x), default=1.0)
         lost = 1e-15 / min(1.0, max(smallest, 1e-12)) if name == "softpick" else 0.0
         assert worst <= 2e-15 * (1 + max(map(abs, row))) + lost + 1e-12 * (name == "softpick")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("t", [0.1, 3.0])
+def test_scores_so_large_that_the_quotient_rounds_or_overflows(name, t):
+    """Found by this fuzz: z/T rounds by more than 1 above 1e8, and overflows at 3e38; z − max z does not."""
+    for n, top in [(1, 3e38), (2, 3e38), (40, 1e8), (40, 2e11), (300, 1e9), (300, 3e38), (40, -3e38)]:
+        scores = torch.linspace(0.5, 1.0, n) * top
+        p = regard.normalize(scores, name, temperature=t)
+        exact = regard.normalize(scores.double(), name, temperature=t, backend="reference")
+        torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scalar_with_a_mask_that_does_not_fit():
+    """Found by this fuzz: an AttributeError."""
+    for mask in ("visible", torch.ones(2, dtype=torch.bool), torch.ones(1)):
+        with pytest.raises((TypeError, ValueError), match="mask"):
+            regard.softmax(torch.tensor(1.0), mask=mask)
 
 
 def by_mpmath(z, name):

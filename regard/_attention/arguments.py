@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import _ops
-from regard._normalize.arguments import check_scores, fits, is_mapped
+from regard._normalize.arguments import check_scores, fits, is_float, is_mapped
 
 
 def check_tensors(q, k, v) -> None:
@@ -80,8 +80,8 @@ def to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
 
 
 def scaled(q: Tensor, scale: Tensor, heads: int) -> Tensor:
-    if not scale.is_floating_point():
-        raise TypeError(f"scale must be a floating-point tensor, got {scale.dtype}")
+    if not is_float(scale):
+        raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
     if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, heads)):
         raise ValueError(f"scale must be a number or have shape ({heads},), one per head, got {tuple(scale.shape)}")
     column = scale if scale.ndim == 0 else scale[:, None, None]
@@ -92,8 +92,8 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     """4-dim, broadcastable to [B, H, M, N], not expanded where it need not be."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"attn_mask must be bool (True = visible) or floating-point (added), got {mask.dtype}")
+    if mask.dtype != torch.bool and not is_float(mask):
+        raise TypeError(f"attn_mask must be bool (True = visible) or float16 or wider (added), got {mask.dtype}")
     if mask.device != q.device:
         raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
     full = (*lead, queries, keys)
@@ -137,8 +137,9 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
         return float(temperature), None
-    if not temperature.is_floating_point() or temperature.layout != torch.strided:
-        raise TypeError(f"temperature must be floating-point and dense, got {temperature.dtype}, {temperature.layout}")
+    if not is_float(temperature) or temperature.layout != torch.strided:
+        kind = f"{temperature.dtype}, {temperature.layout}"
+        raise TypeError(f"temperature must be a number or a dense tensor of float16 or wider, got {kind}")
     if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(temperature):
         values = temperature.detach()
         if not bool(((values > 0) & (values < math.inf)).all()):
@@ -183,8 +184,9 @@ def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
         return None
     if isinstance(sink, (int, float)) and not isinstance(sink, bool):
         sink = q.new_tensor([float(sink)])
-    if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise TypeError("sink must be a number or a floating-point tensor with one logit per head")
+    if not isinstance(sink, Tensor) or not is_float(sink):
+        kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
+        raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")
     if choice.family != "ratio" or not choice.exponential:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
     wide = sink.to(q.device, _ops.accumulator(q.dtype))

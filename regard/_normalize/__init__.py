@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard import _ops, normalizers
-from regard._normalize.arguments import check_dim, check_scores, check_temperature, column_of, fits
+from regard._normalize.arguments import check_dim, check_scores, check_temperature, column_of, fits, is_float
 from regard._normalize.run import run
 from regard.normalizers import Choice
 
@@ -135,8 +135,10 @@ def sigmoid_norm(
 
 def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> Tensor:
     """A bias per row or entry is one more score, added after the temperature."""
-    if not fits(bias.shape, z.shape) or not bias.is_floating_point():
-        raise ValueError(f"bias must be floating-point and broadcast to {tuple(z.shape)}, got {tuple(bias.shape)}")
+    if not is_float(bias):
+        raise TypeError(f"bias must be a number or a tensor of float16 or wider, got {bias.dtype}")
+    if not fits(bias.shape, z.shape):
+        raise ValueError(f"bias must broadcast to {tuple(z.shape)}, got {tuple(bias.shape)}")
     t = check_temperature(temperature)
     if isinstance(t, Tensor) or t in (0.0, math.inf):
         raise ValueError("a tensor bias needs a positive, finite number as temperature; divide z by the tensor first")

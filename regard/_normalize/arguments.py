@@ -17,7 +17,7 @@ def check_scores(scores: Tensor, name: str = "scores") -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
     if scores.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {scores.layout}; convert with .to_dense()")
-    if not scores.is_floating_point() or scores.dtype.itemsize == 1:
+    if not is_float(scores):
         raise TypeError(
             f"{name} must be float64, float32, bfloat16 or float16, got {scores.dtype}; convert with .float()"
         )
@@ -29,6 +29,11 @@ def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
         return torch.broadcast_shapes(shape, full) == torch.Size(full)
     except RuntimeError:
         return False
+
+
+def is_float(x: Tensor) -> bool:
+    """float64, float32, bfloat16 or float16; not float8, in which torch only stores."""
+    return x.is_floating_point() and x.dtype.itemsize > 1
 
 
 def check_flag(value: bool, name: str) -> bool:
@@ -51,9 +56,9 @@ def check_dim(scores: Tensor, dim: int) -> int:
 def check_temperature(temperature: float | Tensor) -> float | Tensor:
     """A float ≥ 0 (inf allowed), or a tensor, whose values are checked where that costs no device sync."""
     if isinstance(temperature, Tensor):
-        if not temperature.is_floating_point() or temperature.layout != torch.strided:
+        if not is_float(temperature) or temperature.layout != torch.strided:
             kind = f"{temperature.dtype}, {temperature.layout}"
-            raise TypeError(f"temperature must be a number or a dense floating-point tensor, got {kind}")
+            raise TypeError(f"temperature must be a number or a dense tensor of float16 or wider, got {kind}")
         if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(temperature):
             if not bool((temperature.detach() >= 0).all()):
                 raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
@@ -76,8 +81,9 @@ def check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_alpha(alpha: Tensor) -> Tensor:
-    if not alpha.is_floating_point() or alpha.layout != torch.strided:
-        raise TypeError(f"alpha must be a number or a dense floating-point tensor, got {alpha.dtype}, {alpha.layout}")
+    if not is_float(alpha) or alpha.layout != torch.strided:
+        kind = f"{alpha.dtype}, {alpha.layout}"
+        raise TypeError(f"alpha must be a number or a dense tensor of float16 or wider, got {kind}")
     if alpha.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(alpha):
         parameter = normalizers.get("entmax").parameter
         if not bool(((alpha.detach() >= parameter.low) & (alpha.detach() <= parameter.high)).all()):

@@ -29,7 +29,7 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
     if torch.is_autocast_enabled(scores.device.type):  # whatever torch's softmax does under autocast
         scores = scores.to(torch.softmax(scores.new_empty((1,)), 0).dtype)
     if scores.ndim == 0:
-        mask = None if mask is None else mask.reshape(1)
+        mask = None if mask is None else check_mask(mask, scores.shape).reshape(1)
         return run(scores.reshape(1), choice, theta, 0, t, mask, backend).reshape(())
     visible = None
     if mask is not None:

@@ -10,37 +10,40 @@ CHUNK = 4096  # summed in the working precision; chunks are added up in float64
 INF, NAN = float("inf"), float("nan")
 
 
-def load(s, x, scale, mask, masked):
-    """x ← scale·s where visible, else −inf; returns the maximum, NaN if any visible score is."""
+def load(s, x, mask, masked):
+    """x ← s where visible, else −inf; returns the maximum, NaN if any visible score is.
+
+    Scores are scaled after the maximum is subtracted: a scaled score can overflow, and rounds by its own size.
+    """
     top = -INF
     if masked:
         for j in range(x.size):
-            y = words.where(mask[j], tile.widen(s[j]) * scale, -INF)
+            y = words.where(mask[j], tile.widen(s[j]), -INF)
             x[j] = y
             top = words.maximum(top, y)
     else:
         for j in range(x.size):
-            y = tile.widen(s[j]) * scale
+            y = tile.widen(s[j])
             x[j] = y
             top = words.maximum(top, y)
     return top
 
 
-def read_loaded(s, x, scale, mask, masked):
-    """(scores, factor, top): the row's scores are factor·scores, their maximum is top."""
-    top = load(s, x, scale, mask, masked)
-    return x, 1.0, top
+def read_loaded(s, x, mask, masked):
+    """(scores, their maximum), not yet scaled."""
+    top = load(s, x, mask, masked)
+    return x, top
 
 
-def read_direct(s, x, scale, mask, masked):
+def read_direct(s, x, mask, masked):
     """The same without a copy, where the scores are stored in the working precision and all visible."""
     if masked:
-        top = load(s, x, scale, mask, masked)
-        return x, 1.0, top
+        top = load(s, x, mask, masked)
+        return x, top
     top = -INF
     for j in range(s.size):
         top = words.maximum(top, s[j])
-    return s, scale, top * scale
+    return s, top
 
 
 def read_gradient_loaded(dp, g, mask, masked):

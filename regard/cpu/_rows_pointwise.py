@@ -13,7 +13,7 @@ def tiles(normalizer, dtype):
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
     for i in range(first, last):
-        x, factor, top = tile.read(s[i], scratch[0, :n], real(scale), mask[i * stride : i * stride + n], masked)
+        x, top = tile.read(s[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(p[i], nothing_or_nan(top))
             state[0, i] = nothing_or_nan(top)
@@ -21,21 +21,21 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         parameter = theta[i * step]
         row = p[i]
         for j in range(n):
-            y = x[j] * factor
+            y = x[j] * real(scale)
             row[j] = tile.narrow(words.where(y > -INF, tile.value(y, parameter), 0.0))
 
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
     for i in range(first, last):
-        x, factor, top = tile.read(s[i], scratch[0, :n], real(scale), mask[i * stride : i * stride + n], masked)
+        x, top = tile.read(s[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(ds[i], nothing_or_nan(top))
             continue
         parameter = theta[i * step]
         given, row = dp[i], ds[i]
         for j in range(n):
-            y = x[j] * factor
+            y = x[j] * real(scale)
             slope = tile.slope(y, parameter) * real(scale)
             row[j] = tile.narrow(words.where(y > -INF, slope * tile.widen(given[j]), 0.0))
 

@@ -6,20 +6,31 @@ import numpy as np
 
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, nothing_or_nan
+from regard.normalizers._language import speak
 
 SHIFTS = {"max": 0, "max0": 1, "none": 2}
 GRID = 1.5 * 2**12  # v ≤ 1 rounded to 2⁻¹¹ sums exactly over a chunk, and what is left over is small
 LEAST = 1e-38  # so small a sum has no inverse in float32; it is met where nothing is shifted (relu)
+MUCH = 1e30  # scores whose sum may overflow
 HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
 
 
 def tiles(normalizer, dtype):
     names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight", "exponential"
-    return {"shift": SHIFTS[normalizer.shift], **{name: getattr(normalizer, name) for name in names}}
+    flags = {"shift": SHIFTS[normalizer.shift], "proportional": is_proportional(normalizer)}
+    return {**flags, **{name: getattr(normalizer, name) for name in names}}
+
+
+def is_proportional(normalizer):
+    """Are u and Z proportional to the scores? Then a factor common to all of them changes nothing."""
+    e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
+    sides = [speak(side) for side in (normalizer.numerator, normalizer.denominator)]
+    linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
+    return normalizer.shift == "none" and linear and not np.any(speak(normalizer.rest)(c))
 
 
 def shifted(top):
-    """m: the maximum, at least 0, or 0."""
+    """What is subtracted from the scores before they are scaled: the maximum, at least 0, or 0."""
     m = top
     if tile.shift == 1:
         m = words.maximum(top, 0.0)
@@ -31,13 +42,17 @@ def shifted(top):
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
     for i in range(first, last):
-        x, factor, top = tile.read(s[i], scratch[0, :n], real(scale), mask[i * stride : i * stride + n], masked)
+        factor = real(scale)
+        x, top = tile.read(s[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(p[i], nothing_or_nan(top))
             state[0, i] = nothing_or_nan(top)
             state[1, i] = nothing_or_nan(top)
             continue
-        m = shifted(top)
+        if tile.proportional and top * factor > MUCH:
+            factor = 1.0 / top
+        highest = shifted(top)
+        m = highest * factor
         c = words.minimum(words.exp(-m), HUGE)
         u = tile.work(p[i], scratch[1, :n])
         total = np.float64(tile.rest(c))
@@ -45,8 +60,8 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
             coarse, fine, chunk, chunk_u = 0.0, 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
             for j in range(chunk.size):
                 y = chunk[j] * factor
-                e = words.decay(y - m)
-                seen = tile.exponential or y > -INF  # exp(−inf) is 0 already
+                e = words.decay((chunk[j] - highest) * factor)
+                seen = tile.exponential or chunk[j] > -INF  # exp(−inf) is 0 already
                 chunk_u[j] = words.where(seen, tile.numerator(e, y, c), 0.0)
                 v = words.where(seen, tile.denominator(e, y, c), 0.0)
                 rounded = (v + GRID) - GRID
@@ -54,7 +69,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
                 fine = words.accumulate(fine, v - rounded)
             total += np.float64(coarse) + np.float64(fine)
         state[0, i] = m
-        state[1, i] = total
+        state[1, i] = total * (real(scale) / factor)
         if tile.shift == 2 and total < LEAST and total > 0:  # 1/Z overflows
             for j in range(n):
                 p[i, j] = tile.narrow(real(np.float64(u[j]) / total))
@@ -88,31 +103,33 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
     n = s.shape[1]
+    factor = real(scale)
     for i in range(first, last):
         z = state[1, i]
         if not (z > 0.0):
             fill(ds[i], z)
             continue
         seen = mask[i * stride : i * stride + n]
-        x, factor, _ = tile.read(s[i], scratch[0, :n], real(scale), seen, masked)
+        x, top = tile.read(s[i], scratch[0, :n], seen, masked)
         g = tile.read_gradient(dp[i], scratch[1, :n], seen, masked)
-        e, m = scratch[2, :n], state[0, i]
-        c = words.minimum(words.exp(-m), HUGE)
+        e, highest = scratch[2, :n], shifted(top)
+        c = words.minimum(words.exp(-highest * factor), HUGE)
         total = np.float64(0)
         for start in range(0, n, CHUNK):
             end = start + CHUNK
             part, chunk, chunk_g, chunk_e = 0.0, x[start:end], g[start:end], e[start:end]
             for j in range(chunk.size):
                 y = chunk[j] * factor
-                power = words.decay(y - m)
+                power = words.decay((chunk[j] - highest) * factor)
                 chunk_e[j] = power
-                part = words.accumulate(part, words.where(y > -INF, tile.numerator(power, y, c) * chunk_g[j], 0.0))
+                weighed = tile.numerator(power, y, c) * chunk_g[j]
+                part = words.accumulate(part, words.where(chunk[j] > -INF, weighed, 0.0))
             total += part
         inverse = 1.0 / z
         delta = real(total) * inverse
-        inverse *= real(scale)
+        inverse *= factor
         row = ds[i]
         for j in range(n):
             y = x[j] * factor
             a, b = tile.numerator_slope(e[j], y, c), tile.denominator_slope(e[j], y, c)
-            row[j] = tile.narrow(words.where(y > -INF, (a * g[j] - b * delta) * inverse, 0.0))
+            row[j] = tile.narrow(words.where(x[j] > -INF, (a * g[j] - b * delta) * inverse, 0.0))

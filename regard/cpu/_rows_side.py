@@ -71,11 +71,9 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
         else:
             tile.interleave(s, block, x)
         words.side_maximum(x, n, top)
-        for lane in range(SIDE):
-            top[lane] *= factor
         for j in range(n):
             for lane in range(SIDE):
-                x[j * SIDE + lane] = words.multiply_add(x[j * SIDE + lane], factor, -top[lane])
+                x[j * SIDE + lane] = (x[j * SIDE + lane] - top[lane]) * factor
         for lane in range(SIDE):
             tau[lane] = -1.0
             known[lane] = UNKNOWN
@@ -92,19 +90,19 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
                 state[1, i] = nothing_or_nan(top[lane])
                 continue
             rest, seen = known[lane], mask[i * stride : i * stride + n]
-            state[0, i] = top[lane] + (tau[lane] + rest)
+            state[0, i] = top[lane] * factor + (tau[lane] + rest)
             state[1, i] = sums[(tile.order - 1) * SIDE + lane]
             write_row(s[i], p[i], seen, masked, factor, top[lane], tau[lane], rest, theta[0])
 
 
 def write_row(s, row, mask, masked, factor, top, tau, rest, parameter):
-    """row ← value(max(factor·s − top − τ − rest, 0))."""
+    """row ← value(max(factor·(s − top) − τ − rest, 0))."""
     if masked:
         for j in range(row.size):
-            y = words.multiply_add(tile.widen(s[j]), factor, -top)
+            y = (tile.widen(s[j]) - top) * factor
             t = words.maximum(words.where(mask[j], y, -INF) - tau - rest, 0.0)
             row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter), 0.0))
     else:
         for j in range(row.size):
-            t = words.maximum(words.multiply_add(tile.widen(s[j]), factor, -top) - tau - rest, 0.0)
+            t = words.maximum((tile.widen(s[j]) - top) * factor - tau - rest, 0.0)
             row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter), 0.0))

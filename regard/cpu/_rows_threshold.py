@@ -155,14 +155,16 @@ def solve_newton(y, size, parameter, gain):
     return tau, real(newton_step(value, slope, gain)), value, slope
 
 
-def solve(x, n, top, y, parameter, gain):
-    """(τ, rest, Σp, Σg) of the row x[:n] − top, n a multiple of the lanes; y: room for n entries and one vector more.
+def solve(x, n, top, factor, y, parameter, gain):
+    """(τ, rest, Σp, Σg) of the row factor·(x[:n] − top), n a multiple of the lanes; y: room for it and one vector more.
 
     Σp and Σg are those at τ alone: p is value(t)/Σp, or more exactly value(t − rest).
     """
-    size = 0
+    size, bound = 0, -1.0001 / factor
     for j in range(0, n, tile.lanes):
-        size = words.compress(x, j, top, -1.0, y, size)
+        size = words.compress(x, j, top, bound, y, size)
+    for j in range(size):
+        y[j] *= factor
     seal(y, size)
     if tile.order == 1:
         return solve_linear(y, size)
@@ -188,18 +190,19 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
     for i in range(first, last):
         parameter = theta[i * step]
         gain = tile.gain(parameter)
-        top = load(s[i], x[:n], gain * real(scale), mask[i * stride : i * stride + n], masked)
+        factor = gain * real(scale)
+        top = load(s[i], x[:n], mask[i * stride : i * stride + n], masked)
         if not (words.abs(top) < INF):
             fill(p[i], nothing_or_nan(top))
             state[0, i] = nothing_or_nan(top)
             state[1, i] = nothing_or_nan(top)
             continue
-        tau, rest, _, slopes = solve(x, padded, top, y, parameter, gain)
-        state[0, i] = top + (tau + rest)
+        tau, rest, _, slopes = solve(x, padded, top, factor, y, parameter, gain)
+        state[0, i] = top * factor + (tau + rest)
         state[1, i] = slopes
         row = p[i]
         for j in range(n):
-            t = words.maximum(x[j] - top - tau - rest, 0.0)
+            t = words.maximum((x[j] - top) * factor - tau - rest, 0.0)
             row[j] = tile.narrow(words.where(t > 0.0, tile.value(t, parameter), 0.0))
 
 

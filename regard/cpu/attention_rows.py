@@ -276,7 +276,7 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
         padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
         for j in range(len(x), padded):
             y[j] = -math.inf
-        tau, _, total, slopes = solve(y, padded, high, packed, theta, gain)
+        tau, _, total, slopes = solve(y, padded, high, real(1.0), packed, theta, gain)
         general_row(x, r, top, high, tau, theta, i, j0 + first, sums)
         frame[r] = high + tau
         z[r] = slopes

@@ -37,7 +37,7 @@ def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c, counts, 
         padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
         for j in range(len(x), padded):
             y[j] = -math.inf
-        tau, _, _, _ = solve(y, padded, gain * top, packed, theta, gain)
+        tau, _, _, _ = solve(y, padded, gain * top, real(1.0), packed, theta, gain)
         c[r] = tau
         found = 0
         for j in range(len(x)):

@@ -16,7 +16,6 @@ from regard.parallel.agree import agree, alike_sketches, kind, sketch
 from regard.parallel.layout import Spans, check, given_spans, joined, size
 from regard.parallel.line import Line
 from regard.parallel.plan import Plan, choose
-from regard.problem import Problem
 
 
 @dataclass
@@ -149,16 +148,19 @@ def _plan(call: Call, line: Line, queries: list[Spans], keys: list[Spans], per_r
     problem = call.problem
     if engine is plain and problem.q.device.type == "cpu":  # as `regard.attention` does it where no kernel is;
         problem = replace(problem, q=problem.q.double())  # k and v travel as they came
-    if _anywhere(problem):  # whole pieces at a time, as if they lay one after another
+    order = _order(call)
+    if order == (None, None):  # whole pieces at a time, as if they lay one after another
         queries, keys = (given_spans([size(own) for own in cut], "contiguous", "") for cut in (queries, keys))
     queries, keys = ([joined(own) for own in cut] for cut in (queries, keys))
     plan = Plan(problem, line, queries, keys, engine, call.bias, call.mask)
     plan.bias_per_row = plan.mask_per_row = per_row
+    plan.ordered = order == (None, 0)
     return plan
 
 
-def _anywhere(problem: Problem) -> bool:
-    """Does nothing depend on where a query or a key stands?"""
-    dense = (problem.bias, problem.mask, problem.key_lengths)
+def _order(call: Call) -> tuple[int | None, int | None] | None:
+    """The reach, if nothing else depends on where a query or a key stands (a policy may measure what does)."""
+    problem = call.problem
+    others = (problem.bias, problem.mask, problem.key_lengths, call.policy)
     counted = {"distance", "first_key_mass"} & set(problem.stats)
-    return problem.reach == (None, None) and all(x is None for x in dense) and not problem.dropout_p and not counted
+    return problem.reach if all(x is None for x in others) and not problem.dropout_p and not counted else None

@@ -16,6 +16,7 @@ mean work. A front and a back chunk together see as much as every other pair doe
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,14 @@ def joined(own: Spans) -> Spans:
         else:
             found.append((start, stop))
     return found
+
+
+def placed(own: Spans) -> Iterator[tuple[tuple[int, int], slice]]:
+    """Each span, and where its positions lie in the piece."""
+    at = 0
+    for start, stop in own:
+        yield (start, stop), slice(at, at + stop - start)
+        at += stop - start
 
 
 def size(own: Spans) -> int:

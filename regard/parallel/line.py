@@ -112,13 +112,13 @@ class Line:
             traffic.sent(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
-    def all_gather_numbers(self, numbers: Sequence[int], step: str) -> list[list[int]]:
+    def all_gather_numbers(self, numbers: Sequence[int], step: str, at: int = 0) -> list[list[int]]:
         """Every rank's list of 64-bit integers."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device())
         if self.world == 1:
             return [mine.tolist()]
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        with self.guard(step, 0):
+        with self.guard(step, at):
             dist.all_gather(everyone, mine, group=self.group)
             return torch.stack(everyone).tolist()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.parallel import mixture
+from regard.parallel.layout import Spans, placed
 from regard.problem import Part, Problem
 from regard.statistics import State, Statistics
 
@@ -26,7 +27,7 @@ FIELDS = tuple(field.name for field in fields(State))
 
 @dataclass
 class Total:
-    """The parts of some rows so far. `m` is −inf where nothing weighed anything yet."""
+    """The parts of some rows so far, kept in the first one's o. `m` is −inf where nothing weighed anything yet."""
 
     choice: Choice
     o: Any = None
@@ -47,11 +48,12 @@ class Total:
             old, new = self.z * torch.exp(self.m - safe), part.z * torch.exp(m - safe)
             self.m, self.z = top, old + new
             share = torch.where(self.z == 0, 0.0, new / self.z)  # a NaN stays
-            self.o = torch.lerp(self.o, part.o, share[..., None])
+            self.o.lerp_(part.o, share[..., None])
             if part.stats is not None:
                 self.mix = mixture.mixed(self.mix, mixture.started(part.stats, part.first), old, new, False)
         else:
-            self.o, self.z = self.o + part.o, self.z + part.z
+            self.o += part.o
+            self.z = self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
             if part.stats is not None:
                 other = mixture.started(part.stats, part.first)
@@ -82,6 +84,8 @@ class Total:
             return o, torch.zeros_like(m), torch.zeros_like(z)
         dead = m == -math.inf
         logits = silent_logits(problem)
+        if self.choice.exponential and not logits:  # nothing joins: o is what it is, and 0 where dead
+            return o, m.masked_fill(dead, 0.0), z
         if not self.choice.exponential:
             m = m.masked_fill(dead, 0.0)
             if self.choice.shift == "max0":
@@ -99,6 +103,23 @@ class Total:
             kept, m = own / z, top
         kept, m, z = (x.masked_fill(dead, 0.0) for x in (kept, m, z))
         return o * kept[..., None], m, z
+
+
+def join(totals: list[Total], chunks: Spans, here: slice, part: Part) -> None:
+    """A part of the rows `here` joins the totals of the chunks that lie in them."""
+    for total, (_, rows) in zip(totals, placed(chunks), strict=True):
+        if rows == here:
+            total.add(part)
+        elif here.start <= rows.start < rows.stop <= here.stop:
+            total.add(_rows(part, slice(rows.start - here.start, rows.stop - here.start)))
+
+
+def _rows(part: Part, here: slice) -> Part:
+    o, m, z = (x[:, :, here] for x in (part.o, part.m, part.z))
+    slopes = None if part.slopes is None else part.slopes[:, :, here]
+    sums = None if part.sums is None else part.sums[..., here]
+    stats = None if part.stats is None else {name: x[:, :, here] for name, x in part.stats.items()}
+    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats)
 
 
 def merged(first: State, second: State, choice: Choice) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard import normalizers
 from regard._ops.backends import backend_module
 from regard.parallel import mixture, plain
-from regard.parallel.layout import Spans
+from regard.parallel.layout import Spans, placed
 from regard.parallel.line import Line
 from regard.problem import Problem
 
@@ -35,6 +35,7 @@ class Plan:
     mask: Tensor | None = None
     bias_per_row: bool = False  # does each query have its own row of it? (Otherwise every rank has the same.)
     mask_per_row: bool = False
+    ordered: bool = False  # does nothing but causal order depend on where a query or a key stands?
 
     @property
     def mixes(self) -> bool:
@@ -51,20 +52,43 @@ class Plan:
 
     def pairs(
         self, rows: Problem, queries: Spans, keys: Spans, k: Tensor, v: Tensor, own_columns: bool = False
-    ) -> Iterator[tuple[int, slice, slice, Problem]]:
-        """(index of the query chunk, its rows in q, its keys in k, the problem) of every pair that sees one another.
+    ) -> Iterator[tuple[slice, slice, Problem]]:
+        """(rows in q, keys in k, the problem) of every pair of chunks that sees one another, or of several as one.
 
         rows: q and everything per query. `own_columns`: bias and mask have the columns of k alone.
         """
-        i = 0
-        for index, (q0, q1) in enumerate(queries):
-            here, i = slice(i, i + q1 - q0), i + q1 - q0
-            j = 0
-            for k0, k1 in keys:
-                there, j = slice(j, j + k1 - k0), j + k1 - k0
+        together = self._together(rows, queries, keys, k, v) if self.ordered else None
+        if together is not None:
+            yield from together
+            return
+        for (q0, q1), here in placed(queries):
+            for (k0, k1), there in placed(keys):
                 if q1 > q0 and k1 > k0 and _meet(rows.reach, (q0, q1), (k0, k1)):
                     columns = there if own_columns else slice(k0, k1)
-                    yield index, here, there, self._pair(rows, here, there, columns, k, v, q0, k0)
+                    yield here, there, self._pair(rows, here, there, columns, k, v, q0, k0)
+
+    def _together(self, rows: Problem, queries: Spans, keys: Spans, k: Tensor, v: Tensor):
+        """The same under causal order alone, in as few calls as can be; None if that is no fewer.
+
+        A rank's own pieces, put side by side, are in causal order themselves. Chunks of others are seen whole or not at
+        all, and whoever sees one sees those before it.
+        """
+        if queries == keys:
+            everything = slice(0, rows.q.shape[2]), slice(0, k.shape[2])
+            return [(*everything, self._pair(rows, *everything, slice(0), k, v, 0, 0))] if k.shape[2] else []
+        found: list[tuple[slice, slice, Problem]] = []
+        open_ = replace(rows, causal=False, right=None)
+        for (q0, q1), here in placed(queries):
+            seen = [(k0, k1, there) for (k0, k1), there in placed(keys) if k0 < min(k1, q1) and q0 < q1]
+            if any(k1 - 1 > q0 for _, k1, _ in seen):
+                return None
+            if not seen:
+                continue
+            there = slice(0, seen[-1][2].stop)
+            if found and found[-1][0].stop == here.start and found[-1][1] == there:
+                here = slice(found.pop()[0].start, here.stop)
+            found.append((here, there, self._pair(open_, here, there, slice(0), k, v, 0, 0)))
+        return found
 
     def _pair(self, rows: Problem, here, there, columns, k, v, first_query: int, first_key: int) -> Problem:
         def cut(x: Tensor | None) -> Tensor | None:
@@ -88,9 +112,7 @@ class Plan:
 
     def rows(self, rows: Problem, queries: Spans) -> Iterator[tuple[slice, Problem]]:
         """Each chunk of queries, with all that belongs to its rows."""
-        i = 0
-        for q0, q1 in queries:
-            here, i = slice(i, i + q1 - q0), i + q1 - q0
+        for (q0, _), here in placed(queries):
             yield here, replace(rows.block(here.start, here.stop), first_query=q0)
 
     def columns(self, x: Tensor, rank: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.parallel.gradients import KeyGradients, RowGradients, rows_of, upstream_of
 from regard.parallel.layout import size
-from regard.parallel.merge import Total, nothing
+from regard.parallel.merge import Total, join, nothing
 from regard.parallel.plan import Plan
 from regard.problem import Gradients, Upstream, Whole
 
@@ -26,8 +26,8 @@ def forward(plan: Plan) -> list[Total]:
     problem, line = plan.problem, plan.line
     totals = [Total(problem.choice) for _ in plan.queries[line.rank]]
     for owner, k, v in _visitors(plan, "ring forward"):
-        for index, _, _, pair in plan.pairs(problem, plan.queries[line.rank], plan.keys[owner], k, v):
-            totals[index].add(plan.engine.forward(pair))
+        for here, _, pair in plan.pairs(problem, plan.queries[line.rank], plan.keys[owner], k, v):
+            join(totals, plan.queries[line.rank], here, plan.engine.forward(pair))
     for total, (_, rows) in zip(totals, plan.rows(problem, plan.queries[line.rank]), strict=True):
         if total.o is None:
             total.add(nothing(rows, plan.mixes))
@@ -40,7 +40,7 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     pending = None  # dk and dv of the visitor, from the ranks it has been to
     for step, (owner, k, v) in enumerate(_visitors(plan, "ring backward")):
         visitor = keys if step == 0 else KeyGradients(problem, k, v)
-        for _, here, there, pair in plan.pairs(problem, plan.queries[line.rank], plan.keys[owner], k, v):
+        for here, there, pair in plan.pairs(problem, plan.queries[line.rank], plan.keys[owner], k, v):
             grads = plan.engine.backward(pair, rows_of(whole, here), upstream_of(upstream, here))
             rows.add(grads, here, slice(pair.first_key, pair.first_key + pair.k.shape[2]))
             visitor.add(grads, there)

@@ -134,7 +134,7 @@ class Rounds:
             return [told]
         step = "examine batch"
         packed = _packed(told)
-        sizes = self.line.all_gather_numbers([packed.numel(), told["error"] is not None], f"{step} {number}")
+        sizes = self.line.all_gather_numbers([packed.numel(), told["error"] is not None], step, number)
         found = []
         for rank, (size, _) in enumerate(sizes):
             if rank == self.rank:

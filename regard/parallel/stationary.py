@@ -25,7 +25,7 @@ from regard.normalizers._language import speak
 from regard.parallel.gradients import KeyGradients, RowGradients, rows_of, upstream_of
 from regard.parallel.layout import Spans
 from regard.parallel.line import Line
-from regard.parallel.merge import Total, nothing
+from regard.parallel.merge import Total, join, nothing
 from regard.parallel.plan import Plan
 from regard.problem import Problem, Upstream, Whole
 from regard.statistics import Terms
@@ -44,13 +44,13 @@ def parts(plan: Plan, rows: Problem, queries: Spans) -> tuple[list[Total], Tenso
     own = _own(plan)
     totals = [Total(rows.choice) for _ in queries]
     if rows.choice.family != "threshold":
-        for index, _, _, pair in plan.pairs(rows, queries, **own):
-            totals[index].add(plan.engine.forward(pair))
+        for here, _, pair in plan.pairs(rows, queries, **own):
+            join(totals, queries, here, plan.engine.forward(pair))
         high = c = None
     else:
         high, c = solve(plan, rows, queries)
-        for index, here, _, pair in plan.pairs(rows, queries, **own):
-            totals[index].add(plan.engine.weigh(pair, high[:, :, here], c[:, :, here]))
+        for here, _, pair in plan.pairs(rows, queries, **own):
+            join(totals, queries, here, plan.engine.weigh(pair, high[:, :, here], c[:, :, here]))
     for total, (here, chunk) in zip(totals, plan.rows(rows, queries), strict=True):
         if total.o is None:
             total.add(nothing(chunk, plan.mixes, None if high is None else high[:, :, here]))
@@ -63,7 +63,7 @@ def solve(plan: Plan, rows: Problem, queries: Spans) -> tuple[Tensor, Tensor]:
     pairs = list(plan.pairs(rows, queries, **_own(plan)))
     bounds = torch.full((2, *shape), -math.inf, dtype=torch.float64, device=rows.q.device)
     supports, crowded = [], bounds.new_zeros(1)
-    for _, here, _, pair in pairs:
+    for here, _, pair in pairs:
         high, c, counts, support = plan.engine.solve(pair, ROOM)
         found = torch.stack([high, torch.where(high == -math.inf, -math.inf, high + c)]).double()
         bounds[..., here] = torch.maximum(bounds[..., here], found)
@@ -114,7 +114,7 @@ def _sums_of_supports(rows: Problem, supports: list, c: Tensor) -> Tensor:
 def _sums_of_keys(plan: Plan, pairs: list, high: Tensor, c: Tensor) -> Tensor:
     """From all keys again, where a support found no room."""
     total = c.new_zeros((2, *c.shape))
-    for _, here, _, pair in pairs:
+    for here, _, pair in pairs:
         wide = pair.accumulator
         value, slope = plan.engine.measure(pair, high[:, :, here].to(wide), c[:, :, here].to(wide))
         total[0][:, :, here] += value
@@ -127,13 +127,13 @@ def backward(plan: Plan, rows: Problem, queries: Spans, whole: Whole, upstream: 
     pairs = list(plan.pairs(rows, queries, **_own(plan)))
     if whole.c is not None:  # a threshold map
         total = torch.zeros_like(whole.m)
-        for _, here, _, pair in pairs:
+        for here, _, pair in pairs:
             own = plan.engine.slopes(pair, upstream.o[:, :, here], whole.m[:, :, here], whole.c[:, :, here])
             total[:, :, here] += own
         total = plan.line.all_reduce(total, "delta")
         whole = replace(whole, delta=torch.where(whole.z == 0, 0.0, total / whole.z))
     sums = RowGradients(rows, upstream)
-    for _, here, there, pair in pairs:
+    for here, there, pair in pairs:
         grads = plan.engine.backward(pair, rows_of(whole, here), upstream_of(upstream, here))
         sums.add(grads, here, there)
         keys.add(grads, there)

@@ -67,14 +67,29 @@ def test_diffuse():
     q, k = healthy()
     q[:, 2] *= 0.02
     assert kinds(q, k)["diffuse"].heads == (("0", 2),)
+    assert kinds(q, k)["diffuse"].severity == "note"
+    q[:, 5] *= 0.02
+    assert kinds(q, k)["diffuse"].heads == (("0", 2), ("0", 5))
+    assert kinds(q, k)["diffuse"].severity == "warning"
 
 
-@pytest.mark.parametrize(("factor", "words"), [(8.0, "too large"), (0.04, "too small")])
+@pytest.mark.parametrize(("factor", "words"), [(12.0, "too large"), (0.04, "too small")])
 def test_scale_off(factor, words):
     q, k = healthy()
     found = kinds(q * factor, k)["scale off"]
     assert len(found.heads) == HEADS
     assert words in found.evidence
+
+
+def test_a_layer_that_still_passes_gradients_is_not_off_scale():
+    """As long training leaves it: most keys far below, a choice among those that are left."""
+    q, k = healthy()
+    q[..., 0], k[..., 0] = 18.0, torch.tensor([0.0, -6.0, -6.0, -6.0]).repeat(LENGTH // 4)
+    heads = examine(Fixed(q, k), [torch.zeros(1)]).heads
+    assert min(head.statistics.mean("logit_variance") for head in heads) > 8.0
+    assert min(head.predicted_variance for head in heads) > 8.0
+    assert "scale off" not in kinds(q, k)
+    assert "scale off" in kinds(16.0 * q, k)
 
 
 def test_a_sharp_head_is_not_a_scale_that_is_off():

@@ -1,10 +1,11 @@
-"""Scale off: the logit variance of a layer is far from 1, and its q and k norms times the scale say the same.
+"""Scale off: the logit variance of a layer is far from 1, its q and k norms say the same, and softmax suffers.
 
 With q and k of unit variance, q·k has variance d and the scale 1/√d makes it 1. Training moves it; what is held
-against a layer is the median over its heads of both the measured variance and the one that the norms alone predict,
-scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree, but a layer whose norms alone
-make variance 8 softens nothing, and one under 1/32 cannot choose. One head alone is off from 256 on, in both. A
-healthy trained encoder (MiniLM) has 0.4 to 2.6.
+against a layer is the median over its heads of the measured variance and of the one that the norms alone predict,
+scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree. Long training may carry a sound
+layer past 8 in both, so variance is not the charge alone: the layer's gradient gain must be gone as well. Sound
+models, trained long, keep a median gain of 0.43 or more in every layer (a uniform row has 1), those without 1/√d fall
+below 0.25. A layer under 1/32 cannot choose. One head alone is off from 256 on, in both variances.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from regard.health.findings._finding import finding, free_heads
 
 KIND = "scale off"
 HIGH, LOW = 8.0, 1.0 / 32.0
+GAIN = 0.3  # of a uniform row's: between the two
 ALONE = 256.0  # a single head, where its layer is in order: a standard deviation of 16; MiniLM has one at 8
 
 
@@ -27,10 +29,11 @@ def find(heads):
     high, low, alone = [], [], []
     for members in layers.values():
         measured = median(head.statistics.mean("logit_variance") for head in members)
+        gain = median(head.statistics.mean("gradient_gain") for head in members)
         known = [head.predicted_variance for head in members if head.predicted_variance == head.predicted_variance]
         predicted = median(known) if known else measured  # a what-if has no norms of its own
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
-        if min(measured, predicted) > HIGH:
+        if min(measured, predicted) > HIGH and gain < GAIN:
             high += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
@@ -41,7 +44,7 @@ def find(heads):
         high += [(head, number) for head, number in alone if id(head) in free]
     threshold = (
         "median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, "
-        f"both > {HIGH:g} or < 1/32, or of one head > {ALONE:g} (theory: 1)"
+        f"both > {HIGH:g} with a median gradient gain < {GAIN:g}, or both < 1/32; of one head > {ALONE:g} (theory: 1)"
     )
     told = "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: "
     return [

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, get_process_group_ranks
 
 BEAT = 0.5  # seconds between two signs of life, at most
-PAUSE = 0.02  # and at least: steps of a fast ring are not told one by one
+PAUSE = 0.05  # and at least: steps of a fast ring are not told one by one
 SILENT = 4 * BEAT  # a rank that gave none for so long is dead
 PATIENCE = 2 * SILENT  # a store that does not answer for so long is gone
 LOST = ("connection", "timed out", "timeout", "peer", "socket", "broken pipe", "nccl")  # words of a wait that failed
@@ -62,6 +62,7 @@ class Watch:
         self.keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # does rank 0 keep the store?
         self.progress, self.step, self.beats, self.note = 0, "start", 0, ""
         self.first, self.told = Seen(), ""  # rank 0, and the culprit, as last read
+        self.looked = 0.0
         self.active = 0  # calls and waits that this rank is in: outside of them rank 0 may leave
         self.stopped, self.moved = threading.Event(), threading.Event()
         self._beat()
@@ -119,7 +120,8 @@ class Watch:
         self.store.set(f"rank {self.rank}", f"{self.beats}|{self.progress}|{self.step}|{self.note}")
 
     def _look(self) -> None:
-        if self.keeps and self.rank != 0 and self.active:
+        if self.keeps and self.rank != 0 and self.active and time.monotonic() - self.looked > BEAT / 2:
+            self.looked = time.monotonic()
             self.first = self._seen(0)
             self.told = self._written() or self.told
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import random
@@ -19,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROWS = ["tests/test_cpu_rows.py", "-k", "forward_and_backward or mask_of_any"]
-CPU = ["tests/test_cpu_attention.py"]
-KERNEL = ["tests/test_kernel_attention.py"]
+KERNELS = "tests/test_kernel_attention.py"
+LISTS = ["tests/test_kernel_lists.py", KERNELS, "-k", "not other_types"]
 TESTS = {  # what is mutated, and what must notice
     "regard/statistics.py": [
         "tests/test_statistics.py",
@@ -29,24 +29,34 @@ TESTS = {  # what is mutated, and what must notice
         "-k",
         "stat or merge or split or gain",
     ],
-    "regard/normalizers/softmax.py": ["tests/test_contract.py", "-k", "softmax"],
-    "regard/normalizers/softpick.py": ["tests/test_contract.py", "-k", "softpick"],
-    "regard/normalizers/entmax.py": ["tests/test_contract.py", "-k", "entmax"],
-    "regard/normalizers/sigmoid.py": ["tests/test_contract.py", "-k", "sigmoid"],
-    "regard/cpu/_rows_ratio.py": [*ROWS[:2], "(forward_and_backward or mask_of_any) and (softmax or relu or softpick)"],
-    "regard/cpu/_rows_threshold.py": [*ROWS[:2], "(forward_and_backward or mask_of_any) and (sparsemax or entmax)"],
-    "regard/cpu/_rows_side.py": [*ROWS[:2], "(forward_and_backward or mask_of_any) and (sparsemax or entmax15)"],
-    "regard/cpu/attention_rows.py": CPU,
-    "regard/cpu/attention_rows_backward.py": CPU,
-    "regard/cpu/attention_blocks.py": CPU,
-    "regard/kernels/tiles.py": KERNEL,
-    "regard/kernels/sweeps.py": KERNEL,
-    "regard/kernels/forward_online.py": KERNEL,
-    "regard/kernels/forward_threshold.py": KERNEL,
-    "regard/kernels/backward.py": KERNEL,
-    "regard/kernels/statistics.py": KERNEL,
+    **{
+        f"regard/normalizers/{name}.py": ["tests/test_contract.py", "-k", name]
+        for name in ("softmax", "softmax1", "softpick", "entmax", "entmax15", "relu", "sigmoid", "sparsemax")
+    },
+    "regard/normalizers/_families.py": ["tests/test_contract.py", "tests/test_normalize.py"],
+    "regard/cpu/_rows_ratio.py": ["tests/test_cpu_rows.py", "-k", "softmax or relu or softpick or mask_of_any"],
+    "regard/cpu/_rows_threshold.py": ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax or mask_of_any"],
+    "regard/cpu/_rows_side.py": ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax15 or mask_of_any"],
+    "regard/cpu/attention_rows.py": ["tests/test_cpu_attention.py"],
+    "regard/cpu/attention_rows_backward.py": ["tests/test_cpu_attention.py"],
+    "regard/cpu/attention_blocks.py": ["tests/test_cpu_attention.py"],
+    "regard/kernels/tiles.py": [KERNELS],
+    "regard/kernels/sweeps.py": [KERNELS],
+    "regard/kernels/forward_online.py": [KERNELS],
+    "regard/kernels/forward_threshold.py": [KERNELS],
+    "regard/kernels/backward.py": [KERNELS],
+    "regard/kernels/backward_bias.py": [KERNELS],
+    "regard/kernels/statistics.py": [KERNELS],
+    "regard/kernels/decode.py": ["tests/test_kernel_decode.py"],
+    "regard/kernels/candidates.py": LISTS,
+    "regard/kernels/gather.py": LISTS,
+    "regard/kernels/support.py": LISTS,
+    "regard/kernels/survey.py": LISTS,
     "regard/kernels/rows_online.py": ["tests/test_kernel_rows.py"],
+    "regard/kernels/rows_pointwise.py": ["tests/test_kernel_rows.py"],
+    "regard/kernels/rows_short.py": ["tests/test_kernel_rows.py"],
     "regard/kernels/rows_threshold.py": ["tests/test_kernel_rows.py"],
+    "regard/kernels/rows_tiles.py": ["tests/test_kernel_rows.py"],
 }
 SWAPS = {ast.Add: "-", ast.Sub: "+", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 
@@ -130,22 +140,26 @@ def survives(mutant: Mutant, seconds: float) -> bool:
         return run.returncode == 0
 
 
+def drawn(sample: int, seed: int, only: str) -> list[Mutant]:
+    """So many mutants, every file in turn, those within a file at random."""
+    pick = random.Random(seed)
+    pools = [pick.sample(found, len(found)) for path in TESTS if only in path and (found := mutants(path))]
+    turns = itertools.zip_longest(*pools)
+    return [mutant for turn in turns for mutant in turn if mutant is not None][:sample]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=40, help="how many mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="I N: every N-th of them, from the I-th on")
     parser.add_argument("--only", help="a part of the path")
     parser.add_argument("--seconds", type=float, default=600, help="limit for one mutant's tests")
     parser.add_argument("--json", type=Path, help="write the outcome there as it grows")
     options = parser.parse_args()
-    pool = {path: mutants(path) for path in TESTS if not options.only or options.only in path}
-    pick, outcome = random.Random(options.seed), []
-    paths = [path for path, found in pool.items() if found]
-    for turn in range(options.sample):
-        path = paths[turn % len(paths)]  # every file in turn
-        mutant = pool[path].pop(pick.randrange(len(pool[path])))
-        if not pool[path]:
-            paths.remove(path)
+    part, parts = options.part
+    outcome: list[dict] = []
+    for mutant in drawn(options.sample, options.seed, options.only or "")[part::parts]:
         lived = survives(mutant, options.seconds)
         outcome.append({"mutant": str(mutant), "noticed": not lived})
         noticed = sum(entry["noticed"] for entry in outcome)

@@ -89,10 +89,13 @@ def listing() -> Table:
 
 
 def table(result: dict) -> Table:
-    """One row per variant: the headline metric and some readings with their intervals, and how many runs diverged.
+    """The experiment's own table, or one row per variant: some readings with their intervals, how many runs diverged.
 
     The largest logit may be hundreds in one seed and a million in the next: it has its range over the seeds.
     """
+    own = experiments()[result["experiment"]].table
+    if own is not None:
+        return own(result)
     shown = [result["metric"]]
     first = next(iter(result["summary"].values()))
     shown += [name for name in ("loss", "bleu", "accuracy", "entropy_ratio", "gradient_gain", "max_logit")

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from regard.lab.figure import Figure
+    from regard.table import Table
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Experiment:
     make: Callable[[Setting], Trial]
     presets: Mapping[str, Preset]
     figures: Callable[[dict], Mapping[str, Figure]]
+    table: Callable[[dict], Table] | None = None  # of the results, where one row per variant does not tell them
     reads: str = "file"  # what --data may be: a "file" of text, a "folder" of sentence pairs, or "" for nothing
     metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial
+from regard.lab.training.results import estimate, plus_minus
 from regard.nn import MultiheadAttention
+from regard.table import Table
 from regard.temperature import Adaptive
 
 CLASSES = 10
@@ -152,6 +154,29 @@ def curve(result: dict, variant: str, how: str):
     return (tests, *([told[f"{how}@{n}"].get(side) for n in tests] for side in ("low", "mean", "high")))
 
 
+def by_length(result: dict, rows: dict[str, tuple[str, str]], more: dict[str, dict[int, str]]) -> Table:
+    """% correct, a column for each number of items: name → (variant, how), then rows of cells that are given."""
+    tests = curve(result, *next(iter(rows.values())))[0]
+    told = {name: dict(zip(tests, curve(result, *of)[2], strict=True)) for name, of in rows.items()}
+    cells = {name: {n: f"{mean:.1f}" for n, mean in line.items()} for name, line in told.items()}
+    lines = [[name, *(line.get(n, "") for n in tests)] for name, line in {**cells, **more}.items()]
+    return Table(["items", *map(str, tests)], lines, numbers=[*map(str, tests)])
+
+
+def table(result: dict) -> Table:
+    """Published, ours, and what the refit wins over the published polynomial, model by model."""
+    runs = [r["final"] for r in result["records"] if not r["diverged"]]
+    tests = [n for n in PUBLISHED if f"refit@{n}" in runs[0]]
+    wins = {n: plus_minus(estimate([run[f"refit@{n}"] - run[f"published@{n}"] for run in runs])) for n in tests}
+    paper = {
+        name: {n: f"{PUBLISHED[n][at]:.1f}" for n in tests}
+        for at, name in enumerate(("paper, softmax", "paper, with its polynomial"))
+    }
+    ours = {"softmax": "own", "with the published polynomial": "published", "with the refit": "refit"}
+    rows = {f"ours, {name}": ("softmax", how) for name, how in ours.items()}
+    return by_length(result, rows, {**paper, "refit − published polynomial": wins})
+
+
 def drawn(lines: dict) -> Figure:
     words = "; ".join(f"{name} {', '.join(f'{y:.3g}' for y in line[2])}" for name, line in lines.items())
     tests = ", ".join(map(str, next(iter(lines.values()))[0]))
@@ -188,6 +213,7 @@ experiment = Experiment(
         ),
     },
     figures=figures,
+    table=table,
     reads="",
     metric="refit@1024",
 )

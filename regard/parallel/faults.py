@@ -62,7 +62,6 @@ class Watch:
         self.keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # does rank 0 keep the store?
         self.progress, self.step, self.beats, self.note = 0, "start", 0, ""
         self.first, self.told = Seen(), ""  # rank 0, and the culprit, as last read
-        self.looked = 0.0
         self.active = 0  # calls and waits that this rank is in: outside of them rank 0 may leave
         self.stopped, self.moved = threading.Event(), threading.Event()
         self._beat()
@@ -107,7 +106,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self.stopped.wait(PAUSE):
-            self.moved.wait(BEAT)
+            self.moved.wait(BEAT / 4 if self.active else BEAT)
             self.moved.clear()
             try:
                 self._beat()
@@ -120,8 +119,7 @@ class Watch:
         self.store.set(f"rank {self.rank}", f"{self.beats}|{self.progress}|{self.step}|{self.note}")
 
     def _look(self) -> None:
-        if self.keeps and self.rank != 0 and self.active and time.monotonic() - self.looked > BEAT / 2:
-            self.looked = time.monotonic()
+        if self.keeps and self.rank != 0 and self.active:
             self.first = self._seen(0)
             self.told = self._written() or self.told
 

@@ -97,3 +97,13 @@ def test_collapse_remedies_are_told_apart():
     assert [name for name, trial in made.items() if trial.threshold] == ["qk-clip"]
     assert [name for name, trial in made.items() if not trial.graph] == ["qk-clip"]
     assert made["softcap"].model.blocks[0].attention.softcap == 20.0
+
+
+def test_rows_that_are_tested_on_are_never_trained_on():
+    trained = [retrieval.training_rows(seed, chunk, 2)[0] for seed in range(4) for chunk in (0, 16, 64)]
+    trained = torch.cat([rows.flatten() for rows in trained])
+    for n in (16, 64):
+        for seed in range(3):
+            tested, _ = retrieval.testing_rows(8, n, seed)
+            assert not torch.isin(tested, trained[trained > 0]).any()
+    assert not torch.equal(retrieval.testing_rows(8, 16, 0)[0], retrieval.testing_rows(8, 16, 1)[0])

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from regard.lab import training
-from regard.lab.training.results import SHIPPED, collect
+from regard.lab.estimate import Estimate
+from regard.lab.training import timing
+from regard.lab.training.command import table
+from regard.lab.training.results import SHIPPED, collect, decided, sorted_by_sign
 
 NAMES = [name for name in training.names() if training.has_shipped(name)]
 
@@ -40,3 +43,28 @@ def test_a_shipped_result_says_how_and_not_where_on_a_disk(name):
 def test_an_experiment_without_a_result_says_so():
     with pytest.raises(ValueError, match="'nothing' has no shipped result; run `regard lab train nothing"):
         training.shipped("nothing")
+
+
+def test_what_the_seeds_settle_is_read_from_the_interval():
+    ahead, behind, open_ = Estimate(0.3, 0.2, 0.4), Estimate(-0.3, -0.4, -0.2), Estimate(0.1, -0.1, 0.3)
+    assert [decided(e) for e in (ahead, behind, open_)] == [1, -1, 0]
+    told = sorted_by_sign({"a": ahead, "b": open_, "c": Estimate(2.0, 1.0, 3.0)})
+    assert told == {1: "a +0.30 ± 0.10, c +2.0 ± 1.0", -1: "none", 0: "b +0.10 ± 0.20"}
+
+
+@pytest.mark.parametrize("path", sorted((SHIPPED / "times").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_times_are_of_every_variant(path):
+    told = timing.shipped_times(path.stem)
+    assert list(told["times"]) == list(training.get(path.stem).variants) and "/" not in told["where"]
+    assert all(0 < t["low"] <= t["median"] <= t["high"] for t in told["times"].values())
+    first, *rows = timing.table("", told["times"]).markdown().splitlines()[2:]
+    assert first.endswith("| 1.00 |") and len(rows) == len(told["times"]) - 1
+
+
+def test_the_retrieval_table_has_the_papers_numbers_beside_ours():
+    lines = [line.split("|")[1:-1] for line in table(training.shipped("retrieval")).markdown().splitlines()]
+    cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
+    assert cells["paper, with its polynomial"] == ["98.6", "94.5", "82.1", "57.7", "24.9", "14.0"]
+    refit = training.shipped("retrieval")["summary"]["softmax"]["refit@4096"]["mean"]
+    assert cells["ours, with the refit"][4] == f"{refit:.1f}"
+    assert cells["refit − published polynomial"][3].startswith("+")

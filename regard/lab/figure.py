@@ -20,6 +20,8 @@ INK, GRID = "#1f2933", "#d9dee4"
 COLOURS = ["#0b62a4", "#c2410c", "#2f7d32", "#7b3fa0", "#8a6d00", "#00707a"]  # each ≥ 4.5 : 1 on white
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [1, 3]]  # a second sign besides colour
 WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first can be seen below one that coincides with it
+CROWDED = 48  # letters below an axis that still stand beside one another
+FEW = 8  # values on a logarithmic axis that are written themselves
 CONFIG = {
     "background": "white",
     "font": "sans-serif",
@@ -125,12 +127,13 @@ class Figure:
             for name, (xs, ys) in self.series.items()
             for x, y in zip(xs, ys, strict=True)
         ]
+        crowded = sum(map(len, {row["x"] for row in data})) > CROWDED
         x = {
             "field": "x",
             "type": "nominal",
             "title": self.x,
             "sort": None,
-            "axis": {"labelAngle": 0, "labelLimit": 80},
+            "axis": {"labelAngle": -35 if crowded else 0, "labelLimit": 110 if crowded else 80},
         }
         encoding = {
             "x": x,
@@ -175,6 +178,9 @@ class Figure:
     def _axes(self):
         def axis(name, title, log):
             ticks = {"tickCount": 6 if name == "x" else 5, "format": ".4~g"}
+            if name == "x" and log:
+                where = sorted({float(x) for columns in self.series.values() for x in columns[0]})
+                ticks = {"values": where, "format": ".5~g"} if len(where) <= FEW else ticks
             return {"field": name, "type": "quantitative", "title": title, "scale": self._scale(log), "axis": ticks}
 
         return {"x": axis("x", self.x, self.log_x), "y": axis("y", self.y, self.log_y)}

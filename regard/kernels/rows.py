@@ -125,7 +125,7 @@ def forward(
         return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     if launch.exact:
-        launch(rows_exact.forward_exact, (s, p, state), 3, {"UNIT": scale == 1.0})
+        launch(rows_exact.forward_exact, (s, p, state), 3, {})
     elif launch.plan.lanes:
         launch(rows_short.forward_short, (s, p, state), 0, {"TOLERANCE": _TOLERANCE[s.dtype]})
     elif launch.plan.step:
@@ -158,7 +158,7 @@ def backward(
     if F.family == "threshold":
         launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
     elif launch.exact and F.slope_of_weight is not None:
-        launch(rows_exact.backward_exact, (dp, saved, ds, state), 2, {"UNIT": scale == 1.0})
+        launch(rows_exact.backward_exact, (dp, saved, ds, state), 2, {})
     else:
         launch(rows_online.backward_online, (dp, saved, ds, state), 1, {}, sums=F.family == "ratio")
     return ds
@@ -218,7 +218,7 @@ class _Launch:
             counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
         if kernel is rows_exact.forward_exact:
-            tile = {"LANES": lanes or columns, "ROWS": rows, "AHEAD": ahead}
+            tile = {"LANES": lanes or columns, "ROWS": rows, "AGAIN": again and s.is_cuda, "AHEAD": ahead}
         elif lanes:
             tile = {"LANES": lanes, "ROWS": rows}
         else:

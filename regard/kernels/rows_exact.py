@@ -1,8 +1,7 @@
-"""float32 rows of p = exp(s)/Z whose error is, but for 2⁻²⁷, the rounding of the result; and their backward.
+"""float32 rows of p = exp(s)/Z, correctly rounded but for one result in thousands; and their backward.
 
-e^y = 2^j·e^r with y = j·ln 2 + r, |r| ≤ ½ ln 2, is kept as a sum of two floats, e^r = (1 + r) + r²·P(r), with what the
-difference s − m and the product with the scale lost to rounding in the smaller one. Z and δ are summed in float64.
-All terms are held 2⁶⁴ times as large, so that weights below the normal numbers are rounded once as well.
+The exponential and the sums are taken in float64, which costs a float32 row little: its bytes leave time for 56
+instructions per score. e^y = 2^j·2^r with |r| ≤ ½, 2^r by a polynomial good to 2⁻³⁴, ten digits.
 """
 
 import triton
@@ -22,53 +21,31 @@ from regard.kernels.rows_tiles import (
     store_state,
 )
 
-GROWN = tl.constexpr(2.0**64)
-LEAST = tl.constexpr(-105.0)  # e^y rounds to 0 from here on, in every weight
-# (e^r − 1 − r) / r² on |r| ≤ ½ ln 2: minimax, weighted by r²/e^r, to 2⁻³²·⁹
-P0 = tl.constexpr(0.5)
-P1 = tl.constexpr(0.166666641831398)
-P2 = tl.constexpr(0.041666459292173386)
-P3 = tl.constexpr(0.008333896286785603)
-P4 = tl.constexpr(0.0013935420429334044)
-P5 = tl.constexpr(0.00019569472351577133)
+LOWEST = tl.constexpr(-105.0)  # e^y is 0 from here on in float32, in every weight
 
 
 @triton.jit
-def difference(x, y):
-    """x − y and what rounding lost of it."""
-    d = x - y
-    back = d - x
-    return d, (x - (d - back)) - (y + back)
+def double(x: tl.constexpr):
+    """A constant in float64, [1, 1, 1]: a bare one would be rounded to float32 on its way."""
+    return tl.full([1, 1, 1], x, tl.float64)
 
 
 @triton.jit
-def exponential(x, shift, scale, scale_rest, UNIT: tl.constexpr):
-    """2⁶⁴·exp((x − shift)·scale) as a float and a smaller one; the argument is at most 0, the scale 1 if UNIT."""
-    d, rest = difference(x, shift)
-    if UNIT:
-        y = tl.maximum(d, LEAST)
-        rest = tl.maximum(rest, -1e-3)  # of −inf it is NaN
-    else:
-        least = LEAST / scale
-        d = tl.maximum(d, least)
-        rest = tl.maximum(rest, 1e-5 * least)
-        y = d * scale
-        rest = tl.fma(d, scale_rest, tl.fma(rest, scale, tl.fma(d, scale, -y)))
-    t = tl.fma(y, 1.4426950408889634, 12582912.0)  # floats that large have no fraction: j in the last bits
-    j = t - 12582912.0
-    power = ((t.to(tl.int32, bitcast=True) << 23) + (191 << 23)).to(tl.float32, bitcast=True)
-    near = tl.fma(j, -0.693145751953125, y)  # exact: ln 2 in two parts, the first of 16 bits
-    rest = tl.fma(j, -1.428606765330187e-6, rest)
-    r = near + rest
-    rest = rest - (r - near)
-    q = tl.fma(r, P5, P4)
-    q = tl.fma(r, q, P3)
-    q = tl.fma(r, q, P2)
-    q = tl.fma(r, q, P1)
-    q = tl.fma(r, q, P0)
-    high = 1.0 + r
-    low = tl.fma(r * r, q, tl.fma(rest, high, r - (high - 1.0)))
-    return high * power, low * power
+def exponential(x, shift, factor):
+    """2^((x − shift)·factor) in float64, x float32, shift and factor float64; the exponent lies in −1000 … 0."""
+    large = double(6755399441055744.0)  # 1.5·2⁵²: numbers that large have no fraction, j is in their last bits
+    d = x.to(tl.float64) - shift
+    t = tl.fma(d, factor, large)
+    j = t - large
+    r = tl.fma(d, factor, -j)
+    q = tl.fma(r, double(1.5196156492007747e-05), double(0.00015466756326751142))  # 2^r: minimax, relative error
+    q = tl.fma(r, q, double(0.001333393505578615))
+    q = tl.fma(r, q, double(0.009618038132025485))
+    q = tl.fma(r, q, double(0.055504103659911576))
+    q = tl.fma(r, q, double(0.24022651066561426))
+    q = tl.fma(r, q, double(0.693147180704532))
+    q = tl.fma(r, q, double(1.0))
+    return (q.to(tl.int64, bitcast=True) + (t.to(tl.int64, bitcast=True) << 52)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -97,8 +74,8 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
         top = tl.zeros([1], tl.float32) + tl.reduce(tops, 0, larger)
         common = shift_of(finite(top), F)
         apart = shift_of(finite(tops), F).to(tl.float64) - tl.sum(common.to(tl.float64))
-        falls = tl.exp(tl.maximum(apart * scale, LEAST))
-        fall = tl.exp(tl.maximum((shift.to(tl.float64) - common) * scale, LEAST))
+        falls = tl.exp(tl.maximum(apart * scale, 2 * LOWEST))
+        fall = tl.exp(tl.maximum((shift.to(tl.float64) - common) * scale, 2 * LOWEST))
         # a part that sees nothing has no shift, and weighs 0
         z = tl.zeros([1], tl.float64) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
         fall = tl.where(own == float("-inf"), 0.0, fall)
@@ -114,58 +91,82 @@ def halves(x):
 
 
 @triton.jit
+def frame_of(shift, scale):
+    """(the lowest score that weighs anything, log₂e·scale) of rows [ROWS] with this shift.
+
+    Floats beside a shift of 10⁹ and more lie so far apart that all but the maximum weigh 0, whatever the scale: there
+    it is made small enough for the exponent.
+    """
+    apart = tl.abs(shift) * 2.0**-22
+    lowest = shift - tl.maximum(-LOWEST / scale.to(tl.float32), apart)
+    scale = tl.minimum(scale, (600.0 / tl.maximum(apart, 1e-30)).to(tl.float64))
+    return lowest, scale * tl.full([1], 1.4426950408889634, tl.float64)
+
+
+@triton.jit
 def forward_exact(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
-    """The tile is [ROWS, K, LANES]: short rows lie K deep in a few lanes each, a long one side by side (K = 1)."""
+    """The tile is [ROWS, K, LANES]: short rows lie K deep in a few lanes each, a long one side by side (K = 1).
+
+    AGAIN: the scores are held, and their exponentials, twice as large, computed twice.
+    """
     part = tl.program_id(0) % parts
     first = (tl.program_id(0) // parts).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)  # [ROWS], as all that follows but the tile
     columns = tl.arange(0, COLUMNS // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
     columns += part * COLUMNS
     scale = tl.zeros([1], tl.float64) + scale
-    near, rest = halves(scale)
     x = load_scores(s, mask, over(row), columns, R, N, mask_row, mask_column, HAS_MASK, tl.float32)
     if AHEAD > 0:
         prefetch(s, R, N, parts, COLUMNS, AHEAD)
     top = tl.reduce(tl.reduce(x, 1, larger), 1, larger)
     shift = shift_of(finite(top), F)
-    high, low = exponential(x, over(shift), over(near), over(rest), UNIT)
-    z = tl.sum(tl.sum(high.to(tl.float64), 1), 1) + tl.sum(tl.sum(low, 1), 1)
+    lowest, factor = frame_of(shift, scale)
+    x = tl.maximum(x, over(lowest))
+    base = over(shift.to(tl.float64))
+    e = exponential(x, base, over(factor))
+    z = tl.sum(tl.sum(e, 1), 1)
     if STAGE != "whole":
         top, z, shift, fall = join(top, z, shift, scale, partial, counters, first, part, parts, F, PARTS, STAGE)
     if STAGE != "publish":
-        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silent(shift, near, rest, F)) * GROWN)
+        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silent(shift, scale, F)))
         inverse = reciprocal(z)
-        if STAGE != "whole":  # the part's maximum may lie far below the row's: weights first, then their fall
-            small = tl.where(fall < 1e-8, 1.0 / GROWN, 1.0)
-            high, low = high * over(small.to(tl.float32)), low * over(small.to(tl.float32))
-            inverse = inverse * (fall / small)
-        near, rest = halves(tl.where(top < float("inf"), inverse, float("nan")))
-        store(p, tl.fma(high, over(near), tl.fma(low, over(near), high * over(rest))), over(row), columns, R, N)
-        z = tl.where(top < float("inf"), z / GROWN, float("nan"))
+        if STAGE != "whole":
+            inverse = inverse * fall
+        inverse = tl.where(top < float("inf"), inverse, float("nan"))
+        if AGAIN:
+            tl.debug_barrier()
+            e = exponential(opaque(x), base, over(factor))
+        store(p, (e * over(inverse)).to(tl.float32), over(row), columns, R, N)
+        z = tl.where(top < float("inf"), z, float("nan"))
         store_state(state, (shift * scale).to(tl.float32), z.to(tl.float32), row, part, R)
 
 
 @triton.jit
-def silent(shift, near, rest, F: tl.constexpr):
-    """c = exp(−m), which maps with a silent term need; m ≥ 0 there."""
-    if F.shift == "max0":
-        high, low = exponential(shift * 0.0, shift, near, rest, False)
-        c = (high.to(tl.float64) + low) / GROWN
-    else:
-        c = tl.exp(-shift * near)
-    return c
+def reciprocal(z):
+    """1/z by Newton's step from the float32 one, and 0 for 0: a row without weight."""
+    guess = (1.0 / tl.where(z == 0.0, 1.0, z).to(tl.float32)).to(tl.float64)
+    return tl.where(z == 0.0, 0.0, guess * (2.0 - z * guess))
 
 
 @triton.jit
-def reciprocal(z):
-    """1/z of a float64 by one Newton step from the float32 one, and 0 for 0: a row without weight."""
-    guess = (1.0 / tl.where(z == 0.0, 1.0, z).to(tl.float32)).to(tl.float64)
-    return tl.where(z == 0.0, 0.0, tl.fma(guess, tl.fma(-z, guess, 1.0), guess))
+def opaque(x):
+    """x, which the compiler cannot know to be x, so that it computes again what it would have to hold."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def silent(shift, scale, F: tl.constexpr):
+    """c = exp(−m), which maps with a silent term need; m ≥ 0 there."""
+    if F.shift == "max0":
+        c = tl.exp(tl.maximum(-shift * scale, 8 * LOWEST))
+    else:
+        c = tl.exp(-shift * scale.to(tl.float32))
+    return c
 
 
 @triton.jit
@@ -185,11 +186,19 @@ def join_delta(delta, partial, counters, row, part, parts, PARTS: tl.constexpr, 
 
 
 @triton.jit
+def difference(x, y):
+    """x − y and what rounding lost of it."""
+    d = x - y
+    back = d - x
+    return d, (x - (d - back)) - (y + back)
+
+
+@triton.jit
 def backward_exact(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, UNIT: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr,
     STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·p·(dp − δ) with δ = Σ p·dp, from the weights."""
@@ -206,9 +215,8 @@ def backward_exact(
         near, rest = halves(delta)
         d, lost = difference(above, near)
         below = tl.fma(p, d, p * (lost - rest))
-        if not UNIT:
-            near, rest = halves(tl.zeros([1, 1], tl.float64) + scale)
-            below = tl.fma(below, near, below * rest)
+        near, rest = halves(tl.zeros([1, 1], tl.float64) + scale)
+        below = tl.fma(below, near, below * rest)
         if HAS_MASK:
             below = tl.where(seen, below, 0.0)
         store(ds, below, rows, columns, R, N)

@@ -104,6 +104,8 @@ def attention(
         p = with_sink(choice, s, visible, sink)
     else:
         p = choice.reference(s, visible, choice.theta)
+    lost = (visible & ~(s < math.inf)).any(-1, keepdim=True)  # a NaN or +inf among the logits: no weights
+    p = p.masked_fill(lost, math.nan)
     dropped = p
     if dropout_p > 0.0:
         keep = philox.keep(seed, p.shape, dropout_p, first_query, queries).to(p.device)

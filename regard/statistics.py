@@ -7,6 +7,9 @@ row loses nothing: with w = Σ_{j not max} u_j/u_max,
     entropy       = log(ties + w) − Σ' ũ·log ũ / (ties + w)        instead of lse − E[s], which cancels
     gradient_gain = tr ∂p/∂s from products of non-maximal terms     instead of 1 − Σp², which cancels
 
+A row that sees no key has 0 throughout (its maximum and logsumexp −inf). A row with a NaN or +inf among its logits has
+no weights: all but `visible_keys` and `max_logit` is NaN.
+
 >>> import regard, torch
 >>> s = torch.tensor([[30.0, 0.0, 0.0]])
 >>> regard.statistics.of_scores(s)["gradient_gain"]
@@ -274,6 +277,9 @@ class State:
             gradient_gain=gain.clamp_min(0.0),
         )
         bare = {"max_logit": -math.inf, "logsumexp": -math.inf}
+        lost = ~(self.top < math.inf)  # a NaN or +inf among the logits: there are no weights to describe
+        kept = ("visible_keys", "max_logit")
+        values = {name: x if name in kept else x.masked_fill(lost, math.nan) for name, x in values.items()}
         return Statistics({name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES})
 
 

@@ -128,3 +128,24 @@ def test_what_nobody_sees_leaks_nothing():
         torch.testing.assert_close(out, clean)
         for statistic, value in right.items():
             torch.testing.assert_close(stats[statistic], value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_row_with_a_nan_or_infinite_logit_says_so(name, value):
+    """Found by this fuzz: entropy 0 and mass 0, as if the row had been measured."""
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    bias = torch.zeros(6, 6)
+    bias[2, 3] = value
+    clean = torch.arange(6) != 2
+    right = regard.attention(q, k, v, torch.zeros(6, 6), normalizer=name, return_stats=True)
+    for backend in ("cpu", "reference"):
+        out, stats = regard.attention(q, k, v, bias, normalizer=name, return_stats=True, backend=backend)
+        assert out[:, :, 2].isnan().all() and (stats["visible_keys"] == 6).all()
+        torch.testing.assert_close(out[:, :, clean], right[0][:, :, clean])
+        for statistic, x in stats.items():
+            torch.testing.assert_close(x[..., clean], right[1][statistic][..., clean])
+            if statistic == "max_logit":
+                torch.testing.assert_close(x[..., 2], torch.full((1, 2), value), equal_nan=True)
+            elif statistic != "visible_keys":
+                assert x[..., 2].isnan().all(), statistic

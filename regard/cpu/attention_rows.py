@@ -65,11 +65,16 @@ def first_seen(x):
 
 def without_weights(x, r, top, inverse, frame, z, sums):
     """A row that sees no key (its maximum is −inf) weighs nothing; one with a NaN or an infinity is NaN throughout."""
+    value, n = real(0.0), 0
+    if top != real(-math.inf):
+        value = real(math.nan)
+        for j in range(len(x)):
+            n += x[j] != real(-math.inf)
     blank(x, 0, len(x))
-    value = real(0.0) if top == real(-math.inf) else real(math.nan)
     inverse[r], frame[r], z[r] = value, value, value
     if tile.measured:
         sums[:, r] = value
+        sums[N, r] = n
         sums[TOP, r] = top
 
 

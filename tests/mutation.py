@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 KERNELS = "tests/test_kernel_attention.py"
 LISTS = ["tests/test_kernel_lists.py", KERNELS, "-k", "not other_types"]
+ROWS = ["tests/test_kernel_rows.py", "-k", "not editing_a_tile and not without_triton and not from_its_file"]
 TESTS = {  # what is mutated, and what must notice
     "regard/statistics.py": [
         "tests/test_statistics.py",
@@ -52,11 +53,11 @@ TESTS = {  # what is mutated, and what must notice
     "regard/kernels/gather.py": LISTS,
     "regard/kernels/support.py": LISTS,
     "regard/kernels/survey.py": LISTS,
-    "regard/kernels/rows_online.py": ["tests/test_kernel_rows.py"],
-    "regard/kernels/rows_pointwise.py": ["tests/test_kernel_rows.py"],
-    "regard/kernels/rows_short.py": ["tests/test_kernel_rows.py"],
-    "regard/kernels/rows_threshold.py": ["tests/test_kernel_rows.py"],
-    "regard/kernels/rows_tiles.py": ["tests/test_kernel_rows.py"],
+    "regard/kernels/rows_online.py": ROWS,
+    "regard/kernels/rows_pointwise.py": ROWS,
+    "regard/kernels/rows_short.py": ROWS,
+    "regard/kernels/rows_threshold.py": ROWS,
+    "regard/kernels/rows_tiles.py": ROWS,
 }
 SWAPS = {ast.Add: "-", ast.Sub: "+", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 

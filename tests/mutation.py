@@ -105,8 +105,8 @@ def mutants(path: str) -> list[Mutant]:
     return found
 
 
-def survives(mutant: Mutant, seconds: float) -> bool:
-    """Whether the file's tests pass on a copy of the tree with this one change; hanging counts as noticed."""
+def outcome_of(mutant: Mutant, seconds: float) -> str:
+    """What the file's tests say of a copy of the tree with this one change: noticed, SURVIVED, or hung."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("regard", "tests"):
             shutil.copytree(
@@ -133,12 +133,12 @@ def survives(mutant: Mutant, seconds: float) -> bool:
         try:
             run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return False
+            return "hung"
         if run.returncode not in (0, 1):
             raise RuntimeError(
                 f"{mutant}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
             )
-        return run.returncode == 0
+        return "noticed" if run.returncode else "SURVIVED"
 
 
 def drawn(sample: int, seed: int, only: str) -> list[Mutant]:
@@ -161,10 +161,9 @@ def main() -> int:
     part, parts = options.part
     outcome: list[dict] = []
     for mutant in drawn(options.sample, options.seed, options.only or "")[part::parts]:
-        lived = survives(mutant, options.seconds)
-        outcome.append({"mutant": str(mutant), "noticed": not lived})
-        noticed = sum(entry["noticed"] for entry in outcome)
-        print(f"{'SURVIVED' if lived else 'noticed '}  {mutant}   ({noticed} of {len(outcome)})", flush=True)
+        outcome.append({"mutant": str(mutant), "outcome": outcome_of(mutant, options.seconds)})
+        noticed = sum(entry["outcome"] == "noticed" for entry in outcome)
+        print(f"{outcome[-1]['outcome']:8}  {mutant}   ({noticed} of {len(outcome)})", flush=True)
         if options.json:
             options.json.write_text(json.dumps(outcome, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0 if noticed >= 0.95 * len(outcome) else 1

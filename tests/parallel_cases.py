@@ -63,7 +63,8 @@ def call(function, leaves, rows, keys, options, **more):
     if "sink" in leaves:
         given["sink"] = leaves["sink"]
     q, k, v = rows(leaves["q"]), keys(leaves["k"]), keys(leaves["v"])
-    return function(q, k, v, enable_gqa=True, **given, **options, **more)
+    found = function(q, k, v, enable_gqa=True, **given, **options, **more)
+    return found if isinstance(found, tuple) else (found, None)
 
 
 def pull(out, stats, do):
@@ -87,7 +88,7 @@ def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: st
         options["key_lengths"] = torch.tensor([leaves["k"].shape[2] // 2, leaves["k"].shape[2]])[: len(do)]
     if options.get("mask") is None:
         options.pop("mask", None)
-    options |= dict(normalizer=name, return_stats=SOME if options.pop("some", False) else True)
+    options |= dict(normalizer=name, return_stats=options.pop("stats", True))
 
     def same(x):
         return x
@@ -106,10 +107,10 @@ def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: st
     close = 2e-2 if narrow else 2e-5
     error = (rows(truth) - ours).detach().abs().max()
     assert error <= close * truth.detach().abs().max().clamp_min(1.0), (where, float(error))
-    assert torch.equal(stats.visible_keys, rows(known.visible_keys[..., None])[..., 0]), where
-    for statistic, value in stats.items():
+    for statistic, value in ({} if stats is None else stats).items():
         want = rows(known[statistic][..., None])[..., 0]
         bare = ~torch.isfinite(want)
+        assert statistic != "visible_keys" or torch.equal(value, want.to(value)), where
         assert torch.equal(value[bare], want[bare].to(value)), (where, statistic)
         counted = narrow or (statistic in ("support", "gradient_gain") and "max" in name and name != "softmax")
         error = ((value - want).abs() / (want.abs() + 1e-2))[~bare]
@@ -139,7 +140,12 @@ def every_case(rank: int, world: int) -> None:
     stationary.ROOM = 128
     for name in ("softmax", "sigmoid", "entmax15"):  # causal order alone: chunks together
         for layout in ("balanced", "contiguous"):
-            check(rank, world, name, 2, False, None, dict(is_causal=True, temperature=True, some=True, layout=layout))
+            check(rank, world, name, 2, False, None, dict(is_causal=True, temperature=True, stats=SOME, layout=layout))
+    for shared in (False, True):  # without statistics supports are kept, if there is room
+        stationary.ROOM = 2 if shared else 128
+        check(rank, world, "entmax15", 9, shared, None, dict(mask="bias", temperature=True, stats=False))
+        stationary.ROOM = 128
+        check(rank, world, "entmax15", 10, shared, None, dict(is_causal=True, stats=False, lengths=True))
     check(rank, world, "entmax(alpha=3)", 5, False, None, dict(is_causal=True))
     check(rank, world, "softmax", 6, False, None, dict(is_causal=True, temperature=True, dtype=torch.bfloat16))
 
@@ -211,6 +217,11 @@ def few_keys(rank: int, world: int) -> None:
             for x, y in zip(ours, want, strict=True):
                 dist.all_reduce(x)
                 assert torch.allclose(x, y), (name, m, n, how, layout)
+    q, k = torch.randn(1, 1, 7, 4, generator=g), torch.randn(1, 1, 1, 4, generator=g)
+    bias = torch.randn(1, 1, 7, 1, generator=g).requires_grad_()  # the one key's column, not one for all
+    piece = parallel.attention(*map(parallel.shard, (q, k, k, bias)), normalizer="entmax15", backend="reference")
+    (ours,) = torch.autograd.grad(piece.sum(), bias)
+    assert torch.equal(piece, parallel.shard(k.expand(q.shape))) and torch.equal(ours, torch.zeros_like(bias))
 
 
 def same_bits(rank: int, world: int) -> list[bytes]:
@@ -296,14 +307,14 @@ def on_the_gpu(rank: int, world: int) -> None:
     """Few calls, of even lengths: a kernel is compiled for every kind of stride, which takes longer than all else."""
     for name, options in (("entmax15", {}), ("sigmoid", dict(dtype=torch.bfloat16)), ("softmax", {})):
         start = time.monotonic()
-        told = dict(is_causal=name != "sigmoid", some=True, device="cuda", small=True, even=True)
+        told = dict(is_causal=name != "sigmoid", stats=SOME, device="cuda", small=True, even=True)
         check(rank, world, name, 3, False, None, told | options)
         print(f"rank {rank}: {name} {time.monotonic() - start:.1f} s", flush=True)
 
 
 def over_nccl(rank: int, world: int) -> None:
     """NCCL refuses two ranks on one card: the whole call with one."""
-    told = dict(is_causal=True, some=True, device="cuda", small=True, even=True)
+    told = dict(is_causal=True, stats=SOME, device="cuda", small=True, even=True)
     check(rank, world, "softmax", 3, False, None, told)
     x = torch.randn(1, 2, 9, 4, device="cuda")
     assert torch.equal(parallel.unshard(parallel.shard(x)), x)

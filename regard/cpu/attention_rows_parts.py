@@ -15,10 +15,11 @@ from regard.cpu.attention_rows import CHUNK, FRAME, TOP, general_row, interval, 
 from regard.cpu.attention_rows_backward import inverted, scaled
 
 
-def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c, counts, support):
-    """(high, c) of the block's keys alone, and gain·s − high of those above τ, as many as `support` has room for.
+def solve_part(s, i0, rows, j0, left, right, limit, parameter, first_column, high, c, counts, support, places):
+    """(high, c) of the block's keys alone, and of those above τ, as many as there is room for, gain·s − high and place.
 
-    high = −inf where a row sees no key; `counts` are the keys above τ, whether there was room or not.
+    high = −inf where a row sees no key; `counts` are the keys above τ, whether there was room or not. Places count
+    from `first_column` on, which is that of the block's first key.
     """
     theta = real(parameter)
     gain = tile.gain(theta)
@@ -29,7 +30,6 @@ def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c, counts, 
         x = s[r][first:last]
         top = maximum_of(x)
         high[r], c[r], counts[r] = gain * top, real(0.0), 0
-        support[r] = -math.inf
         if not (abs(top) < real(math.inf)):
             continue
         for j in range(len(x)):
@@ -44,9 +44,44 @@ def solve_part(s, i0, rows, j0, left, right, limit, parameter, high, c, counts, 
             t = gain * x[j] - high[r]
             if t > tau:
                 if found < support.shape[1]:
-                    support[r, found] = t
+                    support[r, found], places[r, found] = t, first_column + first + j
                 found += 1
         counts[r] = found
+
+
+def sum_support(support, counts, shift, c, parameter, values, slopes):
+    """values ← Σp and slopes ← Σg′ at τ of the keys that a part kept; `shift` is its own high − the row's."""
+    theta = real(parameter)
+    for r in range(len(counts)):
+        value, slope, offset = real(0.0), real(0.0), real(shift[r] - c[r])
+        x = support[r][: counts[r]]
+        for j in range(len(x)):
+            t = words.maximum(x[j] + offset, 0.0)
+            value = words.accumulate(value, tile.value(t, theta))
+            slope = words.accumulate(slope, words.where(t > 0.0, tile.slope(t, theta), 0.0))
+        values[r], slopes[r] = value, slope
+
+
+def gather_support(support, places, counts, shift, c, parameter, v, o, w, values, slopes):
+    """o ← Σp·v, w ← Σg′·v (if it has columns), and the sums, at τ of the keys that a part kept; v are all its keys'."""
+    theta = real(parameter)
+    for r in range(len(counts)):
+        row, rises = o[r], w[r]
+        row[:] = real(0.0)
+        rises[:] = real(0.0)
+        value, slope, offset = real(0.0), real(0.0), real(shift[r] - c[r])
+        for j in range(counts[r]):
+            t = support[r, j] + offset
+            if t > real(0.0):
+                p, rise = tile.value(t, theta), tile.slope(t, theta)
+                value += p
+                slope += rise
+                x = v[places[r, j]]
+                for e in range(len(row)):
+                    row[e] += p * x[e]
+                for e in range(len(rises)):
+                    rises[e] += rise * x[e]
+        values[r], slopes[r] = value, slope
 
 
 def measure_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, slopes):

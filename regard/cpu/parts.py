@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard.cpu import _cores
 from regard.cpu import attention_kernels as kernels
 from regard.cpu import attention_rows_parts as templates
 from regard.cpu._compile import kernel
@@ -21,6 +23,16 @@ from regard.normalizers import Normalizer
 from regard.normalizers._families import nothing
 from regard.normalizers._language import speak, torch_words
 from regard.problem import Gradients, Part, Problem, Upstream, Whole
+
+ROWS = 1024  # of a head, gathered together
+
+
+class Kept(NamedTuple):
+    """The keys above a part's own threshold: their number [B, H, M], and gain·s − high and place [B, H, M, room]."""
+
+    counts: Tensor
+    support: Tensor
+    places: Tensor
 
 
 def forward(problem: Problem) -> Part:
@@ -32,22 +44,57 @@ def forward(problem: Problem) -> Part:
     return Part(o, m, z, sums=sums if problem.stats else None)
 
 
-def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Kept]:
     problem, shape = detached(problem), problem.q.shape[:3]
     high, c = torch.empty((2, *shape), dtype=problem.accumulator)
-    counts, support = torch.empty(shape, dtype=torch.int64), high.new_empty((*shape, room))
+    support, places = high.new_empty((*shape, room)), torch.empty((*shape, room), dtype=torch.int32)
+    counts = torch.empty(shape, dtype=torch.int64)
     compiled = _kernel(templates.solve_part, problem)
 
     def work(blocks: Blocks, block: Block, s: Tensor, scratch: Scratch) -> None:
         rows, above = scratch("rows", 2, block.count), scratch("support", block.count, room)
-        many = torch.empty(block.count, dtype=torch.int64)
-        place = *blocks.geometry(block), problem.choice.theta or 0.0
-        compiled(block.flat(s), *place, *rows.numpy(), many.numpy(), above.numpy())
-        high[block.rows], c[block.rows] = block.of(rows[0]), block.of(rows[1])
-        counts[block.rows], support[block.rows] = block.of(many), block.of(above)
+        many, where = torch.empty(block.count, dtype=torch.int64), torch.empty(above.shape, dtype=torch.int32)
+        place = *blocks.geometry(block), problem.choice.theta or 0.0, block.keys.start
+        compiled(block.flat(s), *place, *rows.numpy(), many.numpy(), above.numpy(), where.numpy())
+        high[block.rows], c[block.rows], counts[block.rows] = block.of(rows[0]), block.of(rows[1]), block.of(many)
+        used = min(room, int(many.max()))
+        for whole, own in ((support, above), (places, where)):
+            whole[block.rows][..., :used] = block.of(own)[..., :used]
 
     _sweep(problem, work)
-    return high, c, counts, support
+    return high, c, Kept(counts, support, places)
+
+
+def summed(problem: Problem, kept: Kept, shift: Tensor, c: Tensor) -> Tensor:
+    """(Σp, Σg′) [2, B, H, M] at τ of the keys that `solve` kept; shift is the part's own high − the row's."""
+    sums = torch.empty((2, c.numel()), dtype=torch.float64)
+    rows = (kept.support.flatten(0, 2), kept.counts.flatten(), shift.flatten(), c.flatten())
+    compiled = _kernel(templates.sum_support, problem)
+    compiled(*(x.numpy() for x in rows), problem.choice.theta or 0.0, *sums.numpy())
+    return sums.view(2, *c.shape)
+
+
+def gathered(problem: Problem, kept: Kept, shift: Tensor, high: Tensor, c: Tensor, rises: bool) -> Part:
+    """`weigh` without statistics, from the keys that `solve` kept; with Σg′·v if `rises`."""
+    problem, wide, shape = detached(problem), problem.accumulator, problem.q.shape[:3]
+    o = torch.empty((*shape, problem.v.shape[-1]), dtype=wide)
+    w = torch.empty((*shape, o.shape[-1] if rises else 0), dtype=wide)
+    totals = torch.empty((2, *shape), dtype=torch.float64)
+    compiled = _kernel(templates.gather_support, problem)
+    share = shape[1] // max(1, problem.v.shape[1])
+    cuts = range(0, shape[2], ROWS)
+
+    def work(item: tuple[int, int, int], own: dict) -> None:
+        b, h, i = item
+        here = b, h, slice(i, i + ROWS)
+        v = problem.v[b, h // share].to(wide).contiguous()
+        known = (x[here].numpy() for x in (kept.support, kept.places, kept.counts, shift, c))
+        found = (x.numpy() for x in (v, o[here], w[here], *totals[:, *here]))
+        compiled(*known, problem.choice.theta or 0.0, *found)
+
+    _cores.each([(b, h, i) for b in range(shape[0]) for h in range(shape[1]) for i in cuts], work)
+    value, slope = totals.to(wide)
+    return Part(o, high.to(wide), value, slope, rises=w if rises else None)
 
 
 def measure(problem: Problem, high: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,12 +46,14 @@ class Shared:
     @staticmethod
     def forward(plan: Plan) -> tuple[list[Total], Tensor | None]:
         totals, _, c = stationary.parts(plan, Shared._rows(plan), plan.queries[0])
+        plan.known.append(totals[0].rises is not None)
         return [tree.all_merge(plan.line, total) for total in totals], c
 
     @staticmethod
     def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
         rows, keys = Shared._rows(plan), KeyGradients(plan.problem)
-        dq, heat, columns = stationary.backward(plan, rows, plan.queries[0], whole, upstream, keys)
+        known = plan.known[0]
+        dq, heat, columns = stationary.backward(plan, rows, plan.queries[0], whole, upstream, keys, known)
         dq = plan.line.all_reduce(dq, "tree backward")
         heat = None if heat is None else plan.line.all_reduce(heat, "tree backward")
         bias = None
@@ -76,7 +78,7 @@ class Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan: Plan, scheme, q, k, v, bias, temperature, sink):
-        plan = _detached(plan)
+        plan = replace(_detached(plan), known=[])
         problem = plan.problem
         totals, c = scheme.forward(plan)
         chunks = list(plan.rows(problem, scheme.spans(plan)))
@@ -88,9 +90,10 @@ class Apply(torch.autograd.Function):
                 found = total.statistics(rows, m[:, :, here], z[:, :, here])
                 for name, row in zip(problem.stats, values, strict=True):
                     row[:, :, here] = found[name]
+        rises = None if totals[0].rises is None else torch.cat([total.rises for total in totals], 2)
         ctx.plan, ctx.scheme = plan, scheme
         out = o.to(problem.q.dtype)
-        ctx.save_for_backward(out, m, z, c, values, bias, temperature, sink)
+        ctx.save_for_backward(out, m, z, c, rises, values, bias, temperature, sink)
         ctx.set_materialize_grads(False)
         return out, values
 
@@ -103,10 +106,12 @@ class Apply(torch.autograd.Function):
 def _pulled(ctx, do, dvalues):
     """The gradients of everything that `Apply` was given."""
     plan, problem = ctx.plan, ctx.plan.problem
-    o, m, z, c, values, bias, temperature, sink = ctx.saved_tensors
+    o, m, z, c, rises, values, bias, temperature, sink = ctx.saved_tensors
     needs = ctx.needs_input_grad
     do = torch.zeros_like(o) if do is None else do
-    delta = (do.to(m.dtype) * o.to(m.dtype)).sum(-1)
+    delta = (do.to(m.dtype) * (o if rises is None else rises).to(m.dtype)).sum(-1)
+    if rises is not None:
+        delta = torch.where(z == 0, 0.0, delta / z)
     whole = Whole(m, z, delta, c, _tilt(problem, m, z, values, dvalues), o)
     whole.values = dict(zip(problem.stats, values, strict=True))
     upstream = Upstream(do, _pulls(problem, dvalues), bias=needs[5], temperature=needs[6])

@@ -50,7 +50,9 @@ class Given:
             call = self._checked(total)
         call = self._with_own_keys(call)
         per_row = any(n[2] != 1 for n in told) or all(n[0] == 1 for n in told)
-        return _plan(call, line, queries, keys, per_row, self.backend), call, told[0][5]
+        plan = _plan(call, line, queries, keys, per_row, self.backend)
+        plan.pulls = self._pulls(call)
+        return plan, call, told[0][5]
 
     def _guess(self, world: int) -> int:
         """How many keys all ranks have together: by what came with them, else as many as if each had the same."""
@@ -108,6 +110,7 @@ class Given:
         options |= dict(layout=self.layout, lengths=self.lengths, backend=self.backend)
         alike: dict[str, object] = {f"with different {name}": kind(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
+        alike["with and without gradients"] = self._pulls(call)
         for name in ("q", "k", "v"):
             x = getattr(self, name)
             alike[f"with {name} of different dtypes"] = str(x.dtype)
@@ -116,6 +119,12 @@ class Given:
             else:
                 alike[f"with {name} of different shapes (all but the length)"] = (*x.shape[:-2], x.shape[-1])
         return numbers, alike
+
+    def _pulls(self, call: Call) -> bool:
+        learned = (self.q, self.k, self.v, call.problem.q, call.bias, call.temperature, call.sink)
+        policy = call.policy.parameters() if isinstance(call.policy, torch.nn.Module) else ()
+        wanted = any(x is not None and x.requires_grad for x in (*learned, *policy))
+        return torch.is_grad_enabled() and wanted
 
     def _spans(self, told: list[list[int]]) -> tuple[list[Spans], list[Spans]]:
         """The positions of every rank's queries and keys; what does not fit together is raised on every rank alike."""

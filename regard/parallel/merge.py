@@ -34,13 +34,14 @@ class Total:
     m: Any = None
     z: Any = None
     slopes: Any = None
+    rises: Any = None
     state: State | None = None
     mix: Any = None  # {name: tensor} in place of the state, from engines that finish statistics
 
     def add(self, part: Part) -> None:
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
         if self.o is None:
-            self.o, self.m, self.z, self.slopes = part.o, m, part.z, part.slopes
+            self.o, self.m, self.z, self.slopes, self.rises = part.o, m, part.z, part.slopes, part.rises
             self.mix = None if part.stats is None else mixture.started(part.stats, part.first)
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
@@ -55,6 +56,7 @@ class Total:
             self.o += part.o
             self.z = self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
+            self.rises = None if self.rises is None else self.rises + part.rises
             if part.stats is not None:
                 other = mixture.started(part.stats, part.first)
                 self.mix = mixture.mixed(self.mix, other, self.mix["mass"], other["mass"], True)
@@ -119,7 +121,8 @@ def _rows(part: Part, here: slice) -> Part:
     slopes = None if part.slopes is None else part.slopes[:, :, here]
     sums = None if part.sums is None else part.sums[..., here]
     stats = None if part.stats is None else {name: x[:, :, here] for name, x in part.stats.items()}
-    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats)
+    rises = None if part.rises is None else part.rises[:, :, here]
+    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats, rises=rises)
 
 
 def merged(first: State, second: State, choice: Choice) -> State:
@@ -129,8 +132,11 @@ def merged(first: State, second: State, choice: Choice) -> State:
     return first.merge(second, choice)
 
 
-def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None) -> Part:
-    """The part of rows in which nobody sees a key; `mixes`: with its statistics finished; `high`: m of these rows."""
+def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None, rises: bool = False) -> Part:
+    """The part of rows in which nobody sees a key.
+
+    mixes: with its statistics finished. high: m of these rows. rises: with Σg′·v, which is 0.
+    """
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
     sums = None
     if rows.stats:
@@ -144,7 +150,8 @@ def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None) -> P
         named = mixture.needed(rows.stats)
         stats = {name: bare if name in ("max_logit", "logsumexp") else zero for name in named}
         return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
-    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, sums)
+    o = torch.zeros((*shape, rows.v.shape[-1]), **like)
+    return Part(o, m, zero, slopes, sums, rises=torch.zeros_like(o) if rises else None)
 
 
 def silent_logits(problem: Problem) -> list[Tensor]:

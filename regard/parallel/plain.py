@@ -3,8 +3,9 @@
 What the fused engines (`regard.cpu.parts`, `regard.kernels.parts`) do, said as one reads it:
 
     forward    Part(o, m, z) and the statistics' sums, for ratio and pointwise maps
-    solve      (high = the largest gain·s, τ − high) of this part alone, how many keys lie above τ, their gain·s − high
-    measure    (F, Σg′) at a given τ
+    solve      (high = the largest gain·s, τ − high) of this part alone; how many keys lie above τ, their gain·s − high
+    summed     (F, Σg′) at a given τ, of the keys that `solve` kept
+    measure    (F, Σg′) at a given τ, of all keys
     weigh      Part(Σp·v, Σp, Σg′) at a given τ
     slopes     Σ g′·dp at a given τ
     backward   Gradients of this part, from what is known of its whole rows
@@ -121,7 +122,7 @@ def forward(problem: Problem) -> Part:
     return Part(o, m, z, sums=sums)
 
 
-def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     _, high, c, _ = _room(problem)
     counts, support = torch.zeros_like(high, dtype=torch.int64), high.new_full((*high.shape, room), -math.inf)
     gain, keys = _gain(problem), problem.k.shape[2]
@@ -133,7 +134,15 @@ def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         high[:, :, block.rows], c[:, :, block.rows] = top.squeeze(-1), tau.squeeze(-1)
         counts[:, :, block.rows] = (x > tau).sum(-1)
         support[:, :, block.rows, : min(room, keys)] = x.topk(min(room, keys)).values
-    return high, c.masked_fill(high == -math.inf, 0.0), counts, support
+    return high, c.masked_fill(high == -math.inf, 0.0), (counts, support)
+
+
+def summed(problem: Problem, kept: tuple[Tensor, Tensor], shift: Tensor, c: Tensor) -> Tensor:
+    _, support = kept
+    terms = Terms(problem.choice)
+    t = (support + (shift - c)[..., None]).clamp_min(0.0)
+    slope = torch.where(t > 0, terms.tile["slope"](t, terms.theta), 0.0)
+    return torch.stack([terms.tile["value"](t, terms.theta).sum(-1), slope.sum(-1)]).double()
 
 
 def measure(problem: Problem, high: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:

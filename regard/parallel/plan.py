@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -35,6 +35,8 @@ class Plan:
     mask: Tensor | None = None
     bias_per_row: bool = False  # does each query have its own row of it? (Otherwise every rank has the same.)
     mask_per_row: bool = False
+    pulls: bool = False  # will gradients be wanted?
+    known: list[bool] = field(default_factory=list)  # of each rank's rows, told by forward: is δ known without a sweep?
     ordered: bool = False  # does nothing but causal order depend on where a query or a key stands?
 
     @property
@@ -115,9 +117,13 @@ class Plan:
         for (q0, _), here in placed(queries):
             yield here, replace(rows.block(here.start, here.stop), first_query=q0)
 
+    def one_column(self, x: Tensor) -> bool:
+        """Does a bias or mask have one column for all keys? (With one key in all, it is that key's.)"""
+        return x.shape[-1] == 1 and self.total_keys != 1
+
     def columns(self, x: Tensor, rank: int) -> Tensor:
         """Of an unexpanded bias or mask with the columns of all keys, those of a rank's keys."""
-        if x.shape[-1] == 1 and self.total_keys != 1:
+        if self.one_column(x):
             return x
         return torch.cat([x[..., start:stop] for start, stop in self.keys[rank]], -1)
 

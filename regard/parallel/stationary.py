@@ -6,15 +6,16 @@ two numbers per row and step makes them whole. A ring would have to carry k roun
     τ₀ = max over ranks of the τ that solves the rank's own keys       (more keys only raise τ, so τ₀ is not beyond it)
 
 from where Newton's steps, on a convex falling F, rise to τ without passing it. What a rank's own solution leaves
-without weight has none in the whole row either, so that the steps look at each rank's own support alone; only if one
-of them has more than ROOM keys are all keys swept again at every step.
+without weight has none in the whole row either, so that the steps, and the weights after them, look at each rank's own
+support alone. Only if one of them has more than ROOM keys are all keys swept again, at every step and to weigh; to
+weigh also where statistics are wanted, which count every visible key.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,7 @@ from regard.parallel.layout import Spans
 from regard.parallel.line import Line
 from regard.parallel.merge import Total, join, nothing
 from regard.parallel.plan import Plan
-from regard.problem import Problem, Upstream, Whole
-from regard.statistics import Terms
+from regard.problem import Part, Problem, Upstream, Whole
 
 ROOM = 128  # keys of a support that are kept
 STEPS = 64
@@ -39,47 +39,84 @@ CLOSE = {torch.float64: 1e-11}  # |F − 1| before the last step; 1e-5 for the o
 power = functools.cache(is_power)
 
 
+@dataclass
+class Solved:
+    """The thresholds of whole rows, and what this rank's keys gave for them."""
+
+    high: Tensor  # [B, H, M]: the largest gain·s
+    c: Tensor  # τ − high
+    pairs: list[tuple[slice, slice, Problem]]
+    kept: list | None = None  # of each pair (what its own solution kept, its own high − the row's); None: no room
+
+    def part(self, plan: Plan, index: int) -> Part:
+        here, _, pair = self.pairs[index]
+        high, c = self.high[:, :, here], self.c[:, :, here]
+        if not lean(plan, pair, self):
+            return plan.engine.weigh(pair, *(x.to(pair.accumulator) for x in (high, c)))
+        assert self.kept is not None
+        kept, shift = self.kept[index]
+        return plan.engine.gathered(pair, kept, shift, high, c, plan.pulls)
+
+
+def lean(plan: Plan, rows: Problem, solved: Solved) -> bool:
+    """Do weights come from what was kept, with all that gradients need, in place of a second sweep?"""
+    able = hasattr(plan.engine, "gathered") and solved.kept is not None
+    return able and not rows.stats and not rows.dropout_p
+
+
 def parts(plan: Plan, rows: Problem, queries: Spans) -> tuple[list[Total], Tensor | None, Tensor | None]:
     """This rank's keys for these rows: (a total per query chunk, and for threshold maps high and c [B, H, M])."""
-    own = _own(plan)
     totals = [Total(rows.choice) for _ in queries]
+    wide, rises, high, c = rows.accumulator, False, None, None
     if rows.choice.family != "threshold":
-        for here, _, pair in plan.pairs(rows, queries, **own):
+        for here, _, pair in plan.pairs(rows, queries, **_own(plan)):
             join(totals, queries, here, plan.engine.forward(pair))
-        high = c = None
     else:
-        high, c = solve(plan, rows, queries)
-        for here, _, pair in plan.pairs(rows, queries, **own):
-            join(totals, queries, here, plan.engine.weigh(pair, high[:, :, here], c[:, :, here]))
+        solved = solve(plan, rows, queries)
+        for index, (here, _, _) in enumerate(solved.pairs):
+            join(totals, queries, here, solved.part(plan, index))
+        high, c = solved.high.to(wide), solved.c.to(wide)
+        rises = plan.pulls and lean(plan, rows, solved)
     for total, (here, chunk) in zip(totals, plan.rows(rows, queries), strict=True):
         if total.o is None:
-            total.add(nothing(chunk, plan.mixes, None if high is None else high[:, :, here]))
+            total.add(nothing(chunk, plan.mixes, None if high is None else high[:, :, here], rises))
     return totals, high, c
 
 
-def solve(plan: Plan, rows: Problem, queries: Spans) -> tuple[Tensor, Tensor]:
-    """(high, c): the largest gain·s of every whole row, and τ − high."""
+def solve(plan: Plan, rows: Problem, queries: Spans) -> Solved:
+    """The whole rows' thresholds, by all ranks together."""
     line, shape = plan.line, rows.q.shape[:3]
     pairs = list(plan.pairs(rows, queries, **_own(plan)))
     bounds = torch.full((2, *shape), -math.inf, dtype=torch.float64, device=rows.q.device)
-    supports, crowded = [], bounds.new_zeros(1)
+    found, crowded = [], bounds.new_zeros(1)
     for here, _, pair in pairs:
-        high, c, counts, support = plan.engine.solve(pair, ROOM)
-        found = torch.stack([high, torch.where(high == -math.inf, -math.inf, high + c)]).double()
-        bounds[..., here] = torch.maximum(bounds[..., here], found)
-        crowded = torch.maximum(crowded, (counts > ROOM).any())
-        supports.append((here, high, support))
+        high, c, kept = plan.engine.solve(pair, ROOM)
+        own = torch.stack([high, torch.where(high == -math.inf, -math.inf, high + c)]).double()
+        bounds[..., here] = torch.maximum(bounds[..., here], own)
+        crowded = torch.maximum(crowded, (kept[0] > ROOM).any())
+        found.append((kept, high))
     told = line.all_reduce(torch.cat([bounds.reshape(-1), crowded]), "newton", 0, dist.ReduceOp.MAX)
     bounds, crowded = told[:-1].view(bounds.shape), bool(told[-1])
     dead = bounds[0] == -math.inf
     high, tau = bounds.masked_fill(dead, 0.0)
-    if crowded:
-        sums = functools.partial(_sums_of_keys, plan, pairs, high)
-    else:
-        moved = [(here, x + (own - high[:, :, here])[..., None]) for here, own, x in supports]
-        sums = functools.partial(_sums_of_supports, rows, moved)
-    c = _newton(line, rows, tau - high, dead, sums)
-    return high.to(rows.accumulator), c.to(rows.accumulator)
+    solved = Solved(high, tau - high, pairs)
+    if not crowded:
+        places = [here for here, _, _ in pairs]
+        solved.kept = [(kept, own.double() - high[:, :, here]) for here, (kept, own) in zip(places, found, strict=True)]
+    solved.c = _newton(line, rows, solved.c, dead, functools.partial(_sums, plan, solved))
+    return solved
+
+
+def _sums(plan: Plan, solved: Solved, c: Tensor) -> Tensor:
+    """This rank's (F, F′) [2, B, H, M]: from the keys that were kept, as no other can be in a row's support, or all."""
+    total = c.new_zeros((2, *c.shape))
+    for index, (here, _, pair) in enumerate(solved.pairs):
+        if solved.kept is not None:
+            total[..., here] += plan.engine.summed(pair, *solved.kept[index], c[:, :, here])
+        else:
+            at = (x[:, :, here].to(pair.accumulator) for x in (solved.high, c))
+            total[..., here] += torch.stack(plan.engine.measure(pair, *at))
+    return total
 
 
 def _newton(line: Line, rows: Problem, c: Tensor, dead: Tensor, sums) -> Tensor:
@@ -101,31 +138,15 @@ def _newton(line: Line, rows: Problem, c: Tensor, dead: Tensor, sums) -> Tensor:
     return c
 
 
-def _sums_of_supports(rows: Problem, supports: list, c: Tensor) -> Tensor:
-    """From the keys that each part's own solution left above its threshold: no other can be in the row's support."""
-    terms, total = Terms(rows.choice), c.new_zeros((2, *c.shape))
-    for here, x in supports:
-        t = (x - c[:, :, here, None]).clamp_min(0.0)
-        total[0][:, :, here] += terms.tile["value"](t, terms.theta).sum(-1)
-        total[1][:, :, here] += torch.where(t > 0, terms.tile["slope"](t, terms.theta), 0.0).sum(-1)
-    return total
+def backward(
+    plan: Plan, rows: Problem, queries: Spans, whole: Whole, upstream: Upstream, keys: KeyGradients, known: bool = False
+):
+    """(dq, dtemperature, dbias) of these rows from this rank's keys, dbias in its columns; dk and dv join `keys`.
 
-
-def _sums_of_keys(plan: Plan, pairs: list, high: Tensor, c: Tensor) -> Tensor:
-    """From all keys again, where a support found no room."""
-    total = c.new_zeros((2, *c.shape))
-    for here, _, pair in pairs:
-        wide = pair.accumulator
-        value, slope = plan.engine.measure(pair, high[:, :, here].to(wide), c[:, :, here].to(wide))
-        total[0][:, :, here] += value
-        total[1][:, :, here] += slope
-    return total
-
-
-def backward(plan: Plan, rows: Problem, queries: Spans, whole: Whole, upstream: Upstream, keys: KeyGradients):
-    """(dq, dtemperature, dbias) of these rows from this rank's keys, dbias in its columns; dk and dv join `keys`."""
+    known: is δ there? Otherwise a threshold map's is made here, in a sweep and an all-reduce of its own.
+    """
     pairs = list(plan.pairs(rows, queries, **_own(plan)))
-    if whole.c is not None:  # a threshold map
+    if whole.c is not None and not known:  # a threshold map whose δ nobody knows
         total = torch.zeros_like(whole.m)
         for here, _, pair in pairs:
             own = plan.engine.slopes(pair, upstream.o[:, :, here], whole.m[:, :, here], whole.c[:, :, here])

@@ -53,8 +53,8 @@ def merge_at(line: Line, total: Total, root: int, step: str = "tree") -> Total |
 
 
 def _joined(first: Total, second: Total) -> Total:
-    total = Total(first.choice, first.o, first.m, first.z, first.slopes, first.state, first.mix)
-    total.add(Part(second.o, second.m, second.z, second.slopes, stats=second.mix))
+    total = Total(first.choice, first.o, first.m, first.z, first.slopes, first.rises, first.state, first.mix)
+    total.add(Part(second.o, second.m, second.z, second.slopes, stats=second.mix, rises=second.rises))
     if second.state is not None:
         total.state = merged(first.state, second.state, first.choice)
     return total
@@ -76,7 +76,7 @@ def _take(line: Line, like: Total, source: int, step: str, at: int) -> Total:
 
 
 def _tensors(total: Total) -> list[Tensor]:
-    tensors = [x for x in (total.o, total.m, total.z, total.slopes) if x is not None]
+    tensors = [x for x in (total.o, total.m, total.z, total.slopes, total.rises) if x is not None]
     tensors += [] if total.mix is None else [total.mix[name] for name in sorted(total.mix)]
     return tensors + ([] if total.state is None else [getattr(total.state, field.name) for field in fields(State)])
 
@@ -93,8 +93,9 @@ def _unpacked(flat: Tensor, like: Total) -> Total:
         at += x.numel()
     o, m, z, *more = pieces
     slopes = more.pop(0) if like.slopes is not None else None
+    rises = more.pop(0) if like.rises is not None else None
     mix = None if like.mix is None else {name: more.pop(0) for name in sorted(like.mix)}
     state = None
     if like.state is not None:
         state = State(**{field.name: x for field, x in zip(fields(State), more, strict=True)})
-    return Total(like.choice, o, m, z, slopes, state, mix)
+    return Total(like.choice, o, m, z, slopes, rises, state, mix)

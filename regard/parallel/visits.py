@@ -27,6 +27,7 @@ def forward(plan: Plan) -> tuple[list[Total], Tensor, Tensor]:
     mine: Any = None
     for root, rows in _visitors(plan, "visit forward"):
         totals, high, c = stationary.parts(plan, rows, plan.queries[root])
+        plan.known.append(totals[0].rises is not None)
         merged = [tree.merge_at(plan.line, total, root, "visit home") for total in totals]
         if root == plan.line.rank:
             mine = merged, high, c
@@ -37,12 +38,13 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     line, problem = plan.line, plan.problem
     keys, mine = KeyGradients(problem), (None, None, None)
     columns = _ColumnsGradient(plan) if upstream.bias and not plan.bias_per_row else None
-    known = torch.stack([x for x in (whole.m, whole.c, whole.z) if x is not None])
+    known = torch.stack([x for x in (whole.m, whole.c, whole.z, whole.delta) if x is not None])
     for root, rows in _visitors(plan, "visit backward"):
         state, do = (_shared(line, x, root, rows, "visit backward") for x in (known, upstream.o))
-        m, c, z = state
+        m, c, z, delta = state
         asked = Upstream(do, {}, upstream.bias, upstream.temperature)
-        found = stationary.backward(plan, rows, plan.queries[root], Whole(m, z, torch.zeros_like(m), c), asked, keys)
+        theirs = Whole(m, z, delta, c)
+        found = stationary.backward(plan, rows, plan.queries[root], theirs, asked, keys, plan.known[root])
         dq, heat, bias = found
         dq = line.reduce(dq, root, "visit home")
         heat = None if heat is None else line.reduce(heat, root, "visit home")
@@ -92,7 +94,7 @@ def _dense(plan: Plan, name: str, root: int, step: str) -> Tensor | None:
     if not getattr(plan, f"{name}_per_row"):
         return plan.columns(whole, line.rank).expand(full)
     if root != line.rank:
-        columns = 1 if whole.shape[3] == 1 and plan.total_keys != 1 else full[3]
+        columns = 1 if plan.one_column(whole) else full[3]
         room = whole.new_empty((*whole.shape[:2], full[2], columns))
         got = line.swap(None, _bytes(room), root, root, step, root).wait()
         return got.view(room.dtype).view(room.shape).expand(full) if room.numel() else room.expand(full)
@@ -121,7 +123,7 @@ def _bias_home(plan: Plan, own: Tensor, root: int) -> Tensor | None:
     total = torch.zeros(unexpanded(plan.problem.bias), dtype=own.dtype, device=own.device)
     for other in range(line.world):
         if other != root:
-            columns = 1 if total.shape[3] == 1 else size(plan.keys[other])
+            columns = 1 if plan.one_column(total) else size(plan.keys[other])
             room = own.new_empty((*own.shape[:3], columns))
             place(plan, total, line.swap(None, room, other, other, "visit home", root).wait(), other)
         else:
@@ -130,7 +132,7 @@ def _bias_home(plan: Plan, own: Tensor, root: int) -> Tensor | None:
 
 
 def place(plan: Plan, total: Tensor, part: Tensor, rank: int) -> None:
-    if total.shape[3] == 1:
+    if plan.one_column(total):
         total += part
         return
     at = 0

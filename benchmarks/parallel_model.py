@@ -8,7 +8,7 @@ others with --link.
 
     rank r, step t   computes on the keys of rank r − t as soon as they are there and step t − 1 is done
     their transfer   begins when they are there and the link is free, and takes latency + bytes / speed
-    a pair of chunks takes its operations / speed, but no less than the smallest call was measured to take
+    a step is one call: it takes its operations / speed, but no less than the smallest call was measured to take
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pairs(world: int, rank: int, step: int, layout: str) -> float:
     owner = (rank - step) % world
     if layout == "contiguous":
         return 0.5 if owner == rank else float(owner < rank)
-    return 0.5  # balanced: of four pairs of chunks two are seen, or one and two halves
+    return 0.5  # balanced: all queries see one chunk, half of them see two, or causal order halves a rank's own
 
 
 def simulate(
@@ -79,8 +79,7 @@ def simulate(
             arrives[(rank + 1) % world] = sent[rank]
         for rank in range(world):
             seen = pairs(world, rank, step, layout)
-            calls = 2 if layout == "balanced" else float(seen > 0)
-            work = max(seen * flops / speed, calls * machine.least[backward] * (world > 1))
+            work = max(seen * flops / speed, float(seen > 0) * machine.least[backward] * (world > 1))
             done[rank] = max(done[rank], ready[rank]) + work
             own += seen * flops / speed / world
         ready = arrives

@@ -167,6 +167,10 @@ def odd_pieces(rank: int, world: int) -> None:
         piece = parallel.shard(short)
         ours, truth = parallel.attention(piece, piece, piece, **wide), regard.attention(short, short, short, **wide)
         assert torch.allclose(parallel.unshard(ours), truth, atol=1e-6)
+        holed = x.clone()
+        holed[0, 1, 3, 0] = torch.nan
+        ours = parallel.unshard(parallel.attention(*(parallel.shard(y) for y in (x, holed, x)), **wide))
+        assert torch.equal(ours.isnan(), regard.attention(x, holed, x, **wide).isnan()) and ours.isnan().any()
     pieces = [parallel.shard(x) for _ in range(3)]
     torch.manual_seed(5 + 100 * rank)  # rank 0's seed decides
     ours = parallel.unshard(parallel.attention(*pieces, dropout_p=0.4, is_causal=True))

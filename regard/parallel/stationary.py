@@ -48,14 +48,20 @@ class Solved:
     pairs: list[tuple[slice, slice, Problem]]
     kept: list | None = None  # of each pair (what its own solution kept, its own high − the row's); None: no room
 
+    broken: Tensor | None = None  # [B, H, M], where a score was NaN or infinite: such rows are NaN throughout
+
     def part(self, plan: Plan, index: int) -> Part:
         here, _, pair = self.pairs[index]
         high, c = self.high[:, :, here], self.c[:, :, here]
         if not lean(plan, pair, self):
-            return plan.engine.weigh(pair, *(x.to(pair.accumulator) for x in (high, c)))
-        assert self.kept is not None
-        kept, shift = self.kept[index]
-        return plan.engine.gathered(pair, kept, shift, high, c, plan.pulls)
+            part = plan.engine.weigh(pair, *(x.to(pair.accumulator) for x in (high, c)))
+        else:
+            assert self.kept is not None
+            part = plan.engine.gathered(pair, *self.kept[index], high, c, plan.pulls)
+        if self.broken is not None:
+            for x in (part.o, part.z[..., None], part.slopes[..., None]):
+                x.masked_fill_(self.broken[:, :, here, None], math.nan)
+        return part
 
 
 def lean(plan: Plan, rows: Problem, solved: Solved) -> bool:
@@ -91,15 +97,16 @@ def solve(plan: Plan, rows: Problem, queries: Spans) -> Solved:
     found, crowded = [], bounds.new_zeros(1)
     for here, _, pair in pairs:
         high, c, kept = plan.engine.solve(pair, ROOM)
+        high = high.masked_fill(high.isnan(), math.inf)  # the maximum of a NaN is the backend's affair
         own = torch.stack([high, torch.where(high == -math.inf, -math.inf, high + c)]).double()
         bounds[..., here] = torch.maximum(bounds[..., here], own)
         crowded = torch.maximum(crowded, (kept[0] > ROOM).any())
         found.append((kept, high))
     told = line.all_reduce(torch.cat([bounds.reshape(-1), crowded]), "newton", 0, dist.ReduceOp.MAX)
     bounds, crowded = told[:-1].view(bounds.shape), bool(told[-1])
-    dead = bounds[0] == -math.inf
+    broken, dead = bounds[0] == math.inf, bounds[0].isinf()
     high, tau = bounds.masked_fill(dead, 0.0)
-    solved = Solved(high, tau - high, pairs)
+    solved = Solved(high, tau - high, pairs, broken=broken if bool(broken.any()) else None)
     if not crowded:
         places = [here for here, _, _ in pairs]
         solved.kept = [(kept, own.double() - high[:, :, here]) for here, (kept, own) in zip(places, found, strict=True)]

@@ -30,6 +30,7 @@ CASES = [
     ("softmax, all statistics", dict(return_stats=True)),
     ("sigmoid", dict(normalizer="sigmoid")),
     ("entmax15", dict(normalizer="entmax15")),
+    ("entmax15, causal", dict(normalizer="entmax15", is_causal=True)),
 ]
 ROUNDS = 9
 
@@ -83,8 +84,9 @@ def alone(work, rank: int) -> float:
     return elapsed
 
 
-def worker(rank: int, world: int, port: int, queue) -> None:
+def worker(rank: int, world: int, port: int, length: int, queue) -> None:
     torch.set_num_threads(1)
+    SHAPE["length"] = length
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     for name, options in CASES:
@@ -129,13 +131,14 @@ def free_port() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--markdown", help="write the tables here")
+    parser.add_argument("--length", type=int, default=SHAPE["length"], help="tokens in all (4096)")
     parser.add_argument("--only", choices=("time", "memory"))
     arguments = parser.parse_args()
     context = mp.get_context("spawn")
     lines = []
     if arguments.only != "memory":
         queue = context.Queue()
-        mp.spawn(worker, (2, free_port(), queue), nprocs=2)
+        mp.spawn(worker, (2, free_port(), arguments.length, queue), nprocs=2)
         lines += ["| call | pass | ring, 2 ranks, ms | half the work, both at once, ms | ratio | alone, ms | ratio |",
                   "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
         for _ in range(2 * len(CASES)):
@@ -155,7 +158,7 @@ def main() -> None:
             print(lines[-1], flush=True)
     if arguments.markdown:
         with open(arguments.markdown, "w", encoding="utf-8") as file:
-            shape = ", ".join(f"{name} {value}" for name, value in SHAPE.items())
+            shape = ", ".join(f"{name} {value}" for name, value in (SHAPE | dict(length=arguments.length)).items())
             file.write(f"# The ring on two CPU processes\n\n{shape}, float32, one thread each; "
                        f"torch {torch.__version__}. `python benchmarks/parallel_ring.py`\n\n")  # fmt: skip
             file.write("\n".join(lines) + "\n")

@@ -310,10 +310,8 @@ def triton_parts(rank: int, world: int) -> None:
 def on_the_gpu(rank: int, world: int) -> None:
     """Few calls, of even lengths: a kernel is compiled for every kind of stride, which takes longer than all else."""
     for name, options in (("entmax15", {}), ("sigmoid", dict(dtype=torch.bfloat16)), ("softmax", {})):
-        start = time.monotonic()
         told = dict(is_causal=name != "sigmoid", stats=SOME, device="cuda", small=True, even=True)
         check(rank, world, name, 3, False, None, told | options)
-        print(f"rank {rank}: {name} {time.monotonic() - start:.1f} s", flush=True)
 
 
 def over_nccl(rank: int, world: int) -> None:

@@ -6,6 +6,7 @@ rank that has left; and so is what differs between them.
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from regard.parallel.line import Line
 
 NUMBERS = 48  # that every call tells, so that calls of different functions meet too
+SKETCHED = 1 << 16  # numbers of a tensor, at most, that are projected
 TEXT = 2000  # bytes of an error, at most
 
 
@@ -69,9 +71,17 @@ def kind(x):
 def sketch(x: Tensor) -> list[int]:
     """‖x‖ and three projections of x, as the bits of float64 numbers: equal x give nearly equal ones, others do not."""
     flat = x.detach().double().flatten()
-    angles = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device)
-    found = torch.stack([flat.norm(), *((flat * torch.cos(turn * angles)).sum() for turn in (1.0, 2.0, 3.0))])
+    first = flat[:SKETCHED]
+    found = torch.cat([flat.norm()[None], _waves(first.numel(), first.device) @ first])
     return [struct.unpack("q", struct.pack("d", value))[0] for value in found.tolist()]
+
+
+@functools.lru_cache(maxsize=8)
+def _waves(size: int, device: torch.device) -> Tensor:
+    """cos(i), cos(2i), cos(3i) [3, size]."""
+    turns = torch.arange(1, 4, dtype=torch.float64, device=device)
+    angles = torch.arange(size, dtype=torch.float64, device=device)
+    return torch.cos(torch.outer(turns, angles))
 
 
 def alike_sketches(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -51,6 +51,7 @@ def test_a_run_killed_by_force_resumes_to_the_same_loss(tmp_path):
 
 
 def test_runs_in_turn_end_as_alone(tmp_path, monkeypatch):
+    """Two captured graphs in flight at once: what one draws for its dropout must not depend on the other."""
     monkeypatch.setitem(experiments(), "translation", translation())
     what = dict(name="translation", preset="small", data=None, device="cuda")
     unit = [("softmax", seed) for seed in range(2)]

@@ -14,32 +14,34 @@ True
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
 class Chance:
-    """While `with chance:` lasts, torch's generators go on where this run left them; then the caller's are back."""
+    """While `with chance:` lasts, torch's generators go on where this run left them; then the caller's are back.
+
+    On CUDA the generator's state itself changes places, not its numbers: a graph reads them while it runs, perhaps when
+    the next run has taken its turn already.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.device = device if device.type == "cuda" else None
-        before = self._states()
-        torch.manual_seed(seed)
-        self.own = self._states()
-        self._set(before)
+        self.own = torch.get_rng_state()
+        self.cuda = None
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self.cuda = torch.cuda.default_generators[index]
+            self.own_cuda = self.cuda.clone_state()
+        with self:
+            torch.manual_seed(seed)
 
     def __enter__(self) -> None:
-        self.others = self._states()
-        self._set(self.own)
+        self.others = torch.get_rng_state()
+        torch.set_rng_state(self.own)
+        if self.cuda is not None:
+            self.others_cuda = self.cuda.graphsafe_get_state()
+            self.cuda.graphsafe_set_state(self.own_cuda)
 
     def __exit__(self, *_) -> None:
-        self.own = self._states()
-        self._set(self.others)
-
-    def _states(self) -> list[Tensor]:
-        cpu = torch.get_rng_state()
-        return [cpu] if self.device is None else [cpu, torch.cuda.get_rng_state(self.device)]
-
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self.device is not None:
-            torch.cuda.set_rng_state(states[1], self.device)
+        self.own = torch.get_rng_state()
+        torch.set_rng_state(self.others)
+        if self.cuda is not None:
+            self.cuda.graphsafe_set_state(self.others_cuda)

@@ -34,7 +34,6 @@ experiment = Experiment(
             steps=3000,
             every=500,
             sizes={"width": 128, "batch": 256, "tests": list(PUBLISHED), "items": 2**22, "rows": 512, "rate": 2e-3},
-            seeds=5,
         ),
     },
     figures=figures,

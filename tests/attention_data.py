@@ -18,13 +18,14 @@ FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(entropy=1e-4, gradient_gain
 
 
 class Poisoned:
-    """torch, with every fresh tensor full of NaN: what a kernel leaves unwritten shows."""
+    """torch, with every fresh tensor full of NaN (numbers) or of nonsense (counts): what is left unwritten shows."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
 
     def empty(self, *shape, **kind):
-        return torch.empty(*shape, **kind).fill_(math.nan)
+        fresh = torch.empty(*shape, **kind)
+        return fresh.fill_(math.nan if fresh.is_floating_point() else 99)
 
     def empty_like(self, other):
         return torch.full_like(other, math.nan)

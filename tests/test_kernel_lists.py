@@ -22,7 +22,8 @@ SMALL = dict(b=1, h=2, g=1, d=8, e=8)
 
 def fill(self, level, slope, first, programs, opt):
     """What `candidates` does, entry by entry."""
-    p, entries = self.problem, self.entries[: self.counts.shape[0] * 8 * CAP].view(-1, 4, CAP, 2)
+    p, cap = self.problem, sparse.CAP
+    entries = self.entries[: self.counts.shape[0] * 8 * cap].view(-1, cap, BLOCK, 4, 2)
     rows, columns = (p.k, p.q) if self.transposed else (p.q, p.k)
     h, m = rows.shape[1:3]
     blocks = math.ceil(m / BLOCK)
@@ -52,13 +53,13 @@ def fill(self, level, slope, first, programs, opt):
                         self.below[held, at] = torch.zeros(4).index_add(0, parts, number)
                 for c in torch.nonzero(visible & (y > bound)).flatten().tolist():
                     one = lists[c % 8 // 2]
-                    if len(one) < CAP - 1:
+                    if len(one) < cap - 1:
                         one.append((float(y[c]), inner * p.q.shape[-2] + c))
             for quarter, one in enumerate(lists):
                 self.counts[held, quarter] = len(one)
                 for at, (y, c) in enumerate(one):
-                    entries[held, quarter, at, 0] = y
-                    entries.view(torch.int32)[held, quarter, at, 1] = c
+                    entries[slot, at, r, quarter, 0] = y
+                    entries.view(torch.int32)[slot, at, r, quarter, 1] = c
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +75,10 @@ def road(monkeypatch):
 
     monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
     monkeypatch.setattr(sparse, "described", lambda x, rows: None)
-    monkeypatch.setattr(sparse, "KEYS", {8: (64, 2)})
+    monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2), (64, 2))})
     monkeypatch.setattr(sparse.Lists, "__init__", init)
     monkeypatch.setattr(sparse.Lists, "fill", fill)
-    for name, number in dict(BLOCK=BLOCK, CAP=CAP, CHUNK=3, SAMPLE=16).items():
+    for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, SAMPLE=16).items():
         monkeypatch.setattr(sparse, name, number)
 
 
@@ -98,3 +99,13 @@ def test_rows_that_fail_are_swept():
     sizes = SMALL | dict(h=1, m=34, n=100)
     problem = make(2, "entmax15", **sizes, sharp=0.05, stats=())  # a support of many more keys than a list holds
     check_backward(attention, problem, check_forward(attention, problem))
+
+
+def test_lists_longer_than_what_is_at_hand(monkeypatch):
+    monkeypatch.setattr(sparse, "CAP", 64)
+    monkeypatch.setattr(sparse, "CHUNK", 1)
+    left, made = [], sparse.forward
+    monkeypatch.setattr(sparse, "forward", lambda *call: left.append(made(*call)) or left[-1])
+    problem = make(3, "entmax15", **SMALL | dict(h=1, m=40, n=220), sharp=0.05)  # every key has weight: 55 to a list
+    check_forward(attention, problem)
+    assert left[0].sum() == 0

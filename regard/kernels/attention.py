@@ -36,10 +36,13 @@ HALF = {
     "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
     "forward_lesser": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
     "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
-    "backward_dq": ((128, 64, 8, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
-    "backward_dkv": ((64, 128, 8, 2, False), (64, 128, 8, 2, False), (32, 64, 8, 1, False)),
+    "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
+    "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
+DOUBLE = {"backward_dq": (64, 64, 4, 2, True)}  # heads of 65 to 128 and a threshold map, which takes two sums for dq
+# heads up to 128 where that engine cannot read the inputs
+PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
@@ -296,7 +299,7 @@ def _config(
     dense = p.bias is not None or p.mask is not None
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, launch = _blocks(p, kernel)
+    m, n, bulk, launch = _blocks(p, kernel, others)
     config = Config(
         F=bundle.of(p.choice),
         NEED=statistics.needs(stats, p.choice, dense),
@@ -316,13 +319,13 @@ def _config(
         BE=max(32, triton.next_power_of_2(e)),
         BM=m,
         BN=n,
-        BULK=bulk and bulky(p.q, p.k, p.v, *others),
+        BULK=bulk,
         LANES=min(n, 32 if m < 64 else 8) if kernel == "forward_decode" else 8,  # few rows: warps lie along the keys
     )
     return config, launch
 
 
-def _blocks(p: Problem, kernel: str) -> tuple[int, int, bool, dict]:
+def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:
     """(queries, keys) per block, whether by bulk copies, and the launch options: what was fastest on an H200."""
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = 0 if width <= 64 else 1 if width <= 128 else 2
@@ -337,6 +340,10 @@ def _blocks(p: Problem, kernel: str) -> tuple[int, int, bool, dict]:
         m, n, warps, stages, bulk = decode.rows_per_program(p), *DECODE[size]
     else:
         m, n, warps, stages, bulk = HALF[kernel][size]
+        if size == 1 and p.choice.family == "threshold":
+            m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
+        if bulk and not bulky(p.q, p.k, p.v, *others):
+            m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:
             m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score

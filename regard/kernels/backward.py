@@ -43,22 +43,31 @@ class State(NamedTuple):
 
 
 @triton.jit
-def rows_at(state, b, h, i, n, opt, C: tl.constexpr):
-    inside = i < opt.queries
+def rows_at(state, b, h, i, n, opt, C: tl.constexpr, ALL: tl.constexpr):
+    """What is known of rows i; ALL: every one of them exists."""
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     first, last = tiles.interval(i, opt, n)
-    frame = tl.load(state.frame + row, mask=inside, other=0.0)
+    frame = number_at(state.frame, row, i, opt, ALL)
     inverse = frame
     if state.inverse is not None:
-        inverse = tl.load(state.inverse + row, mask=inside, other=0.0)
-    delta = tl.load(state.delta + row, mask=inside, other=0.0)
+        inverse = number_at(state.inverse, row, i, opt, ALL)
+    delta = number_at(state.delta, row, i, opt, ALL)
     beta, gamma, epsilon = delta, delta, delta
     if state.beta is not None:
-        beta = tl.load(state.beta + row, mask=inside, other=0.0)
-        gamma = tl.load(state.gamma + row, mask=inside, other=0.0)
-        epsilon = tl.load(state.epsilon + row, mask=inside, other=0.0)
+        beta = number_at(state.beta, row, i, opt, ALL)
+        gamma = number_at(state.gamma, row, i, opt, ALL)
+        epsilon = number_at(state.epsilon, row, i, opt, ALL)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     return Rows(a, frame, inverse, delta, first, last, beta, gamma, epsilon)
+
+
+@triton.jit
+def number_at(ptr, row, i, opt, ALL: tl.constexpr):
+    if ALL:
+        number = tl.load(ptr + row)
+    else:
+        number = tl.load(ptr + row, mask=i < opt.queries, other=0.0)
+    return number
 
 
 @triton.jit
@@ -106,8 +115,8 @@ def weigh(y, seen, r, theta, C: tl.constexpr):
 @triton.jit
 def slope_tile(y, seen, dp, p, up, down, power, r, C: tl.constexpr):
     """ds of a tile, 0 where a key is not seen."""
-    if C.F.family == "ratio" and C.F.exponential:
-        ds = p * (dp - r.delta)
+    if C.F.family == "threshold" or (C.F.family == "ratio" and C.F.exponential):
+        ds = up * (dp - r.delta)
     else:
         ds = up * dp - down * r.delta
     if C.TILTED:
@@ -168,12 +177,12 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, failed, opt, C: tl.constexpr):
-    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     if failed is not None:
-        if support.served(failed, scene.b * opt.heads + scene.h, i0, opt.queries, C.BM, gather.ROWS):
+        if support.queries_served(failed, opt, C.BM, gather.ROWS):
             return
+    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     b, h, i = scene.b, scene.h, scene.i
-    rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C)
+    rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C, False)
     d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     zero = tiles.full(C.BM, 0.0, C.ACC)
@@ -209,7 +218,7 @@ def dkv_tile(
         q_rows = tiles.block_of(q, b, h, start, 0, opt.queries, C.BM, C.D, C.BD, not EDGE)
         d_out = tiles.block_of(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
     x = tiles.dot(keys, tl.trans(q_rows), None, C)  # [N, M]
-    r = across(rows_at(state, b, h, i, n, opt, C), True)
+    r = across(rows_at(state, b, h, i, n, opt, C, not EDGE), True)
     i = i[None, :]
     y, seen = tiles.scores(x, b, h, i, j, r.first, r.last, opt, C.LINEAR, EDGE)
     p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)

@@ -72,7 +72,7 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         values = tiles.block_of(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
         x = tiles.dot(rows, tl.trans(keys), None, C)
         dp = tiles.dot(d_out, tl.trans(values), None, C)
-        r = backward.across(backward.rows_at(state, b, h, i, n, opt, C), False)
+        r = backward.across(backward.rows_at(state, b, h, i, n, opt, C, False), False)
         y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
         p, up, down, power = backward.weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
         if opt.seed is not None:

@@ -67,45 +67,81 @@ def interval(i, reach, n, TRANSPOSED: gl.constexpr):
     return first, last
 
 
-@gluon.jit
-def put(y, level, low, high, j, room):
-    """Where y > level (or NaN) and there is room: store (y, j) at the end of the list; its new end."""
-    return gl.inline_asm_elementwise(
-        """{
+@gluon.constexpr_function
+def append_code(many, stride, threads, held=16):
+    """PTX: of a thread's `many` scores in each of two rows, those above the level (or NaN) onto the rows' lists.
+
+    `held` scores at a time, a pass without a branch puts the chosen aside in shared memory and marks them; a loop over
+    the marks, as short as they are few, stores (y, j). A score's key is j plus 0, 1, 8, 9, 16, …
+    """
+    parts = []
+    for row in range(2):
+        level, low, high, j = (f"${2 * (many + 1 + n) + row}" for n in range(4))
+        parts.append(f"mov.b32 end, {low};")
+        for first in range(0, many, held):
+            parts.append("mov.b32 m, 0;")
+            for k in range(min(held, many)):
+                y = f"${2 * (first + k + 1) + row}"
+                parts.append(f"setp.gtu.f32 p, {y}, {level}; @p st.shared.f32 [mine+{4 * threads * k}], {y};")
+                parts.append(f"@p or.b32 m, m, {1 << k};")
+            parts.append(f"""
+                NEXT{row}_{first}:
+                setp.eq.b32 p, m, 0;
+                @p bra DONE{row}_{first};
+                brev.b32 at, m;
+                clz.b32 at, at;
+                and.b32 odd, at, 1;
+                mad.lo.s32 key, at, 4, {j};
+                mad.lo.s32 key, odd, -3, key;
+                add.s32 key, key, {4 * first};
+                mad.lo.s32 at, at, {4 * threads}, mine;
+                ld.shared.b32 y, [at];
+                mov.b64 a, {{end, {high}}};
+                st.global.v2.b32 [a], {{y, key}};
+                add.s32 end, end, {stride};
+                sub.s32 at, m, 1;
+                and.b32 m, m, at;
+                bra NEXT{row}_{first};
+                DONE{row}_{first}:""")
+        parts.append(f"mov.b32 ${row}, end;")
+    return (
+        f"""{{
         .reg .pred p;
+        .reg .b32 m, at, y, key, odd, end, mine;
         .reg .b64 a;
-        .reg .f32 y;
-        setp.ne.b32 p, $6, 0;
-        mov.b32 y, $1;
-        setp.gtu.and.f32 p, y, $2, p;
-        mov.b64 a, {$3, $4};
-        @p st.global.v2.b32 [a], {$1, $5};
-        mov.b32 $0, $3;
-        @p add.u32 $0, $0, 8;
-        }""",
-        "=r,r,f,r,r,r,r",
-        [y.to(gl.int32, bitcast=True), level, low, high, j, room],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        .shared .align 4 .b32 aside[{threads * min(held, many)}];
+        mov.u32 mine, %tid.x;
+        mov.b32 at, aside;
+        mad.lo.s32 mine, mine, 4, at;
+        """
+        + "\n".join(parts)
+        + "}"
     )
 
 
 @gluon.jit
-def append(x, j, level, low, high, limit, M: gl.constexpr, PARTS: gl.constexpr):
-    """A tile [M, PARTS, 8] onto the lists, one part after another: halving it takes registers apart, nothing moves."""
+def pieces(x, like, M: gl.constexpr, PARTS: gl.constexpr):
+    """A tile [M, PARTS, 8] as the numbers that one thread holds of a row, each [M, 4], in the order of the keys."""
     if PARTS == 1:
         even, odd = gl.split(gl.reshape(x, [M, 4, 2]))
-        even = gl.convert_layout(even, low.type.layout, assert_trivial=True)
-        odd = gl.convert_layout(odd, low.type.layout, assert_trivial=True)
-        room = (low < limit).to(gl.int32)
-        low = put(even, level, low, high, j, room)
-        low = put(odd, level, low, high, j + 1, room)
+        even = gl.convert_layout(even, like.type.layout, assert_trivial=True)
+        return even, gl.convert_layout(odd, like.type.layout, assert_trivial=True)
     else:
         a, b = gl.split(gl.permute(gl.reshape(x, [M, 2, PARTS // 2, 8]), [0, 2, 3, 1]))
-        low = append(a, j, level, low, high, limit, M, PARTS // 2)
-        low = append(b, j + 4 * PARTS, level, low, high, limit, M, PARTS // 2)
-    return low
+        return pieces(a, like, M, PARTS // 2) + pieces(b, like, M, PARTS // 2)
+
+
+@gluon.jit
+def append(x, level, low, high, j, STRIDE: gl.constexpr):
+    """The keys of a tile [M, N] above the level onto the lists; their new ends."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    held = pieces(gl.reshape(x, [M, N // 8, 8]), low, M, N // 8)
+    code: gl.constexpr = append_code(N // 4, STRIDE, 32 * gl.num_warps())
+    constraints: gl.constexpr = "=r,=r," + "f," * (N // 2) + "f,f,r,r,r,r,r,r"
+    level = gl.broadcast(level, low)[0]
+    given = held + (level, low, high, j)  # noqa: RUF005
+    return gl.inline_asm_elementwise(code, constraints, given, dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -119,12 +155,12 @@ def in_quarters(x, lanes: gl.constexpr):
 def candidates(
     rows, columns, level, slope, counts, lists, below, block0, reach,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    FULL: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Lists of block number block0 + program, as slots program·BM …: (y, j) [4, CAP, 2], counts [4].
+    """Lists of block number block0 + program: (y, j) [CAP, BM, 4, 2] and counts [BM, 4] in its slot of the chunk.
 
     level belongs to the queries, [B, H, M]: a number per row or, transposed, per column; the lists then hold y − level.
-    A list that is not whole has a count of CAP − 1 or CAP. Where statistics are wanted (`below` is not None), a row's
+    A list that is not whole counts FULL entries or more. Where statistics are wanted (`below` is not None), a row's
     quarters leave [3, 4]: Σ(y − level), Σ(y − level)² over all keys, Σ 2^(slope·(y − level)) over those not listed.
     A level of +∞ in a block leaves its lists empty.
     """
@@ -164,13 +200,14 @@ def candidates(
 
     i = i0 + gl.arange(0, BM, gl.SliceLayout(1, lanes))
     quarter = gl.arange(0, 4, gl.SliceLayout(0, lanes))
+    STRIDE: gl.constexpr = BM * 32  # bytes from one entry of a list to the next: those of all lists lie between
     held = slot.to(gl.int64) * BM + (i - i0)
-    base = lists + gl.expand_dims(held, 1) * (8 * CAP) + gl.expand_dims(quarter, 0) * (2 * CAP)
-    address = base.to(gl.int64)
-    begin = (address & 0xFFFFFFFF).to(gl.int32)  # a row's lists lie inside one page of 4 GiB: the high half stays
+    address = lists.to(gl.int64) + slot.to(gl.int64) * (STRIDE * CAP)
+    address += gl.expand_dims((i - i0) * 32, 1) + gl.expand_dims(quarter * 8, 0)
+    begin = (address & 0xFFFFFFFF).to(gl.int32)  # a block's lists lie inside one page of 4 GiB: the high half stays
     high = (address >> 32).to(gl.int32)
-    low = begin
-    limit = begin + 8 * (CAP - 1)
+    limit = begin + STRIDE * FULL
+    end = begin
     if TRANSPOSED:
         bound = gl.zeros([BM, 1], gl.float32, lanes)
     else:
@@ -237,12 +274,12 @@ def candidates(
         if below is not None:
             one += in_quarters(off, lanes)
             two += in_quarters(off * off, lanes)
-            lesser += in_quarters(gl.where(x > across_rows, 0.0, gl.exp2((x - across_rows) * steep)), lanes)
-        parts = gl.reshape(x, [BM, BN // 8, 8])
-        low = append(parts, name, bound, low, high, limit, BM, BN // 8)
-    gl.store(counts + gl.expand_dims(held, 1) * 4 + quarter // 2, (low - begin) // 8)
+            lesser += in_quarters(gl.exp2(gl.minimum((x - across_rows) * steep, 0.0)), lanes)
+        end = append(x, bound, gl.minimum(end, limit), high, name, STRIDE)
+    many = (end - begin) // STRIDE
+    gl.store(counts + gl.expand_dims(held, 1) * 4 + quarter // 2, many)
     if below is not None:
         out = below + gl.expand_dims(held, 1) * 12 + quarter // 2
         gl.store(out, one)
         gl.store(out + 4, two)
-        gl.store(out + 8, lesser)
+        gl.store(out + 8, lesser - many.to(gl.float32))  # a key above the level counted 1

@@ -145,10 +145,10 @@ def forward_threshold(
     C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries, unless the lists (`support.py`) have served it."""
-    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     if failed is not None:
-        if support.served(failed, scene.b * opt.heads + scene.h, i0, opt.queries, C.BM, support.ROWS):
+        if support.queries_served(failed, opt, C.BM, support.FLAGGED):
             return
+    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
     if survey.worthwhile(scene, i0, opt, C):
         s, top, n = survey.survey(scene, i0, opt, C)

@@ -61,40 +61,46 @@ def ends_of(counts, slot, on):
 
 
 @triton.jit
-def entry(lists, slot, ends, at, CAP: tl.constexpr):
+def list_at(lists, slot, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """The first entry of each row's first list: a block's lists are [CAP, BLOCK, 4, 2]."""
+    return lists + slot // BLOCK * (8 * CAP * BLOCK) + slot % BLOCK * 8
+
+
+@triton.jit
+def entry(where, ends, at, BLOCK: tl.constexpr):
     """(number, index, is there one?) at a place of each row's four lists, one after another."""
     e0, e1, e2, e3 = ends
     on = at < e3
-    skip = tl.where(at < e0, 0, tl.where(at < e1, CAP - e0, tl.where(at < e2, 2 * CAP - e1, 3 * CAP - e2)))
-    where = lists + slot * (8 * CAP) + 2 * (skip + at)
+    quarter = tl.where(at < e0, 0, tl.where(at < e1, 1, tl.where(at < e2, 2, 3)))
+    before = tl.where(at < e0, 0, tl.where(at < e1, e0, tl.where(at < e2, e1, e2)))
+    where += (at - before) * (8 * BLOCK) + quarter * 2
     number = tl.load(where, mask=on, other=HIDDEN)
     return number, tl.load(where + 1, mask=on, other=0.0).to(tl.int32, bitcast=True), on
 
 
 @triton.jit
-def gather_o(
-    lists, found, v, o, block0, opt, C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
-):
-    """o_i = Σ p·v_j over the list of (p, j) that `settle` left."""
+def gather_o(lists, found, v, o, block0, opt, C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """o_i = Σ p·v_j over the (p, j) that `settle` left, four of them across the row's four lists."""
     b, h, i, slot = place_of(block0, opt, BLOCK, False)
     many = tl.load(found + slot, mask=i < opt.queries, other=0)
     acc = tiles.zeros(ROWS, C.BE, C.ACC)
-    where = lists + slot * (8 * CAP)
-    for start in range(0, tl.max(many, 0), STEP):
-        for s in tl.static_range(STEP):
+    where = list_at(lists, slot, CAP, BLOCK)
+    for start in range(0, tl.max(many, 0), 4):
+        for s in tl.static_range(4):
             on = start + s < many
-            p = tl.load(where + 2 * (start + s), mask=on, other=0.0)
-            j = tl.load(where + 2 * (start + s) + 1, mask=on, other=0.0).to(tl.int32, bitcast=True)
+            p = tl.load(where + 2 * s, mask=on, other=0.0)
+            j = tl.load(where + 2 * s + 1, mask=on, other=0.0).to(tl.int32, bitcast=True)
             acc += p[:, None] * rows_at(v, b, h // opt.group, j, on, C.E, C.BE).to(C.ACC)
+        where += 8 * BLOCK
     put_rows(o, b, h, i, i < opt.queries, acc, C.E, C.BE)
 
 
 @triton.jit
-def flag(counts, slot, i, failed, b, h, heads, size, CAP: tl.constexpr):
+def flag(counts, slot, i, failed, b, h, heads, size, FULL: tl.constexpr):
     """Are these rows' lists whole? The answer goes into `failed` too."""
     c = tl.arange(0, 4)
     count = tl.load(counts + slot[:, None] * 4 + c[None, :], mask=(i < size)[:, None], other=0)
-    whole = tl.max(tl.max(count, 1), 0) < CAP - 1
+    whole = tl.max(tl.max(count, 1), 0) < FULL
     start = tl.min(i, 0)
     group = (tiles.wide(b) * heads + h) * tl.cdiv(size, ROWS) + start // ROWS
     tl.store(failed + group, tl.where(whole, 0, 1), mask=start < size)
@@ -104,18 +110,19 @@ def flag(counts, slot, i, failed, b, h, heads, size, CAP: tl.constexpr):
 @triton.jit
 def gather_dq(
     lists, counts, k, v, do, dq, frames, delta, failed, block0, opt,
-    C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """dq_i and δ_i from the lists of y above τ."""
     b, h, i, slot = place_of(block0, opt, BLOCK, False)
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
-    if flag(counts, slot, i, failed, b, h, opt.heads, opt.queries, CAP):
+    if flag(counts, slot, i, failed, b, h, opt.heads, opt.queries, FULL):
         theta = tiles.number(opt.theta, C.ACC)
         a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
         gain = a * C.F.gain(theta)
         tau = tl.load(frames + row, mask=inside, other=0.0)
         ends = ends_of(counts, slot, inside)
+        where = list_at(lists, slot, CAP, BLOCK)
         d_out = rows_at(do, b, h, i, inside, C.E, C.BE).to(C.ACC)
         hot = tiles.zeros(ROWS, C.BD, C.ACC)
         cold = hot
@@ -123,7 +130,7 @@ def gather_dq(
         whole = pull
         for start in range(0, tl.max(ends[3], 0), STEP):
             for s in tl.static_range(STEP):
-                y, j, on = entry(lists, slot, ends, start + s, CAP)
+                y, j, on = entry(where, ends, start + s, BLOCK)
                 t = tiles.positive_part(y * gain - tau)
                 on = on & (t > 0.0)
                 g = C.F.slope(t, theta)
@@ -141,20 +148,22 @@ def gather_dq(
 @triton.jit
 def gather_dkv(
     lists, counts, q, v, do, dk, dv, delta, failed, block0, opt,
-    C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, STEP: tl.constexpr,
+    C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """dk_j and dv_j from the lists of the queries that give key j weight; the lists hold y above τ's own y."""
     b, g, j, slot = place_of(block0, opt, BLOCK, True)
     inside = j < opt.keys
-    if flag(counts, slot, j, failed, b, g, opt.heads // opt.group, opt.keys, CAP):
+    if flag(counts, slot, j, failed, b, g, opt.heads // opt.group, opt.keys, FULL):
         theta = tiles.number(opt.theta, C.ACC)
         ends = ends_of(counts, slot, inside)
+        where = list_at(lists, slot, CAP, BLOCK)
         values = rows_at(v, b, g, j, inside & (j < tiles.key_count(opt, b)), C.E, C.BE).to(C.ACC)
         acc_k = tiles.zeros(ROWS, C.BD, C.ACC)
         acc_v = tiles.zeros(ROWS, C.BE, C.ACC)
         for start in range(0, tl.max(ends[3], 0), STEP):
             for s in tl.static_range(STEP):
-                y, at, on = entry(lists, slot, ends, start + s, CAP)
+                y, at, on = entry(where, ends, start + s, BLOCK)
                 h = g + at * 0
                 i = at
                 if GROUPED:

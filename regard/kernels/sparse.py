@@ -4,7 +4,7 @@
     backward    candidates above τ → gather_dq;  the same with rows and columns exchanged → gather_dkv
 
 What fails is flagged for the kernels that sweep (`forward_threshold`, …). The
-lists of a chunk of blocks take 512 MiB at most, whatever the length.
+lists of a chunk of blocks take 640 MiB at most, whatever the length.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from regard.kernels.tiles import Config, Options
 from regard.problem import Problem
 
 BLOCK = 128  # rows of a program of `candidates`
-CAP = 128  # entries of one of a row's four lists
+CAP = 160  # entries of one of a row's four lists
+SPARE = 32  # of them, so that a tile need not ask for room: it adds no more
 CHUNK = 1024  # blocks whose lists exist at a time
 SAMPLE = 64  # keys, four times, that the first level is guessed from
 WALK = {  # entries at a time and warps: the fastest of four on an H200
-    "o": dict(STEP=4, num_warps=8),
     "dq": dict(STEP=4, num_warps=4),
     "dkv": dict(STEP=2, num_warps=4),
 }
-LENGTHS = {"forward": range(4096, 8192), "backward": range(8192, 2**31)}  # keys: where lists were measured faster
-KEYS = {64: (128, 2), 128: (128, 2)}  # keys per tile, stages
+LENGTHS = {"forward": range(4096, 2**31), "backward": range(8192, 2**31)}  # keys: where lists were measured faster
+# keys per tile and stages, without statistics and with them, which take registers; in all more than 48 KiB, as the
+# launch of a program with less is not allowed what `candidates` puts aside on top of it
+KEYS = {64: ((128, 2), (64, 4)), 128: ((128, 2), (64, 3))}
 
 
 def takes(p: Problem, way: str) -> bool:
@@ -58,12 +60,13 @@ class Lists:
         columns = p.q if transposed else p.k
         self.blocks = triton.cdiv(rows.shape[-2], BLOCK) * rows.shape[0] * rows.shape[1]
         slots = min(self.blocks, CHUNK) * BLOCK
-        page = torch.empty(slots * 8 * CAP + 1024, dtype=torch.float32, device=p.q.device)
-        self.entries = page[-page.data_ptr() % 4096 // 4 :]  # a row's lists fill one page of 4 KiB
+        size = BLOCK * 8 * CAP  # numbers in the lists of a block
+        page = torch.empty(slots * 8 * CAP + size, dtype=torch.float32, device=p.q.device)
+        self.entries = page[-page.data_ptr() % (4 * size) // 4 :]  # so that no block's lists cross 4 GiB
         self.counts = torch.empty(slots, 4, dtype=torch.int32, device=p.q.device)
         self.found = torch.empty(slots, dtype=torch.int32, device=p.q.device)
         self.below = torch.empty(slots, 3, 4, dtype=torch.float32, device=p.q.device) if stats else None
-        self.keys, self.stages = (64, 3) if stats else KEYS[p.q.shape[-1]]  # statistics take registers
+        self.keys, self.stages = KEYS[p.q.shape[-1]][stats]
         self.described = described(rows, BLOCK), described(columns, self.keys)
         self.width = p.q.shape[-1]
 
@@ -73,7 +76,7 @@ class Lists:
         reach = Reach(opt.lengths, opt.left, opt.right, opt.heads, opt.group, opt.queries, opt.keys)
         candidates[(programs,)](
             *self.described, level, slope, self.counts, self.entries, self.below, first, reach,
-            BLOCK, self.keys, self.width, self.stages, CAP, self.transposed, num_warps=8, maxnreg=128,
+            BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.transposed, num_warps=8, maxnreg=128,
         )  # fmt: skip
 
 
@@ -100,20 +103,20 @@ def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config,
     )
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
-    support.first_level[(blocks,)](q, k, level, opt, bare, CAP, stride(p), num_warps=8, num_stages=3)
+    support.first_level[(blocks,)](q, k, level, opt, bare, CAP - SPARE, stride(p), num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
         slope = torch.empty_like(frame)
         support.steepness[(triton.cdiv(rows, 1024),)](slope, rows, opt, bare, 1024)
-    lists, failed = Lists(p, slope is not None, False), flags_of(p.q, support.ROWS)
+    lists, failed = Lists(p, slope is not None, False), flags_of(p.q, support.FLAGGED)
     for first, programs in chunks(blocks):
         lists.fill(level, slope, first, programs, opt)
         support.settle[(programs * BLOCK // support.ROWS.value,)](
-            lists.entries, lists.counts, level, lists.below, lists.found, failed, frame, z, stats, first, rows, opt,
-            config, CAP, BLOCK, steps, 1e-6, num_warps=2, maxnreg=None if p.stats else 128,
+            lists.entries.view(torch.int64), lists.counts, level, lists.below, lists.found, failed, frame, z, stats,
+            first, rows, opt, config, CAP, CAP - SPARE, BLOCK, steps, 1e-6, num_warps=1,
         )  # fmt: skip
         gather.gather_o[(programs * BLOCK // gather.ROWS.value,)](
-            lists.entries, lists.found, v, o, first, opt, bare, CAP, BLOCK, **WALK["o"]
+            lists.entries, lists.found, v, o, first, opt, bare, CAP, BLOCK, num_warps=p.v.shape[-1] // 16
         )
     return failed
 
@@ -131,7 +134,7 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
     for first, programs in chunks(lists.blocks):
         lists.fill(level, None, first, programs, opt)
         gather.gather_dq[(programs * BLOCK // gather.ROWS.value,)](
-            lists.entries, lists.counts, k, v, do, dq, frame, delta, left, first, opt, config, CAP, BLOCK,
+            lists.entries, lists.counts, k, v, do, dq, frame, delta, left, first, opt, config, CAP, CAP - SPARE, BLOCK,
             **WALK["dq"],
         )  # fmt: skip
     yield left
@@ -139,7 +142,7 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
     for first, programs in chunks(lists.blocks):
         lists.fill(level, None, first, programs, opt)
         gather.gather_dkv[(programs * BLOCK // gather.ROWS.value,)](
-            lists.entries, lists.counts, q, v, do, dk, dv, delta, left, first, opt, config, CAP, BLOCK,
+            lists.entries, lists.counts, q, v, do, dk, dv, delta, left, first, opt, config, CAP, CAP - SPARE, BLOCK,
             p.q.shape[1] != p.k.shape[1], **WALK["dkv"],
         )  # fmt: skip
     yield left

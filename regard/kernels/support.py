@@ -15,19 +15,22 @@ from regard.kernels import statistics, survey, sweeps, tiles
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import HIDDEN, LOG2E
 
-ROWS = tl.constexpr(4)  # that succeed or fail together
+ROWS = tl.constexpr(8)  # of a program of `settle`
+FLAGGED = tl.constexpr(1)  # rows that succeed or fail together
+SLOTS = tl.constexpr(32)  # entries of a list that are at hand while τ is sought
+PART = tl.constexpr(16)  # that are weighed and stored together
 
 
 @triton.jit
-def first_level(q, k, level, opt, C: tl.constexpr, CAP: tl.constexpr, STRIDE: tl.constexpr):
+def first_level(q, k, level, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
     """level_i ≤ τ_i, in units of y: −∞ takes every key, +∞ says that the lists would be too long."""
     scene, i0 = sweeps.scene_of(q, k, k, k, k, opt, C)
     _, inner, outer = sweeps.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
     many = (outer - inner) // C.BN
     found = tiles.full(C.BM, float("inf"), C.ACC)
-    if scene.highest - scene.lowest <= 4 * (CAP - 8):
+    if scene.highest - scene.lowest <= 4 * (FULL - 8):
         found = -found
-    elif many >= 4:
+    if many >= 2:
         one = tiles.full(C.BM, 0.0, C.ACC)
         two = one
         for part in range(4):
@@ -42,24 +45,18 @@ def first_level(q, k, level, opt, C: tl.constexpr, CAP: tl.constexpr, STRIDE: tl
         root = survey.tail(n, sigma * gain, power)
         # how far τ strays: by its own few keys, about 0.31/k, and by what the sample tells of mean and deviation
         stray = tl.sqrt(0.1 / (power * power) + (1.0 + 0.5 * root * root) / (4 * C.BN))
-        upper = mean + (root - 0.5 * stray) * sigma
-        lower = mean + (root - 2.5 * stray) * sigma
-        lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
-        f0 = lanes
-        f1 = lanes
-        g0 = lanes
-        g1 = lanes
+        at = mean + (root - 1.5 * stray) * sigma  # higher, and rows with but one or two keys above it fill their lists
+        mass = tiles.zeros(C.BM, C.LANES, C.ACC)
+        fall = mass
         for start in tl.range(inner, outer, C.BN * STRIDE):
             tile = sweeps.look(scene, start, opt, C, False)
-            a0, b0 = survey.measured(tile[2], lower * gain, scene, C)
-            a1, b1 = survey.measured(tile[2], upper * gain, scene, C)
-            f0, g0, f1, g1 = f0 + a0, g0 + b0, f1 + a1, g1 + b1
-        f0, f1, g0, g1 = tl.sum(f0, 1), tl.sum(f1, 1), tl.sum(g0, 1), tl.sum(g1, 1)
-        low = tl.where(f0 > 0.0, lower + step(f0, g0, power) / gain, lower - 2.0 * sigma)
-        high = tl.where(f1 > 0.0, upper + step(f1, g1, power) / gain, low)
-        place = tl.maximum(low, high) - 1e-3 / gain
+            more_mass, more_fall = survey.measured(tile[2], at * gain, scene, C)
+            mass += more_mass
+            fall += more_fall
+        mass, fall = tl.sum(mass, 1), tl.sum(fall, 1)
+        place = tl.where(mass > 0.0, at + step(mass, fall, power) / gain, at - 2.0 * sigma) - 1e-3 / gain
         # were the scores normal, would the lists overflow?
-        most = survey.tail((scene.last - scene.first).to(C.ACC) / (4.0 * CAP), sigma, sigma * 0.0)
+        most = survey.tail((scene.last - scene.first).to(C.ACC) / (4.0 * FULL), sigma, sigma * 0.0)
         found = tl.where(place < mean + most * sigma, found, place)
     row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
     tl.store(level + row, found, mask=scene.i < opt.queries)
@@ -76,42 +73,20 @@ def step(mass, fall, power):
 @triton.jit
 def settle(
     lists, counts, level, below, found, failed, frames, sums, stats, block0, rows, opt,
-    C: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
+    C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """τ and Σg′ of a few rows and their statistics; the support's (p, j) at the head of the lists, its size."""
+    """τ and Σg′ of a few rows and their statistics; the support's (p, j) at the head of the lists, its size.
+
+    A thread has one list, four neighbours the four of a row: row numbers stand in all four, [LISTS].
+    """
     pid = tl.program_id(0)
+    c = tl.arange(0, 4 * ROWS)
     blocks = tl.cdiv(opt.queries, BLOCK)
     block = block0 + pid * ROWS // BLOCK
-    i = (blocks - 1 - block % blocks) * BLOCK + pid * ROWS % BLOCK + tl.arange(0, ROWS)
+    i = (blocks - 1 - block % blocks) * BLOCK + pid * ROWS % BLOCK + c // 4
     h = block // blocks % opt.heads
     b = block // blocks // opt.heads
-    held = pid * ROWS + tl.arange(0, ROWS)  # the lists of a chunk have fewer than 2³¹ entries
-    c = tl.arange(0, 4)
-    count = tl.load(counts + held[:, None] * 4 + c[None, :], mask=(i < opt.queries)[:, None], other=0)
-    longest = tl.max(tl.max(count, 1), 0)
-    place = (b, h, i, held)
-    if longest <= CAP // 2:
-        settle_rows(lists, count, level, below, found, failed, frames, sums, stats, place, rows, opt,
-                    C, CAP, CAP // 2, LIMIT, CLOSE)  # fmt: skip
-    else:
-        settle_rows(lists, count, level, below, found, failed, frames, sums, stats, place, rows, opt,
-                    C, CAP, CAP, LIMIT, CLOSE)  # fmt: skip
-
-
-@triton.jit
-def measure(x, tau, theta, C: tl.constexpr):
-    """(F, |F′|) at τ."""
-    t = tiles.positive_part(x - tau[:, None, None])
-    fall = tl.sum(tl.sum(tl.where(t > 0.0, C.F.slope(t, theta), 0.0), 2), 1) / C.F.gain(theta)
-    return tl.sum(tl.sum(C.F.weigh(t, theta), 2), 1), fall
-
-
-@triton.jit
-def settle_rows(
-    lists, count, level, below, found, failed, frames, sums, stats, place, rows, opt,
-    C: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
-):  # fmt: skip
-    b, h, i, held = place
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     first, last = tiles.interval(i, opt, tiles.key_count(opt, b))
@@ -125,98 +100,175 @@ def settle_rows(
     else:
         power = a * 0.0 + C.F.order
 
-    quarter, slot = tl.arange(0, 4)[None, :, None], tl.arange(0, SLOTS)[None, None, :]
-    here = held[:, None, None] * (8 * CAP) + (quarter * CAP + slot) * 2
-    there = slot < count[:, :, None]  # [R, 4, SLOTS]
-    y = tl.load(lists + here, mask=there, other=HIDDEN)
-    top = tl.max(tl.max(y, 2), 1)
-    x = (y - top[:, None, None]) * gain[:, None, None]
+    count = tl.load(counts + pid * (4 * ROWS) + c, mask=inside, other=0)
+    where = lists + pid * ROWS // BLOCK * (4 * CAP * BLOCK) + pid * ROWS % BLOCK * 4 + c
+    longest = tl.max(count, 0)
+    near, _ = entries(where, count, 0, SLOTS, BLOCK)
+    top = tl.max(near, 1)
+    for start in range(SLOTS, longest, SLOTS):
+        top = tl.maximum(top, tl.max(entries(where, count, start, SLOTS, BLOCK)[0], 1))
+    top = highest_of(top)
+    x = scaled(near, top, gain)
 
     bound = tl.load(level + row, mask=inside, other=0.0)
     tau = tl.maximum((bound - top) * gain, -1.0)
-    mass, fall = measure(x, tau, theta, C)
-    proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (tl.max(count, 1) < CAP - 1) & (top > HIDDEN)
-    good = tl.min(tl.where(proved | dead | (inside == 0), 1, 0), 0)
+    mass, fall = measure(x, where, count, longest, top, gain, tau, theta, C, BLOCK)
+    proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (highest_of(count) < FULL) & (top > HIDDEN)
+    tl.store(failed + row, tl.where(proved | dead, 0, 1), mask=inside)
     turns = 0
     while (tl.max(tl.where(inside & (mass - 1.0 > CLOSE), 1, 0), 0) > 0) & (turns < LIMIT):
         tau += tl.maximum(step(mass, fall, power), 0.0)
-        mass, fall = measure(x, tau, theta, C)
+        mass, fall = measure(x, where, count, longest, top, gain, tau, theta, C, BLOCK)
         turns += 1
     tau += tl.maximum(step(mass, fall, power), 0.0)  # what is left of |Σp − 1| matters to rows that are nearly one-hot
     tl.store(frames + row, tl.where(dead, 0.0, top * gain + tau), mask=inside)
     tl.store(sums + row, tl.where(dead, 0.0, fall * C.F.gain(theta)), mask=inside)
-    start = tl.min(i, 0)
-    group = (tiles.wide(b) * opt.heads + h) * tl.cdiv(opt.queries, ROWS) + start // ROWS
-    tl.store(failed + group, 1 - good, mask=start < opt.queries)
-    t = tl.where(there, tiles.positive_part(x - tau[:, None, None]), 0.0)
-    kept = tl.where(t > 0.0, 1, 0)
-    before = tl.sum(kept, 2)
-    before = tl.cumsum(before, 1) - before  # in the lists to the left
-    at = tl.cumsum(kept, 2) - 1 + before[:, :, None]
-    many = tl.sum(tl.sum(kept, 2), 1)
-    j = tl.load(lists + here + 1, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    tl.debug_barrier()  # every thread has read its part of the lists
-    to = held[:, None, None] * (8 * CAP) + 2 * at
-    p = C.F.weigh(t, theta) / tl.where(mass > 0.0, mass, 1.0)[:, None, None]
-    tl.store(lists + to, p, mask=t > 0.0)
-    tl.store(lists + to + 1, j.to(tl.float32, bitcast=True), mask=t > 0.0)
-    tl.store(found + held, many)
+
+    many = c * 0
+    zero = mass * 0.0
+    tally = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    inverse = 1.0 / tl.where(mass > 0.0, mass, 1.0)
+    home = where - (c & 3)
+    for start in range(0, longest, PART):
+        y, j = entries(where, count, start, PART, BLOCK)
+        t = tiles.positive_part(scaled(y, top, gain) - tau[:, None])
+        kept = tl.where(t > 0.0, 1, 0)
+        before, all_kept = places(tl.sum(kept, 1))
+        at = tl.cumsum(kept, 1) - 1 + (many + before)[:, None]
+        many += all_kept
+        tl.debug_barrier()  # every thread has read its part of the lists; none of the next part is overwritten
+        p = (C.F.weigh(t, theta) * inverse[:, None]).to(tl.int32, bitcast=True)
+        to = home[:, None] + ((at >> 2) * (4 * BLOCK) + (at & 3))
+        tl.store(to, p.to(tl.uint32, bitcast=True).to(tl.int64) | (tiles.wide(j) << 32), mask=t > 0.0)
+        if C.NEED.top:
+            there = start + tl.arange(0, PART)[None, :] < count[:, None]
+            tally = counted(tally, y, j, t, there, top, a, i, first, theta, C)
+    tl.store(found + pid * ROWS + c // 4, many)
     if C.NEED.top:
-        report(y, j, there, top, tau, mass, n, dead, a, bound, below, held, stats, row, rows, i, first, inside,
+        report(tally, top, tau, mass, n, dead, a, bound, below, pid * ROWS + c // 4, stats, row, rows, first, inside,
                theta, opt, C)  # fmt: skip
 
 
 @triton.jit
-def total(x):
-    """Σ over the lists, [R, 4, SLOTS] → [R]."""
-    return tl.sum(tl.sum(x, 2), 1)
+def entries(where, count, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(y, j), each [LISTS, SIZE]; y is HIDDEN where a list has ended."""
+    at = start + tl.arange(0, SIZE)[None, :]
+    here = tl.multiple_of(where[:, None] + at * (4 * BLOCK), [8, 8])  # said to be no more: one list to a thread
+    both = tl.load(here, mask=at < count[:, None], other=0xF1800000)  # −2¹⁰⁰, 0
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def scaled(y, top, gain):
+    """γ·(s − max)."""
+    return (y - top[:, None]) * gain[:, None]
+
+
+@triton.jit
+def measure(x, where, count, longest, top, gain, tau, theta, C: tl.constexpr, BLOCK: tl.constexpr):
+    """(F, |F′|) at τ. The first entries are at hand; a list is seldom longer."""
+    mass, fall = measured(x, tau, theta, C)
+    for start in range(SLOTS, longest, SLOTS):
+        more = scaled(entries(where, count, start, SLOTS, BLOCK)[0], top, gain)
+        more_mass, more_fall = measured(more, tau, theta, C)
+        mass += more_mass
+        fall += more_fall
+    return sum_of(mass), sum_of(fall) / C.F.gain(theta)
+
+
+@triton.jit
+def measured(x, tau, theta, C: tl.constexpr):
+    t = tiles.positive_part(x - tau[:, None])
+    slope = C.F.slope(t, theta)
+    if C.F.order == 0:
+        slope = tl.where(t > 0.0, slope, 0.0)
+    return tl.sum(C.F.weigh(t, theta), 1), tl.sum(slope, 1)
+
+
+@triton.jit
+def spread(x):
+    """A number per row in each of its four lists, [ROWS] → [LISTS]."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [ROWS, 4]), [4 * ROWS])
+
+
+@triton.jit
+def sum_of(x):
+    """Σ over a row's four lists, in each of them."""
+    return spread(tl.sum(tl.reshape(x, [ROWS, 4]), 1))
+
+
+@triton.jit
+def highest_of(x):
+    return spread(tl.max(tl.reshape(x, [ROWS, 4]), 1))
+
+
+@triton.jit
+def places(many):
+    """(how many the row's lists to the left have, how many all four have)."""
+    each = tl.reshape(many, [ROWS, 4])
+    return tl.reshape(tl.cumsum(each, 1) - each, [4 * ROWS]), spread(tl.sum(each, 1))
+
+
+@triton.jit
+def counted(tally, y, j, t, there, top, a, i, first, theta, C: tl.constexpr):
+    """The sums that statistics take, with these entries; the maximum stays out of those of `lesser` keys."""
+    ties, su, log_u, square, slope, cross, far, support, opening, rest, one, two = tally
+    off = y - top[:, None]
+    u = tl.where(there, C.F.weigh(t, theta), 0.0)
+    lesser = there & (off != 0.0)
+    under = tl.where(lesser, u, 0.0)
+    lower = tl.where(lesser & (t > 0.0), C.F.slope(t, theta), 0.0)
+    ties += tl.sum(tl.where(there & (off == 0.0), 1.0, 0.0), 1)
+    su += tl.sum(under, 1)
+    log_u += tl.sum(under * statistics.log2_or_0(under), 1)
+    square += tl.sum(under * under, 1)
+    slope += tl.sum(lower, 1)
+    cross += tl.sum(lower * lower, 1)
+    far += tl.sum(u * tl.abs(i[:, None] - j).to(C.ACC), 1)
+    support += tl.sum(tl.where(u > 0.0, 1.0, 0.0), 1)
+    opening += tl.sum(tl.where(j == first[:, None], u, 0.0), 1)
+    if C.NEED.lse:
+        rest += tl.sum(tl.where(lesser, tl.exp2(off * (a * LOG2E)[:, None]), 0.0), 1)
+    if C.NEED.moments:
+        one += tl.sum(tl.where(there, off, 0.0), 1)
+        two += tl.sum(tl.where(there, off * off, 0.0), 1)
+    return ties, su, log_u, square, slope, cross, far, support, opening, rest, one, two
 
 
 @triton.jit
 def report(
-    y, j, there, top, tau, z, n, dead, a, bound, below, held, stats, row, rows, i, first, inside, theta, opt,
-    C: tl.constexpr,
-):  # fmt: skip
-    """The statistics of the row from its lists; what the keys below the level add to them comes in `below`."""
-    above = top[:, None, None]
-    t = tiles.positive_part((y - above) * (a * C.F.gain(theta))[:, None, None] - tau[:, None, None])
-    u = tl.where(there, C.F.weigh(t, theta), 0.0)
-    lesser = there & (y != above)
-    under = tl.where(lesser, u, 0.0)
-    lower = tl.where(lesser & (t > 0.0), C.F.slope(t, theta), 0.0)
-    ties = total(tl.where(there & (y == above), 1.0, 0.0))
-    far = total(u * tl.abs(i[:, None, None] - j).to(C.ACC))
-    first_u = total(tl.where(j == first[:, None, None], u, 0.0))
+    tally, top, tau, z, n, dead, a, bound, below, held, stats, row, rows, first, inside, theta, opt, C: tl.constexpr
+):
+    """The statistics of the rows from the sums over their lists; what keys below the level add comes in `below`."""
+    ties, su, log_u, square, slope, cross, far, support, opening, rest, one, two = tally
     zero = z * 0.0
     lse = zero
     pivot = top
     mean = zero
     m2 = zero
     all_here = bound == -float("inf")
+    ties = sum_of(ties)
     if C.NEED.lse:
-        rest = total(tl.where(lesser, tl.exp2((y - above) * (a * LOG2E)[:, None, None]), 0.0))
         drop = tl.exp2(tl.minimum((bound - top) * (a * LOG2E), 0.0))
-        rest += tl.where(all_here, 0.0, below_of(below, held, 2) * drop)
-        lse = top * a + tl.log(ties + rest)
+        lse = top * a + tl.log(ties + sum_of(rest) + tl.where(all_here, 0.0, below_of(below, held, 2) * drop))
     if C.NEED.moments:
-        off = tl.where(there, y - above, 0.0)
         pivot = tl.where(all_here, top, bound)
-        mean = tl.where(all_here, total(off), below_of(below, held, 0))
-        m2 = tl.where(all_here, total(off * off), below_of(below, held, 1))
+        mean = tl.where(all_here, sum_of(one), below_of(below, held, 0))
+        m2 = tl.where(all_here, sum_of(two), below_of(below, held, 1))
     t1 = tiles.positive_part(-tau)
     u1, d1 = C.F.weigh(t1, theta), C.F.slope(t1, theta)
-    log_u = total(under * statistics.log2_or_0(under))
     inverse = tl.where(dead, 0.0, 1.0 / tl.where(z == 0.0, 1.0, z))
-    r = Sums(top, tau, z, ties, total(under), zero, log_u, total(under * under), total(lower), total(lower * lower),
-             zero, far, total(tl.where(u > 0.0, 1.0, 0.0)), n, first, zero, pivot, mean, m2)  # fmt: skip
-    statistics.finish(stats, row, inside, dead, r, a, n, u1, u1, d1, d1 * d1, first_u, zero, inverse, lse, opt, C, rows)
+    r = Sums(top, tau, z, ties, sum_of(su), zero, sum_of(log_u), sum_of(square), sum_of(slope), sum_of(cross), zero,
+             sum_of(far), sum_of(support), n, first, zero, pivot, mean, m2)  # fmt: skip
+    statistics.finish(
+        stats, row, inside, dead, r, a, n, u1, u1, d1, d1 * d1, sum_of(opening), zero, inverse, lse, opt, C, rows
+    )
 
 
 @triton.jit
 def below_of(below, held, WHICH: tl.constexpr):
-    """One of the three sums over all keys that `candidates` left, four parts to a row."""
-    c = tl.arange(0, 4)
-    return tl.sum(tl.load(below + (held[:, None] * 3 + WHICH) * 4 + c[None, :]), 1)
+    """One of the three sums over all keys that `candidates` left, a part for each list."""
+    return sum_of(tl.load(below + (held * 3 + WHICH) * 4 + tl.arange(0, 4 * ROWS) % 4))
 
 
 @triton.jit
@@ -250,3 +302,11 @@ def served(failed, head, start, size, BM: tl.constexpr, ROWS: tl.constexpr):
     groups = tl.cdiv(size, ROWS)
     at = start // ROWS + tl.arange(0, BM // ROWS)
     return tl.max(tl.load(failed + tiles.wide(head) * groups + at, mask=at < groups, other=0), 0) == 0
+
+
+@triton.jit
+def queries_served(failed, opt, BM: tl.constexpr, ROWS: tl.constexpr):
+    """The same of the block of queries that `sweeps.scene_of` gives this program."""
+    blocks = tl.cdiv(opt.queries, BM)
+    pid = tl.program_id(0)
+    return served(failed, pid // blocks, (blocks - 1 - pid % blocks) * BM, opt.queries, BM, ROWS)

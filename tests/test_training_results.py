@@ -1,6 +1,8 @@
 """The results that ship: made of their records, of three seeds or more, with nothing of the machine's in them."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +70,12 @@ def test_the_retrieval_table_has_the_papers_numbers_beside_ours():
     refit = training.shipped("retrieval")["summary"]["softmax"]["refit@4096"]["mean"]
     assert cells["ours, with the refit"][4] == f"{refit:.1f}"
     assert cells["refit − published polynomial"][3].startswith("+")
+
+
+def test_what_the_docs_show_ships():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[1] / "docs").glob("*.md"))
+    shown = {kind: set(re.findall(rf"\[\[{kind}: ([\w-]+)\]\]", pages)) for kind in ("results", "training", "times")}
+    assert shown["results"] == set(NAMES)  # every result is told, and nothing that is not there
+    drawn = {f"{name}-{title}" for name in NAMES for title in training.get(name).figures(training.shipped(name))}
+    assert shown["training"] and shown["training"] <= drawn
+    assert shown["times"] == {path.stem for path in (SHIPPED / "times").glob("*.json")}

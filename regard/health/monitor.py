@@ -19,7 +19,7 @@ from regard.health.writers import MEANS, writer
 
 LOGIT_LIMIT = 100.0  # QK-clip's
 ENTROPY_LIMIT = 0.05
-SAMPLES = 8  # a trend is a line through the last so many samples,
+SAMPLES = 10  # a trend is a line through the last so many samples,
 AHEAD = 4.0  # followed for so many times their span
 WRAPPERS = ("_fn", "compile_wrapper")  # how torch's frames about compiled, and not to be compiled, functions are called
 
@@ -179,7 +179,7 @@ class Monitor:
     def _follow(self, row: dict) -> None:
         """Warn of a trend: every one of the last samples beyond the one before, and their line passes the limit.
 
-        Of eight readings that only scatter, one order in 40 320 is rising.
+        Of ten readings that only scatter, one order in 3 628 800 is rising.
         """
         key = row["layer"], row["head"]
         trend = self._trends.setdefault(key, deque(maxlen=SAMPLES))

@@ -45,7 +45,8 @@ def first_level(q, k, level, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: t
         root = survey.tail(n, sigma * gain, power)
         # how far τ strays: by its own few keys, about 0.31/k, and by what the sample tells of mean and deviation
         stray = tl.sqrt(0.1 / (power * power) + (1.0 + 0.5 * root * root) / (4 * C.BN))
-        at = mean + (root - 1.5 * stray) * sigma  # higher, and rows with but one or two keys above it fill their lists
+        # lower than it is likely to be: a guess with one or two keys above it would fill the lists
+        at = mean + (root - (1.0 + 1.0 / power) * stray) * sigma
         mass = tiles.zeros(C.BM, C.LANES, C.ACC)
         fall = mass
         for start in tl.range(inner, outer, C.BN * STRIDE):

@@ -22,6 +22,8 @@ FUSED = [
     "sigmoid(bias=-2)",
 ]
 
+OF_NORMALIZED = ("entropy", "effective_keys", "participation", "distance", "first_key_mass", "support")
+
 
 @st.composite
 def calls(draw):
@@ -89,9 +91,11 @@ def test_any_call(call):
     assert (out.double() - exact).norm() <= bound * (exact.norm() + 1e-3 * v.double().norm() + 1e-9)
     threshold = normalizers.get(options["normalizer"]).family == "threshold"
     fine = 1e-8 if q.dtype == torch.float64 else 3e-3 if threshold and q.dtype.itemsize == 2 else 5e-4
+    shaky = truths["mass"] < 1e-3 * (options["normalizer"] == "softpick")  # who weighs is up to the logits' rounding
     for name, truth in truths.items():
         ours, odd = stats[name].double(), ~truth.isfinite()
         assert torch.equal(ours[odd], truth[odd]), name
+        odd = odd | (shaky & (name in OF_NORMALIZED))
         if threshold and name in ("support", "gradient_gain", "participation"):
             continue  # a weight of 1e-8 may round to 0
         error = ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~odd]

@@ -19,6 +19,7 @@ from regard.normalizers._language import speak
 SHORT = 128  # columns up to which rows are solved side by side
 WHOLE = 64  # entries that a vector loop takes at once
 STEPS = 60  # Newton needs 4 to 14
+NEAR = 1e-5  # a root found far away, among many entries, is not yet one: its square root cancelled
 CLOSED = 12  # after so many closed-form steps only Newton's
 
 
@@ -94,7 +95,7 @@ def solve_quadratic(y, size):
     tau, known = -1.0, np.float64(-1)
     count, first, second = moments(y, size, tau)
     for trial in range(STEPS):
-        if count == known:
+        if count == known and abs(second - 1) < NEAR:
             break
         gap = first * first - count * (second - 1)
         if gap >= 0 and trial < CLOSED:

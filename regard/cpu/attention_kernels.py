@@ -84,7 +84,7 @@ def tiles(normalizer: Normalizer, precision: str) -> dict:
         level=attention_tiles.threshold_level if family == "threshold" else attention_tiles.plain_level,
         rest=getattr(normalizer, "rest", nothing),
     )
-    for name in ("weight", "norm", "rise", "fall", "cross"):
+    for name in ("weight", "norm", "rise", "fall", "cross", "weighs"):
         found[name] = getattr(attention_tiles, f"{family}_{name}")
     found["above"] = attention_tiles.threshold_above
     for name in OWN:

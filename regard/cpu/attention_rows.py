@@ -230,7 +230,7 @@ def general_sums(x, top, mean, m, c, theta, offset):
                 distance_ = words.accumulate(distance_, weight * abs(real(np.int32(j)) + away))
             if tile.spread:
                 lower = (y < top) & (not hidden)
-                support_ = words.accumulate(support_, words.where(weight > 0.0, 1.0, 0.0))
+                support_ = words.accumulate(support_, words.where(hidden, 0.0, tile.weighs(y, m, c, theta)))
                 u_ = words.accumulate(u_, words.where(lower, weight, 0.0))
                 v_ = words.accumulate(v_, words.where(lower, norm, 0.0))
                 logarithm = words.log(words.maximum(weight, tile.smallest))

@@ -1,6 +1,7 @@
 """The three families in one form, functions of a score x and its row's frame (m, c), for the attention templates.
 
-    weight u, norm v, rise u′, fall v′, and cross, what the gradient gain sums: v′·u, or g′² for the threshold maps
+    weight u, norm v, rise u′, fall v′, and cross, what the gradient gain sums: v′·u, or g′² for the threshold maps;
+    weighs: 1 where u > 0 in exact arithmetic, which is where u rises, however small exp(x − m) is
 
 Ratio: m is the shift and c = exp(−m). Threshold: m is the maximum of gain·x and c = τ − m. Pointwise: neither.
 `level` is the x that τ is told in.
@@ -8,7 +9,7 @@ Ratio: m is the shift and c = exp(−m). Threshold: m is the maximum of gain·x 
 
 from __future__ import annotations
 
-from regard.cpu._compile import tile, words
+from regard.cpu._compile import real, tile, words
 
 
 def plain_level(x, theta):
@@ -35,6 +36,10 @@ def ratio_fall(x, m, c, theta):
     return tile.denominator_slope(words.exp(x - m), x, c)
 
 
+def ratio_weighs(x, m, c, theta):
+    return words.where(tile.numerator_slope(real(1.0), x, c) > 0.0, 1.0, 0.0)
+
+
 def ratio_cross(x, m, c, theta):
     return tile.fall(x, m, c, theta) * tile.weight(x, m, c, theta)
 
@@ -56,6 +61,10 @@ def threshold_rise(x, m, c, theta):
 threshold_norm, threshold_fall = threshold_weight, threshold_rise
 
 
+def threshold_weighs(x, m, c, theta):
+    return words.where(tile.above(x, m, c, theta) > 0.0, 1.0, 0.0)
+
+
 def threshold_cross(x, m, c, theta):
     return tile.rise(x, m, c, theta) * tile.rise(x, m, c, theta)
 
@@ -66,6 +75,10 @@ def pointwise_weight(x, m, c, theta):
 
 def pointwise_rise(x, m, c, theta):
     return tile.slope(x, theta)
+
+
+def pointwise_weighs(x, m, c, theta):
+    return 1.0
 
 
 def pointwise_cross(x, m, c, theta):

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -274,6 +275,19 @@ def test_forwards_that_no_hook_sees(way):
             assert found[0]["1"][0] > 100.0
             assert [told["1"][0] for told in found[1:]] == pytest.approx([50.0, 50.0], rel=1e-3)
         torch._dynamo.reset()
+
+
+def test_calls_under_vmap_do_not_count():
+    model, _ = exploded(ours)
+    values = dict(model.named_parameters())
+
+    def loss(values, x):
+        return torch.func.functional_call(model, values, (x[None],)).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, torch.randn(2, 6, 16))
+    assert regard.qk_clip(model, 50.0).max_logit == {}
 
 
 def test_scores_that_do_not_grow_are_named_from_the_first_call_on():

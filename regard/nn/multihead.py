@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from regard import normalizers, statistics
 from regard._attention import attention
+from regard._normalize.arguments import is_mapped
 from regard.nn import additive, torch_weights
 from regard.nn.order import Order
 from regard.temperature import Fixed, named
@@ -215,7 +216,9 @@ class MultiheadAttention(nn.Module):
 
     def _remember(self, q, k, scale, options) -> None:
         """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them."""
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+            return
+        if torch.compiler.is_compiling() or not is_mapped(q):  # what torch.func wraps is gone after the call
             self._last = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self):

@@ -46,10 +46,16 @@ def takes(p: Problem, way: str) -> bool:
         and all(x is None for x in (p.softcap, p.bias, p.mask))
         and p.dropout_p == 0.0
         and p.q.shape[-2] >= BLOCK
-        and p.k.shape[-2] in LENGTHS[way]
+        and span(p) in LENGTHS[way]
         and capable(p.q.device)
         and all(map(reachable, (p.q, p.k)))
     )
+
+
+def span(p: Problem) -> int:
+    """Keys that a row may see."""
+    (left, right), keys = p.reach, p.k.shape[-2]
+    return keys if left is None or right is None else min(keys, left + right + 1)
 
 
 class Lists:

@@ -47,7 +47,6 @@ class Solved:
     c: Tensor  # τ − high
     pairs: list[tuple[slice, slice, Problem]]
     kept: list | None = None  # of each pair (what its own solution kept, its own high − the row's); None: no room
-
     broken: Tensor | None = None  # [B, H, M], where a score was NaN or infinite: such rows are NaN throughout
 
     def part(self, plan: Plan, index: int) -> Part:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import regard
 import regard.parallel as parallel
 from regard.parallel import plain
+from regard.parallel.line import Line
 
 
 def refused(rank: int, world: int) -> None:
@@ -17,6 +18,8 @@ def refused(rank: int, world: int) -> None:
     differ(x, last, world)
     wrong_on_one(x, rank, last, world)
     sentences(x, world)
+    if world == 2:
+        own_errors()
 
 
 def differ(x: torch.Tensor, last: bool, world: int) -> None:
@@ -98,6 +101,14 @@ def sentences(x: torch.Tensor, world: int) -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=error):
             call()
+
+
+def own_errors() -> None:
+    """What fails at once, with everybody well, is nobody else's fault."""
+    line = Line.of()
+    with pytest.raises(RuntimeError, match="no such operator") as caught, line.guard("test", 0):
+        raise RuntimeError("no such operator")
+    assert not isinstance(caught.value, parallel.RankError)
 
 
 def raises_inside(rank: int, world: int) -> tuple[str, str]:

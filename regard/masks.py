@@ -31,7 +31,8 @@ def window(
 ) -> Tensor:
     """(n, keys): query i sees keys i − left … i + right; None is no limit on that side. Queries count from `first`."""
     keys = n if keys is None else keys
-    n, keys = _count(n, "n"), _count(keys, "keys")
+    n, keys, first = _count(n, "n"), _count(keys, "keys"), _whole(first, "first")
+    left, right = (None if side is None else _whole(side, name) for side, name in ((left, "left"), (right, "right")))
     offset = torch.arange(keys, device=device) - torch.arange(first, first + n, device=device)[:, None]
     seen = torch.ones(n, keys, dtype=torch.bool, device=device)
     if left is not None:
@@ -62,11 +63,15 @@ def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tens
     return torch.arange(max_len, device=lengths.device) < lengths[:, None]
 
 
-def _count(n: int, name: str) -> int:
+def _whole(n: int, name: str) -> int:
     try:
-        count = operator.index(n)
+        return operator.index(n)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {type(n).__name__}") from None
+
+
+def _count(n: int, name: str) -> int:
+    count = _whole(n, name)
     if count < 0:
         raise ValueError(f"{name} must be ≥ 0, got {n!r}")
     return count

@@ -34,6 +34,8 @@ class OnlineSoftmax:
         check_scores(block, "block")
         if block.ndim == 0:
             raise ValueError("block must have at least one dimension, got a scalar; write block[None]")
+        if self.max is not None and block.shape[:-1] != self.max.shape:
+            raise ValueError(f"block must have rows of shape {tuple(self.max.shape)}, got {tuple(block.shape[:-1])}")
         z = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32)
         if z.shape[-1]:
             m = z.amax(-1)

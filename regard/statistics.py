@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -327,10 +328,14 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
     tensor([1.3863, 1.3863])
     """
     choice = normalizers.get(normalizer)
+    check_float(scores, "scores")
+    if isinstance(first, Tensor) or not hasattr(first, "__index__"):
+        _refuse("first must be an int", first)
     seen = scores != -math.inf
-    seen = seen if visible is None else seen & visible
+    seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
     if sink is not None:
-        sink = sink.to(scores.dtype).expand(*scores.shape[:-1], 1)
+        sink = sink if isinstance(sink, Tensor) or not isinstance(sink, numbers.Real) else torch.tensor(float(sink))
+        sink = _fitting(sink, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
     rows = first + _positions(scores)
     frame = solve_frame(scores, seen, choice, theta, sink)
     return State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
@@ -346,19 +351,19 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     >>> regard.statistics.of_weights(w)["entropy"], regard.statistics.of_weights(w.flip(-1))["distance"]
     (tensor([0., 0., 0.]), tensor([2., 0., 2.]))
     """
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        raise TypeError("weights must be a floating-point tensor of shape (…, queries, keys)")
+    check_float(weights, "weights")
     choice = normalizers.get(normalizer)
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if scores is not None:
-        if not isinstance(scores, Tensor) or not scores.is_floating_point():
-            raise TypeError("scores must be a floating-point tensor with the shape of weights")
+        check_float(scores, "scores")
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if scores.shape != weights.shape:
             raise ValueError(f"scores must have the shape of weights {tuple(weights.shape)}, got {tuple(scores.shape)}")
-        seen = scores != -math.inf if visible is None else visible.expand(scores.shape) & (scores != -math.inf)
+    shown = None if visible is None else _fitting(visible, "visible", weights.shape, torch.bool)
+    if scores is not None:
+        seen = scores != -math.inf if shown is None else shown & (scores != -math.inf)
     else:
-        seen = weights > 0 if visible is None else visible.expand(weights.shape)
+        seen = weights > 0 if shown is None else shown
     p = torch.where(seen, weights, 0.0)
     mass = p.sum(-1, keepdim=True)
     share = p / torch.where(mass > 0, mass, 1.0)
@@ -390,6 +395,33 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
         for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):
             stats[name] = logits[name]
     return Statistics({name: stats[name] for name in NAMES if name in stats})
+
+
+def check_float(x: Tensor, name: str) -> None:
+    """A dense tensor of float16 or wider with at least one dimension, or a refusal that names it."""
+    if not isinstance(x, Tensor):
+        _refuse(f"{name} must be a torch.Tensor", x)
+    if x.layout != torch.strided or not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise TypeError(f"{name} must be a dense tensor of float16 or wider, got {x.dtype}, {x.layout}")
+    if x.ndim == 0:
+        raise ValueError(f"{name} must have at least one dimension, got a scalar")
+
+
+def _refuse(said: str, given):
+    raise TypeError(f"{said}, got {type(given).__name__}")
+
+
+def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> Tensor:
+    """x broadcast to the shape; bool if `dtype` says so, else floating-point."""
+    kind = "a bool tensor (True = visible)" if dtype is torch.bool else "a number or a floating-point tensor"
+    if not isinstance(x, Tensor):
+        _refuse(f"{name} must be {kind}", x)
+    if x.layout != torch.strided or (x.dtype != torch.bool if dtype is torch.bool else not x.is_floating_point()):
+        raise TypeError(f"{name} must be {kind}, got {x.dtype}, {x.layout}")
+    try:
+        return x.expand(*shape)
+    except RuntimeError:
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}") from None
 
 
 def _gain_of_weights(p: Tensor, choice, scores, seen) -> Tensor | None:

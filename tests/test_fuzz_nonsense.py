@@ -38,6 +38,12 @@ CALLS = {
         normalizer="softmax", temperature=None, softcap=None, sink=None, window=None, key_lengths=None,
         return_stats=False, backend=None,
     ),
+    regard.qk_norm: dict(q=q, k=q, eps=1e-6),
+    regard.attention_path: dict(q=q, k=q, v=q, attn_mask=None, is_causal=False, window=None, backend=None),
+    regard.statistics.of_scores: dict(scores=z, visible=None, normalizer="softmax", sink=None, first=0),
+    regard.statistics.of_weights: dict(weights=z, scores=None, normalizer="softmax", visible=None),
+    regard.OnlineSoftmax().update(z).weights: dict(block=z),
+    regard.masks.window: dict(n=3, keys=None, left=None, right=None, first=0),
     regard.masks.causal: dict(n=3, keys=None),
     regard.masks.padding: dict(lengths=[1, 2], max_len=3),
 }  # fmt: skip

@@ -65,7 +65,7 @@ def main(options) -> int:
             "# `regard bench accuracy`",
             "",
             *about,
-            *(f"\n## {part.title}\n\n{part.markdown()}" for part in tables),
+            *(f"\n{part.markdown()}" for part in tables),
         ]
         options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
     broken = [entry for entry in entries if not entry.kept]

@@ -107,7 +107,7 @@ def relative(ours, truth) -> float:
     return float((ours - truth).norm() / truth.norm().clamp_min(1e-9))
 
 
-def check_forward(backend, problem: Problem, slack: float = 1.0):
+def check_forward(backend, problem: Problem, slack: float = 1.0, floor=FLOOR):
     """Output and statistics against float64; the answer."""
     answer = backend.forward(problem)
     o, stats = reference.of_problem(problem)
@@ -124,7 +124,7 @@ def check_forward(backend, problem: Problem, slack: float = 1.0):
         )  # its gain: |S| − 1
         if problem.choice.family == "threshold" and name in counts:
             continue  # a weight of 1e-8 may round to 0: checked where the margin is wide
-        error = ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~bare]
+        error = ((ours - truth).abs() / (truth.abs() + floor[name]))[~bare]
         assert error.numel() == 0 or error.max() <= slack * fine, (name, float(error.max()))
     return answer
 

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 BLOCK, CAP = 32, 16
+BYTES = sparse.BLOCK * sparse.CAP * 4 * 8  # of a block's lists
 SMALL = dict(b=1, h=2, g=1, d=8, e=8)
 
 
@@ -109,3 +110,7 @@ def test_lists_longer_than_what_is_at_hand(monkeypatch):
     problem = make(3, "entmax15", **SMALL | dict(h=1, m=40, n=220), sharp=0.05)  # every key has weight: 55 to a list
     check_forward(attention, problem)
     assert left[0].sum() == 0
+
+
+def test_no_block_of_lists_crosses_4_gib():
+    assert 2**32 % BYTES == 0  # they begin at multiples of their size, and only the low half of an address moves

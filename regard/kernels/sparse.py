@@ -4,7 +4,7 @@
     backward    candidates above τ → gather_dq;  the same with rows and columns exchanged → gather_dkv
 
 What fails is flagged for the kernels that sweep (`forward_threshold`, …). The
-lists of a chunk of blocks take 640 MiB at most, whatever the length.
+lists of a chunk of blocks take 512 MiB at most, whatever the length.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from regard.kernels.tiles import Config, Options
 from regard.problem import Problem
 
 BLOCK = 128  # rows of a program of `candidates`
-CAP = 160  # entries of one of a row's four lists
+CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB
 SPARE = 32  # of them, so that a tile need not ask for room: it adds no more
 CHUNK = 1024  # blocks whose lists exist at a time
 SAMPLE = 64  # keys, four times, that the first level is guessed from
+STRIDE = 2  # of so many key blocks one counts for it; a level from fewer fills the lists of long rows
 WALK = {  # entries at a time and warps: the fastest of four on an H200
     "dq": dict(STEP=4, num_warps=4),
     "dkv": dict(STEP=2, num_warps=4),
 }
-LENGTHS = {"forward": range(4096, 2**31), "backward": range(8192, 2**31)}  # keys: where lists were measured faster
+LENGTHS = {"forward": range(4096, 2**31), "backward": range(16384, 2**31)}  # keys: where lists were measured faster
 # keys per tile and stages, without statistics and with them, which take registers; in all more than 48 KiB, as the
 # launch of a program with less is not allowed what `candidates` puts aside on top of it
 KEYS = {64: ((128, 2), (64, 4)), 128: ((128, 2), (64, 3))}
@@ -68,7 +69,7 @@ class Lists:
         slots = min(self.blocks, CHUNK) * BLOCK
         size = BLOCK * 8 * CAP  # numbers in the lists of a block
         page = torch.empty(slots * 8 * CAP + size, dtype=torch.float32, device=p.q.device)
-        self.entries = page[-page.data_ptr() % (4 * size) // 4 :]  # so that no block's lists cross 4 GiB
+        self.entries = page[-page.data_ptr() % (4 * size) // 4 :]  # no block's lists cross 4 GiB
         self.counts = torch.empty(slots, 4, dtype=torch.int32, device=p.q.device)
         self.found = torch.empty(slots, dtype=torch.int32, device=p.q.device)
         self.below = torch.empty(slots, 3, 4, dtype=torch.float32, device=p.q.device) if stats else None
@@ -84,11 +85,6 @@ class Lists:
             *self.described, level, slope, self.counts, self.entries, self.below, first, reach,
             BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.transposed, num_warps=8, maxnreg=128,
         )  # fmt: skip
-
-
-def stride(p: Problem) -> int:
-    """Of how many key blocks one is looked at for the first level."""
-    return 2 if p.k.shape[-2] <= 4096 else 4
 
 
 def flags_of(rows: torch.Tensor, many) -> torch.Tensor:
@@ -109,7 +105,7 @@ def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config,
     )
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
-    support.first_level[(blocks,)](q, k, level, opt, bare, CAP - SPARE, stride(p), num_warps=8, num_stages=3)
+    support.first_level[(blocks,)](q, k, level, opt, bare, CAP - SPARE, STRIDE, num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
         slope = torch.empty_like(frame)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attention_data import Poisoned, check_backward, check_forward, make
+from attention_data import FLOOR, Poisoned, check_backward, check_forward, make
 
 from regard.kernels import attention, sparse
 from regard.problem import Upstream
@@ -22,9 +22,9 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(sparse, "LENGTHS", dict.fromkeys(("forward", "backward"), range(256, 2**31)))
 
 
-def check(problem):
+def check(problem, floor=FLOOR):
     assert sparse.takes(problem, "forward") and sparse.takes(problem, "backward")
-    check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+    check_backward(attention, problem, check_forward(attention, problem, slack=2.0, floor=floor), slack=2.0)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,9 @@ def test_who_sees_whom(options):
 
 @pytest.mark.parametrize("sharp", [0.02, 30.0])
 def test_flat_and_sharp_rows(sharp):
-    check(make(3, "entmax15", d=64, e=64, sharp=sharp, **LONG | dict(n=3000, m=300)))
+    problem = make(3, "entmax15", d=64, e=64, sharp=sharp, **LONG | dict(n=3000, m=300))
+    # q·k up to 1000, summed in float32: scores are off by 1e-6 and more, and so is the gain of a row with one weight
+    check(problem, FLOOR if sharp < 1 else FLOOR | dict(gradient_gain=1e-3))
 
 
 @pytest.mark.parametrize(("m", "n", "causal"), [(4096, 4096, True), (2048, 16384, False)])

@@ -5,8 +5,8 @@
 Half the keys for all queries is what each of two ranks has to compute when nothing is causal; for causal calls the
 comparison is with causal attention of all queries to their keys, halved by heads. One thread per process. Both sides
 run in turn, between barriers, in the same processes: on the two sides a rank has the same work, and what differs is
-the transfer, the merging and the waiting. The figure is the ratio of the minima over the rounds, of wall time and of the
-processor time of all threads of a rank, which leaves the waiting out but means something on a busy machine too.
+the transfer, the merging and the waiting. The figure is the ratio of the minima over the rounds: of wall time, and of
+the processor time of all threads of a rank, which leaves the waiting out but means something on a busy machine too.
 """
 
 from __future__ import annotations

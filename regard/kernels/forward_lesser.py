@@ -34,16 +34,25 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def forward_lesser(q, k, v, k_blocks, v_blocks, rough, stats, rows, opt, C: tl.constexpr, MANY: tl.constexpr):
-    """MANY blocks of queries to a program: most programs only find that there is nothing to do."""
+    """MANY blocks of queries to a program: most find, by one load for all of them, that there is nothing to do."""
     blocks = tl.cdiv(opt.queries, C.BM)
-    for block in range(
-        tl.program_id(0) * MANY, tl.minimum(tl.program_id(0) * MANY + MANY, rows // opt.queries * blocks)
-    ):
-        i = (blocks - 1 - block % blocks) * C.BM + tl.arange(0, C.BM)  # as sweeps.scene_at counts
-        row = block // blocks * tiles.wide(opt.queries) + i
-        top = tl.load(rough + row, mask=i < opt.queries, other=float("inf"))
-        if tl.min(top, 0) < float("inf"):
-            look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, tiles.wide(rows), opt, C)
+    start = tl.program_id(0) * MANY
+    end = tl.minimum(start + MANY, rows // opt.queries * blocks)
+    _, tops = rough_of(start + tl.arange(0, MANY)[:, None], end, rough, opt, C)
+    if tl.min(tl.min(tops, 1), 0) < float("inf"):
+        for block in range(start, end):
+            row, top = rough_of(block, end, rough, opt, C)
+            if tl.min(top, 0) < float("inf"):
+                look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, tiles.wide(rows), opt, C)
+
+
+@triton.jit
+def rough_of(block, end, rough, opt, C: tl.constexpr):
+    """The rows of a block, or of a column of them, and their first numbers: the maximum, or +inf if all is well."""
+    blocks = tl.cdiv(opt.queries, C.BM)
+    i = (blocks - 1 - block % blocks) * C.BM + tl.arange(0, C.BM)  # as sweeps.scene_at counts
+    row = block // blocks * tiles.wide(opt.queries) + i
+    return row, tl.load(rough + row, mask=i < tl.where(block < end, opt.queries, 0), other=float("inf"))
 
 
 @triton.jit

@@ -155,10 +155,14 @@ def curve(result: dict, variant: str, how: str):
 
 
 def by_length(result: dict, rows: dict[str, tuple[str, str]], more: dict[str, dict[int, str]]) -> Table:
-    """% correct, a column for each number of items: name → (variant, how), then rows of cells that are given."""
-    tests = curve(result, *next(iter(rows.values())))[0]
-    told = {name: dict(zip(tests, curve(result, *of)[2], strict=True)) for name, of in rows.items()}
-    cells = {name: {n: f"{mean:.1f}" for n, mean in line.items()} for name, line in told.items()}
+    """% correct with its interval over the seeds, a column for each number of items: name → (variant, how), then rows
+    of cells that are given."""
+    cells = {
+        name: {n: f"{mean:.1f} ± {(high - low) / 2:.1f}" if low is not None else f"{mean:.1f}"
+               for n, low, mean, high in zip(*curve(result, *of), strict=True)}
+        for name, of in rows.items()
+    }  # fmt: skip
+    tests = list(next(iter(cells.values())))
     lines = [[name, *(line.get(n, "") for n in tests)] for name, line in {**cells, **more}.items()]
     return Table(["items", *map(str, tests)], lines, numbers=[*map(str, tests)])
 

@@ -19,16 +19,6 @@ BLOCKS = {64: (128, 2, 3, 240, False), 128: (128, 2, 2, 240, False)}
 
 def takes(p: Problem) -> bool:
     """Does this call run on the Hopper kernel?"""
-    return able(p) and proven(p)
-
-
-def proven(p: Problem) -> bool:
-    """What was compared with float64 and timed on an H200. The rest of what the kernel is able to do waits for that."""
-    return p.choice.name == "softmax" and p.q.dtype == torch.bfloat16 and p.sink is None and p.temperature is None
-
-
-def able(p: Problem) -> bool:
-    """Is this a call that the Hopper kernel was built for?"""
     left, right = p.reach
     return (
         p.q.is_cuda

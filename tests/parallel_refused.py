@@ -84,6 +84,10 @@ def sentences(x: torch.Tensor, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     assert torch.equal(parallel.attention(q, k, v, group=mesh), parallel.attention(q, k, v))
     assert torch.equal(parallel.unshard(parallel.shard(x, group=mesh), group=mesh), x)
+    learned = q.detach().requires_grad_()
+    (once,) = torch.autograd.grad(parallel.attention(learned, k, v).square().sum(), learned, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        once.sum().backward()
     two = init_device_mesh("cpu", (1, world), mesh_dim_names=("a", "b"))
     assert torch.equal(parallel.shard(x, group=two["b"]), q)
     mask = torch.ones(1, 1, q.shape[2], 7, dtype=torch.bool)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from regard.parallel import ring, stationary, tree, visits
 from regard.parallel.gradients import KeyGradients
@@ -98,6 +99,7 @@ class Apply(torch.autograd.Function):
         return out, values
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dvalues):
         with ctx.plan.line.telling():
             return _pulled(ctx, do, dvalues)

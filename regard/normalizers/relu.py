@@ -21,7 +21,7 @@ def reference(scores, visible, theta):
 
 @jit
 def numerator(e, s, c):
-    return tl.maximum(s, 0.0)
+    return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN
 
 
 @jit

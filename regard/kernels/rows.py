@@ -23,6 +23,8 @@ try:
     from triton.runtime import JITFunction
 
     from regard.kernels import rows_exact, rows_online, rows_pointwise, rows_short, rows_threshold
+
+    COMPILED = isinstance(rows_exact.forward_exact, JITFunction)  # and not interpreted
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
     pass
 
@@ -64,11 +66,13 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
     if (solves or exact) and columns <= 1024:
         threads, vector = max(columns // 32, 1), 16 // size
         return Plan(min(32 // threads, next_power_of_2(R)), columns, 1, 1, False, lanes=threads * vector)
-    if columns <= 4096:
+    if columns <= 4096 and not exact:
         many = 1024 if tensors == 3 and columns < 1024 else 2048
         return _whole(1 if solves else max(1, min(many // columns, next_power_of_2(R))), columns, tensors, family, half)
     few = processors > 2 * R  # then a long row is shared, so that every multiprocessor has work
-    longest = 16384 if exact else min((131072, 65536, 16384 * size)[tensors - 1] // size, 32768)
+    if exact:
+        return _exact(N, columns, few, processors)
+    longest = min((131072, 65536, 16384 * size)[tensors - 1] // size, 32768)
     if size < 8 and (solves or (forwards and half and family == "exponential")):
         longest = 65536
     if forwards and family == "pointwise" and columns > longest and not few:
@@ -80,13 +84,24 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
         warps, again = (8, True) if half else (16, False)
     elif solves:
         registers = None
-    elif exact:
-        registers = 128
     elif forwards and half and family != "pointwise" and not few:
         columns, warps, again = 32768, 16, True
     parts, step = -(-N // columns), 4096 if forwards and family == "pointwise" else 0
     # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
     return Plan(1, columns, parts, warps, parts <= processors // 8, registers, again, step)
+
+
+def _exact(N: int, columns: int, few: bool, processors: int) -> Plan:
+    """float32 softmax holds exponentials in float64, in rows of up to 8192 columns or where rows are few.
+
+    Longer rows, if many, hold rounded ones, so that two or more share a multiprocessor.
+    """
+    if columns <= 8192:
+        return Plan(1, columns, 1, columns // 1024, False, 128, ahead=16384 // columns * processors)
+    if columns <= 32768 and not few:
+        return Plan(1, columns, 1, columns // 1024, False, 64, True)
+    parts = -(-N // 8192)
+    return Plan(1, 8192, parts, 8, parts <= processors // 8, 128 if few else 64, not few)
 
 
 def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Plan:
@@ -105,8 +120,6 @@ def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Pl
     if tensors == 1 and half and columns == 32768 and family in ("exponential", "pointwise"):
         return Plan(rows, columns, 1, 16, False, 64, True)
     registers = 64 if tensors == 1 and columns >= 8192 else None
-    if tensors == 1 and family == "exponential" and not half:
-        registers = 128  # a number takes two
     return Plan(rows, columns, 1, min(max(total // 1024, 1), 32), False, registers, columns == 65536)
 
 
@@ -124,19 +137,22 @@ def forward(
     if s.numel() == 0:
         return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
+    rows, columns, again, step, lanes, ahead = (launch.plan[i] for i in (0, 1, 6, 7, 8, 9))
     if launch.exact:
-        launch(rows_exact.forward_exact, (s, p, state), 3, {})
-    elif launch.plan.lanes:
-        launch(rows_short.forward_short, (s, p, state), 0, {"TOLERANCE": _TOLERANCE[s.dtype]})
-    elif launch.plan.step:
-        launch(rows_pointwise.forward_pointwise, (s, p, state), 2, {})
+        tile = dict(ROWS=rows, LANES=lanes or columns, ROUNDED=again, AHEAD=ahead)
+        launch(rows_exact.forward_exact, (s, p, state), 3, tile)
+    elif lanes:
+        launch(rows_short.forward_short, (s, p, state), 0, dict(ROWS=rows, LANES=lanes, TOLERANCE=_TOLERANCE[s.dtype]))
+    elif step:
+        launch(rows_pointwise.forward_pointwise, (s, p, state), 2, dict(STEP=step))
     elif F.family == "threshold":
-        vector = min(16 // s.element_size(), launch.plan.columns)
+        vector = min(16 // s.element_size(), columns)
         groups = launch.plan.groups(vector)
-        extra = {"GROUPS": groups, "VECTOR": vector, "TOLERANCE": _TOLERANCE[s.dtype]}
-        launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, extra, solves=True)
+        solver = dict(GROUPS=groups, VECTOR=vector, TOLERANCE=_TOLERANCE[s.dtype])
+        tile = dict(ROWS=rows, AGAIN=again)
+        launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, tile, solver=solver)
     else:
-        launch(rows_online.forward_online, (s, p, state), 2, {})
+        launch(rows_online.forward_online, (s, p, state), 2, dict(ROWS=rows, AGAIN=again, AHEAD=ahead))
     return p, state
 
 
@@ -155,12 +171,13 @@ def backward(
     if dp.numel() == 0:
         return ds
     launch = _Launch(F, saved, 2 if F.slope_of_weight is not None else 3, theta, mask, scale, choice)
+    tensors, tile = (dp, saved, ds, state), dict(ROWS=launch.plan.rows, AGAIN=launch.plan.again)
     if F.family == "threshold":
-        launch(rows_threshold.backward_threshold, (dp, saved, ds, state), 2, {})
+        launch(rows_threshold.backward_threshold, tensors, 2, tile)
     elif launch.exact and F.slope_of_weight is not None:
-        launch(rows_exact.backward_exact, (dp, saved, ds, state), 2, {})
+        launch(rows_exact.backward_exact, tensors, 2, dict(ROWS=launch.plan.rows))
     else:
-        launch(rows_online.backward_online, (dp, saved, ds, state), 1, {}, sums=F.family == "ratio")
+        launch(rows_online.backward_online, tensors, 1, tile, sums=F.family == "ratio")
     return ds
 
 
@@ -178,7 +195,7 @@ def _check(s: Tensor, choice: Choice) -> Any:
         raise TypeError(
             f"s must be a contiguous float tensor [R, N], got {s.dtype} of shape {tuple(s.shape)}; use .float()"
         )
-    if not s.is_cuda and isinstance(rows_online.forward_online, JITFunction):
+    if not s.is_cuda and COMPILED:
         raise ValueError(f"s must be on a CUDA device, got {s.device}; set TRITON_INTERPRET=1 to interpret the kernels")
     return F
 
@@ -202,8 +219,9 @@ class _Launch:
         self.numbers = float(scale), theta_number
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}
 
-    def __call__(self, kernel, tensors, count, extra, solves=False, sums=True):
-        rows, columns, parts, warps, meets, registers, again, step, lanes, ahead = self.plan
+    def __call__(self, kernel, tensors, count, tile, solver=None, sums=True):
+        """count: numbers that a part publishes. tile: the kernel's own constants. solver: those of `solve_rows` too."""
+        rows, columns, parts, warps, meets, registers, *_ = self.plan
         R, N, s = self.R, self.N, self.s
         if parts == 1:
             stages = ("whole",)
@@ -217,12 +235,6 @@ class _Launch:
             partial = torch.empty(R * (count * parts + 4), dtype=accumulator, device=s.device)
             counters = torch.zeros(R, dtype=torch.int32, device=s.device) if meets else s
         shape = {"PARTS": next_power_of_2(parts), **self.flags}
-        if kernel is rows_exact.forward_exact:
-            tile = {"LANES": lanes or columns, "ROWS": rows, "AGAIN": again and s.is_cuda, "AHEAD": ahead}
-        elif lanes:
-            tile = {"LANES": lanes, "ROWS": rows}
-        else:
-            tile = {"STEP": step} if step else {"ROWS": rows, "AGAIN": again, "AHEAD": ahead}
         options = {"num_warps": warps, "enable_fp_fusion": True}
         if registers is not None:
             options["maxnreg"] = registers
@@ -231,10 +243,10 @@ class _Launch:
             for stage in stages:
                 kernel[grid](
                     *tensors, self.mask, self.theta_rows, partial, counters, R, N, parts, *self.strides, *self.numbers,
-                    F=self.F, COLUMNS=columns, **tile, **shape, **extra, STAGE=stage, **options,
+                    F=self.F, COLUMNS=columns, **tile, **(solver or {}), **shape, STAGE=stage, **options,
                 )  # fmt: skip
-                if solves and stage == "publish":
+                if solver and stage == "publish":
                     rows_threshold.solve_rows[(R,)](
                         s, self.mask, self.theta_rows, partial, R, N, parts, *self.strides, *self.numbers,
-                        F=self.F, COLUMNS=columns, **shape, **extra, **options,
+                        F=self.F, COLUMNS=columns, **shape, **solver, **options,
                     )  # fmt: skip

@@ -21,8 +21,6 @@ from regard.kernels.rows_tiles import (
     store_state,
 )
 
-LOWEST = tl.constexpr(-105.0)  # e^y is 0 from here on in float32, in every weight
-
 
 @triton.jit
 def double(x: tl.constexpr):
@@ -74,8 +72,8 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
         top = tl.zeros([1], tl.float32) + tl.reduce(tops, 0, larger)
         common = shift_of(finite(top), F)
         apart = shift_of(finite(tops), F).to(tl.float64) - tl.sum(common.to(tl.float64))
-        falls = tl.exp(tl.maximum(apart * scale, 2 * LOWEST))
-        fall = tl.exp(tl.maximum((shift.to(tl.float64) - common) * scale, 2 * LOWEST))
+        falls = tl.exp(tl.maximum(apart * scale, -200.0))
+        fall = tl.exp(tl.maximum((shift.to(tl.float64) - common) * scale, -200.0))
         # a part that sees nothing has no shift, and weighs 0
         z = tl.zeros([1], tl.float64) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
         fall = tl.where(own == float("-inf"), 0.0, fall)
@@ -92,13 +90,13 @@ def halves(x):
 
 @triton.jit
 def frame_of(shift, scale):
-    """(the lowest score that weighs anything, log₂e·scale) of rows [ROWS] with this shift.
+    """(the lowest score that may weigh anything, log₂e·scale) of rows [ROWS] with this shift, as e^−105 is 0.
 
     Floats beside a shift of 10⁹ and more lie so far apart that all but the maximum weigh 0, whatever the scale: there
     it is made small enough for the exponent.
     """
     apart = tl.abs(shift) * 2.0**-22
-    lowest = shift - tl.maximum(-LOWEST / scale.to(tl.float32), apart)
+    lowest = shift - tl.maximum(105.0 / scale.to(tl.float32), apart)
     scale = tl.minimum(scale, (600.0 / tl.maximum(apart, 1e-30)).to(tl.float64))
     return lowest, scale * tl.full([1], 1.4426950408889634, tl.float64)
 
@@ -108,11 +106,11 @@ def forward_exact(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, ROUNDED: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """The tile is [ROWS, K, LANES]: short rows lie K deep in a few lanes each, a long one side by side (K = 1).
 
-    AGAIN: the scores are held, and their exponentials, twice as large, computed twice.
+    ROUNDED: exponentials are float32, of which a multiprocessor holds twice as many; one rounding more.
     """
     part = tl.program_id(0) % parts
     first = (tl.program_id(0) // parts).to(tl.int64) * ROWS
@@ -126,10 +124,13 @@ def forward_exact(
     top = tl.reduce(tl.reduce(x, 1, larger), 1, larger)
     shift = shift_of(finite(top), F)
     lowest, factor = frame_of(shift, scale)
-    x = tl.maximum(x, over(lowest))
-    base = over(shift.to(tl.float64))
-    e = exponential(x, base, over(factor))
-    z = tl.sum(tl.sum(e, 1), 1)
+    if ROUNDED:
+        near, rest = halves(factor)
+        e = rounded(x, over(shift), over(near), over(rest))
+    else:
+        x = tl.maximum(x, over(lowest))
+        e = exponential(x, over(shift.to(tl.float64)), over(factor))
+    z = tl.sum(tl.sum(e.to(tl.float64), 1), 1)
     if STAGE != "whole":
         top, z, shift, fall = join(top, z, shift, scale, partial, counters, first, part, parts, F, PARTS, STAGE)
     if STAGE != "publish":
@@ -138,10 +139,12 @@ def forward_exact(
         if STAGE != "whole":
             inverse = inverse * fall
         inverse = tl.where(top < float("inf"), inverse, float("nan"))
-        if AGAIN:
-            tl.debug_barrier()
-            e = exponential(opaque(x), base, over(factor))
-        store(p, (e * over(inverse)).to(tl.float32), over(row), columns, R, N)
+        if ROUNDED:
+            near, rest = halves(inverse)
+            weights = tl.fma(e, over(near), e * over(rest))
+        else:
+            weights = (e * over(inverse)).to(tl.float32)
+        store(p, weights, over(row), columns, R, N)
         z = tl.where(top < float("inf"), z, float("nan"))
         store_state(state, (shift * scale).to(tl.float32), z.to(tl.float32), row, part, R)
 
@@ -154,16 +157,31 @@ def reciprocal(z):
 
 
 @triton.jit
-def opaque(x):
-    """x, which the compiler cannot know to be x, so that it computes again what it would have to hold."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+def rounded(x, shift, near, rest):
+    """2^((x − shift)·factor) in float32, wrong by 0.65 units in the last place at most; 0 below 2⁻¹²⁶.
+
+    factor = near + rest. What the difference lost to rounding is put back, as is what the product did.
+    """
+    d = x - shift
+    lost = tl.maximum(x - (shift + d), -1e-3)  # of −inf it is −inf
+    d = tl.maximum(d, -127.0 / near)
+    t = tl.fma(d, near, 12582912.0)  # 1.5·2²³: as above
+    j = t - 12582912.0
+    r = tl.fma(d, near, -j) + tl.fma(lost, near, d * rest)
+    q = tl.fma(r, 1.5461447462985332e-4, 1.3390867351400178e-3)
+    q = tl.fma(r, q, 9.618056669887258e-3)
+    q = tl.fma(r, q, 5.550357104252972e-2)
+    q = tl.fma(r, q, 0.2402265092234272)
+    q = tl.fma(r, q, 0.6931471880293429)
+    power = ((t.to(tl.int32, bitcast=True) << 23) + (127 << 23)).to(tl.float32, bitcast=True)
+    return tl.fma(r, q, 1.0) * power
 
 
 @triton.jit
 def silent(shift, scale, F: tl.constexpr):
     """c = exp(−m), which maps with a silent term need; m ≥ 0 there."""
     if F.shift == "max0":
-        c = tl.exp(tl.maximum(-shift * scale, 8 * LOWEST))
+        c = tl.exp(tl.maximum(-shift * scale, -700.0))
     else:
         c = tl.exp(-shift * scale.to(tl.float32))
     return c
@@ -198,15 +216,11 @@ def backward_exact(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr,
-    STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·p·(dp − δ) with δ = Σ p·dp, from the weights."""
     rows, columns, row, part = place(parts, ROWS, COLUMNS)
     above, p, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, tl.float32)
-    if AHEAD > 0:
-        prefetch(dp, R, N, parts, COLUMNS, AHEAD)
-        prefetch(saved, R, N, parts, COLUMNS, AHEAD)
     product = p * above
     lost = tl.fma(p, above, -product)
     delta = tl.sum(product.to(tl.float64), 1, keep_dims=True) + tl.sum(lost, 1, keep_dims=True)

@@ -195,7 +195,7 @@ def backward_online(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·(a·dp − b·δ) with δ = Σ p·dp for ratios, δ = 0 for pointwise maps."""
     ACC: tl.constexpr = state.dtype.element_ty
@@ -203,9 +203,6 @@ def backward_online(
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
-    if AHEAD > 0:
-        prefetch(dp, R, N, parts, COLUMNS, AHEAD)
-        prefetch(saved, R, N, parts, COLUMNS, AHEAD)
     if F.family == "ratio":
         m = tl.load(state + rows, mask=rows < R, other=0.0)
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)

@@ -27,7 +27,6 @@ from regard.kernels.rows_tiles import (
     number,
     parameter,
     place,
-    prefetch,
     publish,
     reciprocal,
     store,
@@ -198,8 +197,7 @@ def forward_threshold(
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
-    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr,
-    STAGE: tl.constexpr,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """One row or part per program (ROWS = 1): rows that step together all take as many steps as the slowest.
 
@@ -211,8 +209,6 @@ def forward_threshold(
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
     x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    if AHEAD > 0:
-        prefetch(s, R, N, parts, COLUMNS, AHEAD)
     scratch = partial + row * (GROUPS + SUMS) * parts
     if STAGE == "meet" or STAGE == "publish":
         tl.store(scratch + part * GROUPS + tl.arange(0, GROUPS)[None, :], maxima(x, GROUPS, VECTOR))
@@ -354,8 +350,7 @@ def backward_threshold(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr,
-    STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·g′·(dp − δ) with δ = Σ g′·dp / Σ g′."""
     ACC: tl.constexpr = state.dtype.element_ty
@@ -364,9 +359,6 @@ def backward_threshold(
     scale = number(scale, ACC)
     held = Row(saved, mask, rows, columns, R, N, mask_row, mask_column, dp)
     a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)
-    if AHEAD > 0:
-        prefetch(dp, R, N, parts, COLUMNS, AHEAD)
-        prefetch(saved, R, N, parts, COLUMNS, AHEAD)
     weight = tl.sum(a, 1, keep_dims=True)
     delta = tl.sum(a * above, 1, keep_dims=True)
     delta = join_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS, STAGE)

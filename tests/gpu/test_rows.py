@@ -6,7 +6,7 @@ import torch
 from regard import normalizers
 from regard.kernels import rows
 
-COUNTS, SPREADS = (1, 2, 8, 32, 64), (0.1, 0.5, 1.0, 3.0, 10.0, 50.0)
+COUNTS, SPREADS = (1, 2, 8, 64, 128), (0.1, 0.5, 1.0, 3.0, 10.0, 50.0)
 
 
 def _no_larger(ours, theirs, truth):

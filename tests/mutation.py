@@ -134,7 +134,7 @@ def outcome_of(mutant: Mutant, seconds: float) -> str:
             run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return "hung"
-        refused = run.returncode == 2 and "during collection" in run.stdout  # a normaliser's record checks itself
+        refused = run.returncode < 0 or (run.returncode == 2 and "during collection" in run.stdout)
         if run.returncode not in (0, 1) and not refused:
             raise RuntimeError(
                 f"{mutant}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}"

@@ -34,7 +34,9 @@ def allowed(scores, name, dim, t, mask, exact):
         slope = 1.0 / small.amax(dim, keepdim=True).clamp(eps, 1.0) if small.numel() else 1.0
     if member.name == "entmax":
         slope = 8.0  # a power goes through a logarithm of that size
-    reference = 1e-16 * size.amax(dim, keepdim=True) if size.numel() and t != 1.0 else 0.0  # scales before it subtracts
+    reference = (
+        1e-16 * size.amax(dim, keepdim=True) if size.numel() and (t != 1.0 or member.name == "entmax") else 0.0
+    )  # scales before it subtracts
     return 8 * (eps + reference) * slope + stored.eps * exact.abs() + stored.tiny
 
 
@@ -85,7 +87,9 @@ def test_any_gradient(data):
         away = near_threshold(theirs.detach(), name, dim, t, mask)
         dz, exact = dz.masked_fill(away, 0.0), exact.masked_fill(away, 0.0)
         bound *= 20
-    assert (dz.double() - exact).abs().max().item() <= bound if dz.numel() else True
+    if dz.numel():
+        bound += 200 * eps * exact.abs().max().item()  # of rows whose weights all hang on one small score
+        assert (dz.double() - exact).abs().max().item() <= bound
 
 
 def near_threshold(z, name, dim, t, mask):

@@ -66,7 +66,7 @@ def forward(problem: Problem) -> Forward:
         decode.forward(p, inputs, _key_blocks(p, config), outputs, _options(p), config, launch)
         return Forward(o, frame, z, stats)
     if hopper.takes(p):
-        hopper.forward(p, o, frame, z, stats, view(p.k), _options(p), lambda rough: _look_again(p, rough, stats))
+        hopper.forward(p, o, frame, z, stats, _options(p), lambda rough: _look_again(p, rough, stats))
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     config, launch = _config(p, kernel.__name__)

@@ -86,10 +86,9 @@ class Place(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Where results go, and k, whose first row a statistic looks at."""
+    """Where results go."""
 
     o: Any
-    k: Any
     frames: Any
     sums: Any
     stats: Any
@@ -235,7 +234,9 @@ def finish(o, r, q, i, last, a, targets, ring, walk, opt, part: gl.constexpr, C:
     if C.NEED.top:
         first_u = zero
         if C.NEED.first:
-            first_u = gl.exp2(first_scores(q, o, i, targets.k, walk, opt, C) * b2 - frame)
+            lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
+            first = gl.convert_layout(gl.sum(gl.where(lane == 0, r.first, 0.0), 1), ROW)
+            first_u = gl.exp2(first * b2 - frame)
         n = last.to(gl.float32)
         lse = natural + gl.log(total)
         statistics.finish(
@@ -258,18 +259,8 @@ def finish(o, r, q, i, last, a, targets, ring, walk, opt, part: gl.constexpr, C:
 
 
 @gluon.jit
-def first_scores(q, o, i, k, walk, opt, C: gl.constexpr):
-    """y of the first key, laid out as i: one dot product per row, with q laid out as o."""
-    BY: gl.constexpr = o.type.layout
-    d = gl.arange(0, C.D, gl.SliceLayout(0, BY))
-    key = k.ptr + tiles.wide(walk.b) * k.stride[0] + tiles.wide(walk.h // opt.group) * k.stride[1]
-    first = gl.expand_dims(gl.load(key + d * k.stride[3]).to(gl.float32), 0)
-    return gl.convert_layout(gl.sum(q.load(BY).to(gl.float32) * first, 1), i.type.layout)
-
-
-@gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, k, frames, sums, stats, rough, opt, C: gl.constexpr
+    q_blocks, k_blocks, v_blocks, o_blocks, frames, sums, stats, rough, opt, C: gl.constexpr
 ):  # fmt: skip
     TYPE: gl.constexpr = q_blocks.dtype
     PARTS: gl.constexpr = C.PARTS
@@ -293,7 +284,7 @@ def forward_hopper(
         barriers(PARTS, 1),
     )
     fence_async_shared()
-    targets = Targets(o_blocks, k, frames, sums, stats, rough)
+    targets = Targets(o_blocks, frames, sums, stats, rough)
     if PARTS == 2:
         gl.warp_specialize(
             [

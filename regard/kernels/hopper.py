@@ -61,7 +61,7 @@ def reachable(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def forward(p: Problem, o, frame, z, stats, k_view, options, lesser) -> None:
+def forward(p: Problem, o, frame, z, stats, options, lesser) -> None:
     """Fill o, frame, z and stats. `lesser(rough)` looks again at the rows that `rough` names."""
     from regard.kernels.forward_hopper import forward_hopper
 
@@ -72,8 +72,8 @@ def forward(p: Problem, o, frame, z, stats, k_view, options, lesser) -> None:
     rough = torch.empty(4, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else stats
     blocks = triton.cdiv(p.q.shape[-2], C.BM) * p.q.shape[0] * p.q.shape[1]
     forward_hopper[(blocks,)](
-        described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS), k_view, frame, z, stats,
-        rough, options, C, num_warps=4,
+        described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS), frame, z, stats, rough,
+        options, C, num_warps=4,
     )  # fmt: skip
     if C.NEED.shares or C.NEED.moments:
         lesser(rough)

@@ -33,6 +33,7 @@ class Tally(NamedTuple):
     distance: Any
     mean: Any  # Σ y
     m2: Any  # Σ y²
+    first: Any  # in lane 0: y of the first key, once its tile has come
 
 
 @gluon.jit
@@ -45,7 +46,7 @@ def nothing(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
     """The tally before any key; LAYOUT is that of a tile of N keys."""
     top = gl.full([ROWS], HIDDEN, gl.float32, gl.SliceLayout(1, LAYOUT))
     none = gl.sum(gl.sum(cells(zeros(N, LAYOUT)), 1), 2)
-    return Tally(top, frame_of(top, top * 0.0 + 1.0, F), none, none, none, none, none, none)
+    return Tally(top, frame_of(top, top * 0.0 + 1.0, F), none, none, none, none, none, none, none)
 
 
 @gluon.jit
@@ -100,6 +101,10 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
         want = frame_of(top, b2, F)
         frame = gl.where(want > frame + LAZY, want, frame)
     u, v, power = terms(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
+    first = r.first
+    if NEED.first:
+        head, _ = gl.split(first_octet(y))
+        first = gl.where(start == 0, gl.convert_layout(head, first.type.layout), first)
     if EDGE:
         u = gl.where(seen, u, 0.0)
         v = gl.where(seen, v, 0.0)
@@ -123,7 +128,7 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
     sum_v = sum_u
     if not F.exponential:
         sum_v = gl.sum(v, 1)
-    r = Tally(top, frame, r.z * fall + gl.sum(sum_v, 2), log_u, square, distance, mean, m2)
+    r = Tally(top, frame, r.z * fall + gl.sum(sum_v, 2), log_u, square, distance, mean, m2, first)
     return gl.reshape(u, s.shape), fade, r
 
 
@@ -173,20 +178,20 @@ def largest(y):
     """The largest of a thread's numbers in each row: [M, N/8, 4, 2] → [M, 4]."""
     N: gl.constexpr = y.shape[0] * y.shape[1] * 8 // 128
     y = gl.inline_asm_elementwise(comparing(N), comparing_registers(N), [y], gl.float32, True, N)
-    y = any_octet(y)
+    y = first_octet(y)
     y, _ = gl.split(y)
     return y
 
 
 @gluon.jit
-def any_octet(y):
-    """One octet of [M, N/8, 4, 2] whose octets are all the same: [M, 4, 2]."""
+def first_octet(y):
+    """The first octet of [M, N/8, 4, 2]: [M, 4, 2]."""
     if y.shape[1] == 1:
         one = gl.reshape(y, [y.shape[0], 4, 2])
     else:
         half = gl.reshape(y, [y.shape[0], y.shape[1] // 2, 2, 4, 2])
         half, _ = gl.split(gl.permute(half, [0, 1, 3, 4, 2]))
-        one = any_octet(half)
+        one = first_octet(half)
     return one
 
 
@@ -198,7 +203,7 @@ def pinned(r):
         setp.eq.b32 p, x, 0x7fabcdef; @p nanosleep.u32 1; mov.b32 $0, $1; }"""
     sums = [r.z, r.log_u, r.square, r.distance, r.mean, r.m2]
     z = gl.inline_asm_elementwise(CODE, "=r,r,r,r,r,r,r", sums, gl.float32, False, 1)
-    return Tally(r.top, r.frame, z, r.log_u, r.square, r.distance, r.mean, r.m2)
+    return Tally(r.top, r.frame, z, r.log_u, r.square, r.distance, r.mean, r.m2, r.first)
 
 
 @gluon.constexpr_function

@@ -162,9 +162,9 @@ def rounded(x, shift, near, rest):
 
     factor = near + rest. What the difference lost to rounding is put back, as is what the product did.
     """
-    d = x - shift
-    lost = tl.maximum(x - (shift + d), -1e-3)  # of −inf it is −inf
-    d = tl.maximum(d, -127.0 / near)
+    least = -127.0 / near
+    d = tl.maximum(x - shift, least)
+    lost = tl.maximum(x - (shift + d), 1e-5 * least)  # of what lies below the least it is anything, −inf too
     t = tl.fma(d, near, 12582912.0)  # 1.5·2²³: as above
     j = t - 12582912.0
     r = tl.fma(d, near, -j) + tl.fma(lost, near, d * rest)

@@ -78,7 +78,11 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
     if forwards and family == "pointwise" and columns > longest and not few:
         return Plan(1, columns, 1, 8, False, 40 if half else 32, step=4096 if half else 2048)
     if columns <= longest and not (few and columns > 8192):
-        return _whole(1, columns, tensors, family, half)
+        whole = _whole(1, columns, tensors, family, half)
+        held = (
+            forwards and half and family == "ratio" and columns == 32768
+        )  # one to a multiprocessor: the next waits in L2
+        return whole._replace(ahead=processors) if held else whole
     columns, warps, registers, again = 8192, 8, 80 if tensors == 2 else 64, False
     if tensors == 3:
         warps, again = (8, True) if half else (16, False)

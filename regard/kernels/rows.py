@@ -79,9 +79,7 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
         return Plan(1, columns, 1, 8, False, 40 if half else 32, step=4096 if half else 2048)
     if columns <= longest and not (few and columns > 8192):
         whole = _whole(1, columns, tensors, family, half)
-        held = (
-            forwards and half and family == "ratio" and columns == 32768
-        )  # one to a multiprocessor: the next waits in L2
+        held = forwards and half and family == "ratio" and columns == 32768  # one fills a multiprocessor
         return whole._replace(ahead=processors) if held else whole
     columns, warps, registers, again = 8192, 8, 80 if tensors == 2 else 64, False
     if tensors == 3:

@@ -40,7 +40,8 @@ def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     columns = _ColumnsGradient(plan) if upstream.bias and not plan.bias_per_row else None
     known = torch.stack([x for x in (whole.m, whole.c, whole.z, whole.delta) if x is not None])
     for root, rows in _visitors(plan, "visit backward"):
-        state, do = (_shared(line, x, root, rows, "visit backward") for x in (known, upstream.o))
+        state = _shared(line, known, -1, root, rows, "visit backward")
+        do = _shared(line, upstream.o, 2, root, rows, "visit backward")
         m, c, z, delta = state
         asked = Upstream(do, {}, upstream.bias, upstream.temperature)
         theirs = Whole(m, z, delta, c)
@@ -73,15 +74,14 @@ def _visitors(plan: Plan, step: str) -> Iterator[tuple[int, Problem]]:
         for name in ("bias", "mask"):
             setattr(rows, name, _dense(plan, name, root, step))
         if problem.temperature is not None:
-            rows.temperature = _shared(line, problem.temperature, root, rows, step)
+            rows.temperature = _shared(line, problem.temperature, -1, root, rows, step)
         yield root, rows
 
 
-def _shared(line: Line, x: Tensor, root: int, rows: Problem, step: str) -> Tensor:
-    """Rank root's x, [B, H, M], [n, B, H, M] or [B, H, M, E], on every rank."""
-    shape = list(x.shape)
-    shape[2 if x.ndim == 4 and x.shape[:2] == rows.q.shape[:2] else -1] = rows.q.shape[2]
-    return line.broadcast(x.contiguous() if root == line.rank else x.new_empty(shape), root, step, root)
+def _shared(line: Line, x: Tensor, dim: int, root: int, rows: Problem, step: str) -> Tensor:
+    """Rank root's x on every rank; its rows lie along `dim`."""
+    mine = x.contiguous() if root == line.rank else _like(x, dim, rows.q.shape[2])
+    return line.broadcast(mine, root, step, root)
 
 
 def _dense(plan: Plan, name: str, root: int, step: str) -> Tensor | None:

@@ -193,6 +193,7 @@ def odd_pieces(rank: int, world: int) -> None:
     )
     assert torch.allclose(parallel.unshard(ours), want, atol=1e-5)
     few_keys(rank, world)
+    same_sizes(rank, world)
     short = x.detach()[:, :, :2]  # ranks without a query, under a mask
     told = dict(temperature=regard.temperature.SSMax(), attn_mask=torch.tensor([True, False])[None, None, None])
     ours = parallel.unshard(parallel.attention(*[parallel.shard(short)] * 3, **told))
@@ -229,6 +230,27 @@ def few_keys(rank: int, world: int) -> None:
     piece = parallel.attention(*map(parallel.shard, (q, k, k, bias)), normalizer="entmax15", backend="reference")
     (ours,) = torch.autograd.grad(piece.sum(), bias)
     assert torch.equal(piece, parallel.shard(k.expand(q.shape))) and torch.equal(ours, torch.zeros_like(bias))
+
+
+def same_sizes(rank: int, world: int) -> None:
+    """As many batches as heads and as numbers per row; and masks whose rows are one, seen many times."""
+    g = torch.Generator().manual_seed(6)
+    x = torch.randn(4, 4, 16, 4, generator=g, dtype=torch.float64)
+    row = torch.randn(16, generator=g, dtype=torch.float64)
+    for made in (None, row, row > 0):
+        learned = [x.clone().requires_grad_()]
+        learned += [row.clone().requires_grad_()] if made is row else []
+        y, mask = learned[0], learned[1] if made is row else made
+        told = dict(normalizer="entmax15", backend="reference")
+        whole = regard.attention(y, y, y, attn_mask=mask, **told)
+        want = torch.autograd.grad(whole.square().sum(), learned)
+        piece = parallel.shard(y)
+        mask = None if mask is None else mask.expand(1, 1, piece.shape[2], 16)
+        out = parallel.attention(piece, piece, piece, attn_mask=mask, **told)
+        assert torch.allclose(out, parallel.shard(whole))
+        for ours, truth in zip(torch.autograd.grad(out.square().sum(), learned), want, strict=True):
+            dist.all_reduce(ours)
+            assert torch.allclose(ours, truth)
 
 
 def same_bits(rank: int, world: int) -> list[bytes]:

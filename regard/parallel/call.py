@@ -157,11 +157,17 @@ def _plan(call: Call, line: Line, queries: list[Spans], keys: list[Spans], per_r
     problem = call.problem
     if engine is plain and problem.q.device.type == "cpu":  # as `regard.attention` does it where no kernel is;
         problem = replace(problem, q=problem.q.double())  # k and v travel as they came
+    dense = dict(bias=call.bias, mask=call.mask)
+    if per_row and problem.choice.family == "threshold":  # every row travels, also where all are views of one
+        for name, x in dense.items():
+            if x is not None and x.shape[2] != problem.q.shape[2]:
+                dense[name] = x = x.expand(-1, -1, problem.q.shape[2], -1).contiguous()
+                problem = replace(problem, **{name: x.expand(getattr(problem, name).shape)})
     order = _order(call)
     if order == (None, None):  # whole pieces at a time, as if they lay one after another
         queries, keys = (given_spans([size(own) for own in cut], "contiguous", "") for cut in (queries, keys))
     queries, keys = ([joined(own) for own in cut] for cut in (queries, keys))
-    plan = Plan(problem, line, queries, keys, engine, call.bias, call.mask)
+    plan = Plan(problem, line, queries, keys, engine, **dense)
     plan.bias_per_row = plan.mask_per_row = per_row
     plan.ordered = order == (None, 0)
     return plan

@@ -142,11 +142,13 @@ def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     with regard.using(mistral, context_parallel=mesh):
         assert torch.allclose(mistral(input_ids=ids).logits, whole, atol=1e-5)
     roberta = t.RobertaModel(t.RobertaConfig(max_position_embeddings=64, **small), add_pooling_layer=False).eval()
-    bloom = t.BloomForCausalLM(t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50)).eval()
+    codegen = t.CodeGenForCausalLM(
+        t.CodeGenConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, vocab_size=50)
+    ).eval()
     labels = t.BertForSequenceClassification(t.BertConfig(**small)).eval()
     for model, given, error in (
         (roberta, {}, "pass position_ids of the whole sequence"),
-        (bloom, {}, "2 layers, but 0 attention calls"),
+        (codegen, {}, "2 layers, but 0 attention calls"),
         (labels, {}, "does not have one row per position"),
         (t.BertModel(t.BertConfig(**small)).eval(), {}, "pooler_output is of this rank's piece alone"),
         (llama, dict(logits_to_keep=1), "logits_to_keep does not go with"),
@@ -155,6 +157,7 @@ def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     ):
         with pytest.raises((ValueError, RuntimeError), match=error), regard.using(model, context_parallel=mesh):
             model(input_ids=ids, **given)
+    refused_inputs(mesh, small, ids, llama)
     llama.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="encoder-decoder"):
         regard.using(llama, context_parallel=mesh)
@@ -162,3 +165,59 @@ def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     with pytest.raises(ValueError, match="attention in chunks"):
         regard.using(llama, context_parallel=mesh)
     llama.config.attention_chunk_size = None
+
+
+def refused_inputs(mesh, small: dict, ids: torch.Tensor, llama) -> None:
+    """Packed sequences, lengths that a rotary embedding depends on, windows that only the mask knows, and the like."""
+    import transformers as t
+
+    kinds = dict(num_key_value_heads=2, max_position_embeddings=64)
+    factors = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4, rope_type="longrope", rope_theta=1e4)
+    long = {
+        first: t.Phi3ForCausalLM(
+            t.Phi3Config(
+                original_max_position_embeddings=first,
+                rope_parameters=dict(original_max_position_embeddings=first, **factors),
+                pad_token_id=0, **kinds, **small,
+            )
+        ).eval()
+        for first in (6, 12, 13)
+    }  # fmt: skip
+    dynamic = t.LlamaForCausalLM(
+        t.LlamaConfig(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4), num_key_value_heads=2,
+                      max_position_embeddings=8, **small)
+    ).eval()  # fmt: skip
+    phimoe = t.PhimoeForCausalLM(t.PhimoeConfig(sliding_window=4, num_local_experts=2, **kinds, **small)).eval()
+    packed, line = torch.cat([torch.arange(7), torch.arange(6)])[None], torch.arange(13)[None]
+    for model, given in (
+        (long[6], {}),  # each rank's last position is beyond it
+        (long[13], {}),
+        (dynamic, dict(input_ids=ids[:, :7])),
+        (phimoe, dict(input_ids=ids[:, :4])),
+        (llama, dict(position_ids=packed, attention_mask=torch.ones_like(ids))),
+        (llama, dict(position_ids=line + 5)),
+    ):
+        given = dict(input_ids=ids) | given
+        whole = model(**given).logits
+        with regard.using(model, context_parallel=mesh):
+            assert torch.allclose(model(**given).logits, whole, atol=1e-5), (type(model).__name__, given.keys())
+    for model, given, error in (
+        (llama, dict(position_ids=packed), "are several sequences in one"),
+        (llama, dict(position_ids=line[None].expand(3, 2, 13)), r"must be \(batch, 13\), got shape \(3, 2, 13\)"),
+        (llama, dict(input_ids=ids[:, :1]), "1 tokens over 2 ranks leave a rank without any"),
+        (llama, dict(attention_mask=torch.ones(2, 1, 13, 13)), r"attention_mask must be \(batch, length\)"),
+        (llama, dict(cache_position=line[0]), "does not know how cache_position is cut"),
+        (long[12], {}, "'longrope' depend on the length"),
+        (dynamic, {}, "'dynamic' depend on the length"),
+        (phimoe, {}, "leaves its sliding_window of 4 to the mask"),
+    ):
+        with pytest.raises(ValueError, match=error), regard.using(model, context_parallel=mesh):
+            model(**dict(input_ids=ids) | given)
+    bart = t.BartConfig(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, vocab_size=50)
+    mobile = t.MobileBertConfig(embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=1, **small)
+    for model, error in (
+        (t.BartForCausalLM(bart), "BartForCausalLM takes no position_ids"),
+        (t.MobileBertModel(mobile, add_pooling_layer=False), "trigram_input joins the embeddings of neighbours"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            regard.using(model, context_parallel=mesh)

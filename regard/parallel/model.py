@@ -17,20 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.health.call import Call
+from regard.parallel import fits
 from regard.parallel._attention import attention
 from regard.parallel.layout import shard, unshard
 
 CUT = ("input_ids", "inputs_embeds", "token_type_ids")  # along their dimension 1
 WHOLE = dict(logits=3, last_hidden_state=3, start_logits=2, end_logits=2)  # what is joined, and its dimensions
-REFUSED = dict(
-    past_key_values="no generate; regard.parallel.decode is for that",
-    logits_to_keep="take them from the logits, which are whole",
-    num_logits_to_keep="take them from the logits, which are whole",
-    decoder_input_ids="encoder-decoders are not supported",
-    decoder_inputs_embeds="encoder-decoders are not supported",
-    encoder_hidden_states="encoder-decoders are not supported",
-    output_attentions="no rank has the weights of whole rows",
-)
 HINT = dict(pooler_output="; make the model with add_pooling_layer=False")
 
 
@@ -64,8 +56,9 @@ class Pieces:
         if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
             raise TypeError(f"context_parallel must be a DeviceMesh or a process group, got {type(mesh).__name__}")
         self.key_lengths: Tensor | None = None
-        self.seen = self.length = 0  # attention calls of this forward, and positions of this rank's piece
-        _check_model(model)
+        self.seen = self.length = self.total = 0  # attention calls of this forward; positions of this rank, and of all
+        self.model = model
+        fits.check_model(model)
         self.hooks = [
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._join),
@@ -76,34 +69,30 @@ class Pieces:
             hook.remove()
 
     def call(self, call: Call) -> Call:
-        if "position_bias" in call.options or (
-            call.mask is not None and call.mask.is_floating_point() and _biased(call)
-        ):
+        if "position_bias" in call.options or fits.biased(call):
             raise ValueError(
                 "context_parallel: a bias between positions is made for the rank's piece alone, not for all"
             )
+        fits.check_window(call, self.model, self.total)
         self.seen += 1
         return PieceCall.of(call, self.group, self.key_lengths)
 
     def _cut(self, model: nn.Module, args: tuple, kwargs: dict):
-        if kwargs.get("labels") is not None:
-            raise ValueError("context_parallel: labels stay outside; compute the loss from the logits, which are whole")
-        for name in REFUSED:
-            if (value := kwargs.get(name)) is not None and (isinstance(value, Tensor) or value != 0):
-                raise ValueError(f"context_parallel: {name} does not go with a sequence in pieces ({REFUSED[name]})")
         kwargs = dict(kwargs)
         if args and isinstance(args[0], Tensor):
             name = "inputs_embeds" if args[0].is_floating_point() else "input_ids"
             args, kwargs = args[1:], {name: args[0], **kwargs}
+        fits.check_inputs(kwargs, CUT)
         given = next((kwargs[name] for name in CUT if kwargs.get(name) is not None), None)
         if given is None:
             raise ValueError(f"context_parallel needs {' or '.join(CUT[:2])} of the whole sequence")
-        length = given.shape[1]
-        self.key_lengths = _lengths(kwargs.pop("attention_mask", None), length)
-        positions = kwargs.get("position_ids")
-        if positions is None and (why := _own_positions(model)):
+        length = self.total = given.shape[1]
+        mask, positions = kwargs.pop("attention_mask", None), kwargs.get("position_ids")
+        self.key_lengths = fits.lengths(mask, length)
+        if positions is None and (why := fits.own_positions(model)):
             raise ValueError(f"context_parallel: pass position_ids of the whole sequence, since {why}")
         positions = torch.arange(length, device=given.device)[None] if positions is None else positions
+        fits.check_positions(model, positions, length, dist.get_world_size(self.group), mask is not None)
         kwargs["position_ids"] = shard(positions, 1, self.group)
         self.seen, self.length = 0, kwargs["position_ids"].shape[1]
         for name in CUT:
@@ -114,7 +103,7 @@ class Pieces:
         return args, kwargs
 
     def _join(self, model: nn.Module, args: tuple, output):
-        layers = _layers(model)
+        layers = fits.layers(model)
         if self.seen < max(1, layers):
             raise RuntimeError(
                 f"context_parallel: {max(1, layers)} layers, but {self.seen} attention calls were led here; "
@@ -145,56 +134,3 @@ class Pieces:
                 f"(this rank has {self.length}), so that it cannot be joined"
             )
         return unshard(x, 1, self.group)
-
-
-def _configs(model: nn.Module) -> list:
-    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    return list(found.values())
-
-
-def _check_model(model: nn.Module) -> None:
-    """Refuse what would attend, or mix positions, within a piece alone."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            "context_parallel: an encoder-decoder has two sequences; use regard.parallel.attention inside it"
-        )
-    for config in _configs(model):
-        chunk, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
-        if chunk is not None and (kinds is None or "chunked_attention" in kinds):
-            raise ValueError("context_parallel: attention in chunks (attention_chunk_size) is not supported")
-    for name, module in model.named_modules():
-        if (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)) or isinstance(module, nn.RNNBase):
-            raise ValueError(f"context_parallel: {name} ({type(module).__name__}) mixes positions outside attention")
-
-
-def _own_positions(model: nn.Module) -> str:
-    """Why the model's own position numbers are not 0, 1, 2, …; "" if they are."""
-    for name, module in model.named_modules():
-        table = getattr(module, "position_embeddings", None)
-        counted = any(hasattr(module, f"create_position_ids_from_{given}") for given in ("input_ids", "inputs_embeds"))
-        if counted or (isinstance(table, nn.Embedding) and table.padding_idx is not None):
-            return f"{name or 'the model'} counts them in its own way"
-    return ""
-
-
-def _layers(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = getattr(config, "num_hidden_layers", None)
-    return layers if isinstance(layers, int) else 1
-
-
-def _lengths(mask: Tensor | None, length: int) -> Tensor | None:
-    """A padding mask [B, L] as numbers of visible keys; None if nothing is padded."""
-    if mask is None or bool((mask != 0).all()):
-        return None
-    shown = mask != 0
-    lengths = shown.sum(-1)
-    if mask.ndim != 2 or not torch.equal(shown, torch.arange(length, device=mask.device) < lengths[:, None]):
-        raise ValueError("context_parallel: attention_mask must be (batch, length) with the padding at the end")
-    return lengths
-
-
-def _biased(call: Call) -> bool:
-    """Does an additive mask do more than hide?"""
-    return bool(((call.mask != 0) & (call.mask > torch.finfo(call.mask.dtype).min / 2)).any())

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import regard
+from regard.parallel.line import Line
 
 
 def examined(rank: int, world: int) -> None:
@@ -158,6 +159,7 @@ def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
         with pytest.raises((ValueError, RuntimeError), match=error), regard.using(model, context_parallel=mesh):
             model(input_ids=ids, **given)
     refused_inputs(mesh, small, ids, llama)
+    checkpointed(mesh, ids, llama)
     llama.config.is_encoder_decoder = True
     with pytest.raises(ValueError, match="encoder-decoder"):
         regard.using(llama, context_parallel=mesh)
@@ -221,3 +223,31 @@ def refused_inputs(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             regard.using(model, context_parallel=mesh)
+
+
+def checkpointed(mesh, ids: torch.Tensor, llama) -> None:
+    """Layers computed again in backward; and what a rank raises between calls of attention is written down for all."""
+    learned = list(llama.parameters())
+    want = torch.autograd.grad(llama(input_ids=ids).logits.square().mean(), learned)
+    llama.train()
+    llama.gradient_checkpointing_enable(dict(use_reentrant=True))
+    with pytest.raises(ValueError, match="pass use_reentrant=False"), regard.using(llama, context_parallel=mesh):
+        llama(input_ids=ids)
+    llama.gradient_checkpointing_enable(dict(use_reentrant=False))
+    with regard.using(llama, context_parallel=mesh):
+        llama(input_ids=ids).logits.square().mean().backward()
+    for x, y in zip(learned, want, strict=True):
+        dist.all_reduce(x.grad)
+        assert torch.allclose(x.grad, y, atol=1e-5)
+        x.grad = None
+    llama.gradient_checkpointing_disable()
+    llama.eval()
+
+    def full(*_):
+        raise MemoryError("no room in a layer")
+
+    hook = llama.model.layers[1].mlp.register_forward_hook(full)
+    with pytest.raises(MemoryError), regard.using(llama, context_parallel=mesh):
+        llama(input_ids=ids)
+    hook.remove()
+    assert Line.of(mesh).watch.note == "raised MemoryError: no room in a layer"

@@ -10,6 +10,7 @@ is told in place of the mask that the model makes for its piece.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from regard.health.call import Call
 from regard.parallel import fits
 from regard.parallel._attention import attention
+from regard.parallel.faults import RankError
 from regard.parallel.layout import shard, unshard
+from regard.parallel.line import Line
 
 CUT = ("input_ids", "inputs_embeds", "token_type_ids")  # along their dimension 1
 WHOLE = dict(logits=3, last_hidden_state=3, start_logits=2, end_logits=2)  # what is joined, and its dimensions
@@ -57,11 +60,13 @@ class Pieces:
             raise TypeError(f"context_parallel must be a DeviceMesh or a process group, got {type(mesh).__name__}")
         self.key_lengths: Tensor | None = None
         self.seen = self.length = self.total = 0  # attention calls of this forward; positions of this rank, and of all
+        self.pulls = False  # are gradients wanted of this forward?
         self.model = model
         fits.check_model(model)
         self.hooks = [
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._join),
+            model.register_forward_hook(self._tell, always_call=True),
         ]
 
     def stop(self) -> None:
@@ -74,6 +79,11 @@ class Pieces:
                 "context_parallel: a bias between positions is made for the rank's piece alone, not for all"
             )
         fits.check_window(call, self.model, self.total)
+        if self.pulls and not torch.is_grad_enabled():
+            raise ValueError(
+                "context_parallel: reentrant checkpointing computes attention again in backward, which may run where "
+                "nothing leads it here; pass use_reentrant=False"
+            )
         self.seen += 1
         return PieceCall.of(call, self.group, self.key_lengths)
 
@@ -92,6 +102,7 @@ class Pieces:
         if positions is None and (why := fits.own_positions(model)):
             raise ValueError(f"context_parallel: pass position_ids of the whole sequence, since {why}")
         positions = torch.arange(length, device=given.device)[None] if positions is None else positions
+        self.pulls = torch.is_grad_enabled() and model.training
         fits.check_positions(model, positions, length, dist.get_world_size(self.group), mask is not None)
         kwargs["position_ids"] = shard(positions, 1, self.group)
         self.seen, self.length = 0, kwargs["position_ids"].shape[1]
@@ -126,6 +137,12 @@ class Pieces:
             elif isinstance(part, Tensor):
                 setattr(output, name, self._whole(name, part, WHOLE[name]))
         return output
+
+    def _tell(self, model: nn.Module, args: tuple, output) -> None:
+        """What this rank raises between calls of attention is named by those who wait for it."""
+        error, watch = sys.exc_info()[1], Line.of(self.group).watch
+        if output is None and watch is not None and isinstance(error, Exception) and not isinstance(error, RankError):
+            watch.raised(error)
 
     def _whole(self, name: str, x: Tensor, dims: int) -> Tensor:
         if x.ndim != dims or x.shape[1] != self.length:

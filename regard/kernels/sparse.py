@@ -29,7 +29,7 @@ WALK = {  # entries at a time and warps: the fastest of four on an H200
     "dq": dict(STEP=4, num_warps=4),
     "dkv": dict(STEP=2, num_warps=4),
 }
-LENGTHS = {"forward": range(4096, 2**31), "backward": range(16384, 2**31)}  # keys: where lists were measured faster
+LENGTHS = {"forward": range(3072, 2**31), "backward": range(16384, 2**31)}  # keys: measured faster from 4096, 16384 on
 # keys per tile and stages, without statistics and with them, which take registers; in all more than 48 KiB, as the
 # launch of a program with less is not allowed what `candidates` puts aside on top of it
 KEYS = {64: ((128, 2), (64, 4)), 128: ((128, 2), (64, 3))}

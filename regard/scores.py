@@ -50,6 +50,7 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     >>> bool((stats.max_logit <= 4.0 + 1e-4).all())
     True
 
+    `eps` is added inside the root, so that a token of zeros has a finite gradient.
     Learned gains, if wanted, are `scale`, a tensor per head; `regard.nn.MultiheadAttention(score="cosine")` has them.
     """
 
@@ -62,7 +63,11 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
             raise TypeError(f"{name} must be a dense tensor (…, D) of float16 or wider, got {x.dtype}, {x.layout}")
 
     def normed(x: Tensor) -> Tensor:
+        if x.shape[-1] == 0:
+            return x
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide / wide.square().mean(-1, keepdim=True).sqrt().clamp_min(eps)).to(x.dtype)
+        size = wide.detach().abs().amax(-1, keepdim=True).clamp_min(eps)  # so that no square over- or underflows
+        wide = wide / size
+        return (wide / (wide.square().mean(-1, keepdim=True) + (eps / size).square()).sqrt()).to(x.dtype)
 
     return normed(q), normed(k)

@@ -245,6 +245,17 @@ def test_nonsense_is_named(call, error, word):
         call()
 
 
+def test_qk_norm_of_zeros_and_of_huge_tokens():
+    x = torch.randn(1, 2, 5, 8)
+    x[:, :, 1] = 0.0
+    x = x.requires_grad_()
+    q, k = regard.qk_norm(x, 3.0 * x)
+    mask = torch.tensor([True, False, True, True, True])
+    regard.attention(q, k, x, mask)[:, :, 2:].square().sum().backward()
+    assert x.grad.isfinite().all()
+    torch.testing.assert_close(regard.qk_norm(1e30 * x, x)[0], q, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_qk_norm_bounds_the_logits_and_is_the_modules_cosine(dtype):
     q, k, v = (1e3 * x.detach().to(dtype) for x in qkv())

@@ -175,7 +175,7 @@ class MultiheadAttention(nn.Module):
     def _product(self, q, k, v, wanted, options):
         scale = {"scaled_dot": None, "dot": "none"}.get(self.score)
         if self.score == "cosine":
-            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+            q, k = F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6)
             scale = self.gain
         else:
             self._remember(q, k, scale, options)

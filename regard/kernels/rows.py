@@ -94,16 +94,12 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
 
 
 def _exact(N: int, columns: int, few: bool, processors: int) -> Plan:
-    """float32 softmax holds exponentials in float64, in rows of up to 8192 columns or where rows are few.
-
-    Longer rows, if many, hold rounded ones, so that two or more share a multiprocessor.
-    """
-    if columns <= 8192:
+    """float32 softmax, whose float64 exponentials take two registers each: one or two programs fill a multiprocessor,
+    and the tiles of those that follow wait in the L2 cache."""
+    if columns <= (8192 if few else 16384):
         return Plan(1, columns, 1, columns // 1024, False, 128, ahead=16384 // columns * processors)
-    if columns <= 32768 and not few:
-        return Plan(1, columns, 1, columns // 1024, False, 64, True)
     parts = -(-N // 8192)
-    return Plan(1, 8192, parts, 8, parts <= processors // 8, 128 if few else 64, not few)
+    return Plan(1, 8192, parts, 8, parts <= processors // 8, 128, ahead=2 * processors)
 
 
 def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Plan:
@@ -141,7 +137,7 @@ def forward(
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     rows, columns, again, step, lanes, ahead = (launch.plan[i] for i in (0, 1, 6, 7, 8, 9))
     if launch.exact:
-        tile = dict(ROWS=rows, LANES=lanes or columns, ROUNDED=again, AHEAD=ahead)
+        tile = dict(ROWS=rows, LANES=lanes or columns, AHEAD=ahead)
         launch(rows_exact.forward_exact, (s, p, state), 3, tile)
     elif lanes:
         launch(rows_short.forward_short, (s, p, state), 0, dict(ROWS=rows, LANES=lanes, TOLERANCE=_TOLERANCE[s.dtype]))

@@ -106,12 +106,9 @@ def forward_exact(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, ROUNDED: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
-    """The tile is [ROWS, K, LANES]: short rows lie K deep in a few lanes each, a long one side by side (K = 1).
-
-    ROUNDED: exponentials are float32, of which a multiprocessor holds twice as many; one rounding more.
-    """
+    """The tile is [ROWS, K, LANES]: short rows lie K deep in a few lanes each, a long one side by side (K = 1)."""
     part = tl.program_id(0) % parts
     first = (tl.program_id(0) // parts).to(tl.int64) * ROWS
     row = first + tl.arange(0, ROWS)  # [ROWS], as all that follows but the tile
@@ -124,13 +121,8 @@ def forward_exact(
     top = tl.reduce(tl.reduce(x, 1, larger), 1, larger)
     shift = shift_of(finite(top), F)
     lowest, factor = frame_of(shift, scale)
-    if ROUNDED:
-        near, rest = halves(factor)
-        e = rounded(x, over(shift), over(near), over(rest))
-    else:
-        x = tl.maximum(x, over(lowest))
-        e = exponential(x, over(shift.to(tl.float64)), over(factor))
-    z = tl.sum(tl.sum(e.to(tl.float64), 1), 1)
+    e = exponential(tl.maximum(x, over(lowest)), over(shift.to(tl.float64)), over(factor))
+    z = tl.sum(tl.sum(e, 1), 1)
     if STAGE != "whole":
         top, z, shift, fall = join(top, z, shift, scale, partial, counters, first, part, parts, F, PARTS, STAGE)
     if STAGE != "publish":
@@ -139,12 +131,7 @@ def forward_exact(
         if STAGE != "whole":
             inverse = inverse * fall
         inverse = tl.where(top < float("inf"), inverse, float("nan"))
-        if ROUNDED:
-            near, rest = halves(inverse)
-            weights = tl.fma(e, over(near), e * over(rest))
-        else:
-            weights = (e * over(inverse)).to(tl.float32)
-        store(p, weights, over(row), columns, R, N)
+        store(p, (e * over(inverse)).to(tl.float32), over(row), columns, R, N)
         z = tl.where(top < float("inf"), z, float("nan"))
         store_state(state, (shift * scale).to(tl.float32), z.to(tl.float32), row, part, R)
 
@@ -154,27 +141,6 @@ def reciprocal(z):
     """1/z by Newton's step from the float32 one, and 0 for 0: a row without weight."""
     guess = (1.0 / tl.where(z == 0.0, 1.0, z).to(tl.float32)).to(tl.float64)
     return tl.where(z == 0.0, 0.0, guess * (2.0 - z * guess))
-
-
-@triton.jit
-def rounded(x, shift, near, rest):
-    """2^((x − shift)·factor) in float32, wrong by 0.65 units in the last place at most; 0 below 2⁻¹²⁶.
-
-    factor = near + rest. What the difference lost to rounding is put back, as is what the product did.
-    """
-    least = -127.0 / near
-    d = tl.maximum(x - shift, least)
-    lost = tl.maximum(x - (shift + d), 1e-5 * least)  # of what lies below the least it is anything, −inf too
-    t = tl.fma(d, near, 12582912.0)  # 1.5·2²³: as above
-    j = t - 12582912.0
-    r = tl.fma(d, near, -j) + tl.fma(lost, near, d * rest)
-    q = tl.fma(r, 1.5461447462985332e-4, 1.3390867351400178e-3)
-    q = tl.fma(r, q, 9.618056669887258e-3)
-    q = tl.fma(r, q, 5.550357104252972e-2)
-    q = tl.fma(r, q, 0.2402265092234272)
-    q = tl.fma(r, q, 0.6931471880293429)
-    power = ((t.to(tl.int32, bitcast=True) << 23) + (127 << 23)).to(tl.float32, bitcast=True)
-    return tl.fma(r, q, 1.0) * power
 
 
 @triton.jit

@@ -140,6 +140,7 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
             **WALK["dq"],
         )  # fmt: skip
     yield left
+    del lists  # before the others are made
     lists, left = Lists(p, False, True), flags_of(p.k, gather.ROWS)
     for first, programs in chunks(lists.blocks):
         lists.fill(level, None, first, programs, opt)

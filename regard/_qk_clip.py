@@ -222,9 +222,13 @@ class _Watch:
         self.forwards += 1
         interception = Interception(module, observe=self)
         interception.start()
+        own = module._forward_pre_hooks.keys() | module._forward_hooks.keys()
+        for hook in interception._hooks:
+            if hook.id in own:  # torch walks through the model's own when its forward raises: nothing may change then
+                hook.remove()
         context = interception.torch_calls()
         context.__enter__()
-        enter(module)  # its own hooks were gathered before the interception's were there
+        enter(module)  # in the place of its own hooks
         self._inside.append((interception, context))
 
     def _after(self, module, inputs, output) -> None:

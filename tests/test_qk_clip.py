@@ -307,3 +307,25 @@ def test_a_fixed_temperature_does_not_count():
         found.append(regard.qk_clip(model, threshold=1e6).max_logit[""])
     assert found[1] == pytest.approx(found[0])
     assert found[2] == pytest.approx(found[0])
+
+
+def test_the_models_own_exception_comes_through():
+    model, _ = exploded(ours)
+    x = torch.randn(2, 6, 16)
+    model(x).sum().backward()
+    regard.qk_clip(model, 50.0)
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    for wrong in (torch.randn(2, 6, 15), "text"):
+        with pytest.raises((RuntimeError, TypeError)) as plain:
+            copy.deepcopy(model).eval()(wrong)
+        with warnings.catch_warnings(), pytest.raises(plain.type) as raised:
+            warnings.simplefilter("error")
+            model(wrong)
+        assert str(raised.value) == str(plain.value) and "mutated" not in str(raised.value)
+    with pytest.raises(ValueError, match="query must have shape"):
+        model[0] = nn.Identity()
+        model(torch.randn(2, 6, 15))
+    assert intercept.ACTIVE == intercept._STACK == []
+    assert [dict(module._forward_hooks) for module in model.modules()][0] == hooks[0] and not model[1]._forward_hooks
+    model(x).sum().backward()
+    assert regard.qk_clip(model, 50.0).max_logit["1"]

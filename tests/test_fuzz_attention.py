@@ -91,10 +91,10 @@ def test_any_call(call):
     assert (out.double() - exact).norm() <= bound * (exact.norm() + 1e-3 * v.double().norm() + 1e-9)
     threshold = normalizers.get(options["normalizer"]).family == "threshold"
     fine = 1e-8 if q.dtype == torch.float64 else 3e-3 if threshold and q.dtype.itemsize == 2 else 5e-4
-    shaky = torch.zeros_like(truths["mass"], dtype=torch.bool)
+    shaky = truths["mass"] < 1e-30  # below float32's normal numbers
     if options["normalizer"] == "softpick":  # exp(s) − 1 of small logits is mostly rounding, and so is who weighs
         size = truths["max_logit"].abs() + truths["logit_variance"].sqrt()
-        shaky = (truths["mass"] < 1e-3) | (size < 3e-3)
+        shaky |= (truths["mass"] < 1e-3) | (size < 3e-3)
     for name, truth in truths.items():
         ours, odd = stats[name].double(), ~truth.isfinite()
         assert torch.equal(ours[odd], truth[odd]), name
@@ -102,7 +102,8 @@ def test_any_call(call):
         if threshold and name in ("support", "gradient_gain", "participation"):
             continue  # a weight of 1e-8 may round to 0
         error = ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~odd]
-        assert error.numel() == 0 or error.max() <= fine, (name, float(error.max()))
+        steep = 6.0 if threshold and name == "entropy" else 1.0  # −log p of a weight that is nearly 0
+        assert error.numel() == 0 or error.max() <= steep * fine, (name, float(error.max()))
 
 
 @cases(0.05)

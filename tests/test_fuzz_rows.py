@@ -37,7 +37,7 @@ def allowed(scores, name, dim, t, mask, exact):
     reference = (
         1e-16 * size.amax(dim, keepdim=True) if size.numel() and (t != 1.0 or member.name == "entmax") else 0.0
     )  # scales before it subtracts
-    return 8 * (eps + reference) * slope + stored.eps * exact.abs() + stored.tiny
+    return 16 * (eps + reference) * slope + stored.eps * exact.abs() + stored.tiny
 
 
 @cases(0.3)

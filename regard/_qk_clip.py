@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import weakref
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from regard._attention import attention
 from regard.health.call import forget_masks
 from regard.health.intercept import Interception, enter
 from regard.nn import MultiheadAttention
-from regard.nn.projections import NotFound, not_growing, projections
+from regard.nn.projections import NotFound, Projection, not_growing, projections
 
 
 class Clip(NamedTuple):
@@ -83,7 +84,9 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
 
     Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
     factor τ/m there. Heads below the threshold keep their weights to the bit. A head whose logit is not finite is
-    left alone. Scores that do not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason.
+    left alone. Scores that do not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason;
+    so are weights that something else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of
+    one layer may share theirs.
 
     Args:
         model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
@@ -101,20 +104,20 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
         watch = _WATCHES[model] = _Watch(model)
     watch.read_modules()
     watch.check(model)
-    modules = dict(model.named_modules())
+    modules, places = dict(model.named_modules()), _places(model)
     result = Clipped()
     for name, tops in watch.take(group).items():
         factors = None
         try:
             query, key = projections(modules[name], len(tops), watch.head_dim[name])
+            shrunk = [query] if query.heads != key.heads else [query, key]
+            parts = _parts(shrunk, places, modules[name])
         except NotFound as reason:
             result.skipped[name] = str(reason)
         else:
             factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
-            shared = query.heads != key.heads
-            query.shrink(factors if shared else factors.sqrt())
-            if not shared:
-                key.shrink(factors.sqrt())
+            for part in parts:
+                part.shrink(factors if len(shrunk) == 1 else factors.sqrt())
         result._found[name] = tops, factors
     for name in watch.ours.keys() - result._found.keys():
         why = not_growing(modules[name])
@@ -237,6 +240,44 @@ class _Watch:
             context.__exit__(None, None, None)
             interception.stop()
             forget_masks()
+
+
+def _parts(shrunk: list[Projection], places: dict[int, list[tuple[int, int]]], module: nn.Module) -> list[Projection]:
+    """What to shrink, every tensor once; NotFound where a tensor serves something else as well."""
+    parts: dict[tuple, Projection] = {}
+    uses: dict[int, int] = {}
+    for one in shrunk:
+        for tensor, dim in ((one.weight, one.dim), (one.bias, 0)):
+            if tensor is not None:
+                whole = tensor if tensor._base is None else tensor._base
+                matrix = tensor.detach() if tensor.ndim == 2 else tensor.detach()[:, None]
+                part = replace(one, weight=matrix, bias=None, dim=dim)
+                tied = (_address(whole), tensor.storage_offset(), one.start, dim)
+                uses[tied[0]] = uses.get(tied[0], 0) + (tied in parts or tied[0] not in uses)
+                parts[tied] = part
+    for address, count in uses.items():
+        if sum(1 if owner == id(module) else slots for owner, slots in places.get(address, [])) > count:
+            raise NotFound("its query or key weights serve another layer too: they cannot shrink for this one alone")
+    return list(parts.values())
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[int, int]]]:
+    """Parameter → the modules that hold it, each with the number of names under which others hold that module."""
+    slots: dict[int, int] = {}
+    for module in model.modules():
+        for child in module._modules.values():
+            slots[id(child)] = slots.get(id(child), 0) + 1
+    places: dict[int, list[tuple[int, int]]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                places.setdefault(_address(parameter), []).append((id(module), max(slots.get(id(module), 1), 1)))
+    return places
+
+
+def _address(tensor: Tensor) -> int:
+    """The same for tensors that share their numbers."""
+    return (tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0) or id(tensor)
 
 
 def versions(model: nn.Module) -> int:

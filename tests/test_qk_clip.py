@@ -309,23 +309,101 @@ def test_a_fixed_temperature_does_not_count():
     assert found[2] == pytest.approx(found[0])
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_models_own_exception_comes_through():
     model, _ = exploded(ours)
     x = torch.randn(2, 6, 16)
     model(x).sum().backward()
     regard.qk_clip(model, 50.0)
-    hooks = [dict(module._forward_hooks) for module in model.modules()]
+    hooks = dict(model._forward_hooks)
     for wrong in (torch.randn(2, 6, 15), "text"):
         with pytest.raises((RuntimeError, TypeError)) as plain:
             copy.deepcopy(model).eval()(wrong)
-        with warnings.catch_warnings(), pytest.raises(plain.type) as raised:
-            warnings.simplefilter("error")
+        with pytest.raises(plain.type) as raised:
             model(wrong)
         assert str(raised.value) == str(plain.value) and "mutated" not in str(raised.value)
+    model[0] = nn.Identity()
     with pytest.raises(ValueError, match="query must have shape"):
-        model[0] = nn.Identity()
         model(torch.randn(2, 6, 15))
     assert intercept.ACTIVE == intercept._STACK == []
-    assert [dict(module._forward_hooks) for module in model.modules()][0] == hooks[0] and not model[1]._forward_hooks
+    assert dict(model._forward_hooks) == hooks and not model[1]._forward_hooks
     model(x).sum().backward()
     assert regard.qk_clip(model, 50.0).max_logit["1"]
+
+
+@pytest.mark.parametrize("tied", ["weight", "bias", "module", "both", "data"])
+def test_queries_and_keys_that_share_weights_shrink_once(tied):
+    model, _ = exploded(ours)
+    layer = model[1]
+    with torch.no_grad():
+        for one in (layer.q_proj, layer.k_proj):
+            nn.init.normal_(one.bias)
+    if tied in ("weight", "both"):
+        layer.k_proj.weight = layer.q_proj.weight
+    if tied in ("bias", "both"):
+        layer.k_proj.bias = layer.q_proj.bias
+    if tied == "module":
+        layer.k_proj = layer.q_proj
+    if tied == "data":
+        layer.k_proj.weight.data = layer.q_proj.weight.data
+    x = torch.randn(2, 6, 16)
+    step(model, x)
+    before = logits(model, x, "1")
+    clipped = regard.qk_clip(model, 50.0)
+    assert before[0] > 50.0 and clipped.skipped == {}
+    assert torch.allclose(logits(model, x, "1"), before.clamp_max(50.0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("shared", ["query and key", "query", "value", "embedding"])
+def test_weights_that_serve_something_else_are_skipped(shared):
+    torch.manual_seed(0)
+    model = nn.Sequential(ours(), ours(), ours())
+    skipped = {"0", "1"} if "query" in shared else {"1"}
+    if "query" in shared:
+        model[1].q_proj = model[0].q_proj
+    if shared == "query and key":
+        model[1].k_proj = model[0].k_proj
+    if shared == "value":
+        model[1].v_proj = model[1].k_proj
+    if shared == "embedding":
+        model.append(nn.Linear(16, 16))
+        model[3].weight = model[1].q_proj.weight
+    with torch.no_grad():
+        for layer in model[:3]:
+            layer.q_proj.weight *= 300
+    x = torch.randn(2, 6, 16)
+    step(model, x)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    clipped = regard.qk_clip(model, 1.0)
+    assert clipped.skipped.keys() == skipped and all("serve another" in why for why in clipped.skipped.values())
+    assert {clip.layer for clip in clipped.heads} == {"0", "1", "2"} - skipped
+    for name, value in model.state_dict().items():
+        assert name[0] not in skipped or torch.equal(value, weights[name])
+
+
+class Twice(nn.Module):
+    """One attention in two places."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.first, self.second = nn.Sequential(attention), nn.Sequential(attention)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("attention", [ours, Self])
+def test_one_module_in_two_places_is_clipped_by_its_largest(attention):
+    torch.manual_seed(0)
+    model, x = Twice(attention()), torch.randn(2, 6, 16)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "q_proj.weight" in name or "in_proj_weight" in name:
+                value[:16] *= 300
+    regard.qk_clip(model, 5.0)
+    step(model, x)
+    (tops,) = (clipped := regard.qk_clip(model, 5.0)).max_logit.values()
+    assert clipped.skipped == {} and max(tops) > 50.0
+    step(model, x)
+    (tops,) = regard.qk_clip(model, 1e9).max_logit.values()
+    assert max(tops) < 10.0  # its second place sees other inputs now

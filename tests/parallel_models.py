@@ -215,6 +215,7 @@ def refused_inputs(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     ):
         with pytest.raises(ValueError, match=error), regard.using(model, context_parallel=mesh):
             model(**dict(input_ids=ids) | given)
+    inputs_that_differ(mesh, ids, llama)
     bart = t.BartConfig(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, vocab_size=50)
     mobile = t.MobileBertConfig(embedding_size=16, intra_bottleneck_size=16, num_feedforward_networks=1, **small)
     for model, error in (
@@ -251,3 +252,27 @@ def checkpointed(mesh, ids: torch.Tensor, llama) -> None:
         llama(input_ids=ids)
     hook.remove()
     assert Line.of(mesh).watch.note == "raised MemoryError: no room in a layer"
+
+
+def inputs_that_differ(mesh, ids: torch.Tensor, llama) -> None:
+    """Every rank passes the same whole, to the model itself; what one gets wrong is told to all at once."""
+    last = int(dist.get_rank() == 1)
+    embeds = llama.get_input_embeddings()(ids).detach()
+    line = torch.arange(13)[None]
+    wrong = (
+        "must be \\(batch, length\\)" if last else "rank 1 cannot take part: ValueError: context_parallel: attention_m"
+    )
+    with regard.using(llama, context_parallel=mesh):
+        for given, error in (
+            (dict(input_ids=ids.roll(last, 1)), "rank 1 and rank 0 call the model with different input_ids"),
+            (dict(input_ids=ids[:, : 13 - last]), "the model with input_ids of different shapes"),
+            (dict(input_ids=ids, position_ids=line + last), "the model with different position_ids"),
+            (dict(inputs_embeds=embeds.roll(last, 1)), "the model with different inputs_embeds"),
+            (dict(input_ids=ids, attention_mask=ids[0, :2] if last else None), wrong),
+        ):
+            with pytest.raises(ValueError, match=error):
+                llama(**given)
+        with pytest.raises(ValueError, match="call the model itself"):
+            llama.model(ids)
+        one = llama(ids, torch.ones_like(ids)).logits
+    assert torch.allclose(one, llama(ids).logits, atol=1e-5)

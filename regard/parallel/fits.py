@@ -56,6 +56,23 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"context_parallel: {name} ({type(module).__name__}) mixes positions outside attention")
 
 
+def named(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The same with arguments under their names, as far as the model tells them."""
+    if not args or not isinstance(args[0], Tensor):
+        return args, dict(kwargs)
+    first = "inputs_embeds" if args[0].is_floating_point() else "input_ids"
+    names = list(inspect.signature(model.forward).parameters)
+    if first != names[0] or len(args) > len(names):
+        return args[1:], {first: args[0], **kwargs}
+    return (), {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def mark(x: Tensor) -> int:
+    """A checksum of integers, the same on every device."""
+    flat = x.long().flatten()
+    return int((flat * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 1)).sum())
+
+
 def check_inputs(kwargs: dict, cut: tuple[str, ...]) -> None:
     """Refuse what does not go with a sequence in pieces, and what nobody knows how to cut."""
     if kwargs.get("labels") is not None:

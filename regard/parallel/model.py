@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from regard.health.call import Call
 from regard.parallel import fits
 from regard.parallel._attention import attention
+from regard.parallel.agree import SKETCHED, agree, alike_sketches, sketch
 from regard.parallel.faults import RankError
 from regard.parallel.layout import shard, unshard
 from regard.parallel.line import Line
@@ -60,7 +62,7 @@ class Pieces:
             raise TypeError(f"context_parallel must be a DeviceMesh or a process group, got {type(mesh).__name__}")
         self.key_lengths: Tensor | None = None
         self.seen = self.length = self.total = 0  # attention calls of this forward; positions of this rank, and of all
-        self.pulls = False  # are gradients wanted of this forward?
+        self.pulls = self.inside = False  # are gradients wanted of this forward; does it run?
         self.model = model
         fits.check_model(model)
         self.hooks = [
@@ -74,6 +76,10 @@ class Pieces:
             hook.remove()
 
     def call(self, call: Call) -> Call:
+        if not self.inside and torch._C._current_graph_task_id() == -1:  # nor computed again in backward
+            raise ValueError(
+                "context_parallel: call the model itself; its parts, or its forward, would take the whole for a piece"
+            )
         if "position_bias" in call.options or fits.biased(call):
             raise ValueError(
                 "context_parallel: a bias between positions is made for the rank's piece alone, not for all"
@@ -88,10 +94,37 @@ class Pieces:
         return PieceCall.of(call, self.group, self.key_lengths)
 
     def _cut(self, model: nn.Module, args: tuple, kwargs: dict):
-        kwargs = dict(kwargs)
-        if args and isinstance(args[0], Tensor):
-            name = "inputs_embeds" if args[0].is_floating_point() else "input_ids"
-            args, kwargs = args[1:], {name: args[0], **kwargs}
+        """This rank's piece of the inputs, once every rank has told that it has the same whole."""
+        line = Line.of(self.group)
+        found: Any = None
+        alike: dict[str, object] = {}
+        marks: list[int] = []
+        failure: Exception | None = None
+        try:
+            found, positions = self._checked(model, *fits.named(model, args, kwargs))
+            whole = {name: found[1][name] for name in CUT if found[1].get(name) is not None}
+            for name, x in (*whole.items(), ("position_ids", positions)):
+                alike[f"the model with {name} of different shapes"] = tuple(x.shape)
+                if not x.is_floating_point():
+                    alike[f"the model with different {name}"] = fits.mark(x)
+            marks = sketch(whole["inputs_embeds"].flatten()[:SKETCHED]) if "inputs_embeds" in whole else []
+        except Exception as error:
+            failure = error
+        told = agree(line, "a model in pieces", marks, alike, failure)
+        for rank, theirs in enumerate(told):
+            if marks and not alike_sketches(told[0], theirs):
+                raise ValueError(f"rank {rank} and rank 0 call the model with different inputs_embeds")
+        args, kwargs = found
+        kwargs["position_ids"] = shard(positions, 1, self.group)
+        self.seen, self.length, self.inside = 0, kwargs["position_ids"].shape[1], True
+        for name in whole:
+            kwargs[name] = shard(kwargs[name], 1, self.group)
+        if getattr(getattr(model, "config", None), "use_cache", False):
+            kwargs["use_cache"] = False
+        return args, kwargs
+
+    def _checked(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple[tuple, dict], Tensor]:
+        """((args, kwargs) without the attention_mask, the positions of the whole); what cannot be done is raised."""
         fits.check_inputs(kwargs, CUT)
         given = next((kwargs[name] for name in CUT if kwargs.get(name) is not None), None)
         if given is None:
@@ -104,14 +137,7 @@ class Pieces:
         positions = torch.arange(length, device=given.device)[None] if positions is None else positions
         self.pulls = torch.is_grad_enabled() and model.training
         fits.check_positions(model, positions, length, dist.get_world_size(self.group), mask is not None)
-        kwargs["position_ids"] = shard(positions, 1, self.group)
-        self.seen, self.length = 0, kwargs["position_ids"].shape[1]
-        for name in CUT:
-            if kwargs.get(name) is not None:
-                kwargs[name] = shard(kwargs[name], 1, self.group)
-        if getattr(getattr(model, "config", None), "use_cache", False):
-            kwargs["use_cache"] = False
-        return args, kwargs
+        return (args, kwargs), positions
 
     def _join(self, model: nn.Module, args: tuple, output):
         layers = fits.layers(model)
@@ -140,6 +166,7 @@ class Pieces:
 
     def _tell(self, model: nn.Module, args: tuple, output) -> None:
         """What this rank raises between calls of attention is named by those who wait for it."""
+        self.inside = False
         error, watch = sys.exc_info()[1], Line.of(self.group).watch
         if output is None and watch is not None and isinstance(error, Exception) and not isinstance(error, RankError):
             watch.raised(error)

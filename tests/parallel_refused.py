@@ -37,6 +37,11 @@ def differ(x: torch.Tensor, last: bool, world: int) -> None:
         (pieces, dict(is_causal=last, lengths=(9, 9)), "different is_causal"),
         (pieces, dict(temperature=policy), "different temperature"),
         (pieces, dict(key_lengths=torch.tensor([9 - last])), "different key_lengths"),
+        (
+            [y.clone().requires_grad_() for y in pieces],
+            dict(attn_mask=torch.zeros(9, requires_grad=last)),
+            "and without a gradient of attn_mask",
+        ),
         (pieces, dict(backend="reference" if last else "cpu"), "different backend"),
     ):
         with pytest.raises(ValueError, match=f"rank {world - 1} and rank 0 call with {what}"):

@@ -111,6 +111,9 @@ class Given:
         alike: dict[str, object] = {f"with different {name}": kind(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
         alike["with and without gradients"] = self._pulls(call)
+        for name, x in dict(attn_mask=call.bias, temperature=call.temperature).items():  # theirs travel
+            pulled = torch.is_grad_enabled() and x is not None and x.requires_grad
+            alike[f"with and without a gradient of {name}"] = pulled
         for name in ("q", "k", "v"):
             x = getattr(self, name)
             alike[f"with {name} of different dtypes"] = str(x.dtype)

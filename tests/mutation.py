@@ -161,7 +161,11 @@ def main() -> int:
     options = parser.parse_args()
     part, parts = options.part
     outcome: list[dict] = []
-    for mutant in drawn(options.sample, options.seed, options.only or "")[part::parts]:
+    sampled = drawn(options.sample, options.seed, options.only or "")[part::parts]
+    for path in {tuple(TESTS[mutant.path]): mutant.path for mutant in sampled}.values():
+        if outcome_of(Mutant(path, 0, "", "", 0, 0), options.seconds) != "SURVIVED":
+            raise SystemExit(f"the tests of {path} fail or hang without any change: nothing would be learnt")
+    for mutant in sampled:
         outcome.append({"mutant": str(mutant), "outcome": outcome_of(mutant, options.seconds)})
         noticed = sum(entry["outcome"] == "noticed" for entry in outcome)
         print(f"{outcome[-1]['outcome']:8}  {mutant}   ({noticed} of {len(outcome)})", flush=True)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import regard
 from regard.health import intercept
@@ -407,3 +408,71 @@ def test_one_module_in_two_places_is_clipped_by_its_largest(attention):
     step(model, x)
     (tops,) = regard.qk_clip(model, 1e9).max_logit.values()
     assert max(tops) < 10.0  # its second place sees other inputs now
+
+
+class Adapted(nn.Module):
+    """A linear layer and what was learned beside it, as PEFT wraps it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.lora = base, nn.Parameter(torch.zeros(16, 16))
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.lora
+
+
+class Low(nn.Linear):
+    """The same as a subclass of nn.Linear."""
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.lora_a = nn.Parameter(torch.zeros(16, 16))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.lora_a
+
+
+def _double(layer, name):
+    class Double(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    parametrize.register_parametrization(layer, name, Double())
+
+
+@pytest.mark.parametrize("side", ["q_proj", "k_proj"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda layer: parametrizations.weight_norm(layer),
+        lambda layer: parametrizations.spectral_norm(layer),
+        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+        lambda layer: _double(layer, "bias") or layer,
+        lambda layer: Adapted(layer),
+        lambda layer: Low(16, 16),
+    ],
+    ids=["weight_norm", "spectral_norm", "prune", "bias", "wrapper", "subclass"],
+)
+def test_computed_weights_are_skipped(wrap, side):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), ours())
+    setattr(model[1], side, wrap(getattr(model[1], side)))
+    step(model, torch.randn(2, 6, 16))
+    weights = [value.clone() for value in model.parameters()]
+    clipped = regard.qk_clip(model, 1e-3)
+    assert clipped.heads == [] and ("computed from" in clipped.skipped["1"] or "adds to" in clipped.skipped["1"])
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias"])
+def test_computed_weights_of_torchs_module_are_skipped(name):
+    model, x = Self(), torch.randn(2, 6, 16)
+    _double(model.inner, name)
+    regard.qk_clip(model, 1e-3)
+    step(model, x)
+    assert f"the {name} of its" in regard.qk_clip(model, 1e-3).skipped["inner"]

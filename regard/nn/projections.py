@@ -59,6 +59,7 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
     if reason is not None:
         raise NotFound(reason)
     if isinstance(module, nn.MultiheadAttention):
+        _stored(module, "in_proj_weight", "q_proj_weight", "k_proj_weight", "in_proj_bias")
         return _of_torch(module)
     for names in SEPARATE:
         query, key = (getattr(module, name, None) for name in names)
@@ -115,7 +116,18 @@ def _of_stack(layer: nn.Module, name: str, heads: int, head_dim: int) -> tuple[P
     )
 
 
+def _stored(layer: nn.Module, *names: str) -> None:
+    """Refuse weights that are computed from others (parametrizations, weight_norm, pruning, adapters)."""
+    for name in names:
+        if getattr(layer, name, None) is not None and name not in layer._parameters and name not in layer._buffers:
+            raise NotFound(f"the {name} of its {type(layer).__name__} is computed from other parameters")
+
+
 def _floating(layer: nn.Module) -> Tensor:
+    _stored(layer, "weight", "bias")
+    others = [name for name, _ in layer.named_parameters() if name not in ("weight", "bias")]
+    if others:
+        raise NotFound(f"its {type(layer).__name__} adds to its weight: it has {', '.join(others)} too")
     weight = layer.weight
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
         raise NotFound(f"the weights of its {type(layer).__name__} are not a floating-point matrix")

@@ -132,6 +132,15 @@ def stop(model: nn.Module) -> None:
     watch = _WATCHES.pop(model, None)
     if watch is not None:
         watch.close()
+    _unhook(model)
+
+
+def _unhook(model: nn.Module) -> None:
+    """Take off what a copy of a watched model, or one loaded from a file, has brought along."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for at in [at for at, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Watch)]:
+            del hooks[at]
+            model._forward_hooks_always_called.pop(at, None)
 
 
 qk_clip.stop = stop  # type: ignore[attr-defined]
@@ -141,6 +150,7 @@ class _Watch:
     """The largest logit of every head over the training forwards since it was last asked."""
 
     def __init__(self, model: nn.Module) -> None:
+        _unhook(model)
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
         self.head_dim: dict[str, int] = {}
         self.forwards = 0
@@ -155,6 +165,10 @@ class _Watch:
             model.register_forward_pre_hook(self._before, prepend=True),
             model.register_forward_hook(self._after, always_call=True),
         ]
+
+    def __getstate__(self) -> dict:
+        """In a copy of the model, or in a file of it, the hooks watch nothing until `qk_clip` is called for that."""
+        return {"_hooks": [], "_inside": []}
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -220,7 +234,7 @@ class _Watch:
         self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:
-        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._hooks:
             return
         self.forwards += 1
         interception = Interception(module, observe=self)

@@ -1,7 +1,9 @@
 """regard.qk_clip: after an ordinary step, every head's largest logit is at most the threshold, the others untouched."""
 
 import copy
+import io
 import math
+import pickle
 import warnings
 
 import pytest
@@ -476,3 +478,31 @@ def test_computed_weights_of_torchs_module_are_skipped(name):
     regard.qk_clip(model, 1e-3)
     step(model, x)
     assert f"the {name} of its" in regard.qk_clip(model, 1e-3).skipped["inner"]
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("attention", [ours, Self])
+@pytest.mark.parametrize("way", [saved, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_watched_model_is_saved_and_copied(way, attention):
+    model, _ = exploded(attention)
+    x, layer = torch.randn(2, 6, 16), "1" if attention is ours else "1.inner"
+    regard.qk_clip(model, 50.0)
+    step(model, x)
+    other = way(model)
+    assert torch.equal(other(x), model(x))
+    regard.qk_clip(other, 50.0)
+    assert len(other._forward_hooks) == len(other._forward_pre_hooks) == len(other._forward_hooks_always_called) == 1
+    step(other, 2 * x)
+    assert regard.qk_clip(other, 50.0).max_logit[layer][0] > 50.0
+    step(other, x)
+    assert regard.qk_clip(other, 50.0).max_logit[layer][0] <= 50.1
+    assert regard.qk_clip(model, 50.0).max_logit[layer][0] > 50.0  # the first is watched as before
+    for one in (model, other, other := way(model)):
+        regard.qk_clip.stop(one)
+        assert not one._forward_hooks and not one._forward_pre_hooks and not one._forward_hooks_always_called

@@ -229,8 +229,11 @@ class _Watch:
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask != -math.inf
         with torch.no_grad():
-            stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
-            tops = stats.max_logit.amax((0, 2)).float()
+            if q.numel() and k.numel():
+                stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
+                tops = stats.max_logit.amax((0, 2)).float()
+            else:  # an empty batch has no logits, and counts as seen
+                tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
         self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:

@@ -506,3 +506,17 @@ def test_a_watched_model_is_saved_and_copied(way, attention):
     for one in (model, other, other := way(model)):
         regard.qk_clip.stop(one)
         assert not one._forward_hooks and not one._forward_pre_hooks and not one._forward_hooks_always_called
+
+
+@pytest.mark.parametrize("attention", [ours, Self])
+@pytest.mark.parametrize("shape", [(0, 6, 16), (2, 0, 16)])
+def test_an_empty_batch_has_no_logits(shape, attention):
+    model, _ = exploded(attention)
+    layer = "1" if attention is ours else "1.inner"
+    regard.qk_clip(model, 50.0)
+    model(torch.zeros(shape)).sum().backward()
+    clipped = regard.qk_clip(model, 50.0)
+    assert clipped.heads == [] and clipped.max_logit == {layer: [-math.inf] * 4}
+    model(torch.randn(2, 6, 16)).sum().backward()
+    model(torch.zeros(shape)).sum().backward()
+    assert [clip.head for clip in regard.qk_clip(model, 50.0).heads] == [0]

@@ -22,7 +22,7 @@ NAMES = [
 
 
 def cases(share: float):
-    """Settings for a test that takes this share of all cases (the shares add up to 1); the same in every `make test`."""
+    """Settings for a test that takes this share of all cases (the shares add up to 1); the same in each `make test`."""
     nightly = "REGARD_FUZZ" in os.environ
     phases = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
     return settings(

@@ -233,8 +233,14 @@ def few_keys(rank: int, world: int) -> None:
 
 
 def same_sizes(rank: int, world: int) -> None:
-    """As many batches as heads and as numbers per row; and masks whose rows are one, seen many times."""
+    """As many batches as heads and as numbers per row; no batch, no value; masks whose rows are views of one."""
     g = torch.Generator().manual_seed(6)
+    for shape, name in (((0, 2, 9, 4), "softmax"), ((1, 2, 9, 0), "softmax"), ((0, 2, 9, 4), "entmax15")):
+        value = torch.randn(shape, generator=g).requires_grad_()
+        keys = torch.randn(*shape[:3], 4, generator=g)
+        out = parallel.attention(*map(parallel.shard, (keys, keys, value)), normalizer=name, backend="reference")
+        assert parallel.unshard(out).shape == shape
+        out.sum().backward()
     x = torch.randn(4, 4, 16, 4, generator=g, dtype=torch.float64)
     row = torch.randn(16, generator=g, dtype=torch.float64)
     for made in (None, row, row > 0):

@@ -98,12 +98,15 @@ def _seen(problem: Problem, rows: slice, count: int, keys: int) -> Tensor:
 def _per_head(x: Tensor, y: Tensor) -> Tensor:
     """x [B, H, m, C] · y [B, G, C, n] for grouped heads: [B, H, m, n]."""
     batch, heads, rows, _ = x.shape
-    return (x.reshape(batch, y.shape[1], -1, x.shape[-1]) @ y).reshape(batch, heads, rows, y.shape[-1])
+    groups = y.shape[1]
+    together = heads // max(1, groups) * rows
+    return (x.reshape(batch, groups, together, x.shape[-1]) @ y).reshape(batch, heads, rows, y.shape[-1])
 
 
 def _per_key(x: Tensor, y: Tensor, groups: int) -> Tensor:
     """Σ over rows and the heads of a group of xᵀ·y, x [B, H, m, n], y [B, H, m, C]: [B, G, n, C]."""
-    x, y = (z.reshape(z.shape[0], groups, -1, z.shape[-1]) for z in (x, y))
+    together = x.shape[1] // max(1, groups) * x.shape[2]
+    x, y = (z.reshape(z.shape[0], groups, together, z.shape[-1]) for z in (x, y))
     return x.mT @ y
 
 

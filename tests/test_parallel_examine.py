@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from parallel_crew import free_port
 from parallel_subject import subject
 
 import regard
+from regard.parallel.rounds import _mark as batch_mark
+from regard.parallel.rounds import weights_mark
 
 TESTS = Path(__file__).parent
 COMMAND = [sys.executable, "-m", "regard", "examine", "parallel_subject:subject"]
@@ -75,3 +78,12 @@ def refuses_what_does_not_fit(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             regard.examine(examined, given, snapshot=folder / name)
+
+
+def test_a_mark_sees_any_weight_and_any_array():
+    model = torch.nn.Linear(64, 64)
+    before = weights_mark(model)
+    with torch.no_grad():
+        model.weight[30] = 0.0
+    assert weights_mark(model) != before
+    assert batch_mark(np.arange(5)) != batch_mark(np.arange(5) + 1)

@@ -211,8 +211,11 @@ class Rounds:
         return content
 
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+
 def weights_mark(model: torch.nn.Module) -> int:
-    """A checksum of the names, shapes and types of all weights, and of a few numbers of each."""
+    """A checksum of the names, shapes and types of all weights, of their ends and of the sum of their bits."""
     mark = 0
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(x) or x.is_meta or x.layout != torch.strided:
@@ -220,6 +223,8 @@ def weights_mark(model: torch.nn.Module) -> int:
         ends = x.detach().reshape(-1)
         mark = zlib.crc32(f"{name} {tuple(x.shape)}".encode(), mark)
         mark = _mark(torch.cat([ends[:64], ends[-64:]]), mark)
+        if not x.is_complex() and x.dtype.itemsize in BITS:
+            mark = zlib.crc32(str(int(ends.view(BITS[x.dtype.itemsize]).sum(dtype=torch.int64))).encode(), mark)
     return mark
 
 
@@ -235,6 +240,8 @@ def _mark(x, before: int = 0) -> int:
         before = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), before)
         if x.layout == torch.strided and x.numel():
             before = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), before)
+    elif hasattr(x, "__array_interface__"):  # numpy's
+        before = _mark(torch.as_tensor(x), before)
     else:
         before = zlib.crc32((repr(x) if isinstance(x, (int, float, str)) else type(x).__name__).encode(), before)
     return before

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 import weakref
+from collections import OrderedDict
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -240,6 +241,7 @@ class _Watch:
         if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._hooks:
             return
         self.forwards += 1
+        cast(OrderedDict, module._forward_hooks).move_to_end(self._hooks[1].id)  # what was opened first is closed last
         interception = Interception(module, observe=self)
         interception.start()
         own = module._forward_pre_hooks.keys() | module._forward_hooks.keys()

@@ -520,3 +520,21 @@ def test_an_empty_batch_has_no_logits(shape, attention):
     model(torch.randn(2, 6, 16)).sum().backward()
     model(torch.zeros(shape)).sum().backward()
     assert [clip.head for clip in regard.qk_clip(model, 50.0).heads] == [0]
+
+
+@pytest.mark.parametrize("attention", [ours, Self])
+@pytest.mark.parametrize("first", ["qk_clip", "using"])
+def test_beside_using_nothing_is_left_open(first, attention):
+    model, _ = exploded(attention)
+    x, depth = torch.randn(2, 6, 16), torch._C._len_torch_function_stack()
+    if first == "qk_clip":
+        regard.qk_clip(model, 50.0)
+    with regard.using(model, temperature=2.0):
+        regard.qk_clip(model, 50.0)
+        for _ in range(2):
+            step(model, x)
+            with pytest.raises((RuntimeError, TypeError)):
+                model("text")
+            assert torch._C._len_torch_function_stack() == depth
+        assert [clip.head for clip in regard.qk_clip(model, 50.0).heads] == [0]
+    assert intercept.ACTIVE == intercept._STACK == intercept._OUTER == []

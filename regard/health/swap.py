@@ -29,7 +29,8 @@ class using:
     Without `with` it stays until `.restore()`. Nothing of the model is changed: its weights, configuration and classes
     are as before, its calls are led elsewhere. Only what is given changes; a model's own soft cap, mask, sink and bias
     stay, but for a learned sink under a normaliser that has no exponential denominator for it to join. A compiled model
-    runs as it was written, uncompiled.
+    runs as it was written, uncompiled. With gradient checkpointing, which runs the forward again in backward, call
+    `backward()` inside the block too: outside, the model's own attention would be differentiated.
 
     Args:
         model: any module that `regard.examine` can examine.

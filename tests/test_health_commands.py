@@ -83,6 +83,7 @@ def test_examine_a_function(tmp_path, capsys):
 
 
 def refused(capsys, *arguments, words):
+    capsys.readouterr()  # what making the model said
     code = main(["examine", *map(str, arguments)])
     captured = capsys.readouterr()
     assert code != 0

@@ -73,7 +73,7 @@ def test_diffuse():
     assert kinds(q, k)["diffuse"].severity == "warning"
 
 
-@pytest.mark.parametrize(("factor", "words"), [(12.0, "too large"), (0.04, "too small")])
+@pytest.mark.parametrize(("factor", "words"), [(6.0, "too large"), (0.04, "too small")])
 def test_scale_off(factor, words):
     q, k = healthy()
     found = kinds(q * factor, k)["scale off"]

@@ -29,7 +29,7 @@ WALK = {  # entries at a time and warps: the fastest of four on an H200
     "dq": dict(STEP=4, num_warps=4),
     "dkv": dict(STEP=2, num_warps=4),
 }
-LENGTHS = {"forward": range(3072, 2**31), "backward": range(16384, 2**31)}  # keys: measured faster from 4096, 16384 on
+LENGTHS = {"forward": range(4096, 2**31), "backward": range(16384, 2**31)}  # keys: where lists were measured faster
 # keys per tile and stages, without statistics and with them, which take registers; in all more than 48 KiB, as the
 # launch of a program with less is not allowed what `candidates` puts aside on top of it
 KEYS = {64: ((128, 2), (64, 4)), 128: ((128, 2), (64, 3))}
@@ -140,7 +140,6 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
             **WALK["dq"],
         )  # fmt: skip
     yield left
-    del lists  # before the others are made
     lists, left = Lists(p, False, True), flags_of(p.k, gather.ROWS)
     for first, programs in chunks(lists.blocks):
         lists.fill(level, None, first, programs, opt)

@@ -198,13 +198,13 @@ def finish(
         many = tl.maximum(n, 1.0)
         off = r.mean / many
         put(ptr, row, rows, (r.pivot + off) * a, dead, 0.0, seen, SLOT.mean_logit)
-        spread = at_least_0(r.m2 / many - off * off) * a * a
+        spread = tl.maximum(r.m2 / many - off * off, 0.0) * a * a
         put(ptr, row, rows, spread, dead, 0.0, seen, SLOT.logit_variance)
     put(ptr, row, rows, lse, dead, -float("inf"), seen, SLOT.logsumexp)
     put(ptr, row, rows, tl.where(alive, count * unit * inverse, 0.0), dead, 0.0, seen, SLOT.mass)
     if NEED.log_u:
         lower = LN2 * (r.log_u - log2_or_0(u1) * r.u) / unit
-        entropy = at_least_0(log1p((ties - 1.0) + w) - lower / count)
+        entropy = tl.maximum(log1p((ties - 1.0) + w) - lower / count, 0.0)
         entropy = tl.where(alive, entropy, 0.0)
         put(ptr, row, rows, entropy, dead, 0.0, seen, SLOT.entropy)
         put(ptr, row, rows, tl.where(alive, tl.exp(entropy), 0.0), dead, 0.0, seen, SLOT.effective_keys)
@@ -234,13 +234,7 @@ def finish(
             gain = tl.where(g > 0.0, pairs / tl.where(g > 0.0, g, 1.0), 0.0)
         else:
             gain = ties * d1 + r.slope
-        put(ptr, row, rows, at_least_0(gain), dead, 0.0, seen, SLOT.gradient_gain)
-
-
-@triton.jit
-def at_least_0(x):
-    """max(x, 0), but NaN stays: a row with a NaN logit says so."""
-    return tl.where(x < 0.0, 0.0, x)
+        put(ptr, row, rows, tl.maximum(gain, 0.0), dead, 0.0, seen, SLOT.gradient_gain)
 
 
 @triton.jit

@@ -172,6 +172,16 @@ def test_nan_and_infinity_stay_in_their_row():
         torch.testing.assert_close(o[0, 0, others].double(), truth[0, 0, others], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "relu", "sigmoid", "softpick"])
+def test_a_row_with_a_nan_logit_says_so_in_every_statistic(name):
+    problem = make(18, name, b=1, h=1, g=1, m=20, n=33, causal=True)
+    problem.k[0, 0, 15] = math.nan
+    problem.q[0, 0, 3] = math.nan
+    _, truths = reference.of_problem(problem)
+    for statistic, ours, truth in zip(problem.stats, attention.forward(problem).stats, truths, strict=True):
+        assert torch.equal(ours.isnan(), truth.isnan()), statistic
+
+
 @pytest.mark.parametrize("name", ["softmax", "entmax15", "relu", "softmax1"])
 def test_huge_logits_stay_finite(name):
     problem = make(19, name, **SMALL, dtype=torch.bfloat16, stats=(), scale=3000.0, m=17)

@@ -218,7 +218,7 @@ def finish(o, r, q, i, last, a, targets, ring, walk, opt, part: gl.constexpr, C:
     z = bare * fade
     su = z - 1.0
     log_u = (gl.convert_layout(gl.sum(r.log_u, 1), ROW) + shift * bare) * fade
-    square = gl.maximum(gl.convert_layout(gl.sum(r.square, 1), ROW) * (fade * fade) - 1.0, 0.0)
+    square = statistics.at_least_0(gl.convert_layout(gl.sum(r.square, 1), ROW) * (fade * fade) - 1.0)
     distance = gl.convert_layout(gl.sum(r.distance, 1), ROW) * fade
     mean, m2 = gl.convert_layout(gl.sum(r.mean, 1), ROW), gl.convert_layout(gl.sum(r.m2, 1), ROW)
     zero = z * 0.0

@@ -195,7 +195,7 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
 
     Then one more sweep, without v, sums the lesser keys alone: nearly one-hot rows pay for their own precision.
     """
-    su, sl, sq = r.z - 1.0, r.log_u, tl.maximum(r.square - 1.0, 0.0)
+    su, sl, sq = r.z - 1.0, r.log_u, statistics.at_least_0(r.square - 1.0)
     ties = su * 0.0 + 1.0
     if C.NEED.shares:
         close = su < 0.0156 + 6e-4 * tl.abs(r.frame)  # the frame's own rounding counts too

@@ -187,24 +187,26 @@ def finish(
     NEED: tl.constexpr = C.NEED
     if rows is None:
         rows = tl.num_programs(0) // tl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
-    alive = (u1 > 0.0) & (dead == 0)
     unit = tl.where(u1 > 0.0, u1, 1.0)
     ties = r.ties
-    w = r.u / unit
+    w = tl.where(inverse == inverse, r.u / unit, inverse)
+    sane = w == w  # otherwise a logit is NaN or +inf, and w says so in all that follows
+    alive = ((u1 > 0.0) | (sane == 0)) & (dead == 0)
     count = tl.where(alive, ties + w, 1.0)  # Σu / u_max ≥ 1
     put(ptr, row, rows, n, dead, 0.0, seen, SLOT.visible_keys)
-    put(ptr, row, rows, r.top * a, dead, -float("inf"), seen, SLOT.max_logit)
+    most = tl.where(sane | (r.top == float("inf")), r.top * a, w)  # a maximum passes NaN over
+    put(ptr, row, rows, most, dead, -float("inf"), seen, SLOT.max_logit)
     if NEED.moments:
         many = tl.maximum(n, 1.0)
         off = r.mean / many
         put(ptr, row, rows, (r.pivot + off) * a, dead, 0.0, seen, SLOT.mean_logit)
-        spread = tl.maximum(r.m2 / many - off * off, 0.0) * a * a
+        spread = at_least_0(r.m2 / many - off * off) * a * a
         put(ptr, row, rows, spread, dead, 0.0, seen, SLOT.logit_variance)
-    put(ptr, row, rows, lse, dead, -float("inf"), seen, SLOT.logsumexp)
+    put(ptr, row, rows, tl.where(sane, lse, w), dead, -float("inf"), seen, SLOT.logsumexp)
     put(ptr, row, rows, tl.where(alive, count * unit * inverse, 0.0), dead, 0.0, seen, SLOT.mass)
     if NEED.log_u:
         lower = LN2 * (r.log_u - log2_or_0(u1) * r.u) / unit
-        entropy = tl.maximum(log1p((ties - 1.0) + w) - lower / count, 0.0)
+        entropy = at_least_0(log1p((ties - 1.0) + w) - lower / count)
         entropy = tl.where(alive, entropy, 0.0)
         put(ptr, row, rows, entropy, dead, 0.0, seen, SLOT.entropy)
         put(ptr, row, rows, tl.where(alive, tl.exp(entropy), 0.0), dead, 0.0, seen, SLOT.effective_keys)
@@ -213,9 +215,9 @@ def finish(
         put(ptr, row, rows, tl.where(alive, spread, 0.0), dead, 0.0, seen, SLOT.participation)
     put(ptr, row, rows, tl.where(alive, u1 * inverse, 0.0), dead, 0.0, seen, SLOT.max_weight)
     if C.SPARSE:
-        put(ptr, row, rows, r.support, dead, 0.0, seen, SLOT.support)
+        put(ptr, row, rows, tl.where(sane, r.support, w), dead, 0.0, seen, SLOT.support)
     else:
-        put(ptr, row, rows, n, dead, 0.0, seen, SLOT.support)
+        put(ptr, row, rows, tl.where(sane, n, w), dead, 0.0, seen, SLOT.support)
     far = tl.where(alive, r.distance / (unit * count), 0.0)
     put(ptr, row, rows, far, dead, 0.0, seen, SLOT.distance)
     opening = tl.where(alive, first_u / (unit * count), 0.0)
@@ -234,7 +236,13 @@ def finish(
             gain = tl.where(g > 0.0, pairs / tl.where(g > 0.0, g, 1.0), 0.0)
         else:
             gain = ties * d1 + r.slope
-        put(ptr, row, rows, tl.maximum(gain, 0.0), dead, 0.0, seen, SLOT.gradient_gain)
+        put(ptr, row, rows, at_least_0(tl.where(sane, gain, w)), dead, 0.0, seen, SLOT.gradient_gain)
+
+
+@triton.jit
+def at_least_0(x):
+    """max(x, 0), but NaN stays: a row with a NaN logit says so."""
+    return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit

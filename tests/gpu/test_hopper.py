@@ -10,7 +10,7 @@ import torch
 from attention_data import Poisoned, check_forward, make
 
 import regard
-from regard import statistics
+from regard import reference, statistics
 from regard.kernels import attention, hopper
 
 pytestmark = [
@@ -102,6 +102,19 @@ def test_keys_that_no_query_sees_are_not_read():
         x[:, :, 200:] = math.nan
     dirty = attention.forward(problem)
     assert torch.equal(clean.o, dirty.o) and torch.equal(clean.stats, dirty.stats)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_with_a_nan_logit_says_so_in_every_statistic(causal):
+    problem = taken(16, b=1, h=4, g=2, m=300, n=300, d=64, e=64, causal=causal)
+    clean = attention.forward(problem).stats
+    problem.q[0, 0, 7] = math.nan
+    if causal:
+        problem.k[0, 1, 200] = math.nan
+    stats = attention.forward(problem).stats
+    _, truths = reference.of_problem(problem)
+    assert torch.equal(stats.isnan(), truths.isnan())
+    assert torch.equal(stats[~stats.isnan()], clean[~stats.isnan()])
 
 
 def test_heads_side_by_side():

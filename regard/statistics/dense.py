@@ -1,0 +1,150 @@
+"""Statistics of rows that somebody holds in full: scores, or weights with or without them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+from regard import normalizers
+from regard.normalizers._language import speak, torch_words
+from regard.statistics.names import NAMES, Statistics
+from regard.statistics.state import State
+from regard.statistics.terms import solve_frame
+
+
+def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None, first=0) -> Statistics:
+    """All statistics of dense rows of logits (…, Lq, n): s after scale, soft cap, bias and temperature.
+
+    `visible` is a bool mask that broadcasts (True = visible; −inf scores are hidden too), `sink` a logit that joins
+    the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is `first` + its index in dim −2.
+
+    >>> regard.statistics.of_scores(torch.zeros(2, 4), normalizer="sparsemax").entropy
+    tensor([1.3863, 1.3863])
+    """
+    choice = normalizers.get(normalizer)
+    check_float(scores, "scores")
+    if isinstance(first, Tensor) or not hasattr(first, "__index__"):
+        _refuse("first must be an int", first)
+    seen = scores != -math.inf
+    seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
+    if sink is not None:
+        sink = sink if isinstance(sink, Tensor) or not isinstance(sink, numbers.Real) else torch.tensor(float(sink))
+        sink = _fitting(sink, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
+    rows = first + _positions(scores)
+    frame = solve_frame(scores, seen, choice, theta, sink)
+    return State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+
+
+def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = "softmax", visible=None) -> Statistics:
+    """The statistics of weights that somebody already has, (…, Lq, n): −Σ p̄ log p̄, Σ p̄·|i − j| and the rest.
+
+    Without `scores` the logit statistics are left out and every positive weight counts as a visible key, unless
+    `visible` says otherwise. `gradient_gain` follows from the weights for the given normaliser.
+
+    >>> w = torch.eye(3)
+    >>> regard.statistics.of_weights(w)["entropy"], regard.statistics.of_weights(w.flip(-1))["distance"]
+    (tensor([0., 0., 0.]), tensor([2., 0., 2.]))
+    """
+    check_float(weights, "weights")
+    choice = normalizers.get(normalizer)
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    if scores is not None:
+        check_float(scores, "scores")
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if scores.shape != weights.shape:
+            raise ValueError(f"scores must have the shape of weights {tuple(weights.shape)}, got {tuple(scores.shape)}")
+    shown = None if visible is None else _fitting(visible, "visible", weights.shape, torch.bool)
+    if scores is not None:
+        seen = scores != -math.inf if shown is None else shown & (scores != -math.inf)
+    else:
+        seen = weights > 0 if shown is None else shown
+    p = torch.where(seen, weights, 0.0)
+    mass = p.sum(-1, keepdim=True)
+    share = p / torch.where(mass > 0, mass, 1.0)
+    entropy = 0.0 - torch.xlogy(share, share.where(share > 0, 1.0)).sum(-1).clamp_max(
+        0.0
+    )  # 0, not −0, for a one-hot row
+    n = seen.sum(-1)
+    alive = (n > 0) & (mass.squeeze(-1) > 0)
+    keys = torch.arange(p.shape[-1], device=p.device, dtype=p.dtype)
+    square = (share * share).sum(-1)
+    top = p.amax(-1) if p.shape[-1] else torch.zeros_like(entropy)
+    first = torch.where(seen, keys, math.inf).amin(-1, keepdim=True) if p.shape[-1] else mass
+    stats = Statistics(
+        visible_keys=n.to(p.dtype),
+        mass=mass.squeeze(-1),
+        entropy=entropy,
+        effective_keys=torch.where(alive, entropy.exp(), 0.0),
+        participation=torch.where(alive, 1.0 / torch.where(alive, square, 1.0), 0.0),
+        max_weight=top,
+        support=((p > 0) if choice.sparse else seen).sum(-1).to(p.dtype),
+        distance=(share * (_positions(p) - keys).abs()).sum(-1),
+        first_key_mass=torch.where(keys == first, share, 0.0).sum(-1),
+        gradient_gain=_gain_of_weights(p, choice, scores, seen),
+    )
+    if stats["gradient_gain"] is None:
+        del stats["gradient_gain"]
+    if scores is not None:
+        logits = of_scores(scores, seen, normalizer)
+        for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):
+            stats[name] = logits[name]
+    return Statistics({name: stats[name] for name in NAMES if name in stats})
+
+
+def check_float(x: Tensor, name: str) -> None:
+    """A dense tensor of float16 or wider with at least one dimension, or a refusal that names it."""
+    if not isinstance(x, Tensor):
+        _refuse(f"{name} must be a torch.Tensor", x)
+    if x.layout != torch.strided or not x.is_floating_point() or x.dtype.itemsize == 1:
+        raise TypeError(f"{name} must be a dense tensor of float16 or wider, got {x.dtype}, {x.layout}")
+    if x.ndim == 0:
+        raise ValueError(f"{name} must have at least one dimension, got a scalar")
+
+
+def _refuse(said: str, given):
+    raise TypeError(f"{said}, got {type(given).__name__}")
+
+
+def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> Tensor:
+    """x broadcast to the shape; bool if `dtype` says so, else floating-point."""
+    kind = "a bool tensor (True = visible)" if dtype is torch.bool else "a number or a floating-point tensor"
+    if not isinstance(x, Tensor):
+        _refuse(f"{name} must be {kind}", x)
+    if x.layout != torch.strided or (x.dtype != torch.bool if dtype is torch.bool else not x.is_floating_point()):
+        raise TypeError(f"{name} must be {kind}, got {x.dtype}, {x.layout}")
+    try:
+        return x.expand(*shape)
+    except RuntimeError:
+        raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}") from None
+
+
+def _gain_of_weights(p: Tensor, choice, scores, seen) -> Tensor | None:
+    """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
+    if choice.family == "ratio" and not choice.exponential:
+        return None
+    theta = 0.0 if choice.theta is None else choice.theta
+    if choice.family == "ratio":
+        slope, share = p, p
+    elif choice.slope_of_weight is None:
+        return None
+    else:
+        slope = torch.where(seen, speak(choice.slope_of_weight, torch_words)(p, theta), 0.0).to(p.dtype)
+        total = slope.sum(-1, keepdim=True)
+        share = slope / torch.where(total > 0, total, 1.0) if choice.family == "threshold" else torch.zeros_like(slope)
+    if not p.shape[-1]:
+        return p.sum(-1)
+    at = share.argmax(-1, keepdim=True)
+    others = share.scatter(-1, at, 0.0).sum(-1, keepdim=True)
+    missing = 1.0 - p.sum(-1, keepdim=True) if choice.family == "ratio" and speak(choice.rest)(1.0) else 0.0
+    complement = (1.0 - share).scatter(-1, at, others + missing) if choice.family != "pointwise" else 1.0
+    return (slope * complement).sum(-1)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """(…, Lq, 1) of query positions for x (…, Lq, n); 0 for a single row."""
+    if x.ndim < 2:
+        return torch.zeros_like(x[..., :1])
+    return torch.arange(x.shape[-2], device=x.device, dtype=x.dtype)[:, None]

@@ -1,0 +1,53 @@
+"""The fourteen statistics by name: which exist, which of them a call asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from torch import Tensor
+
+NAMES = (
+    "visible_keys",
+    "max_logit",
+    "mean_logit",
+    "logit_variance",
+    "logsumexp",
+    "mass",
+    "entropy",
+    "effective_keys",
+    "participation",
+    "max_weight",
+    "support",
+    "distance",
+    "first_key_mass",
+    "gradient_gain",
+)
+DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
+
+
+class Statistics(dict):
+    """Statistics by name, as `stats["entropy"]` or `stats.entropy`."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no statistic {name!r} was asked for; here: {', '.join(self)}") from None
+
+
+def resolve(wanted: bool | str | Iterable[str]) -> tuple[str, ...]:
+    """The statistics asked for, in the table's order: True is all, a tuple of names those."""
+    if wanted is True:
+        return NAMES
+    if wanted is False or wanted is None:
+        return ()
+    if not isinstance(wanted, (str, tuple, list, set, frozenset)):
+        raise TypeError(f"return_stats must be True, False, a name or a tuple of names, got {wanted!r}")
+    wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for name in wanted:
+        if name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(NAMES)}"
+            raise ValueError(f"return_stats: unknown statistic {name!r}; {hint}")
+    return tuple(name for name in NAMES if name in wanted)

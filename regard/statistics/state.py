@@ -1,0 +1,197 @@
+"""Sums over the keys of a row, the law by which those of two parts merge, and what they say of the row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from regard.statistics.names import NAMES, Statistics
+from regard.statistics.terms import Terms
+
+
+@dataclass
+class State:
+    """Sums over the visible keys of one part of a row, in the frame of that part; each field has shape (…, 1).
+
+    Sums marked ' leave out the keys at the part's maximal logit. `frame` is m or τ. Parts of one row may have
+    different shifts m; their τ must be the same (it belongs to the whole row).
+    """
+
+    n: Tensor  # visible keys
+    top: Tensor  # max s
+    ties: Tensor  # how many keys have s = top
+    mean: Tensor  # of s
+    m2: Tensor  # Σ (s − mean)²
+    frame: Tensor
+    first: Tensor  # position of the first visible key, inf if none
+    first_u: Tensor  # its u
+    u: Tensor  # Σ' u
+    v: Tensor  # Σ' v (ratio), else Σ' u
+    log_u: Tensor  # Σ' u·log u
+    square: Tensor  # Σ' u²
+    slope: Tensor  # Σ' u′ (threshold: g′)
+    cross: Tensor  # Σ' v′·u (threshold: g′²)
+    lse: Tensor  # Σ' exp(s − top)
+    distance: Tensor  # Σ u·|i − j|, the maximum included
+    support: Tensor  # keys with u > 0, the maximum included
+
+    @classmethod
+    def of(cls, scores, visible, choice, frame, rows=None, keys=None, theta=None) -> State:
+        """The state of a part: scores (…, n), the row's frame (…, 1), positions of its row i and keys j."""
+        terms = Terms(choice, theta)
+        keys = torch.arange(scores.shape[-1], device=scores.device) if keys is None else keys
+        keys = keys.to(scores.dtype).expand(scores.shape)
+        rows = torch.zeros_like(scores[..., :1]) if rows is None else rows
+        s = scores.masked_fill(~visible, 0.0)
+        hidden = scores.masked_fill(~visible, -math.inf)
+
+        def total(x, where=visible):
+            return torch.where(where, x, 0.0).sum(-1, keepdim=True)
+
+        n = visible.sum(-1, keepdim=True).to(scores.dtype)
+        none = n == 0
+        top = hidden.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(n, -math.inf)
+        mean = total(s) / n.clamp_min(1)
+        below = visible & (s < top)
+        u, v, du, cross = terms(s, frame)
+        seen_keys = keys.masked_fill(~visible, math.inf)
+        first = seen_keys.amin(-1, keepdim=True) if scores.shape[-1] else torch.full_like(n, math.inf)
+        return cls(
+            n=n,
+            top=top,
+            ties=n - total(torch.ones_like(s), below),
+            mean=mean,
+            m2=total((s - mean) ** 2),
+            frame=frame,
+            first=first,
+            first_u=total(u, visible & (keys == first)),
+            u=total(u, below),
+            v=total(v, below),
+            log_u=total(torch.xlogy(u, u), below),
+            square=total(u * u, below),
+            slope=total(du, below),
+            cross=total(cross, below),
+            lse=total(torch.exp(s - top.masked_fill(none, 0.0)), below),
+            distance=total(u * (rows - keys).abs()),
+            support=total((u > 0).to(s.dtype) if choice.sparse else torch.ones_like(s)),
+        )
+
+    def merge(self, other: State, choice, theta=None) -> State:
+        """The state of both parts together. Commutative; associative up to rounding."""
+        terms = Terms(choice, theta)
+        top = torch.maximum(self.top, other.top)
+        frame = self.frame
+        if choice.family == "ratio":  # a part without keys has no say
+            frame = torch.maximum(self.frame, other.frame)
+            frame = torch.where(self.n == 0, other.frame, torch.where(other.n == 0, self.frame, frame))
+        parts = [part._moved(top, frame, terms) for part in (self, other)]
+        a, b = parts
+        n = a.n + b.n
+        weight = b.n / n.clamp_min(1)
+        gap = b.mean - a.mean
+        sooner = (b.n > 0) & ((a.n == 0) | (b.first < a.first))
+        merged = {field.name: getattr(a, field.name) + getattr(b, field.name) for field in fields(State)}
+        merged.update(
+            top=top,
+            frame=frame,
+            mean=a.mean + gap * weight,
+            m2=a.m2 + b.m2 + gap * gap * a.n * weight,
+            first=torch.where(sooner, b.first, a.first),
+            first_u=torch.where(sooner, b.first_u, a.first_u),
+        )
+        return State(**merged)
+
+    def _moved(self, top: Tensor, frame: Tensor, terms: Terms) -> State:
+        """The same keys told in another frame, with another maximum to leave out."""
+        changes = {}
+        if terms.family == "ratio":
+            shift = (self.frame - frame).masked_fill(self.n == 0, 0.0)
+            r = torch.exp(shift)
+            changes["log_u"] = r * (self.log_u + shift * self.u)
+            for name, power in dict(u=1, v=1, first_u=1, distance=1, slope=1, square=2, cross=2).items():
+                changes[name] = getattr(self, name) * r**power
+        state = State(**{**self.__dict__, **changes, "frame": frame})
+        safe_top = torch.where(self.top == -math.inf, torch.zeros_like(self.top), self.top)
+        folded = state.ties * ((self.top < top) & (self.n > 0))  # the old maximum joins the sums
+        u, v, du, cross = terms(safe_top, frame)
+        fall = torch.where(self.n > 0, torch.exp(safe_top - torch.where(top == -math.inf, safe_top, top)), 0.0)
+        additions = dict(u=u, v=v, log_u=torch.xlogy(u, u), square=u * u, slope=du, cross=cross)
+        for name, term in additions.items():
+            setattr(state, name, getattr(state, name) + torch.where(folded > 0, folded * term, 0.0))
+        state.lse = state.lse * fall + torch.where(folded > 0, folded * fall, 0.0)
+        state.ties = state.ties - folded
+        state.top = top
+        return state
+
+    def finish(self, choice, sink: Tensor | None = None, theta=None) -> Statistics:
+        """Every statistic of the table, each of shape (…), from the state of the whole row."""
+        terms = Terms(choice, theta)
+        none = self.n == 0
+        top = torch.where(none, torch.zeros_like(self.top), self.top)
+        u, v, du, cross = terms(top, self.frame)
+        ties = self.ties
+        positive = (u > 0) & ~none
+        safe_u = torch.where(positive, u, torch.ones_like(u))
+        w = torch.where(positive, self.u / safe_u, 0.0)
+        count = torch.where(positive, ties + w, 1.0)  # Σu / u_max ≥ 1
+        lower = (self.log_u - torch.log(safe_u) * self.u) / safe_u
+        entropy = torch.where(positive, torch.log1p((ties - 1.0) + w) - lower / count, 0.0)
+        z, gain, lse = self._sharpness(terms, choice, sink, none, (u, v, du, cross), top + torch.log(ties + self.lse))
+        inverse = torch.where(z > 0, 1.0 / torch.where(z > 0, z, 1.0), 0.0)
+        total = safe_u * count
+        values = dict(
+            visible_keys=self.n,
+            max_logit=top,
+            mean_logit=self.mean,
+            logit_variance=self.m2 / self.n.clamp_min(1),
+            logsumexp=lse,
+            mass=torch.where(positive, total * inverse, 0.0),
+            entropy=entropy.clamp_min(0.0),
+            effective_keys=torch.where(positive, torch.exp(entropy.clamp_min(0.0)), 0.0),
+            participation=torch.where(positive, count**2 / (ties + self.square / safe_u**2), 0.0),
+            max_weight=u * inverse,
+            support=self.support,
+            distance=torch.where(positive, self.distance / total, 0.0),
+            first_key_mass=torch.where(positive, self.first_u / total, 0.0),
+            gradient_gain=gain.clamp_min(0.0),
+        )
+        bare = {"max_logit": -math.inf, "logsumexp": -math.inf}
+        lost = ~(self.top < math.inf)  # a NaN or +inf among the logits: there are no weights to describe
+        kept = ("visible_keys", "max_logit")
+        values = {name: x if name in kept else x.masked_fill(lost, math.nan) for name, x in values.items()}
+        return Statistics({name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES})
+
+    def _sharpness(self, terms: Terms, choice, sink, none, at_max, lse) -> tuple[Tensor, Tensor, Tensor]:
+        """(Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""
+        u, v, du, cross = at_max
+        ties = self.ties
+        if terms.exponential:  # rest and sink join in a frame of their own, so that nothing overflows
+            m = self.frame.clamp_min(0.0) if choice.shift == "max0" else self.frame
+            m = m if sink is None else torch.maximum(m, sink)
+            f = torch.exp(self.frame - m)
+            rest = terms.rest(m) + (0.0 if sink is None else torch.exp(sink - m))
+            both = ties * u + self.u
+            total_m = torch.where(none, 1.0, f * both + rest)
+            pairs = ties * (ties - 1.0) * u * u + 2.0 * ties * u * self.u + self.u**2 - self.square
+            gain = (f * f * pairs + f * both * rest) / total_m**2
+            lse = m + torch.log(total_m)
+            z = total_m / f.clamp_min(torch.finfo(f.dtype).tiny)
+        elif terms.family == "ratio":
+            rest = terms.rest(self.frame)
+            others = rest + (ties - 1.0) * v + self.v
+            z = others + v
+            at_top = ties * (du * others + (du * v - cross))
+            numerator, z2 = at_top + self.slope * z - self.cross, z * z
+            gain = torch.where(z2 > 0, numerator / torch.where(z2 > 0, z2, 1.0), 0.0)
+        elif terms.family == "threshold":
+            z = torch.ones_like(u)
+            g = ties * du + self.slope
+            pairs = ties * (ties - 1.0) * cross + 2.0 * ties * du * self.slope + self.slope**2 - self.cross
+            gain = torch.where(g > 0, pairs / torch.where(g > 0, g, 1.0), 0.0)
+        else:
+            z = torch.ones_like(u)
+            gain = ties * du + self.slope
+        return z, gain, lse

@@ -1,0 +1,73 @@
+"""What a key adds to a row's sums, u, v, u′ and their products, and the frame that they are told in."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard.normalizers._language import speak, torch_words
+
+
+class Terms:
+    """(u, v, u′, cross) of scores in a frame, from the normaliser's own tile functions spoken in torch."""
+
+    def __init__(self, choice, theta=None):
+        self.family, self.choice = choice.family, choice
+        theta = choice.theta if theta is None else theta
+        self.theta = 0.0 if theta is None else theta
+        self.exponential = self.family == "ratio" and choice.exponential
+        names = {
+            "ratio": ("numerator", "denominator", "numerator_slope", "denominator_slope", "rest"),
+            "threshold": ("gain", "value", "slope"),
+            "pointwise": ("value", "slope"),
+        }[self.family]
+        self.tile = {name: speak(getattr(choice, name), torch_words) for name in names}
+
+    def __call__(self, s: Tensor, frame: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tile = self.tile
+        if self.family == "ratio":
+            c = torch.exp(-frame).expand(s.shape)
+            e = torch.exp(s - frame)
+            names = ("numerator", "denominator", "numerator_slope", "denominator_slope")
+            u, v, du, dv = (tile[name](e, s, c).to(s.dtype) for name in names)
+            return u, v, du, dv * u
+        if self.family == "threshold":
+            t = (tile["gain"](self.theta) * s - frame).clamp_min(0.0)
+            u, du = (tile[name](t, self.theta).to(s.dtype) for name in ("value", "slope"))
+            return u, u, du, du * du
+        u, du = (tile[name](s, self.theta).to(s.dtype) for name in ("value", "slope"))
+        return u, u, du, du * 0.0
+
+    def rest(self, frame: Tensor) -> Tensor:
+        return self.tile["rest"](torch.exp(-frame)) if self.family == "ratio" else torch.zeros_like(frame)
+
+
+def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None, sink: Tensor | None = None) -> Tensor:
+    """What the whole row must tell its parts before they are summed: the shift m (ratio) or τ (threshold), (…, 1).
+
+    Threshold maps are solved in (α−1)·s. Pointwise maps need nothing (0).
+    """
+    if scores.shape[-1] == 0:
+        return scores.new_zeros((*scores.shape[:-1], 1))
+    seen = scores.masked_fill(~visible, -math.inf)
+    top = seen.amax(-1, keepdim=True)
+    if choice.family == "ratio":
+        if not choice.exponential and choice.shift != "max":
+            top = top.clamp_min(0.0) if choice.shift == "max0" else torch.zeros_like(top)
+        return top.masked_fill(top == -math.inf, 0.0)
+    if choice.family == "pointwise":
+        return torch.zeros_like(top)
+    theta = choice.theta if theta is None else theta
+    theta = 0.0 if theta is None else theta
+    gain, value = speak(choice.gain, torch_words)(theta), speak(choice.value, torch_words)
+    x = gain * seen
+    high = x.amax(-1, keepdim=True)
+    high = high.masked_fill(high == -math.inf, 0.0)
+    low = high - 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) >= 1.0
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return low

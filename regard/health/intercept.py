@@ -58,6 +58,7 @@ class Interception:
         return modules if self.model is modules[0] else [self.model, *modules]
 
     def start(self) -> None:
+        bury_dead()
         ACTIVE.append(self)
         for module in self._every():
             if module._compiled_call_impl is not None:
@@ -72,7 +73,7 @@ class Interception:
             huggingface.open_door()
 
     def stop(self) -> None:
-        _bury_dead()
+        bury_dead()
         ACTIVE.remove(self)
         for hook in self._hooks:
             hook.remove()
@@ -111,20 +112,37 @@ class Interception:
 ACTIVE: list[Interception] = []
 _STACK: list[nn.Module] = []  # the modules whose forward is running
 _BUSY = [False]  # inside a caught call: what it calls is not caught again
-_OUTER: list[tuple[FrameType, Any]] = []  # the outermost forward's frame, and its open context
+_OUTER: list[tuple[FrameType | None, Any]] = []  # forwards that opened something: the frame, and the open context
 
 
 def _enter(module, inputs) -> None:
     if _OUTER and any(module is one.model for one in ACTIVE):
-        _bury_dead()
+        bury_dead()
     if not _OUTER:
         for one in ACTIVE:
             if one.opens and id(module) in one.names:
-                context = one.torch_calls()
-                context.__enter__()
-                _OUTER.append((_caller(), context))
+                open_forward(one.torch_calls())
                 break
     _STACK.append(module)
+
+
+def _leave(module, inputs, output) -> None:
+    if _STACK and _STACK[-1] is module:
+        _STACK.pop()
+    close_forward()
+
+
+def open_forward(context: contextlib.AbstractContextManager) -> None:
+    """Called by a module's forward pre-hook: what the context opens stays open until that forward ends."""
+    bury_dead()
+    context.__enter__()
+    _OUTER.append((_caller(), context))
+
+
+def close_forward() -> None:
+    """Called by a module's forward hook: close what its pre-hook opened, if it did."""
+    if _OUTER and _OUTER[-1][0] is _caller():
+        _OUTER.pop()[1].__exit__(None, None, None)
 
 
 def enter(module: nn.Module) -> None:
@@ -132,16 +150,9 @@ def enter(module: nn.Module) -> None:
     _STACK.append(getattr(module, "_orig_mod", module))
 
 
-def _leave(module, inputs, output) -> None:
-    if _STACK and _STACK[-1] is module:
-        _STACK.pop()
-    if _OUTER and _OUTER[-1][0] is _caller():
-        _OUTER.pop()[1].__exit__(None, None, None)
-
-
 def _caller() -> FrameType | None:
     """The frame of the module's call that runs the hook which asks."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     return frame.f_back if frame.f_code.co_name == "inner" else frame
 
 
@@ -156,14 +167,21 @@ def _pushed(mode: TorchFunctionMode):
             mode.__exit__(None, None, None)
 
 
-def _bury_dead() -> None:
-    """Close what a forward left open that Ctrl-C ended: torch calls no hook then."""
-    if _OUTER:
-        frame = sys._getframe(1)
-        while frame is not None and frame is not _OUTER[-1][0]:
-            frame = frame.f_back
-        if frame is None:
-            _OUTER.pop()[1].__exit__(None, None, None)
+def bury_dead() -> None:
+    """Close what forwards left open that Ctrl-C ended: torch calls no hook then."""
+    while _OUTER and not _running(_OUTER[-1][0]):
+        _OUTER.pop()[1].__exit__(None, None, None)
+
+
+def _running(wanted: FrameType | None) -> bool:
+    """Is a frame on any thread's stack?"""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None and at is not wanted:
+            at = at.f_back
+        if at is not None:
+            return True
+    return False
 
 
 def watched(module: nn.Module | None) -> list[Interception]:

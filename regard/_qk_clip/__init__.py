@@ -1,0 +1,98 @@
+"""QK-clip: after an optimizer step, shrink the query and key weights of heads whose logits have grown too large."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import nn
+
+from regard._qk_clip.clipped import Clip, Clipped
+from regard._qk_clip.watch import WATCHES, Watch, unhook
+from regard._qk_clip.weights import parts, places, shrinking
+from regard.nn.projections import NotFound, not_growing, projections
+
+__all__ = ["Clip", "Clipped", "qk_clip", "stop"]
+
+
+def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clipped:
+    """W_q, W_k ← √(τ/m)·W_q, √(τ/m)·W_k for every head whose largest logit m passed the threshold τ, as Kimi K2 does.
+
+    >>> import regard, torch
+    >>> model = regard.nn.MultiheadAttention(8, num_heads=2)
+    >>> with torch.no_grad():
+    ...     _ = model.q_proj.weight[:4].mul_(1e4)  # head 0 explodes
+    >>> x = torch.randn(2, 6, 8)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    >>> model(x).square().mean().backward()
+    >>> optimizer.step()
+    >>> [(clip.layer, clip.head) for clip in regard.qk_clip(model, threshold=100.0).heads]
+    [('', 0)]
+    >>> _, stats = model(x, return_stats=("max_logit",))
+    >>> f"{stats.max_logit[:, 0].max():.1f}"
+    '100.0'
+
+    Call it after every `optimizer.step()`; nothing else need be done. The logits are those of the training forwards
+    since the last call, scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts
+    to watch; for `regard.nn` it already knows the last forward, in other models it clips from the next step on.
+    Watching costs one fused pass over q and k per forward; nothing waits for the GPU. `regard.qk_clip.stop(model)` ends
+    it.
+
+    It watches the forward of `model` itself. Where that runs compiled, or only a part of the model is called, the last
+    forward of each `regard.nn` module counts; other attentions cannot be seen then, and a call after an optimizer's
+    step in which none was seen raises.
+
+    Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
+    factor τ/m there. So does the other side of frozen weights (`requires_grad` False), which stay as they are. Heads
+    below the threshold keep their weights to the bit. A head whose logit is not finite is left alone. Scores that do
+    not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason; so are weights that something
+    else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs.
+
+    Args:
+        model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
+            transformers, or others whose queries and keys come from linear layers named as usual.
+        threshold: τ, the largest logit a head may have.
+        group: the process group whose ranks hold the same weights; None is all of them, if there are any.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+    if not (number and 0 < threshold < math.inf):
+        raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
+    watch = WATCHES.get(model)
+    if watch is None:
+        watch = WATCHES[model] = Watch(model)
+    watch.read_modules()
+    watch.check(model)
+    modules, held = dict(model.named_modules()), places(model)
+    result = Clipped()
+    for name, tops in watch.take(group).items():
+        factors = None
+        try:
+            shrunk = shrinking(*projections(modules[name], len(tops), watch.head_dim[name]))
+            tensors = parts(shrunk, held, modules[name])
+        except NotFound as reason:
+            result.skipped[name] = str(reason)
+        else:
+            factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
+            for tensor in tensors:
+                tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())
+        result._found[name] = tops, factors
+    for name in watch.ours.keys() - result._found.keys():
+        why = not_growing(modules[name])
+        if why is not None:
+            result.skipped[name] = why
+    watch.mark(model)
+    return result
+
+
+def stop(model: nn.Module) -> None:
+    """Stop watching `model` for `qk_clip`; the model is as it was."""
+    watch = WATCHES.pop(model, None)
+    if watch is not None:
+        watch.close()
+    unhook(model)
+
+
+qk_clip.stop = stop  # type: ignore[attr-defined]

@@ -1,0 +1,172 @@
+"""The largest logits of a model's training forwards, as they run anyway."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import OrderedDict
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from regard._attention import attention
+from regard.health.call import forget_masks
+from regard.health.intercept import Interception, bury_dead, close_forward, enter, open_forward
+from regard.nn import MultiheadAttention
+from regard.nn.projections import not_growing
+
+
+class Watch:
+    """The largest logit of every head over the training forwards since it was last asked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        unhook(model)
+        _count_steps()
+        self.largest: dict[str, Tensor] = {}  # layer -> [H]
+        self.head_dim: dict[str, int] = {}
+        self.forwards = 0
+        self._marked: tuple[int, int] | None = None
+        self.ours = {
+            name: weakref.ref(module)
+            for name, module in model.named_modules()
+            if isinstance(module, MultiheadAttention)
+        }
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def __getstate__(self) -> dict:
+        """In a copy of the model, or in a file of it, the hooks watch nothing until `qk_clip` is called for that."""
+        return {"_hooks": []}
+
+    def close(self) -> None:
+        bury_dead()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def read_modules(self) -> None:
+        """What `regard.nn` modules remember of a training call that was not watched."""
+        bury_dead()
+        for name in self.ours:
+            self._read(name)
+
+    def _read(self, name: str) -> bool:
+        module = self.ours[name]() if name in self.ours else None
+        if module is None or module._last is None:
+            return False
+        (q, k, scale, options), module._last = module._last, None
+        self._add(name, q, k, scale=scale, **options)
+        return True
+
+    def mark(self, model: nn.Module) -> None:
+        """Remember where training stands."""
+        self._marked = _STEPS[0], versions(model)
+
+    def _stepped(self, model: nn.Module) -> bool:
+        """Has an optimizer changed the weights since? Loading them is no step."""
+        return self._marked is not None and self._marked[0] != _STEPS[0] and self._marked[1] != versions(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Forwards or steps were made and no attention was seen: say so, or nothing would ever be clipped."""
+        if self.largest or not (self.forwards or self._stepped(model)):
+            return
+        if self.ours and all(not_growing(module()) for module in self.ours.values()):
+            return  # `skipped` says so
+        seen = (
+            "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"
+        )
+        raise ValueError(
+            f"qk_clip: since the last call for this model, it saw {seen}. It catches regard.nn, torch's "
+            "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers, in forwards "
+            "of the module it is given; where that runs compiled, or only a part of it is called, regard.nn alone. "
+            "Give it the module that is called, not compiled"
+        )
+
+    def take(self, group) -> dict[str, Tensor]:
+        """Layer → [H], the same on every rank; then forget. Nothing waits for the device."""
+        largest, self.largest, self.forwards = self.largest, {}, 0
+        if largest and torch.distributed.is_available() and torch.distributed.is_initialized():
+            sizes = [len(tops) for tops in largest.values()]
+            joined = torch.cat([tops.to(next(iter(largest.values())).device) for tops in largest.values()])
+            torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group=group)
+            return dict(zip(largest, joined.split(sizes), strict=True))
+        return largest
+
+    def __call__(self, call, name: str, otherwise) -> Tensor:
+        output = otherwise()
+        if self._read(name):  # the call itself has its temperature in the scale
+            return output
+        names = ("scale", "window", "key_lengths")
+        options = {key: call.options[key] for key in names if call.options.get(key) is not None}
+        self._add(name, call.q.detach(), call.k.detach(), attn_mask=call.mask, is_causal=call.causal, **options)
+        return output
+
+    def _add(self, name: str, q: Tensor, k: Tensor, attn_mask=None, **options) -> None:
+        """The largest logit per head of one call, [B, H, M, D] with [B, G, N, D]."""
+        self.head_dim[name] = q.shape[-1]
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask != -math.inf
+        with torch.no_grad():
+            if q.numel() and k.numel():
+                stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
+                tops = stats.max_logit.amax((0, 2)).float()
+            else:  # an empty batch has no logits, and counts as seen
+                tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
+        self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
+
+    def _before(self, module, inputs) -> None:
+        if torch.compiler.is_compiling() or not self._hooks:
+            return
+        bury_dead()
+        if module.training and torch.is_grad_enabled():
+            self.forwards += 1
+            cast(OrderedDict, module._forward_hooks).move_to_end(self._hooks[1].id)  # opened first is closed last
+            open_forward(self._caught(module))
+
+    def _after(self, module, inputs, output) -> None:
+        if not torch.compiler.is_compiling():
+            close_forward()
+
+    @contextlib.contextmanager
+    def _caught(self, module: nn.Module):
+        with Interception(module, observe=self) as interception:
+            own = module._forward_pre_hooks.keys() | module._forward_hooks.keys()
+            # torch walks through the model's own hooks when its forward raises: none may go then, so they go now
+            for hook in [hook for hook in interception._hooks if hook.id in own]:
+                hook.remove()
+            with interception.torch_calls():
+                enter(module)  # in the place of its own hooks
+                yield
+        forget_masks()
+
+
+def unhook(model: nn.Module) -> None:
+    """Take off what a copy of a watched model, or one loaded from a file, has brought along."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for at in [at for at, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Watch)]:
+            del hooks[at]
+            model._forward_hooks_always_called.pop(at, None)
+
+
+def versions(model: nn.Module) -> int:
+    """A number that changes when the weights are written to."""
+    return sum(parameter._version for parameter in model.parameters())
+
+
+def _count_steps() -> None:
+    if not _STEPS:
+        _STEPS.append(0)
+        register_optimizer_step_post_hook(_step)
+
+
+def _step(optimizer, args, kwargs) -> None:
+    _STEPS[0] += 1
+
+
+_STEPS: list[int] = []  # how many steps all optimizers have made since the first model was watched
+WATCHES: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()

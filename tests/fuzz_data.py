@@ -14,7 +14,9 @@ from regard import normalizers
 CASES = int(os.environ.get("REGARD_FUZZ", "500"))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 2, 3, 5, 7, 13, 16, 17, 31, 64, 65, 127, 128, 129, 257, 1021]
-SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e4, -1e4, 3e38, -3e38, 1e-38, 5e-324]
+SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e4, -1e4, 6e4, 1e11, -1e11, 3e38, -3e38, 1e-38, 1e-45, 5e-324]
+USUAL = [1e-3, 0.1, 1.0, 10.0, 1e3]
+LEVELS = [1e-40, 1e-30, 1e-20, 1e-12, 1e-6, *USUAL, 1e6, 1e9, 1e12, 1e20, 1e30, 1e38]  # of scores, all of float32
 NAMES = [
     *normalizers.names(), "entmax(alpha=1)", "entmax(alpha=1.05)", "entmax(alpha=1.25)", "entmax(alpha=2)",
     "entmax(alpha=3)", "sigmoid(bias=-3)",
@@ -48,10 +50,11 @@ def shapes(draw, most: int = 4096):
 def values(draw, shape, dtype, special: bool = True):
     """Scores of any size, tied or not, some of them special, in any memory layout."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    x = torch.randn(shape, generator=generator, dtype=torch.float64) * draw(
-        st.sampled_from([1e-3, 0.1, 1.0, 10.0, 1e3])
-    )
-    x = x + draw(st.sampled_from([0.0, 0.0, 0.0, 1e3, -1e3]))
+    levels = st.sampled_from(USUAL) | st.sampled_from(LEVELS)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * draw(levels)
+    if draw(st.integers(0, 5)) == 0 and x.ndim:  # sizes that differ within a row
+        x = x * torch.tensor([draw(levels) for _ in range(4)]).repeat(x.shape[-1])[: x.shape[-1]]
+    x = x + draw(st.sampled_from([0.0, 0.0, 0.0, 0.0, 1e3, -1e3, 1e8]))
     if draw(st.booleans()) and draw(st.booleans()):
         x = x.round()  # ties
     if special and x.numel():

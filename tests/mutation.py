@@ -1,7 +1,8 @@
-"""Mutants: change one sign, one comparison or one rescaling in the mathematics, and see whether the tests notice.
+"""Mutants: change one sign, one bound or one rescaling in the mathematics, and see whether the tests notice.
 
 `python tests/mutation.py --sample 40` (`make mutate`) draws mutants from the files below, runs each file's tests on a
-copy of the tree, and lists the survivors. A survivor is either a hole in the tests or a change that computes the same.
+copy of the tree, and lists the survivors: holes in the tests, or changes that compute the same. `--json FILE` keeps the
+outcome, `--publish FILE…` writes such files as docs/mutants.md. Kernels without an interpreter need a GPU (`--gpu`).
 """
 
 from __future__ import annotations
@@ -16,50 +17,50 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KERNELS = "tests/test_kernel_attention.py"
-LISTS = ["tests/test_kernel_lists.py", KERNELS, "-k", "not other_types"]
+PAGE = ROOT / "docs" / "mutants.md"
+CONTRACT = ["tests/test_contract.py", "tests/test_kernel_rows.py", "tests/test_statistics.py", "-k"]
+STATISTICS = ["tests/test_statistics.py", "tests/test_attention.py", "-k", "stat or merge or split or gain"]
+KERNELS = ["tests/test_kernel_attention.py", "-k", "not other_types"]
+LISTS = ["tests/test_kernel_lists.py", *KERNELS]
+DECODE = ["tests/test_kernel_decode.py"]
 ROWS = ["tests/test_kernel_rows.py", "-k", "not editing_a_tile and not without_triton and not from_its_file"]
+CPU = ["tests/test_cpu_attention.py"]
+
+
+def of(folder: str, names: str, tests: list[str]) -> dict[str, list[str]]:
+    return {f"regard/{folder}/{name}.py": [*tests] for name in names.split()}
+
+
 TESTS = {  # what is mutated, and what must notice
-    "regard/statistics.py": [
-        "tests/test_statistics.py",
-        "tests/test_attention.py",
-        "-k",
-        "stat or merge or split or gain",
-    ],
-    **{
-        f"regard/normalizers/{name}.py": ["tests/test_contract.py", "-k", name]
-        for name in ("softmax", "softmax1", "softpick", "entmax", "entmax15", "relu", "sigmoid", "sparsemax")
-    },
-    "regard/normalizers/_families.py": ["tests/test_contract.py", "tests/test_normalize.py"],
-    "regard/cpu/_rows_ratio.py": ["tests/test_cpu_rows.py", "-k", "softmax or relu or softpick or mask_of_any"],
-    "regard/cpu/_rows_threshold.py": ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax or mask_of_any"],
-    "regard/cpu/_rows_side.py": ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax15 or mask_of_any"],
-    "regard/cpu/attention_rows.py": ["tests/test_cpu_attention.py"],
-    "regard/cpu/attention_rows_backward.py": ["tests/test_cpu_attention.py"],
-    "regard/cpu/attention_blocks.py": ["tests/test_cpu_attention.py"],
-    "regard/kernels/tiles.py": [KERNELS],
-    "regard/kernels/sweeps.py": [KERNELS],
-    "regard/kernels/forward_online.py": [KERNELS],
-    "regard/kernels/forward_threshold.py": [KERNELS],
-    "regard/kernels/backward.py": [KERNELS],
-    "regard/kernels/backward_bias.py": [KERNELS],
-    "regard/kernels/statistics.py": [KERNELS],
-    "regard/kernels/decode.py": ["tests/test_kernel_decode.py"],
-    "regard/kernels/candidates.py": LISTS,
-    "regard/kernels/gather.py": LISTS,
-    "regard/kernels/support.py": LISTS,
-    "regard/kernels/survey.py": LISTS,
-    "regard/kernels/rows_online.py": ROWS,
-    "regard/kernels/rows_pointwise.py": ROWS,
-    "regard/kernels/rows_short.py": ROWS,
-    "regard/kernels/rows_threshold.py": ROWS,
-    "regard/kernels/rows_tiles.py": ROWS,
+    **of("statistics", "dense state terms", STATISTICS),
+    **of("normalizers", "softpick", [*CONTRACT, "softpick and not citizen"]),
+    **of("normalizers", "entmax entmax15", [*CONTRACT, "entmax and not citizen"]),
+    **of("normalizers", "relu", [*CONTRACT, "relu and not citizen"]),
+    **of("normalizers", "sigmoid", [*CONTRACT, "sigmoid and not citizen"]),
+    **of("normalizers", "sparsemax", [*CONTRACT, "sparsemax and not citizen"]),
+    **of("normalizers", "_families", [*CONTRACT, "not ninth and not citizen and not editing and not without_triton"]),
+    **of("cpu", "_rows_ratio", ["tests/test_cpu_rows.py", "-k", "softmax or relu or softpick or mask_of_any"]),
+    **of("cpu", "_rows_threshold _rows_side", ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax or mask_of_any"]),
+    **of("cpu", "attention_rows attention_rows_backward attention_blocks", CPU),
+    **of("kernels", "tiles sweeps statistics forward_online forward_threshold forward_lesser", KERNELS),
+    **of("kernels", "backward backward_bias", KERNELS),
+    **of("kernels", "gather support survey", LISTS),
+    **of("kernels", "decode", DECODE),
+    **of("kernels", "rows_exact rows_online rows_pointwise rows_short rows_threshold rows_tiles", ROWS),
+}
+ON_A_GPU = {  # no interpreter runs these
+    **of("kernels", "candidates", ["tests/gpu/test_lists.py"]),
+    **of("kernels", "forward_hopper", ["tests/gpu/test_hopper.py"]),
 }
 SWAPS = {ast.Add: "-", ast.Sub: "+", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+OTHER = {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "amin": "amax"}
+ASIDE = ("stride", "shape", "raise", 'f"', "//", "program_id", "cdiv", "range(", "assert")  # lines about something else
+EQUIVALENT: dict[str, str] = {}  # a survivor, as it is printed but for the line: why no test can notice
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,10 @@ class Mutant:
 
 
 def mutants(path: str) -> list[Mutant]:
-    """Signs flipped, bounds moved by one, rescalings dropped; lines about addresses, shapes or texts are left alone."""
+    """Signs flipped, bounds moved by one, extremes exchanged, rescalings dropped."""
     text = (ROOT / path).read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line.encode()))
+    starts = [0, *itertools.accumulate(len(line.encode()) for line in lines)]
     raw, found = text.encode(), []
 
     def add(node, new):
@@ -91,63 +90,117 @@ def mutants(path: str) -> list[Mutant]:
             found.append(Mutant(path, node.lineno, old, new, start, end))
 
     for node in ast.walk(ast.parse(text)):
-        line = lines[node.lineno - 1] if hasattr(node, "lineno") else ""
-        if any(
-            word in line for word in ("stride", "shape", "raise", 'f"', "//", "program_id", "cdiv", "range(", "assert")
-        ):
+        if not hasattr(node, "lineno") or any(word in lines[node.lineno - 1] for word in ASIDE):
             continue
         if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-            add(node, f"({ast.unparse(node.left)} {SWAPS[type(node.op)]} {ast.unparse(node.right)})")
+            if not is_zero(node.right):
+                add(node, f"({ast.unparse(node.left)} {SWAPS[type(node.op)]} {ast.unparse(node.right)})")
         elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
             add(node, f"({ast.unparse(node.left)} {SWAPS[type(node.ops[0])]} {ast.unparse(node.comparators[0])})")
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
             add(node, f"({ast.unparse(node.left)})")  # a rescaling dropped
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            if not isinstance(node.operand, ast.Constant):
+                add(node, f"({ast.unparse(node.operand)})")
+        elif isinstance(node, ast.Attribute) and node.attr in OTHER:
+            add(node, f"{ast.unparse(node.value)}.{OTHER[node.attr]}")
     return found
 
 
-def outcome_of(mutant: Mutant, seconds: float) -> str:
-    """What the file's tests say of a copy of the tree with this one change: noticed, SURVIVED, or hung."""
-    with tempfile.TemporaryDirectory() as folder:
+def is_zero(node: ast.expr) -> bool:
+    """x·0, written to give a sum the shape of x: its sign is no mathematics."""
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and ast.unparse(node.right) in ("0", "0.0")
+
+
+class Bench:
+    """A copy of the tree that is changed in one place, tested and put right again.
+
+    Compiled CPU kernels are kept from one mutant to the next: they lie under the hash of all the code in them.
+    """
+
+    def __init__(self, folder: str, seconds: float, gpu: bool) -> None:
+        self.folder, self.seconds = Path(folder), seconds
         for name in ("regard", "tests"):
-            shutil.copytree(
-                ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors")
-            )
+            ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+            shutil.copytree(ROOT / name, self.folder / name, ignore=ignored)
         for name in ("conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, folder)
-        target = Path(folder) / mutant.path
+        own = {"PYTHONPATH": folder, "XDG_CACHE_HOME": str(self.folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        blind = {} if gpu else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        self.environment = {**os.environ, **own, **blind}
+
+    def outcome(self, tests: list[str], mutant: Mutant | None = None) -> str:
+        """What the tests say: noticed (a failure, a refusal at import, a crash, a hang) or SURVIVED."""
+        if mutant is None:
+            return self.run(tests)
+        target = self.folder / mutant.path
         raw = target.read_bytes()
         target.write_bytes(raw[: mutant.start] + mutant.new.encode() + raw[mutant.end :])
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-o",
-            "addopts=",
-            "-p",
-            "no:cacheprovider",
-            *TESTS[mutant.path],
-        ]
-        environment = {**os.environ, "PYTHONPATH": folder, "XDG_CACHE_HOME": str(Path(folder) / "cache")}
         try:
-            run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return "hung"
-        refused = run.returncode < 0 or (run.returncode == 2 and "during collection" in run.stdout)
-        if run.returncode not in (0, 1) and not refused:
-            raise RuntimeError(
-                f"{mutant}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}"
+            return self.run(tests)
+        finally:
+            target.write_bytes(raw)
+
+    def run(self, tests: list[str]) -> str:
+        quiet = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "default::DeprecationWarning"]
+        command = [sys.executable, "-m", "pytest", *quiet, *tests]
+        try:
+            run = subprocess.run(
+                command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=self.seconds
             )
-        return "noticed" if run.returncode else "SURVIVED"
+        except subprocess.TimeoutExpired:
+            return "noticed: hangs"
+        if run.returncode < 0:
+            return "noticed: crashes"
+        if run.returncode in (2, 4) and ("during collection" in run.stdout or "ImportError while" in run.stderr):
+            return "noticed: refused at import"
+        if run.returncode not in (0, 1):
+            raise RuntimeError(f"pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
+        failed = next((line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith("FAILED")), "")
+        return f"noticed: {failed.rpartition('::')[2]}" if run.returncode else "SURVIVED"
 
 
-def drawn(sample: int, seed: int, only: str) -> list[Mutant]:
+def drawn(table: dict, sample: int, seed: int, only: list[str]) -> list[Mutant]:
     """So many mutants, every file in turn, those within a file at random."""
     pick = random.Random(seed)
-    pools = [pick.sample(found, len(found)) for path in TESTS if only in path and (found := mutants(path))]
+    chosen = [path for path in table if not only or any(word in path for word in only)]
+    pools = [pick.sample(found, len(found)) for path in chosen if (found := mutants(path))]
     turns = itertools.zip_longest(*pools)
     return [mutant for turn in turns for mutant in turn if mutant is not None][:sample]
+
+
+def publish(files: list[Path]) -> None:
+    """docs/mutants.md from the outcomes: a line per file, every survivor, every mutant."""
+    entries = {entry["mutant"]: entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))}
+    entries = dict(sorted(entries.items()))
+    for entry in entries.values():
+        if entry["outcome"] == "SURVIVED" and (why := EQUIVALENT.get(unplaced(entry["mutant"]))):
+            entry["outcome"] = f"computes the same: {why}"
+    kinds = Counter(entry["outcome"].split(":")[0] for entry in entries.values())
+    counted = len(entries) - kinds["computes the same"]
+    commits = ", ".join(sorted({f"`{entry['commit']}`" for entry in entries.values()}))
+    text = [
+        "# Mutants\n",
+        f"Written by `python tests/mutation.py --publish` from runs at {commits}: {len(entries)} changes of the "
+        f"mathematics, {kinds['noticed']} noticed, {kinds['SURVIVED']} survived, {kinds['computes the same']} that "
+        f"compute the same; {kinds['noticed'] / counted:.1%} of those that could be noticed.\n",
+        "| file | mutants | noticed | survived | the same |\n| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for path in sorted({name.split(":")[0] for name in entries}):
+        of = Counter(e["outcome"].split(":")[0] for name, e in entries.items() if name.startswith(f"{path}:"))
+        row = (sum(of.values()), of["noticed"], of["SURVIVED"], of["computes the same"])
+        text.append(f"| `{path}` | {' | '.join(map(str, row))} |")
+    text.append("\n| change | outcome |\n| --- | --- |")
+    for name, entry in entries.items():
+        change = name.replace("|", "\\|").replace("`", "'")
+        text.append(f"| `{change}` | {entry['outcome'].replace('|', chr(92) + '|')} |")
+    PAGE.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def unplaced(name: str) -> str:
+    """The mutant's text without its line."""
+    place, _, change = name.partition("  ")
+    return f"{place.rpartition(':')[0]}  {change}"
 
 
 def main() -> int:
@@ -155,23 +208,37 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=40, help="how many mutants to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="I N: every N-th of them, from the I-th on")
-    parser.add_argument("--only", help="a part of the path")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of paths")
+    parser.add_argument("--gpu", action="store_true", help="the kernels that only a GPU runs")
     parser.add_argument("--seconds", type=float, default=600, help="limit for one mutant's tests")
+    parser.add_argument("--commit", default="a working tree", help="what the tree is, for the record")
     parser.add_argument("--json", type=Path, help="write the outcome there as it grows")
+    parser.add_argument("--publish", type=Path, nargs="+", help="outcomes to write as docs/mutants.md")
     options = parser.parse_args()
+    if options.publish:
+        publish(options.publish)
+        return 0
     part, parts = options.part
+    table = ON_A_GPU if options.gpu else TESTS
+    sampled = drawn(table, options.sample, options.seed, options.only)[part::parts]
     outcome: list[dict] = []
-    sampled = drawn(options.sample, options.seed, options.only or "")[part::parts]
-    for path in {tuple(TESTS[mutant.path]): mutant.path for mutant in sampled}.values():
-        if outcome_of(Mutant(path, 0, "", "", 0, 0), options.seconds) != "SURVIVED":
-            raise SystemExit(f"the tests of {path} fail or hang without any change: nothing would be learnt")
-    for mutant in sampled:
-        outcome.append({"mutant": str(mutant), "outcome": outcome_of(mutant, options.seconds)})
-        noticed = sum(entry["outcome"] == "noticed" for entry in outcome)
-        print(f"{outcome[-1]['outcome']:8}  {mutant}   ({noticed} of {len(outcome)})", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(outcome, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return 0 if noticed >= 0.95 * len(outcome) else 1
+    sound: list[list[str]] = []  # tests that pass without any change
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(folder, options.seconds, options.gpu)
+        for mutant in sampled:
+            tests = table[mutant.path]
+            if tests not in sound:
+                if bench.outcome(tests) != "SURVIVED":
+                    raise SystemExit(f"the tests of {mutant.path} fail without any change: nothing would be learnt")
+                sound.append(tests)
+            result = bench.outcome(tests, mutant)
+            outcome.append({"mutant": str(mutant), "outcome": result, "commit": options.commit})
+            print(f"{result}  {mutant}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(outcome, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    survived = [e for e in outcome if e["outcome"] == "SURVIVED" and unplaced(e["mutant"]) not in EQUIVALENT]
+    print(f"{len(outcome) - len(survived)} of {len(outcome)} noticed or the same")
+    return 0 if len(survived) <= 0.05 * len(outcome) else 1
 
 
 if __name__ == "__main__":

@@ -121,6 +121,34 @@ def test_a_finished_run_is_read_and_another_is_refused(tmp_path):
         loop.run(changed, "small", "plain", 0, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"\xff" * 40,
+        lambda whole: b"{}",
+        lambda whole: b"null",
+        lambda whole: whole.replace(b'"history', b'"hiss-ory').replace(b'\\"history', b'\\"hiss-ory'),
+        lambda whole: whole.replace(b"model.1.weight", b"model.7.weight").replace(b'"final', b'"fatal'),
+    ],
+    ids=["empty", "half", "noise", "nothing in it", "null", "no history", "of another model"],
+)
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_damaged_file_is_named_with_the_way_out(tmp_path, suffix, damage):
+    kept = loop.run(line(), "small", "plain", 0, tmp_path, pause=0.0)
+    path = tmp_path / f"plain-seed0.{suffix}"
+    if suffix == "safetensors":
+        os.remove(tmp_path / "plain-seed0.json")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"plain-seed0.{suffix} is damaged \(.+\); remove it.+ --out$") as told:
+        loop.run(line(), "small", "plain", 0, tmp_path)
+    assert "\n" not in str(told.value)
+    os.remove(path)
+    again = loop.run(line(), "small", "plain", 0, tmp_path)
+    assert again["final"] == kept["final"]
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):
     path = tmp_path / "state"
     path.write_text("old")

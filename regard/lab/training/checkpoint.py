@@ -14,8 +14,10 @@ The file appears whole or not at all: it is written beside its place and then mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,23 +39,43 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
     written_whole(path, lambda beside: save_file(whole, beside, metadata={"notes": json.dumps(notes)}))
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Put everything back and return the notes."""
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, check: Callable[[dict], None] = lambda notes: None
+) -> dict:
+    """Put everything back and return the notes; `check` sees them first, and may refuse."""
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:
-        notes = json.loads(file.metadata()["notes"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    model.load_state_dict(_below("model", tensors))
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in _below("optimizer", tensors).items():
-        index, _, key = name.partition(".")
-        state.setdefault(int(index), {})[key] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"])
+    with readable(path):
+        with safe_open(path, "pt") as file:
+            notes = json.loads(file.metadata()["notes"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, value in _below("optimizer", tensors).items():
+            index, _, key = name.partition(".")
+            state.setdefault(int(index), {})[key] = value
+    check(notes)
+    with readable(path):
+        model.load_state_dict(_below("model", tensors))
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        torch.set_rng_state(tensors["random.cpu"])
+        if "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"])
     return notes
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What goes wrong in here is the file's fault: a ValueError that names it and the way out."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as wrong:
+        why = str(wrong).strip().partition("\n")[0]
+        raise ValueError(
+            f"{path} is damaged ({type(wrong).__name__}: {why}); remove it, and its run begins anew, or choose another "
+            "--out"
+        ) from wrong
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -79,9 +79,7 @@ def advance(
     )
     over, state = folder / f"{variant}-seed{seed}.json", folder / f"{variant}-seed{seed}.safetensors"
     if over.exists():
-        record = json.loads(over.read_text(encoding="utf-8"))
-        _must_be(identity, record, over)
-        return record
+        return _record(over, identity)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
     chance = Chance(seed, place)
@@ -90,8 +88,7 @@ def advance(
         optimizer = trial.optimizer()
         history, start, spent = [], 0, 0.0
         if state.exists():
-            notes = checkpoint.load(state, trial.model, optimizer)
-            _must_be(identity, notes["identity"], state)
+            notes = checkpoint.load(state, trial.model, optimizer, lambda notes: _ours(notes, identity, state))
             history, start, spent = notes["history"], notes["step"], notes["seconds"]
         else:
             history.append({"step": 0, **evaluation(trial)})
@@ -177,6 +174,28 @@ def fingerprint(data: Path | None) -> str:
     for path in sorted(p for p in data.iterdir() if p.is_file()) if data.is_dir() else [data]:
         digest.update(path.read_bytes())
     return f"{data.name} {digest.hexdigest()[:12]}"
+
+
+def _record(path: Path, identity: dict) -> dict:
+    """The record of a run that is over."""
+    with checkpoint.readable(path):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        _has(record, *identity, "where", "diverged", "history", "final")
+    _must_be(identity, record, path)
+    return record
+
+
+def _ours(notes: dict, identity: dict, path: Path) -> None:
+    """Are a checkpoint's notes whole, and of this run?"""
+    with checkpoint.readable(path):
+        _has(notes, "identity", "history", "step", "seconds")
+    _must_be(identity, notes["identity"], path)
+
+
+def _has(found: dict, *names: str) -> None:
+    missing = ", ".join(name for name in names if name not in found)
+    if missing:
+        raise LookupError(f"it has no {missing}")
 
 
 def _must_be(identity: dict, found: dict, path: Path) -> None:

@@ -19,7 +19,10 @@ SHARES = 2
 
 
 def cases() -> list[tuple]:
-    """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?)."""
+    """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
+
+    "lists" is "attention" with lists at any length, forward and backward.
+    """
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
         for dtype in ("float32", "bfloat16"):
@@ -27,6 +30,7 @@ def cases() -> list[tuple]:
     found += [(name, "rows", "float32", 300, 16384) for name in ("softmax", "entmax15")]
     found += [(name, "attention", 300, 300, 128, every) for name in ("softmax", "entmax15") for every in (False, True)]
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
+    found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
     return [*found, ("softmax", "attention", 1, 2080, 128, True)]
 
 
@@ -34,7 +38,7 @@ def call(name: str, kind: str, *sizes) -> None:
     import torch
 
     from regard import normalizers, statistics
-    from regard.kernels import attention, rows
+    from regard.kernels import attention, rows, sparse
     from regard.problem import Problem, Upstream
 
     def draw(*shape, dtype=torch.bfloat16):
@@ -50,9 +54,13 @@ def call(name: str, kind: str, *sizes) -> None:
         m, n, d, every = sizes
         q, k, v = draw(1, 2, m, d), draw(1, 2, n, d), draw(1, 2, n, d)
         problem = Problem(q, k, v, choice, d**-0.5, causal=m == n, stats=statistics.NAMES if every else ())
+        long = sparse.LENGTHS
+        if kind == "lists":
+            sparse.LENGTHS = dict.fromkeys(long, range(256, 2**31))
         answer = attention.forward(problem)
-        if not every:
+        if not every or kind == "lists":
             attention.backward(problem, answer, Upstream(torch.randn_like(answer.o)))
+        sparse.LENGTHS = long
     torch.cuda.synchronize()
 
 

@@ -153,7 +153,7 @@ class Bench:
             return "noticed: hangs"
         if run.returncode < 0:
             return "noticed: crashes"
-        if run.returncode in (2, 4) and ("during collection" in run.stdout or "ImportError while" in run.stderr):
+        if run.returncode and ("\nERROR tests" in run.stdout or "ImportError while" in run.stderr):
             return "noticed: refused at import"
         if run.returncode not in (0, 1):
             raise RuntimeError(f"pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}")

@@ -76,7 +76,7 @@ def road(monkeypatch):
 
     monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
     monkeypatch.setattr(sparse, "described", lambda x, rows: None)
-    monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2), (64, 2))})
+    monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2, 16), (64, 2, 16))})
     monkeypatch.setattr(sparse.Lists, "__init__", init)
     monkeypatch.setattr(sparse.Lists, "fill", fill)
     for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, SAMPLE=16).items():

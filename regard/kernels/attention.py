@@ -69,6 +69,7 @@ def forward(problem: Problem) -> Forward:
         hopper.forward(p, o, frame, z, stats, _options(p), lambda rough: _look_again(p, rough, stats))
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
+    opt = _options(p)
     config, launch = _config(p, kernel.__name__)
     blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
     arguments = (
@@ -86,10 +87,10 @@ def forward(problem: Problem) -> Forward:
         failed = None
         if sparse.takes(p, "forward"):
             views = arguments[:3]
-            failed = sparse.forward(p, views, view(o), frame, z, stats, _options(p), config, steps)
-        arguments += (failed, _options(p), config, steps, square if p.choice.order == 2 else other)
+            failed = sparse.forward(p, views, view(o), frame, z, stats, opt, config, steps)
+        arguments += (failed, opt, config, steps, square if p.choice.order == 2 else other)
     else:
-        arguments += (_options(p), config)
+        arguments += (opt, config)
     kernel[(blocks,)](*arguments, **launch)
     return Forward(o, frame, z, stats)
 

@@ -68,7 +68,7 @@ def interval(i, reach, n, TRANSPOSED: gl.constexpr):
 
 
 @gluon.constexpr_function
-def append_code(many, stride, threads, held=16):
+def append_code(many, stride, threads, held):
     """PTX: of a thread's `many` scores in each of two rows, those above the level (or NaN) onto the rows' lists.
 
     `held` scores at a time, a pass without a branch puts the chosen aside in shared memory and marks them; a loop over
@@ -80,7 +80,7 @@ def append_code(many, stride, threads, held=16):
         parts.append(f"mov.b32 end, {low};")
         for first in range(0, many, held):
             parts.append("mov.b32 m, 0;")
-            for k in range(min(held, many)):
+            for k in range(held):
                 y = f"${2 * (first + k + 1) + row}"
                 parts.append(f"setp.gtu.f32 p, {y}, {level}; @p st.shared.f32 [mine+{4 * threads * k}], {y};")
                 parts.append(f"@p or.b32 m, m, {1 << k};")
@@ -109,7 +109,7 @@ def append_code(many, stride, threads, held=16):
         .reg .pred p;
         .reg .b32 m, at, y, key, odd, end, mine;
         .reg .b64 a;
-        .shared .align 4 .b32 aside[{threads * min(held, many)}];
+        .shared .align 4 .b32 aside[{threads * held}];
         mov.u32 mine, %tid.x;
         mov.b32 at, aside;
         mad.lo.s32 mine, mine, 4, at;
@@ -132,12 +132,12 @@ def pieces(x, like, M: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def append(x, level, low, high, j, STRIDE: gl.constexpr):
+def append(x, level, low, high, j, STRIDE: gl.constexpr, ASIDE: gl.constexpr):
     """The keys of a tile [M, N] above the level onto the lists; their new ends."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     held = pieces(gl.reshape(x, [M, N // 8, 8]), low, M, N // 8)
-    code: gl.constexpr = append_code(N // 4, STRIDE, 32 * gl.num_warps())
+    code: gl.constexpr = append_code(N // 4, STRIDE, 32 * gl.num_warps(), ASIDE)
     constraints: gl.constexpr = "=r,=r," + "f," * (N // 2) + "f,f,r,r,r,r,r,r"
     level = gl.broadcast(level, low)[0]
     given = held + (level, low, high, j)  # noqa: RUF005
@@ -155,7 +155,7 @@ def in_quarters(x, lanes: gl.constexpr):
 def candidates(
     rows, columns, level, slope, counts, lists, below, block0, reach,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr,
-    FULL: gl.constexpr, TRANSPOSED: gl.constexpr,
+    FULL: gl.constexpr, ASIDE: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Lists of block number block0 + program: (y, j) [CAP, BM, 4, 2] and counts [BM, 4] in its slot of the chunk.
 
@@ -275,7 +275,7 @@ def candidates(
             one += in_quarters(off, lanes)
             two += in_quarters(off * off, lanes)
             lesser += in_quarters(gl.exp2(gl.minimum((x - across_rows) * steep, 0.0)), lanes)
-        end = append(x, bound, gl.minimum(end, limit), high, name, STRIDE)
+        end = append(x, bound, gl.minimum(end, limit), high, name, STRIDE, ASIDE)
     many = (end - begin) // STRIDE
     gl.store(counts + gl.expand_dims(held, 1) * 4 + quarter // 2, many)
     if below is not None:

@@ -29,10 +29,10 @@ WALK = {  # entries at a time and warps: the fastest of four on an H200
     "dq": dict(STEP=4, num_warps=4),
     "dkv": dict(STEP=2, num_warps=4),
 }
-LENGTHS = {"forward": range(4096, 2**31), "backward": range(16384, 2**31)}  # keys: where lists were measured faster
-# keys per tile and stages, without statistics and with them, which take registers; in all more than 48 KiB, as the
-# launch of a program with less is not allowed what `candidates` puts aside on top of it
-KEYS = {64: ((128, 2), (64, 4)), 128: ((128, 2), (64, 3))}
+LENGTHS = {"forward": range(3072, 2**31), "backward": range(16384, 2**31)}  # keys: where lists were measured faster
+# keys per tile, stages and the scores of a row that are put aside at a time, without statistics and with them, which
+# take registers; the stages are more than 48 KiB, as a launch with less is not allowed what is put aside on top of it
+KEYS = {64: ((128, 2, 16), (64, 4, 16)), 128: ((128, 2, 16), (64, 3, 16))}
 
 
 def takes(p: Problem, way: str) -> bool:
@@ -73,7 +73,7 @@ class Lists:
         self.counts = torch.empty(slots, 4, dtype=torch.int32, device=p.q.device)
         self.found = torch.empty(slots, dtype=torch.int32, device=p.q.device)
         self.below = torch.empty(slots, 3, 4, dtype=torch.float32, device=p.q.device) if stats else None
-        self.keys, self.stages = KEYS[p.q.shape[-1]][stats]
+        self.keys, self.stages, self.aside = KEYS[p.q.shape[-1]][stats]
         self.described = described(rows, BLOCK), described(columns, self.keys)
         self.width = p.q.shape[-1]
 
@@ -83,7 +83,8 @@ class Lists:
         reach = Reach(opt.lengths, opt.left, opt.right, opt.heads, opt.group, opt.queries, opt.keys)
         candidates[(programs,)](
             *self.described, level, slope, self.counts, self.entries, self.below, first, reach,
-            BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.transposed, num_warps=8, maxnreg=128,
+            BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.aside, self.transposed,
+            num_warps=8, maxnreg=128,
         )  # fmt: skip
 
 
@@ -140,6 +141,7 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
             **WALK["dq"],
         )  # fmt: skip
     yield left
+    del lists  # before the others are made
     lists, left = Lists(p, False, True), flags_of(p.k, gather.ROWS)
     for first, programs in chunks(lists.blocks):
         lists.fill(level, None, first, programs, opt)

@@ -46,18 +46,26 @@ def first_level(q, k, level, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: t
         # how far τ strays: by its own few keys, about 0.31/k, and by what the sample tells of mean and deviation
         stray = tl.sqrt(0.1 / (power * power) + (1.0 + 0.5 * root * root) / (4 * C.BN))
         # lower than it is likely to be: a guess with one or two keys above it would fill the lists
-        at = mean + (root - (1.0 + 1.0 / power) * stray) * sigma
-        mass = tiles.zeros(C.BM, C.LANES, C.ACC)
-        fall = mass
-        for start in tl.range(inner, outer, C.BN * STRIDE):
-            tile = sweeps.look(scene, start, opt, C, False)
-            more_mass, more_fall = survey.measured(tile[2], at * gain, scene, C)
-            mass += more_mass
-            fall += more_fall
-        mass, fall = tl.sum(mass, 1), tl.sum(fall, 1)
-        place = tl.where(mass > 0.0, at + step(mass, fall, power) / gain, at - 2.0 * sigma) - 1e-3 / gain
-        # were the scores normal, would the lists overflow?
-        most = survey.tail((scene.last - scene.first).to(C.ACC) / (4.0 * FULL), sigma, sigma * 0.0)
+        place = mean + (root - (1.0 + 1.0 / power) * stray) * sigma
+        # were the scores normal, would the lists overflow? Would they be nearly full, though not at τ itself?
+        every = (scene.last - scene.first).to(C.ACC)
+        most = survey.tail(every / (4.0 * FULL), sigma, sigma * 0.0)
+        many_keys = mean + survey.tail(every / (2.5 * FULL), sigma, sigma * 0.0) * sigma
+        turns = 0
+        crowded = 1
+        while (crowded > 0) & (turns < 2):
+            at = place
+            mass = tiles.zeros(C.BM, C.LANES, C.ACC)
+            fall = mass
+            for start in tl.range(inner, outer, C.BN * STRIDE):
+                tile = sweeps.look(scene, start, opt, C, False)
+                more_mass, more_fall = survey.measured(tile[2], at * gain, scene, C)
+                mass += more_mass
+                fall += more_fall
+            mass, fall = tl.sum(mass, 1), tl.sum(fall, 1)
+            place = tl.where(mass > 0.0, at + step(mass, fall, power) / gain, at - 2.0 * sigma) - 1e-3 / gain
+            crowded = tl.max(tl.where((place < many_keys) & (root > most), 1, 0), 0)
+            turns += 1
         found = tl.where(place < mean + most * sigma, found, place)
     row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
     tl.store(level + row, found, mask=scene.i < opt.queries)

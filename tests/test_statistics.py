@@ -156,3 +156,33 @@ def test_of_weights_can_be_differentiated_through_zeros_and_counts_in_float32():
     far = torch.zeros(1, 600, dtype=torch.bfloat16)
     far[0, 599] = 1.0
     assert of_weights(far).distance.item() == 599.0
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e12])
+def test_gradients_stay_finite_at_any_size(name, size):
+    """Weights that underflow, hidden keys beside very low ones, rows of ties: no 0·∞ in backward."""
+    torch.manual_seed(1)
+    rows = torch.randn(3, 5, 7, dtype=torch.float64) + torch.tensor([-3.0, 0.0, 3.0])[:, None, None]
+    rows[:, 0, 3], rows[:, 1] = -math.inf, rows[:, 1, :1]
+    s = (size * rows).requires_grad_()
+    for told in statistics.of_scores(s, normalizer=name).values():
+        if told.requires_grad:
+            (gradient,) = torch.autograd.grad(told.sum(), s, retain_graph=True)
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("sink", [None, 2.0])
+@pytest.mark.parametrize("low", [-1e6, 0.0, 1e6])
+def test_gradients_of_large_logits_are_their_formulas(low, sink):
+    s = (low + torch.tensor([[0.0, -1.0, -2.5, -1e5, -math.inf]], dtype=torch.float64)).requires_grad_()
+    stats = statistics.of_scores(s, sink=sink)
+    share = torch.softmax(s.detach(), -1)
+    log = torch.log_softmax(s.detach(), -1)
+    entropy = -torch.xlogy(share, share).sum()
+    expected = -share * torch.where(share > 0, log + entropy, 0.0)
+    (gradient,) = torch.autograd.grad(stats.entropy.sum(), s, retain_graph=True)
+    assert torch.allclose(gradient, expected, atol=1e-12)
+    mass = 1.0 if sink is None else torch.sigmoid(torch.logsumexp(s.detach(), -1) - sink)
+    (gradient,) = torch.autograd.grad(stats.logsumexp.sum(), s)
+    assert torch.allclose(gradient, share * mass, atol=1e-12)

@@ -45,7 +45,6 @@ class State:
         keys = torch.arange(scores.shape[-1], device=scores.device) if keys is None else keys
         keys = keys.to(scores.dtype).expand(scores.shape)
         rows = torch.zeros_like(scores[..., :1]) if rows is None else rows
-        s = scores.masked_fill(~visible, 0.0)
         hidden = scores.masked_fill(~visible, -math.inf)
 
         def total(x, where=visible):
@@ -54,6 +53,7 @@ class State:
         n = visible.sum(-1, keepdim=True).to(scores.dtype)
         none = n == 0
         top = hidden.amax(-1, keepdim=True) if scores.shape[-1] else torch.full_like(n, -math.inf)
+        s = torch.where(visible, scores, top.detach().masked_fill(none, 0.0))  # hidden keys: finite in every term
         mean = total(s) / n.clamp_min(1)
         below = visible & (s < top)
         u, v, du, cross = terms(s, frame)
@@ -70,7 +70,7 @@ class State:
             first_u=total(u, visible & (keys == first)),
             u=total(u, below),
             v=total(v, below),
-            log_u=total(torch.xlogy(u, u), below),
+            log_u=total(_xlogx(u), below),
             square=total(u * u, below),
             slope=total(du, below),
             cross=total(cross, below),
@@ -118,7 +118,7 @@ class State:
         folded = state.ties * ((self.top < top) & (self.n > 0))  # the old maximum joins the sums
         u, v, du, cross = terms(safe_top, frame)
         fall = torch.where(self.n > 0, torch.exp(safe_top - torch.where(top == -math.inf, safe_top, top)), 0.0)
-        additions = dict(u=u, v=v, log_u=torch.xlogy(u, u), square=u * u, slope=du, cross=cross)
+        additions = dict(u=u, v=v, log_u=_xlogx(u), square=u * u, slope=du, cross=cross)
         for name, term in additions.items():
             setattr(state, name, getattr(state, name) + torch.where(folded > 0, folded * term, 0.0))
         state.lse = state.lse * fall + torch.where(folded > 0, folded * fall, 0.0)
@@ -139,9 +139,11 @@ class State:
         count = torch.where(positive, ties + w, 1.0)  # Σu / u_max ≥ 1
         lower = (self.log_u - torch.log(safe_u) * self.u) / safe_u
         entropy = torch.where(positive, torch.log1p((ties - 1.0) + w) - lower / count, 0.0)
-        z, gain, lse = self._sharpness(terms, choice, sink, none, (u, v, du, cross), top + torch.log(ties + self.lse))
-        inverse = torch.where(z > 0, 1.0 / torch.where(z > 0, z, 1.0), 0.0)
-        total = safe_u * count
+        inverse, gain, lse = self._sharpness(
+            terms, choice, sink, none, (u, v, du, cross), top + torch.log(ties + self.lse)
+        )
+        total, top_square = safe_u * count, safe_u * safe_u  # which may underflow, as every square then does
+        squares = ties + self.square / top_square.masked_fill(top_square == 0, 1.0)
         values = dict(
             visible_keys=self.n,
             max_logit=top,
@@ -151,7 +153,7 @@ class State:
             mass=torch.where(positive, total * inverse, 0.0),
             entropy=entropy.clamp_min(0.0),
             effective_keys=torch.where(positive, torch.exp(entropy.clamp_min(0.0)), 0.0),
-            participation=torch.where(positive, count**2 / (ties + self.square / safe_u**2), 0.0),
+            participation=torch.where(positive, count**2 / squares, 0.0),
             max_weight=u * inverse,
             support=self.support,
             distance=torch.where(positive, self.distance / total, 0.0),
@@ -165,7 +167,7 @@ class State:
         return Statistics({name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES})
 
     def _sharpness(self, terms: Terms, choice, sink, none, at_max, lse) -> tuple[Tensor, Tensor, Tensor]:
-        """(Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""
+        """(1/Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""
         u, v, du, cross = at_max
         ties = self.ties
         if terms.exponential:  # rest and sink join in a frame of their own, so that nothing overflows
@@ -178,7 +180,7 @@ class State:
             pairs = ties * (ties - 1.0) * u * u + 2.0 * ties * u * self.u + self.u**2 - self.square
             gain = (f * f * pairs + f * both * rest) / total_m**2
             lse = m + torch.log(total_m)
-            z = total_m / f.clamp_min(torch.finfo(f.dtype).tiny)
+            inverse = f / total_m
         elif terms.family == "ratio":
             rest = terms.rest(self.frame)
             others = rest + (ties - 1.0) * v + self.v
@@ -186,12 +188,18 @@ class State:
             at_top = ties * (du * others + (du * v - cross))
             numerator, z2 = at_top + self.slope * z - self.cross, z * z
             gain = torch.where(z2 > 0, numerator / torch.where(z2 > 0, z2, 1.0), 0.0)
+            inverse = torch.where(z > 0, 1.0 / torch.where(z > 0, z, 1.0), 0.0)
         elif terms.family == "threshold":
-            z = torch.ones_like(u)
+            inverse = torch.ones_like(u)
             g = ties * du + self.slope
             pairs = ties * (ties - 1.0) * cross + 2.0 * ties * du * self.slope + self.slope**2 - self.cross
             gain = torch.where(g > 0, pairs / torch.where(g > 0, g, 1.0), 0.0)
         else:
-            z = torch.ones_like(u)
+            inverse = torch.ones_like(u)
             gain = ties * du + self.slope
-        return z, gain, lse
+        return inverse, gain, lse
+
+
+def _xlogx(u: Tensor) -> Tensor:
+    """u·log u, with 0 and the gradient 0 where u has underflowed."""
+    return u * torch.log(u.masked_fill(u == 0, 1.0))

@@ -21,7 +21,7 @@ class Terms:
         names = {
             "ratio": ("numerator", "denominator", "numerator_slope", "denominator_slope", "rest"),
             "threshold": ("gain", "value", "slope"),
-            "pointwise": ("value", "slope"),
+            "pointwise": ("slope",),
         }[self.family]
         self.tile = {name: speak(getattr(choice, name), torch_words) for name in names}
 
@@ -37,11 +37,14 @@ class Terms:
             t = (tile["gain"](self.theta) * s - frame).clamp_min(0.0)
             u, du = (tile[name](t, self.theta).to(s.dtype) for name in ("value", "slope"))
             return u, u, du, du * du
-        u, du = (tile[name](s, self.theta).to(s.dtype) for name in ("value", "slope"))
-        return u, u, du, du * 0.0
+        u = self.choice.reference(s, None, self.theta)  # its gradient is finite at any score
+        return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
 
     def rest(self, frame: Tensor) -> Tensor:
-        return self.tile["rest"](torch.exp(-frame)) if self.family == "ratio" else torch.zeros_like(frame)
+        if self.family != "ratio":
+            return torch.zeros_like(frame)
+        limit = math.log(torch.finfo(frame.dtype).max)  # of a finite exponential: an infinite one has NaN gradients
+        return self.tile["rest"](torch.exp((-frame).clamp_max(limit)))
 
 
 def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None, sink: Tensor | None = None) -> Tensor:

@@ -186,3 +186,10 @@ def test_gradients_of_large_logits_are_their_formulas(low, sink):
     mass = 1.0 if sink is None else torch.sigmoid(torch.logsumexp(s.detach(), -1) - sink)
     (gradient,) = torch.autograd.grad(stats.logsumexp.sum(), s)
     assert torch.allclose(gradient, share * mass, atol=1e-12)
+
+
+def test_support_counts_weights_that_underflow():
+    """Found by the fuzz: exp(s − max) is 0 in float64 from 745 on, yet the weight is positive."""
+    scores = torch.tensor([[2448.0, 1121.0, -3.0, 0.0], [1e-30, 1e-12, 1e-40, -1.0]], dtype=torch.float64)
+    for name, count in (("softpick", [2, 3]), ("relu", [2, 3]), ("softmax", [4, 4]), ("sparsemax", [1, 3])):
+        assert regard.statistics.of_scores(scores, normalizer=name)["support"].tolist() == count, name

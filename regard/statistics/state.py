@@ -76,7 +76,7 @@ class State:
             cross=total(cross, below),
             lse=total(torch.exp(s - top.masked_fill(none, 0.0)), below),
             distance=total(u * (rows - keys).abs()),
-            support=total((u > 0).to(s.dtype) if choice.sparse else torch.ones_like(s)),
+            support=total(terms.weighs(s, u).to(s.dtype) if choice.sparse else torch.ones_like(s)),
         )
 
     def merge(self, other: State, choice, theta=None) -> State:

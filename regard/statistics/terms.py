@@ -40,6 +40,11 @@ class Terms:
         u = self.choice.reference(s, None, self.theta)  # its gradient is finite at any score
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
 
+    def weighs(self, s: Tensor, u: Tensor) -> Tensor:
+        """Whether u > 0 in exact arithmetic: of a ratio, where u rises, however small exp(s − m) is."""
+        one = torch.ones_like(s)
+        return (self.tile["numerator_slope"](one, s, one) if self.family == "ratio" else u) > 0
+
     def rest(self, frame: Tensor) -> Tensor:
         if self.family != "ratio":
             return torch.zeros_like(frame)

@@ -136,3 +136,34 @@ def raises_inside(rank: int, world: int) -> tuple[str, str]:
 
 def _full(problem):
     raise MemoryError("no room for the scores")
+
+
+def all_full(rank: int, world: int) -> None:
+    """Memory runs out on every rank at the same step; whoever catches that and tries again is served at once."""
+    whole = torch.randn(1, 2, 24, 4, generator=torch.Generator().manual_seed(0))
+    x = parallel.shard(whole).requires_grad_()
+    for name, function, after in (
+        ("softmax", "forward", 0),
+        ("softmax", "forward", 1),
+        ("softmax", "backward", 1),
+        ("entmax15", "solve", 0),
+    ):
+
+        def once(name=name):
+            out = parallel.attention(x, x, x, normalizer=name, backend="reference")
+            (gradient,) = torch.autograd.grad(out.square().sum(), x)
+            return gradient
+
+        expected, own, calls = once(), getattr(plain, function), []
+
+        def fails(*given, own=own, calls=calls, after=after):
+            calls.append(given)
+            return own(*given) if len(calls) <= after else _full(given)
+
+        setattr(plain, function, fails)
+        try:
+            with pytest.raises(MemoryError):
+                once()
+        finally:
+            setattr(plain, function, own)
+        assert torch.equal(once(), expected)

@@ -4,7 +4,7 @@ import pytest
 from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
 from parallel_models import examined, head_sharded, in_a_model
-from parallel_refused import raises_inside, refused
+from parallel_refused import all_full, raises_inside, refused
 
 from regard.parallel.layout import given_spans, spans
 
@@ -50,6 +50,11 @@ def test_what_a_rank_raises_in_a_call_is_named_by_the_others():
         assert theirs == "RankError" and "rank 1 raised MemoryError: no room for the scores at step 'ring for" in text
     finally:
         crew.kill()
+
+
+def test_what_all_ranks_raise_alike_leaves_them_able_to_try_again():
+    with Crew(3, timeout=20.0) as crew:
+        crew(all_full)
 
 
 def test_balanced_ranks_have_equal_causal_work():

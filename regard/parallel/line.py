@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard.parallel import traffic
 from regard.parallel.faults import RankError, Watch
+
+SETTLE = 10.0  # seconds, at most, for what is under way when this rank raises
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Line:
     world: int
     watch: Watch | None
     host: bool = False  # does the backend carry CPU tensors only?
+    under_way: list[Pending] = field(default_factory=list)
 
     @classmethod
     def of(cls, group=None) -> Line:
@@ -72,7 +76,7 @@ class Line:
             pending.received = torch.empty_like(received, device="cpu") if self._staged(received) else received
             operations.append(dist.P2POp(dist.irecv, pending.received, group=self.group, group_peer=source))
         with self.guard(step, at):
-            pending.works = dist.batch_isend_irecv(operations) if operations else []
+            pending.begun(dist.batch_isend_irecv(operations) if operations else [])
         return pending
 
     def all_reduce(self, x: Tensor, step: str, at: int = 0, op=dist.ReduceOp.SUM) -> Tensor:
@@ -96,7 +100,7 @@ class Line:
             return pending
         pending.received = self._carried(x)
         with self.guard(step, at):
-            pending.works = [dist.broadcast(pending.received, group=self.group, group_src=root, async_op=True)]
+            pending.begun([dist.broadcast(pending.received, group=self.group, group_src=root, async_op=True)])
         if self.rank == root:
             traffic.sent(step, x.numel() * x.element_size())
         return pending
@@ -154,9 +158,21 @@ class Line:
             raise
         except Exception as error:
             self.watch.raised(error)
+            self._settle()
             raise
         finally:
             self.watch.active -= 1
+
+    def _settle(self) -> None:
+        """Let what is under way arrive: a buffer that goes before its message breaks the connection for later calls."""
+        deadline = time.monotonic() + SETTLE
+        for pending in list(self.under_way):
+            for work in pending.works:
+                try:
+                    work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                except RuntimeError:  # the other end never posted its part, or is gone: there is nothing to save
+                    deadline = time.monotonic()
+        self.under_way.clear()
 
     def text(self, text: str, size: int, root: int, step: str) -> str:
         """The root's text of `size` bytes on every rank."""
@@ -173,7 +189,7 @@ class Line:
         return x.cpu() if self._staged(x) else x.contiguous()
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     """A message under way in both directions."""
 
@@ -185,11 +201,19 @@ class Pending:
     received: Tensor | None = None
     works: list = field(default_factory=list)
 
+    def begun(self, works: list) -> None:
+        self.works = works
+        if works:
+            self.line.under_way.append(self)
+
     def wait(self) -> Any:
         """What was received, once it is there."""
         with self.line.guard(self.step, self.at):
             for work in self.works:
                 work.wait()
+        if self.works:
+            self.line.under_way.remove(self)
+            self.works = []
         if self.received is not None and self.received is not self.target:
             self.target = self.received.to(self.target.device)
         self.sent = self.received = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -335,8 +336,13 @@ def dies(rank: int, world: int, who: int, how: str, calls: int) -> tuple[float, 
         for _ in range(50):
             parallel.attention(x, x, x, is_causal=True, backend="reference")
     except parallel.RankError as error:
-        return time.monotonic() - start, error.rank, error.step, str(error)
-    raise AssertionError("nothing was noticed")
+        found = time.monotonic() - start, error.rank, error.step, str(error)
+    else:
+        raise AssertionError("nothing was noticed")
+    if how == "killed":  # whoever calls again is told the same
+        with pytest.raises(parallel.RankError, match=f"^rank {who} died at step 'ring forward"):
+            parallel.attention(x, x, x, backend="reference")
+    return found
 
 
 def triton_parts(rank: int, world: int) -> None:

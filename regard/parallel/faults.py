@@ -59,11 +59,12 @@ class Watch:
         whole = group if group is not None else dist.group.WORLD
         name = f"regard.parallel/{whole.group_name}/" + ",".join(map(str, self.ranks))
         self.store = dist.PrefixStore(name, store if clone is None else clone())
-        self.keeps = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # does rank 0 keep the store?
+        self.keeps = _keeper() == "rank 0"
         self.progress, self.step, self.beats, self.note = 0, "start", 0, ""
         self.first, self.told = Seen(), ""  # rank 0, and the culprit, as last read
         self.active = 0  # calls and waits that this rank is in: outside of them rank 0 may leave
         self.stopped, self.moved = threading.Event(), threading.Event()
+        self.lost = False  # has the store stopped answering?
         self._beat()
         self.thread = threading.Thread(target=self._run, name="regard-parallel-watch", daemon=True)
         self.thread.start()
@@ -73,10 +74,16 @@ class Watch:
     def of(cls, group: dist.ProcessGroup | None) -> Watch:
         key = group if group is not None else dist.group.WORLD
         with cls._lock:
-            for gone in [other for other, watch in cls._all.items() if watch.stopped.is_set()]:
+            known = cls._all.get(key)
+            if known is not None and known.lost:
+                raise known._remembered(f"rank {known.rank} begins a call, its last step was {known.step!r}")
+            for gone in [other for other, watch in cls._all.items() if watch.stopped.is_set() and not watch.lost]:
                 del cls._all[gone]
             if key not in cls._all:
-                cls._all[key] = cls(group)
+                try:
+                    cls._all[key] = cls(group)
+                except dist.DistNetworkError as error:
+                    raise _without_store("start", f"rank {dist.get_rank()}: {_first_line(error)}") from error
             return cls._all[key]
 
     @classmethod
@@ -112,6 +119,7 @@ class Watch:
                 self._beat()
                 self._look()
             except Exception:  # the store is gone: the job ends, and nobody will look any more
+                self.lost = not self.stopped.is_set()
                 self.stopped.set()
 
     def _beat(self) -> None:
@@ -134,18 +142,15 @@ class Watch:
         asking.start()
         asking.join(SILENT + PATIENCE)
         here = f"rank {self.rank} was at step {self.step!r}: {cause}"
-        if found:
-            if found[0] is None:
-                return error
-            told, more = found[0], ""
-        elif self.told:
-            told, more = self.told, ""
-        else:
-            keeper = "rank 0" if self.keeps else "torchrun's agent"
-            told = f"0|died|{self.first.step if 0 in self.ranks else 'unknown'}"
-            more = f" ({keeper} kept the group's store, which does not answer; that is where rank 0 was last seen)"
-        number, what, step = told.split("|", 2)
-        return RankError(f"rank {number} {what} at step {step!r}{more}; {here}", int(number), step)
+        if not found:
+            return self._remembered(here)
+        return error if found[0] is None else _named(found[0], here)
+
+    def _remembered(self, here: str) -> RankError:
+        """The same without the store: by what was last read from it."""
+        if self.told:
+            return _named(self.told, here)
+        return _without_store(self.first.step if 0 in self.ranks else "unknown", here)
 
     def _ask(self, waited: bool, found: list) -> None:
         try:
@@ -182,6 +187,20 @@ class Watch:
             return Seen()
         beats, progress, step, raised = self.store.get(f"rank {rank}").decode().split("|", 3)
         return Seen(int(beats), int(progress), step, raised)
+
+
+def _named(culprit: str, here: str) -> RankError:
+    number, what, step = culprit.split("|", 2)
+    return RankError(f"rank {number} {what} at step {step!r}; {here}", int(number), step)
+
+
+def _without_store(step: str, here: str) -> RankError:
+    why = f"{_keeper()} kept the group's store, which does not answer; that is where rank 0 was last seen"
+    return RankError(f"rank 0 died at step {step!r} ({why}); {here}", 0, step)
+
+
+def _keeper() -> str:
+    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,6 +31,7 @@ from regard import philox
 from regard.cpu import _cores
 from regard.cpu import attention_kernels as kernels
 from regard.cpu.attention_blocks import Block, Blocks, Scratch, Task
+from regard.normalizers._language import speak
 from regard.problem import Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, State
 
@@ -73,6 +74,9 @@ def weighed(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
                 sums[:, *block.rows] = found.view(len(sums), *block.heads)
 
     blocks.run(work)
+    if problem.stats and problem.choice.family == "threshold":  # told from the maximum on, in the rows' precision
+        frame, top = sums[FIELDS.index("frame")], sums[FIELDS.index("top")]
+        frame += torch.where(top.isfinite(), speak(problem.choice.gain)(theta) * top, 0.0)
     return o, states, sums
 
 

@@ -82,6 +82,7 @@ def tiles(normalizer: Normalizer, precision: str) -> dict:
         order=getattr(normalizer, "order", 0),
         power=family == "threshold" and is_power(normalizer),
         level=attention_tiles.threshold_level if family == "threshold" else attention_tiles.plain_level,
+        score=attention_tiles.threshold_score if family == "threshold" else attention_tiles.plain_level,
         rest=getattr(normalizer, "rest", nothing),
     )
     for name in ("weight", "norm", "rise", "fall", "cross", "weighs"):

@@ -262,7 +262,10 @@ def general_sums(x, top, mean, m, c, theta, offset):
 
 
 def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
-    """p = value(max(gain·s − τ, 0)) with Σp = 1, solved on the entries within 1 of the maximum."""
+    """p = value(max(gain·s − τ, 0)) with Σp = 1, solved on the entries within 1 of the maximum.
+
+    The frame among the sums is τ − gain·max: the caller adds the rest in float64.
+    """
     theta = real(parameter)
     gain = tile.gain(theta)
     y = np.empty(s.shape[1] + tile.lanes, s.dtype)
@@ -275,16 +278,15 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
         if not (abs(top) < real(math.inf)):
             without_weights(x, r, top, inverse, frame, z, sums)
             continue
-        high = gain * top
         for j in range(len(x)):
-            y[j] = gain * x[j]
+            y[j] = x[j]
         padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
         for j in range(len(x), padded):
             y[j] = -math.inf
-        tau, _, total, slopes = solve(y, padded, high, real(1.0), packed, theta, gain)
-        general_row(x, r, top, high, tau, theta, i, j0 + first, sums)
-        frame[r] = high + tau
+        tau, _, total, slopes = solve(y, padded, top, gain, packed, theta, gain)
+        general_row(x, r, top, top, tau, theta, i, j0 + first, sums)
+        frame[r] = gain * top + tau
         z[r] = slopes
         inverse[r] = 1.0 / total
         if tile.measured:
-            sums[FRAME, r] = np.float64(high) + np.float64(tau)
+            sums[FRAME, r] = tau

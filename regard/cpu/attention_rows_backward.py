@@ -119,20 +119,19 @@ def framed(x, frame, theta):
     top = maximum_of(x)
     if not (abs(top) < real(math.inf)):
         return real(0.0), frame
-    high = tile.level(top, theta)
-    tau = frame - high
+    tau = frame - tile.level(top, theta)
     if abs(frame) > 4.0:
         values, slopes = np.float64(0.0), np.float64(0.0)
         for start in range(0, len(x), CHUNK):
             chunk = x[start : start + CHUNK]
             value, slope = real(0.0), real(0.0)
             for j in range(len(chunk)):
-                value = words.accumulate(value, tile.weight(chunk[j], high, tau, theta))
-                slope = words.accumulate(slope, tile.rise(chunk[j], high, tau, theta))
+                value = words.accumulate(value, tile.weight(chunk[j], top, tau, theta))
+                slope = words.accumulate(slope, tile.rise(chunk[j], top, tau, theta))
             values += value
             slopes += slope
         tau = real(tau + (values - 1.0) * tile.level(1.0, theta) / slopes)
-    return high, tau
+    return top, tau
 
 
 def share_of_score(y, m, c, theta, inverse):

@@ -33,15 +33,15 @@ def solve_part(s, i0, rows, j0, left, right, limit, parameter, first_column, hig
         if not (abs(top) < real(math.inf)):
             continue
         for j in range(len(x)):
-            y[j] = gain * x[j]
+            y[j] = x[j]
         padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
         for j in range(len(x), padded):
             y[j] = -math.inf
-        tau, _, _, _ = solve(y, padded, gain * top, real(1.0), packed, theta, gain)
+        tau, _, _, _ = solve(y, padded, top, gain, packed, theta, gain)
         c[r] = tau
         found = 0
         for j in range(len(x)):
-            t = gain * x[j] - high[r]
+            t = gain * (x[j] - top)
             if t > tau:
                 if found < support.shape[1]:
                     support[r, found], places[r, found] = t, first_column + first + j
@@ -89,17 +89,17 @@ def measure_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values
     theta = real(parameter)
     for r in range(s.shape[0]):
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
-        values[r], slopes[r] = sums_at(s[r][first:last], high[r], c[r], theta)
+        values[r], slopes[r] = sums_at(s[r][first:last], tile.score(high[r], theta), c[r], theta)
 
 
-def sums_at(x, high, c, theta):
+def sums_at(x, m, c, theta):
     values, slopes = np.float64(0.0), np.float64(0.0)
     for start in range(0, len(x), CHUNK):
         chunk = x[start : start + CHUNK]
         value, slope = real(0.0), real(0.0)
         for j in range(len(chunk)):
-            value = words.accumulate(value, tile.weight(chunk[j], high, c, theta))
-            slope = words.accumulate(slope, tile.rise(chunk[j], high, c, theta))
+            value = words.accumulate(value, tile.weight(chunk[j], m, c, theta))
+            slope = words.accumulate(slope, tile.rise(chunk[j], m, c, theta))
         values += value
         slopes += slope
     return values, slopes
@@ -113,12 +113,13 @@ def weigh_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, 
         first, last = interval(i, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         top = maximum_of(x)
-        values[r], slopes[r] = sums_at(x, high[r], c[r], theta)
+        m = tile.score(high[r], theta)
+        values[r], slopes[r] = sums_at(x, m, c[r], theta)
         if tile.measured:
             sums[:, r] = 0.0
             sums[TOP, r] = top
         if top > real(-math.inf):
-            general_row(x, r, top, high[r], c[r], theta, i, j0 + first, sums)
+            general_row(x, r, top, m, c[r], theta, i, j0 + first, sums)
         else:
             for j in range(len(x)):
                 x[j] = real(0.0)
@@ -131,13 +132,13 @@ def slopes_part(s, dp, i0, rows, j0, left, right, limit, parameter, high, c, tot
     theta = real(parameter)
     for r in range(s.shape[0]):
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
-        x, g = s[r][first:last], dp[r][first:last]
+        x, g, m = s[r][first:last], dp[r][first:last], tile.score(high[r], theta)
         whole = np.float64(0.0)
         for start in range(0, len(x), CHUNK):
             chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part = real(0.0)
             for j in range(len(chunk)):
-                part = words.accumulate(part, tile.rise(chunk[j], high[r], c[r], theta) * dchunk[j])
+                part = words.accumulate(part, tile.rise(chunk[j], m, c[r], theta) * dchunk[j])
             whole += part
         total[r] = whole
 
@@ -152,7 +153,7 @@ def backward_part(s, dp, i0, rows, j0, left, right, limit, parameter, m, c, z, d
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         g = opened(dp, r, first, last)
-        inverse, shift, frame, offset = inverted(z[r]), delta[r], m[r], c[r]
+        inverse, shift, frame, offset = inverted(z[r]), delta[r], tile.score(m[r], theta), c[r]
         lift, beta, gamma, mean = real(0.0), real(0.0), real(0.0), real(0.0)
         if tile.tilted:
             lift, beta, gamma, mean = tilt[0, r], tilt[1, r], tilt[2, r], tilt[3, r]

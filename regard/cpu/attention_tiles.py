@@ -3,8 +3,8 @@
     weight u, norm v, rise u′, fall v′, and cross, what the gradient gain sums: v′·u, or g′² for the threshold maps;
     weighs: 1 where u > 0 in exact arithmetic, which is where u rises, however small exp(x − m) is
 
-Ratio: m is the shift and c = exp(−m). Threshold: m is the maximum of gain·x and c = τ − m. Pointwise: neither.
-`level` is the x that τ is told in.
+Ratio: m is the shift and c = exp(−m). Threshold: m is the maximum of x and c = τ − gain·m. Pointwise: neither.
+`level` is gain·x, which τ is told in, and `score` the x of a level.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ def plain_level(x, theta):
 
 def threshold_level(x, theta):
     return tile.gain(theta) * x
+
+
+def threshold_score(level, theta):
+    return level / tile.gain(theta)
 
 
 def ratio_weight(x, m, c, theta):
@@ -45,8 +49,8 @@ def ratio_cross(x, m, c, theta):
 
 
 def threshold_above(x, m, c, theta):
-    """t = gain·x − τ, with τ = m + c: the difference from the maximum m is exact."""
-    return words.maximum(tile.gain(theta) * x - m - c, 0.0)
+    """t = gain·x − τ, with τ = gain·m + c: what is subtracted first rounds by the difference, not by the score."""
+    return words.maximum(tile.gain(theta) * (x - m) - c, 0.0)
 
 
 def threshold_weight(x, m, c, theta):

@@ -11,9 +11,18 @@ import torch
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, use: str = "work") -> torch.cuda.Stream:
     """The same one always: torch keeps freed memory per stream, and a new one would ask the driver for its own."""
     return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def behind(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+    """The body's kernels and copies wait for the event, and for nothing that a stream was given after it."""
+    stream = _stream(device, "fetch")
+    stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        yield
 
 
 class Aside:
@@ -43,6 +52,10 @@ class Aside:
                 yield
         finally:
             self._running[device] = side.record_event(), read
+
+    def last(self, device: torch.device) -> torch.cuda.Event | None:
+        """When the latest block of a GPU is done; None elsewhere."""
+        return self._running[device][0] if device in self._running else None
 
     def mark(self, device: torch.device) -> None:
         """What the model's stream has been given so far is wanted in `after_marked`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.health import findings
 from regard.health.call import forget_masks
-from regard.health.heads import heads_if, heads_of
+from regard.health.heads import heads_if, heads_of, tell_early
 from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder
 from regard.health.report import Report, WhatIfReading, how_measured
@@ -93,6 +93,8 @@ def examine(
                     recorder.begin()  # a function may run a part of the model, whose hook is not called
                     _run(model, modules, batch, done)
                     size = size or _size(modules)  # while a GPU is at work
+                    if rounds is None:
+                        tell_early(recorder)
                     while recorder.settle():
                         recorder.begin()
                         _run(model, modules, batch, done)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from regard.health.aside import behind
 from regard.health.bins import ROW
-from regard.health.measure import Layer
+from regard.health.measure import Layer, Recorder
 from regard.health.readings import LayerReading, fetched, likeness, predicted_variances, spreads_of, stacked
 from regard.health.spreads import Spreads
 
@@ -50,15 +51,30 @@ class HeadReading:
 
 def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
     """Every head that was measured, layer by layer."""
-    return _heads([(layer, layer.reading) for layer in layers if layer.reading is not None])
+    known = [(layer, layer.reading) for layer in layers if layer.reading is not None]
+    early = {
+        id(layer): layer.told[1] for layer, reading in known if layer.told is not None and layer.told[0] is reading
+    }
+    late = [(layer, reading) for layer, reading in known if id(layer) not in early]
+    told = early | {id(layer): heads for (layer, _), heads in zip(late, _heads(late), strict=True)}
+    return [head for layer, _ in known for head in told[id(layer)]]
+
+
+def tell_early(recorder: Recorder) -> None:
+    """The heads of every layer that a GPU is done with, while it is at work on the layers after."""
+    for layer, sight in recorder.under_way():
+        with behind(sight.done, sight.reading.flat.device):
+            layer.told = sight.reading, _heads([(layer, sight.reading)])[0]
 
 
 def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
     """The same heads under a what-if."""
-    return _heads([(layer, layer.what_if[name]) for layer in layers if name in layer.what_if])
+    pairs = [(layer, layer.what_if[name]) for layer in layers if name in layer.what_if]
+    return [head for heads in _heads(pairs) for head in heads]
 
 
-def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[HeadReading]:
+def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading]]:
+    """Per layer, the heads of a reading of it."""
     readings = fetched([reading for _, reading in pairs])
     told: dict[int, list[HeadReading]] = {}
     for many in {reading.heads for reading in readings}:  # layers of as many heads at once: numpy is slow to start
@@ -76,7 +92,7 @@ def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[HeadReading]:
                 for head, spread in enumerate(spreads)
                 if spread.count("entropy")
             ]  # fmt: skip
-    return [head for at in sorted(told) for head in told[at]]
+    return [told[at] for at in range(len(pairs))]
 
 
 def _judged(readings: Sequence[LayerReading]) -> list[list[bool]]:

@@ -5,7 +5,7 @@ A layer whose rebuilt output differs from the model's own is not measured, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ class Sight:
     apart: Tensor | None = None  # the largest relative difference, on the device: asking now would make the GPU wait
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
+    done: torch.cuda.Event | None = None  # when the reading has all that the batch told, if a GPU takes it aside
 
     def differs(self, apart: Tensor) -> None:
         self.apart = apart if self.apart is None else torch.maximum(self.apart, apart)
@@ -52,6 +53,7 @@ class Layer:
     dtype: torch.dtype | None = None
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
+    told: tuple[LayerReading, list] | None = None  # the heads of a reading, told while the model was still at work
 
     @property
     def label(self) -> str:
@@ -142,17 +144,24 @@ class Recorder:
         with torch.no_grad():
             sight = self._sight(key, call)
             sight.sampled |= sampled
-            self._record(layer, sight, call, stats, rows)
+            start = self.standing.start(call, name)
+            if start:
+                stats = {**stats, "distance": distance(call, stats, start, self.backend)}
+            self._try(layer, sight, call, rows, start)
             if not sampled:
+                self._aside.join()  # an earlier call of this layer may have been read there
+                self._read(sight, call, stats, rows, start)
                 own = whole.own(None) if call.dropout else output
-                self._aside.join()  # an earlier call of this layer may have been compared there
                 sight.differs(difference(own, rebuilt, rows))
+                sight.done = None
                 self._aside.mark(call.q.device)
                 return output
             at = sample(call.q)
             part = rebuilt.index_select(2, at)  # the model may write to the whole
-            with self._aside(call.q.device, call, part, rows):
+            with self._aside(call.q.device, call, part, rows, stats):
+                self._read(sight, call, stats, rows, start)
                 sight.differs(difference(call.own(at), part, None if rows is None else rows[:, at]))
+            sight.done = self._aside.last(call.q.device)
         return rebuilt.to(call.q.dtype)
 
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
@@ -169,26 +178,30 @@ class Recorder:
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
-    def _record(self, layer: Layer, sight: Sight, call: Call, stats: dict[str, Tensor], rows: Tensor | None) -> None:
-        start = self.standing.start(call, layer.name)
-        self._read(sight.reading, call, stats, rows, start)
+    def _read(self, sight: Sight, call: Call, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
+        sight.reading.update(stats, rows, start)
         predict(sight.reading, call, rows)
+
+    def _try(self, layer: Layer, sight: Sight, call: Call, rows: Tensor | None, start: int) -> None:
+        """What would be read if the call were changed."""
         for change in self.what_if:
             if change.name in layer.refused:
                 continue
             try:
                 changed = change(call)
-                other = self._measure(changed)[1]
+                stats = self._measure(changed)[1]
             except (ValueError, TypeError, NotImplementedError) as error:
                 layer.refused[change.name] = str(error)
                 continue
+            if start:
+                stats = {**stats, "distance": distance(changed, stats, start, self.backend)}
             reading = sight.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
-            self._read(reading, changed, other, rows, start)
+            reading.update(stats, rows, start)
 
-    def _read(self, reading: LayerReading, call: Call, stats, rows, start: int) -> None:
-        if start:
-            stats = {**stats, "distance": distance(call, stats, start, self.backend)}
-        reading.update(stats, rows, start)
+    def under_way(self) -> list[tuple[Layer, Sight]]:
+        """Layers met for the first time in this batch, whose readings a GPU is still taking, in its order."""
+        pairs = [(self.layers[key], sight) for key, sight in self._batch.items() if sight.done is not None]
+        return [(layer, sight) for layer, sight in pairs if layer.reading is None and layer.reason is None]
 
     def _give_up(self, key: tuple[str, int], reason: str, otherwise: Callable[[], Tensor]) -> Tensor:
         self.layers[key].give_up(reason)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,7 @@ from regard.health.findings._finding import SEVERITIES, Finding
 __all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
 
 
+@cache
 def _modules() -> list[ModuleType]:
     stems = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
     return [importlib.import_module(f"{__name__}.{stem}") for stem in stems]

@@ -42,8 +42,8 @@ from regard.cpu import words
 
 tl = words
 strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt={nrt})
-inner = njit(forceinline=True, **strict)
-outer = njit(cache=True, nogil=True, **strict)
+inner = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict)
+outer = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **strict)
 
 """
 _kernels: dict[tuple, Callable] = {}

@@ -126,7 +126,8 @@ class Bench:
         for name in ("conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, folder)
         cache = (cache or self.folder / "cache").resolve()
-        own = {"PYTHONPATH": folder, "XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
         blind = {} if gpu else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         self.environment = {**os.environ, **own, **blind}
 

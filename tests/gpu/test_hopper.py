@@ -70,6 +70,21 @@ def test_other_maps_and_options(options):
         check_forward(attention, taken(seed, d=64, e=64, **sizes, **options), slack=2.0)
 
 
+@pytest.mark.parametrize("bias", [-8, -20, -24])
+def test_small_sigmoids_keep_their_digits(bias):
+    """Reciprocals are shared by four weights where their product allows it, else each is taken by itself."""
+    for seed, sizes in enumerate(SHAPES):
+        check_forward(attention, taken(seed, f"sigmoid(bias={bias})", d=64, e=64, stats=(), causal=True, **sizes), 2.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softpick"])
+def test_a_row_of_nan_stays_alone(name):
+    problem = taken(4, name, d=64, e=64, stats=(), causal=True, **SHAPES[0])
+    problem.q[0, 1, 500, 7] = math.nan
+    lost = attention.forward(problem).o.isnan().any(-1).nonzero()
+    assert lost.tolist() == [[0, 1, 500]]
+
+
 def test_a_mean_that_dwarfs_the_deviation():
     problem = taken(7, b=1, h=4, g=2, m=500, n=900, d=64, e=64, causal=True)
     problem.k += 6.0

@@ -12,6 +12,7 @@ from regard.kernels import attention, sparse
 from regard.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
+LENGTHS = sparse.LENGTHS
 LONG = dict(b=1, h=2, g=1, m=1100, n=1100, dtype=torch.bfloat16, device="cuda")
 
 
@@ -55,6 +56,26 @@ def test_normal_rows_are_served_by_lists(m, n, causal):
     o, (frame, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
     left = sparse.forward(problem, views, attention.view(o), frame, z, frame, opt, config, 40)
     assert int(left.sum()) == 0
+
+
+def test_where_lists_begin(monkeypatch):
+    monkeypatch.setattr(sparse, "LENGTHS", LENGTHS)
+    for n in (3071, 3072, 3500, 4000, 4100):
+        for causal in (False, True):
+            problem = make(8, "entmax15", d=64, e=64, causal=causal, **LONG | dict(m=n if causal else 200, n=n))
+            assert sparse.takes(problem, "forward") == (n >= 3072)
+            check_forward(attention, problem, slack=2.0)
+
+
+def test_backward_keeps_one_set_of_lists():
+    problem = make(9, "entmax15", d=64, e=64, stats=(), causal=True, **LONG | dict(m=4096, n=4096))
+    answer = attention.forward(problem)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
+    scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
+    queries, keys = (sparse.Lists(problem, False, transposed).entries.nbytes for transposed in (False, True))
+    assert max(queries, keys) < scratch < 0.9 * (queries + keys)
 
 
 def test_chunks_and_bits(monkeypatch):

@@ -236,24 +236,6 @@ def test_errors_name_the_argument():
         rows.forward(torch.ones(3, 2, device=DEVICE).t(), choice)
 
 
-MISSING = """
-import sys
-sys.modules["triton"] = None
-import torch
-from regard import normalizers
-from regard.kernels import rows
-try:
-    rows.forward(torch.ones(2, 3), normalizers.get("softmax"))
-except ImportError as error:
-    print(error)
-"""
-
-
-def test_without_triton_importing_works_and_using_says_what_is_missing():
-    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "the Triton kernels need the package triton: pip install triton"
-
-
 NINTH = """
 import torch
 from regard.normalizers import Ratio
@@ -287,7 +269,7 @@ def test_a_ninth_normalizer_runs_from_its_file(tmp_path, plan):
 
 
 COMPILE = """
-import sys
+import linecache, pathlib, sys
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -301,34 +283,36 @@ def kernel(x, F: tl.constexpr):
     s = tl.load(x)
     tl.store(x, F.numerator(s, s, s))
 
-normalizers.discover(sys.argv[1])
-F = bundle.of(normalizers.get("squared_relu"))
-source = ASTSource(kernel, signature={"x": "*fp32", "F": "constexpr"}, constexprs={"F": F})
-options = {"enable_fp_fusion": True}
-print(F)
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+place = pathlib.Path(sys.argv[1])
+for text in sys.argv[2:]:
+    (place / "squared_relu.py").write_text(text)
+    linecache.clearcache()
+    normalizers._members.pop("squared_relu", None)
+    normalizers.discover(place)
+    F = bundle.of(normalizers.get("squared_relu"))
+    source = ASTSource(kernel, signature={"x": "*fp32", "F": "constexpr"}, constexprs={"F": F})
+    options = {"enable_fp_fusion": True}
+    print(F)
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    print("====")
 """
 
 
 def test_editing_a_tile_function_reaches_the_compiled_kernel(tmp_path):
     """One disk cache, one file, edited: the second compilation must not answer with the first one's code."""
-    folder = tmp_path / "normalizers"
-    folder.mkdir()
-    (tmp_path / "compile.py").write_text(COMPILE)
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-
-    def compiled(text):
-        (folder / "squared_relu.py").write_text(text)
-        command = [sys.executable, str(tmp_path / "compile.py"), str(folder)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-
     text = NINTH.replace("return tl.maximum(s, 0.0) * tl.maximum(s, 0.0)", "return once(s) * once(s)")
     text = text.replace("@jit\ndef squared", "@jit\ndef once(s):\n    return tl.maximum(s, 0.0)\n\n@jit\ndef squared")
-    first = compiled(text)
-    assert compiled(text) == first
-    edited = compiled(text.replace("tl.maximum(s, 0.0)\n\n@jit", "tl.maximum(s, 0.0) + 0.0 * s\n\n@jit"))  # a callee
-    assert edited.splitlines()[0] != first.splitlines()[0]  # the bundle's key
-    assert edited.splitlines()[1:] != first.splitlines()[1:]  # the code
+    edited = text.replace("tl.maximum(s, 0.0)\n\n@jit", "tl.maximum(s, 0.0) + 0.0 * s\n\n@jit")  # a callee
+    assert edited != text != NINTH
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    (tmp_path / "compile.py").write_text(COMPILE)
+    (tmp_path / "normalizers").mkdir()
+    command = [sys.executable, str(tmp_path / "compile.py"), str(tmp_path / "normalizers"), text, text, edited]
+    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split("====\n")
+    first, again, other = ((told[k].splitlines()[0], told[k].splitlines()[1:]) for k in range(3))
+    assert again == first
+    assert other[0] != first[0], "the bundle's key"
+    assert other[1] != first[1], "the code"
 
 
 def test_a_bundle_is_hashable_and_stable():

@@ -7,6 +7,7 @@ import torch
 from health_data import invented, same_reading
 
 import regard
+from regard.health import examination
 from regard.health.readings import LayerReading
 
 transformers = pytest.importorskip("transformers")
@@ -77,3 +78,17 @@ def test_an_unfaithful_layer_is_found_on_the_second_stream_and_the_batch_runs_ag
     assert [name for name, _ in report.unmeasured] == ["0"]
     assert {head.layer for head in report.heads} == {"1"}
     assert calls == [model[0], model[1], model[1]]  # the second time on the first one's own output
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_heads_told_early_are_those_told_late(monkeypatch, batches):
+    """While the model is at work on later layers its first ones are told: from readings that are whole by then."""
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=128, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2, vocab_size=50)
+    model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=6, **sizes)).cuda().bfloat16()
+    given = [dict(input_ids=torch.randint(50, (2, 700), device="cuda")) for _ in range(batches)]
+    early = regard.examine(model, given)
+    monkeypatch.setattr(examination, "tell_early", lambda recorder: None)
+    late = regard.examine(model, given)
+    assert early.unmeasured == late.unmeasured == []
+    assert early.to_json()["heads"] == late.to_json()["heads"]

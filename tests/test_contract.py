@@ -230,15 +230,9 @@ normalizer = Ratio(
 def test_a_ninth_normaliser_is_one_file(tmp_path):
     """Rows, reference, attention, listing and these contract tests find it, with no other edit."""
     (tmp_path / "squares.py").write_text(NINTH)
-    environment = {**os.environ, "REGARD_NORMALIZERS": str(tmp_path)}
-
-    def run(*command):
-        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     code = """
-        import regard, torch
+        import sys, pytest, regard, torch
+        from regard.cli import main
         z = torch.randn(5, 11)
         assert torch.allclose(regard.normalize(z, "squares"), z**2 / (z**2).sum(-1, keepdim=True))
         q, k, v = torch.randn(3, 1, 2, 6, 4)
@@ -246,14 +240,16 @@ def test_a_ninth_normaliser_is_one_file(tmp_path):
         want, weights, dense = regard.reference.attention(q, k, v, normalizer="squares", return_stats=True)
         assert torch.allclose(out, want.float(), atol=1e-5)
         assert all(torch.allclose(stats[n], dense[n].float(), rtol=1e-4, atol=1e-5) for n in dense)
+        assert main(["list"]) == 0
+        options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", "squares and not float16"]
+        sys.exit(pytest.main([sys.argv[1], *options]))
     """
-    run("-c", textwrap.dedent(code))
-    assert "squares" in run("-m", "regard", "list")
-    here = os.path.abspath(__file__)
-    report = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", here, "-k", "squares and not float16"
-    )
-    assert " passed" in report and "failed" not in report
+    command = [sys.executable, "-c", textwrap.dedent(code), os.path.abspath(__file__)]
+    environment = {**os.environ, "REGARD_NORMALIZERS": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed, _, report = done.stdout.partition("\n..")
+    assert "squares" in listed and " passed" in report and "failed" not in report
 
 
 @pytest.mark.parametrize(

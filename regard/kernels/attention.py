@@ -112,17 +112,17 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     if forward.frame.numel() == 0 or p.k.shape[-2] == 0:
         return _nothing_flows(p, upstream, grads, like)
     opt, rows = _options(p), shape[0] * shape[1]
-    delta = torch.empty(shape, **like)
-    if p.choice.family != "threshold":
-        config, launch = _config(p, "backward_rows")
-        backward_rows[(triton.cdiv(shape[-1], config.BM) * rows,)](
-            view(forward.o), view(do), delta, opt, config, **launch
-        )
+    frame, delta = torch.empty(shape, **like), torch.empty(shape, **like)
+    # where 16 bits cannot tell, 1/Z joins the exponent of exp(s − m)/Z
+    folded = p.choice.family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not upstream.stats
+    state = State(frame, None if folded else torch.empty(shape, **like), delta, None, None, None)
+    config, launch = _config(p, "backward_rows", FOLDED=folded)
+    programs = triton.cdiv(shape[-1], config.BM) * rows
+    backward_rows[(programs,)](view(forward.o), view(do), forward.frame, forward.z, state, opt, config, **launch)
     product = delta.clone() if upstream.sink and p.sink is not None else delta
     beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
-    frame, inverse = _frame(p, forward, beta is not None)
-    state = State(frame, inverse, delta, beta, gamma, epsilon)
-    flags = dict(TILTED=beta is not None, HEAT=heat is not None, FOLDED=inverse is None, others=(do,))
+    state = state._replace(beta=beta, gamma=gamma, epsilon=epsilon)
+    flags = dict(TILTED=beta is not None, HEAT=heat is not None, FOLDED=folded, others=(do,))
     inputs = (view(p.q), view(p.k), view(p.v), view(do))
     config, launch = _config(p, "backward_dq", **flags)
     blocks = triton.cdiv(shape[-1], config.BM) * rows
@@ -147,16 +147,6 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         through = upstream.stats.get("logsumexp", 0.0) - product
         grads.sink = torch.where(forward.z > 0, share * through, 0.0)
     return grads
-
-
-def _frame(p: Problem, forward: Forward, tilted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(frame, 1/Z) as backward's tiles want them; where 16 bits cannot tell, 1/Z joins the exponent of exp(s − m)/Z."""
-    frame, z = forward.frame, forward.z
-    if p.choice.family == "ratio":
-        frame = frame * math.log2(math.e)
-        if p.choice.exponential and p.q.element_size() == 2 and not tilted:
-            return torch.where(z == 0, 2.0**100, frame + torch.log2(z)), None
-    return frame, torch.where(z > 0, 1 / z, z)  # a NaN stays
 
 
 def _bias_gradient(p: Problem, inputs, state, opt, config: Config, launch: dict) -> torch.Tensor:

@@ -125,18 +125,29 @@ def slope_tile(y, seen, dp, p, up, down, power, r, C: tl.constexpr):
 
 
 @triton.jit
-def backward_rows(o, do, delta, opt, C: tl.constexpr):
-    """δ = Σ_e do·o = Σ_j p·dp per row."""
+def backward_rows(o, do, frames, sums, state, opt, C: tl.constexpr):
+    """δ = Σ_e do·o = Σ_j p·dp per row (threshold maps find theirs later), frame and 1/Z as the tiles want them."""
     blocks = tl.cdiv(opt.queries, C.BM)
     pid = tl.program_id(0)
     i0 = pid % blocks * C.BM
     h = (pid // blocks) % opt.heads
     b = pid // blocks // opt.heads
-    out = tiles.block_of(o, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False).to(C.ACC)
-    d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False).to(C.ACC)
     i = i0 + tl.arange(0, C.BM)
+    inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
-    tl.store(delta + row, tl.sum(out * d_out, 1), mask=i < opt.queries)
+    if C.F.family != "threshold":
+        out = tiles.block_of(o, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False).to(C.ACC)
+        d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False).to(C.ACC)
+        tl.store(state.delta + row, tl.sum(out * d_out, 1), mask=inside)
+    frame = tl.load(frames + row, mask=inside, other=0.0)
+    z = tl.load(sums + row, mask=inside, other=1.0)
+    if C.F.family == "ratio":
+        frame = frame * LOG2E
+    if C.FOLDED:
+        frame = tl.where(z == 0.0, 2.0**100, frame + tl.log2(z))
+    else:
+        tl.store(state.inverse + row, tl.where(z > 0.0, 1.0 / z, z), mask=inside)  # a NaN stays
+    tl.store(state.frame + row, frame, mask=inside)
 
 
 @triton.jit

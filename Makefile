@@ -28,7 +28,7 @@ test: $(ENCODER)  ## every test a machine without a GPU can run
 	$(BIN)/python -m pytest --quiet --numprocesses 2
 
 fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
-	REGARD_FUZZ=$(or $(CASES),100000) $(BIN)/python -m pytest --quiet --override-ini addopts= --numprocesses 2 tests/test_fuzz_rows.py tests/test_fuzz_attention.py tests/test_fuzz_functions.py tests/test_fuzz_nonsense.py
+	$(BIN)/python tests/fuzz.py --cases $(or $(CASES),100000)
 
 soak: $(READY)  ## a million calls of mixed shapes: memory, files, threads and kernels stay flat; CALLS=… for another number
 	$(BIN)/python tests/soak.py $(or $(CALLS),1000000)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import math
 import os
+from collections import Counter
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -23,14 +27,44 @@ NAMES = [
 ]  # fmt: skip
 
 
+counts: Counter[str] = Counter()  # calls made, by test
+
+
 def cases(share: float):
     """Settings for a test that takes this share of all cases (the shares add up to 1); the same in each `make test`."""
     nightly = "REGARD_FUZZ" in os.environ
     phases = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
-    return settings(
+    how = settings(
         max_examples=max(1, int(CASES * share)), deadline=None, database=None, derandomize=not nightly, phases=phases,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
+
+    def with_settings(test):
+        if "REGARD_FUZZ_COUNTS" in os.environ:
+            test.hypothesis.inner_test = counted(test.hypothesis.inner_test)
+        return how(test)
+
+    return with_settings
+
+
+def counted(test):
+    """The test, its calls counted as they pass; `tests/fuzz.py` reads the counts when the process has ended."""
+
+    @functools.wraps(test)
+    def test_and_count(*args, **kwargs):
+        test(*args, **kwargs)
+        counts[test.__name__] += 1
+
+    return test_and_count
+
+
+def leave_counts():
+    if path := os.environ.get("REGARD_FUZZ_COUNTS"):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(counts, file)
+
+
+atexit.register(leave_counts)
 
 
 @st.composite

@@ -10,19 +10,22 @@ or once per step (threshold) and so still read it once; where too many would hav
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from regard.kernels import bundle
-from regard.normalizers import Choice
+from regard.normalizers import Choice, Normalizer
+from regard.normalizers._language import speak
 
 try:
     from triton import next_power_of_2
     from triton.runtime import JITFunction
 
-    from regard.kernels import rows_exact, rows_online, rows_pointwise, rows_short, rows_threshold
+    from regard.kernels import rows_exact, rows_long, rows_online, rows_pointwise, rows_short, rows_threshold
 
     COMPILED = isinstance(rows_exact.forward_exact, JITFunction)  # and not interpreted
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
@@ -44,6 +47,7 @@ class Plan(NamedTuple):
     step: int = 0  # columns that a program takes at a time, where it writes them as it reads
     lanes: int = 0  # columns of a row that its lanes hold side by side, where one warp solves several rows
     ahead: int = 0  # how many programs later the tile comes that a program calls into the L2 cache
+    pieces: int = 0  # in how many it takes a row whose threads each have a shift of their own
 
     def groups(self, vector: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
@@ -51,6 +55,36 @@ class Plan(NamedTuple):
         if self.columns <= 512 and self.parts == 1:
             return 0
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
+
+
+class Traits(NamedTuple):
+    """What a kernel may lean on, found by trying the tile functions of a ratio; all False of other families."""
+
+    numerator_ends: bool = False  # u is 0 of a score −inf
+    denominator_ends: bool = False  # v is
+    differs: bool = False  # u and v are functions of e − c
+    proportional: bool = False  # u and Z grow in proportion to the scores: a factor common to all changes no weight
+    faint: bool = False  # the scale is so small that no finite score can stand for −inf
+
+
+@functools.cache
+def traits(normalizer: Normalizer, faint: bool) -> Traits:
+    """
+    >>> from regard import normalizers
+    >>> traits(normalizers.get("relu").normalizer, False).proportional
+    True
+    """
+    if normalizer.family != "ratio":
+        return Traits(faint=faint)
+    sides = [speak(side) for side in (normalizer.numerator, normalizer.denominator)]
+    e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
+    with np.errstate(invalid="ignore"):
+        ends = [bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0) for side in sides]
+    differs = all(np.allclose(side(e + y, y, c), side(e + y - c, y, 0.0 * c)) for side in sides)
+    linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
+    moves = not np.allclose(sides[0](e + y, y, c), sides[0](e + y, y, 0.0 * c))
+    alone = normalizer.shift == "none" and not np.any(speak(normalizer.rest)(c))
+    return Traits(*ends, differs=differs and moves, proportional=linear and alone, faint=faint)
 
 
 def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) -> Plan:
@@ -135,22 +169,32 @@ def forward(
     if s.numel() == 0:
         return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
-    rows, columns, again, step, lanes, ahead = (launch.plan[i] for i in (0, 1, 6, 7, 8, 9))
+    plan, tensors, traits = launch.plan, (s, p, state), dict(TRAITS=launch.traits)
+    vector = min(16 // s.element_size(), plan.columns)
     if launch.exact:
-        tile = dict(ROWS=rows, LANES=lanes or columns, AHEAD=ahead)
-        launch(rows_exact.forward_exact, (s, p, state), 3, tile)
-    elif lanes:
-        launch(rows_short.forward_short, (s, p, state), 0, dict(ROWS=rows, LANES=lanes, TOLERANCE=_TOLERANCE[s.dtype]))
-    elif step:
-        launch(rows_pointwise.forward_pointwise, (s, p, state), 2, dict(STEP=step))
+        launch(
+            rows_exact.forward_exact,
+            tensors,
+            3,
+            dict(ROWS=plan.rows, LANES=plan.lanes or plan.columns, AHEAD=plan.ahead),
+        )
+    elif plan.lanes:
+        tile = dict(ROWS=plan.rows, LANES=plan.lanes, TOLERANCE=_TOLERANCE[s.dtype])
+        launch(rows_short.forward_short, tensors, 0, tile)
+    elif plan.pieces:
+        tile = dict(LANES=32 * plan.warps, VECTOR=vector, PIECES=plan.pieces)
+        launch(rows_long.forward_long, tensors, 2, tile | traits)
+    elif plan.step:
+        launch(rows_pointwise.forward_pointwise, tensors, 2, dict(STEP=plan.step) | traits)
     elif F.family == "threshold":
-        vector = min(16 // s.element_size(), columns)
-        groups = launch.plan.groups(vector)
+        groups = plan.groups(vector)
         solver = dict(GROUPS=groups, VECTOR=vector, TOLERANCE=_TOLERANCE[s.dtype])
-        tile = dict(ROWS=rows, AGAIN=again)
-        launch(rows_threshold.forward_threshold, (s, p, state), groups + 6, tile, solver=solver)
+        launch(
+            rows_threshold.forward_threshold, tensors, groups + 6, dict(ROWS=plan.rows, AGAIN=plan.again), solver=solver
+        )
     else:
-        launch(rows_online.forward_online, (s, p, state), 2, dict(ROWS=rows, AGAIN=again, AHEAD=ahead))
+        tile = dict(ROWS=plan.rows, AGAIN=plan.again, AHEAD=plan.ahead)
+        launch(rows_online.forward_online, tensors, 2, tile | traits)
     return p, state
 
 
@@ -175,7 +219,7 @@ def backward(
     elif launch.exact and F.slope_of_weight is not None:
         launch(rows_exact.backward_exact, tensors, 2, dict(ROWS=launch.plan.rows))
     else:
-        launch(rows_online.backward_online, tensors, 1, tile, sums=F.family == "ratio")
+        launch(rows_online.backward_online, tensors, 1, tile | dict(TRAITS=launch.traits), sums=F.family == "ratio")
     return ds
 
 
@@ -213,6 +257,7 @@ class _Launch:
         self.theta_rows = s if theta is None else theta.contiguous()
         self.mask = s if mask is None else mask.view(torch.uint8)
         self.strides = (0, 0) if mask is None else mask.stride()
+        self.traits = traits(choice.normalizer, scale < 1e-30)
         theta_number = 0.0 if choice.theta is None or theta is not None else float(choice.theta)
         self.numbers = float(scale), theta_number
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}

@@ -91,13 +91,14 @@ def halves(x):
 @triton.jit
 def frame_of(shift, scale):
     """(the lowest score that may weigh anything, log₂e·scale) of rows [ROWS] with this shift, as e^−105 is 0.
+    The lowest is −inf where every number may.
 
     Floats beside a shift of 10⁹ and more lie so far apart that all but the maximum weigh 0, whatever the scale: there
     it is made small enough for the exponent.
     """
     apart = tl.abs(shift) * 2.0**-22
     lowest = shift - tl.maximum(105.0 / scale.to(tl.float32), apart)
-    scale = tl.minimum(scale, (600.0 / tl.maximum(apart, 1e-30)).to(tl.float64))
+    scale = tl.minimum(scale, (420.0 / tl.maximum(apart, 1e-37)).to(tl.float64))
     return lowest, scale * tl.full([1], 1.4426950408889634, tl.float64)
 
 
@@ -121,7 +122,10 @@ def forward_exact(
     top = tl.reduce(tl.reduce(x, 1, larger), 1, larger)
     shift = shift_of(finite(top), F)
     lowest, factor = frame_of(shift, scale)
-    e = exponential(tl.maximum(x, over(lowest)), over(shift.to(tl.float64)), over(factor))
+    floor = tl.maximum(lowest, -3.4028234663852886e38)
+    e = exponential(tl.maximum(x, over(floor)), over(shift.to(tl.float64)), over(factor))
+    if tl.min(lowest) == float("-inf"):
+        e = tl.where(x == float("-inf"), 0.0, e)
     z = tl.sum(tl.sum(e, 1), 1)
     if STAGE != "whole":
         top, z, shift, fall = join(top, z, shift, scale, partial, counters, first, part, parts, F, PARTS, STAGE)
@@ -133,7 +137,7 @@ def forward_exact(
         inverse = tl.where(top < float("inf"), inverse, float("nan"))
         store(p, (e * over(inverse)).to(tl.float32), over(row), columns, R, N)
         z = tl.where(top < float("inf"), z, float("nan"))
-        store_state(state, (shift * scale).to(tl.float32), z.to(tl.float32), row, part, R)
+        store_state(state, shift, z.to(tl.float32), row, part, R)
 
 
 @triton.jit

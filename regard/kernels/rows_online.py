@@ -36,15 +36,45 @@ def shift_of(m, F: tl.constexpr):
 
 
 @triton.jit
-def terms(x, shift, scale, theta, F: tl.constexpr):
+def suited(top, scale, F: tl.constexpr, TRAITS: tl.constexpr):
+    """What scores are multiplied by: the scale; or about 1/max, for a map proportional to them where their sum, or its
+    inverse, could overflow. It falls as the maximum rises, so that a part of a row can be told in the row's."""
+    if TRAITS.proportional:
+        m = finite(top)
+        inverse = tl.minimum(1.0 / tl.where(m > 0.0, m, 1.0), 2.0**126)
+        scale = tl.where((m > 0.0) & ((m * scale > 1e30) | (m * scale < 1e-30)), inverse, scale + m * 0.0)
+    return scale
+
+
+@triton.jit
+def grown(e, y, c, TRAITS: tl.constexpr, HALF: tl.constexpr):
+    """(e, c) for a map of e − c alone: that difference and 0, where float32 would lose digits of it to cancellation.
+
+    e^y − 1 = y·P(y), minimax on |y| ≤ ½ with relative error 3e-9.
+    """
+    if TRAITS.differs and not HALF and e.dtype == tl.float32:
+        q = tl.fma(y, 1.98411906e-04, 1.39973244e-03)
+        q = tl.fma(y, q, 8.33363464e-03)
+        q = tl.fma(y, q, 4.16653182e-02)
+        q = tl.fma(y, q, 1.66666629e-01)
+        q = tl.fma(y, q, 5.00000042e-01)
+        q = tl.fma(y, q, 1.0)
+        e = tl.where(tl.abs(y) < 0.5, y * c * q, e - c)
+        c = c * 0.0
+    return e, c
+
+
+@triton.jit
+def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
     """(u, v) of scores, 0 where they are −inf."""
     if F.family == "ratio":
-        e = exponential(x, shift, scale)
-        c = tl.exp(-shift * scale)
-        u = F.numerator(e, x * scale, c)
-        v = F.denominator(e, x * scale, c)
-        if not F.exponential:  # an exponential is 0 there by itself
+        y = x * scale
+        e, c = grown(exponential(x, shift, scale, HALF), y, silence(shift, scale, HALF), TRAITS, HALF)
+        u = F.numerator(e, y, c)
+        v = F.denominator(e, y, c)
+        if not TRAITS.numerator_ends:
             u = tl.where(x > float("-inf"), u, 0.0)
+        if not TRAITS.denominator_ends:
             v = tl.where(x > float("-inf"), v, 0.0)
     else:
         u = tl.where(x > float("-inf"), F.weigh(x * scale, theta), 0.0)
@@ -53,8 +83,14 @@ def terms(x, shift, scale, theta, F: tl.constexpr):
 
 
 @triton.jit
-def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.constexpr, PARTS: tl.constexpr,
-         STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
+def silence(shift, scale, HALF: tl.constexpr):
+    """c = exp(−m), finite, so that 0·c is 0."""
+    return tl.minimum(exponential(shift * 0.0, shift, scale, HALF), 3e38)
+
+
+@triton.jit
+def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.constexpr, TRAITS: tl.constexpr,
+         PARTS: tl.constexpr, STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """(top, z, shift) of the whole row from those of a part, and what the part's terms are multiplied by."""
     fall = z * 0.0 + 1.0
     if STAGE != "whole":
@@ -73,6 +109,10 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
                 common = shift_of(finite(top), F)
                 falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
                 fall = tl.exp((shift - common) * scale)
+                if TRAITS.proportional:
+                    pace = suited(top, scale, F, TRAITS)
+                    falls = falls * (tl.sum(pace) / suited(tops, tl.sum(scale), F, TRAITS))
+                    fall = fall * (pace / suited(own, scale, F, TRAITS))
                 z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
                 fall = tl.where(own == float("-inf"), 0.0, fall)
                 shift = common
@@ -80,25 +120,29 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
 
 
 @triton.jit
-def ending(top, z, shift, scale, F: tl.constexpr):
-    """(Z, 1/Z) with the silent term; 1/Z is NaN for a row that becomes NaN."""
+def ending(top, z, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
+    """(Z, 1/Z) with the silent term, both NaN for a row that becomes NaN; Z is of the scores times the scale, 1/Z of
+    them as they are `suited`."""
     if F.family == "ratio":
-        z = tl.where(top == float("-inf"), 0.0, z + F.rest(tl.exp(-shift * scale)))
+        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silence(shift, scale, HALF)))
         inverse = reciprocal(z)
+        if TRAITS.proportional:
+            z = z * (scale / suited(top, scale, F, TRAITS))
     else:
         inverse = z + 1.0
-    return z, tl.where(top < float("inf"), inverse, float("nan"))
+    return tl.where(top < float("inf"), z, float("nan")), tl.where(top < float("inf"), inverse, float("nan"))
 
 
 @triton.jit
 def forward_online(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
-    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TRAITS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """AGAIN: the tile is read again, from the cache, for each of its uses, so that no register holds it between."""
     ACC: tl.constexpr = state.dtype.element_ty
+    HALF: tl.constexpr = s.dtype.element_ty.primitive_bitwidth == 16
     rows, columns, row, part = place(parts, ROWS, COLUMNS)
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
@@ -111,25 +155,25 @@ def forward_online(
     if AGAIN and F.family == "ratio":
         tl.debug_barrier()
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    u, v = terms(x, shift, scale, theta, F)
+    u, v = terms(x, shift, suited(top, scale, F, TRAITS), theta, F, TRAITS, HALF)
     if F.family == "ratio":
         z = tl.sum(v, 1, keep_dims=True)
-    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC)
+    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
     if STAGE != "publish":
         if AGAIN:
             tl.debug_barrier()
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            u, v = terms(x, shift, scale, theta, F)
-        z, inverse = ending(top, z, shift, scale, F)
+            u, v = terms(x, shift, suited(top, scale, F, TRAITS), theta, F, TRAITS, HALF)
+        z, inverse = ending(top, z, shift, scale, F, TRAITS, HALF)
         if STAGE != "whole" and not AGAIN:
             u = u * fall
         store(p, u * inverse, rows, columns, R, N)
-        store_state(state, shift * scale, tl.where(top < float("inf"), z, float("nan")), rows, part, R)
+        store_state(state, shift, z, rows, part, R)
 
 
 @triton.jit
 def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl.constexpr, HAS_MASK: tl.constexpr,
-              ACC: tl.constexpr):  # fmt: skip
+              ACC: tl.constexpr, FAINT: tl.constexpr = False):  # fmt: skip
     """(dp, p or s, who is seen); dp is 0 where nobody is."""
     above = load(dp, rows, columns, R, N, 0.0, ACC)
     if F.slope_of_weight is not None:
@@ -141,39 +185,39 @@ def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl
     else:
         x = load_scores(saved, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
         seen = x != float("-inf")
-        if HAS_MASK or F.shift == "none":
+        if HAS_MASK or FAINT or F.shift == "none":
             x = tl.where(seen, x, 0.0)
             above = tl.where(seen, above, 0.0)
         else:  # exp(s − m) is 0 of a score as low as this, and so are its slopes
-            x = tl.maximum(x, -1e30, propagate_nan=tl.PropagateNan.ALL)
+            x = tl.maximum(x, -3e38, propagate_nan=tl.PropagateNan.ALL)
     return above, x, seen
 
 
 @triton.jit
-def slopes(x, m, scale, inverse, F: tl.constexpr):
+def slopes(x, shift, scale, inverse, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
     """(p, a, b) of a ratio, from p; or all three times Z, from s."""
     if F.slope_of_weight is not None:
         p = x
         a = F.slope_of_weight(p, inverse)
         b = a
     else:
-        x = x * scale
-        e = exponential(x, m, 1.0)
-        c = tl.exp(-m)
-        p = F.numerator(e, x, c)
-        a = F.numerator_slope(e, x, c)
-        b = F.denominator_slope(e, x, c)
+        y = x * scale
+        e, c = exponential(x, shift, scale, HALF), silence(shift, scale, HALF)
+        a = F.numerator_slope(e, y, c)
+        b = F.denominator_slope(e, y, c)
+        e, c = grown(e, y, c, TRAITS, HALF)
+        p = F.numerator(e, y, c)
     return p, a, b
 
 
 @triton.jit
-def downstream(a, b, above, delta, seen, scale, inverse, F: tl.constexpr, HAS_MASK: tl.constexpr):
+def downstream(a, b, above, delta, seen, scale, inverse, F: tl.constexpr, SELECT: tl.constexpr):
     """ds = scale·(a·dp − b·δ) of a ratio."""
     if F.slope_of_weight is not None:
         below = a * (above - delta) * scale
     else:
         below = (a * above - b * delta) * (inverse * scale)
-    if HAS_MASK or (F.slope_of_weight is None and F.shift == "none"):
+    if SELECT or (F.slope_of_weight is None and F.shift == "none"):
         below = tl.where(seen, below, 0.0)
     return below
 
@@ -194,7 +238,7 @@ def join_delta(delta, partial, counters, row, part, parts, PARTS: tl.constexpr, 
 def backward_online(
     dp, saved, ds, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
-    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TRAITS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """ds = scale·(a·dp − b·δ) with δ = Σ p·dp for ratios, δ = 0 for pointwise maps."""
@@ -202,21 +246,26 @@ def backward_online(
     rows, columns, row, part = place(parts, ROWS, COLUMNS)
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
-    above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
+    above, x, seen = load_both(
+        dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC, TRAITS.faint
+    )
     if F.family == "ratio":
-        m = tl.load(state + rows, mask=rows < R, other=0.0)
+        HALF: tl.constexpr = saved.dtype.element_ty.primitive_bitwidth == 16
+        shift = tl.load(state + rows, mask=rows < R, other=0.0)
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         inverse = reciprocal(z)
-        p, a, b = slopes(x, m, scale, inverse, F)
+        p, a, b = slopes(x, shift, scale, inverse, F, TRAITS, HALF)
         delta = tl.sum(p * above, 1, keep_dims=True)
         if F.slope_of_weight is None:
             delta = delta * inverse
         delta = join_delta(delta, partial, counters, row, part, parts, PARTS, STAGE)
         if AGAIN and STAGE != "publish":
             tl.debug_barrier()
-            above, x, seen = load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC)
-            _, a, b = slopes(x, m, scale, inverse, F)
-        below = downstream(a, b, above, delta, seen, scale, inverse, F, HAS_MASK)
+            above, x, seen = load_both(
+                dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC, TRAITS.faint
+            )
+            _, a, b = slopes(x, shift, scale, inverse, F, TRAITS, HALF)
+        below = downstream(a, b, above, delta, seen, scale, inverse, F, HAS_MASK or TRAITS.faint)
     else:
         if F.slope_of_weight is not None:
             below = F.slope_of_weight(x, theta) * above * scale

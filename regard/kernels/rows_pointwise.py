@@ -15,7 +15,7 @@ from regard.kernels.rows_tiles import highest, larger, load_scores, number, para
 def forward_pointwise(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
-    F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TRAITS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, STEP: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """One row, or COLUMNS of it where several programs share it, STEP at a time; COLUMNS is a multiple of STEP."""
@@ -34,10 +34,10 @@ def forward_pointwise(
             columns = first + tl.arange(0, STEP)[None, :]
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
             tops = larger(tops, x)
-            u, _v = terms(x, none, scale, theta, F)
+            u, _v = terms(x, none, scale, theta, F, TRAITS, False)
             store(p, u, rows, columns, R, N)
     top, _z, _shift, _fall = join(
-        highest(tops), none, none, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC
+        highest(tops), none, none, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC
     )
     if STAGE != "publish":
         bad = tl.where(top < float("inf"), 0.0, float("nan"))

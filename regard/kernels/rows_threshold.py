@@ -179,7 +179,7 @@ def start(few, theta, gain, factor, partial, F: tl.constexpr):
     held = Row(0, 0, 0, 0, 0, 0, 0, 0, (few - finite(top)) * factor)
     low = finite(top) * 0.0 - 1.0
     tau, _, _ = solve(
-        held, top, factor, low, theta, gain, partial, partial, 0, 1, 1e-3, F, 1, False, False, few.dtype, False
+        held, top, factor, low, theta, gain, partial, partial, 0, 1, 1e-4, F, 1, False, False, few.dtype, False
     )
     return top, alone(tau)
 

@@ -113,13 +113,22 @@ def finite(m):
 
 
 @triton.jit
-def exponential(x, shift, scale):
-    """exp((x − shift)·scale), at most 1; one multiply-add, whose error is the same factor for the whole row."""
+def exponential(x, shift, scale, HALF: tl.constexpr):
+    """exp((x − shift)·scale), at most 1.
+
+    Of 16-bit scores (HALF) by one multiply-add, whose error is the same factor for the whole row. Beside a shift of
+    2²⁰/scale and more they lie so far apart that all but the maximum weigh 0, whatever the scale: it is then made
+    small enough for the exponent.
+    """
     if x.dtype == tl.float64:
         e = tl.exp((x - shift) * scale)
     else:
-        factor = scale * 1.4426950408889634
-        e = tl.exp2(tl.fma(x, factor, -shift * factor))
+        factor = tl.minimum(scale * 1.4426950408889634, 3e38)
+        if HALF:
+            factor = tl.minimum(factor, 1048576.0 / tl.maximum(tl.abs(shift), 1e-30))
+            e = tl.exp2(tl.fma(x, factor, -shift * factor))
+        else:
+            e = tl.exp2((x - shift) * factor)
     return e
 
 

@@ -71,13 +71,10 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
         else:
             tile.interleave(s, block, x)
         words.side_maximum(x, n, top)
-        for j in range(n):
-            for lane in range(SIDE):
-                x[j * SIDE + lane] = (x[j * SIDE + lane] - top[lane]) * factor
+        words.side_begin(x, n, top, factor, tile.order, sums)
         for lane in range(SIDE):
             tau[lane] = -1.0
             known[lane] = UNKNOWN
-        words.side_moments(x, n, tau, tile.order, sums)
         for _ in range(STEPS):
             if not side_step(tau, sums, known):
                 break

@@ -77,18 +77,22 @@ SIDE = 16  # rows side by side in the two words below
 UNROLL = 4  # chains of dependent additions that run beside each other
 
 
-def _side_by_side(context, builder, kind, x, n, totals, step, join):
+def _side_by_side(context, builder, kind, x, n, totals, step, join, change=None):
     """Fold step(totals, entry) over the n entries of SIDE interleaved rows; the totals stay in registers.
 
-    Every UNROLL-th entry goes to the same totals; `join` makes one of two.
+    Every UNROLL-th entry goes to the same totals; `join` makes one of two. `change` replaces an entry first, for good.
     """
     vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
     data = context.make_array(kind)(context, builder, x).data
     chains = [[cgutils.alloca_once_value(builder, total) for total in totals] for _ in range(UNROLL)]
 
     def take(places, index):
-        entry = builder.gep(data, [builder.mul(index, ir.Constant(n.type, SIDE))])
-        entry = builder.load(builder.bitcast(entry, vector.as_pointer()), align=4)
+        place = builder.gep(data, [builder.mul(index, ir.Constant(n.type, SIDE))])
+        place = builder.bitcast(place, vector.as_pointer())
+        entry = builder.load(place, align=4)
+        if change is not None:
+            entry = change(entry)
+            builder.store(entry, place, align=4)
         for place, total in zip(places, step([builder.load(place) for place in places], entry), strict=True):
             builder.store(total, place)
 
@@ -179,6 +183,28 @@ def side_maximum(typing, x, n, out):
     return types.void(x, types.intp, out), build
 
 
+def _moments(context, builder, kind, array, n, level, order, out, change=None):
+    """out[k·SIDE + l] ← Σ_j tᵏ for k = 0 … order over t = x[j·SIDE + l] − level[l] > 0."""
+    vector = level.type
+    zero, one = ir.Constant(vector, [0.0] * SIDE), ir.Constant(vector, [1.0] * SIDE)
+
+    def step(totals, entry):
+        t = builder.fsub(entry, level)
+        above = builder.fcmp_ordered(">", t, zero)
+        more = [builder.fadd(totals[0], one), builder.fadd(totals[1], t)]
+        if order == 2:
+            more.append(_vector_call(builder, "llvm.fma", kind.dtype, [t, t, totals[2]]))
+        return [builder.select(above, new, old) for new, old in zip(more, totals, strict=True)]  # masked additions
+
+    def join(a, b):
+        return [builder.fadd(left, right) for left, right in zip(a, b, strict=True)]
+
+    totals = _side_by_side(context, builder, kind, array, n, [zero] * (order + 1), step, join, change)
+    for row, total in enumerate(totals):
+        builder.store(total, _lanes(context, builder, kind, out, row), align=4)
+    return context.get_dummy_value()
+
+
 @intrinsic
 def side_moments(typing, x, n, tau, order, out):
     """out[k·SIDE + l] ← Σ_j tᵏ for k = 0 … order over t = x[j·SIDE + l] − tau[l] > 0; order: 1 or 2, a literal."""
@@ -186,25 +212,25 @@ def side_moments(typing, x, n, tau, order, out):
         return None
 
     def build(context, builder, signature, args):
-        vector = ir.VectorType(context.get_value_type(x.dtype), SIDE)
-        zero, one = ir.Constant(vector, [0.0] * SIDE), ir.Constant(vector, [1.0] * SIDE)
         level = builder.load(_lanes(context, builder, tau, args[2], 0), align=4)
-
-        def step(totals, entry):
-            t = builder.fsub(entry, level)
-            above = builder.fcmp_ordered(">", t, zero)
-            t = builder.select(above, t, zero)
-            more = [builder.fadd(totals[0], builder.select(above, one, zero)), builder.fadd(totals[1], t)]
-            if order.literal_value == 2:
-                more.append(_vector_call(builder, "llvm.fma", x.dtype, [t, t, totals[2]]))
-            return more
-
-        def join(a, b):
-            return [builder.fadd(left, right) for left, right in zip(a, b, strict=True)]
-
-        totals = _side_by_side(context, builder, x, args[0], args[1], [zero] * (order.literal_value + 1), step, join)
-        for row, total in enumerate(totals):
-            builder.store(total, _lanes(context, builder, out, args[4], row), align=4)
-        return context.get_dummy_value()
+        return _moments(context, builder, x, args[0], args[1], level, order.literal_value, args[4])
 
     return types.void(x, types.intp, tau, order, out), build
+
+
+@intrinsic
+def side_begin(typing, x, n, top, factor, order, out):
+    """x[j·SIDE + l] ← (x[j·SIDE + l] − top[l])·factor, and `side_moments` of that at τ = −1."""
+    if not isinstance(order, types.IntegerLiteral):
+        return None
+
+    def build(context, builder, signature, args):
+        highest = builder.load(_lanes(context, builder, top, args[2], 0), align=4)
+        scale, level = _spread(builder, args[3], SIDE), ir.Constant(highest.type, [-1.0] * SIDE)
+
+        def change(entry):
+            return builder.fmul(builder.fsub(entry, highest), scale)
+
+        return _moments(context, builder, x, args[0], args[1], level, order.literal_value, args[5], change)
+
+    return types.void(x, types.intp, top, x.dtype, order, out), build

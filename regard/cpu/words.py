@@ -18,7 +18,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from regard.cpu._vectors import compress, compress_index, side_interleave, side_maximum, side_moments  # noqa: F401
+from regard.cpu._vectors import (  # noqa: F401
+    compress,
+    compress_index,
+    side_begin,
+    side_interleave,
+    side_maximum,
+    side_moments,
+)
 
 STRICT = {"fastmath": {"contract"}, "error_model": "numpy", "forceinline": True}
 

@@ -46,6 +46,19 @@ def read_direct(s, x, mask, masked):
     return s, top
 
 
+def again_loaded(s, x, mask, masked):
+    """The scores, where their maximum is known already."""
+    load(s, x, mask, masked)
+    return x
+
+
+def again_direct(s, x, mask, masked):
+    if masked:
+        load(s, x, mask, masked)
+        return x
+    return s
+
+
 def read_gradient_loaded(dp, g, mask, masked):
     load_gradient(dp, g, mask, masked)
     return g
@@ -117,6 +130,7 @@ def storage_tiles(dtype):
             widen="same",
             narrow="same",
             read=read_direct,
+            again=again_direct,
             read_gradient=read_gradient_direct,
             work=work_direct,
             scale=scale_direct,
@@ -125,6 +139,7 @@ def storage_tiles(dtype):
         widen=f"widen_{storage}",
         narrow=f"narrow_{storage}",
         read=read_loaded,
+        again=again_loaded,
         read_gradient=read_gradient_loaded,
         work=work_loaded,
         scale=scale_loaded,

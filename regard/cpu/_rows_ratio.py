@@ -110,9 +110,13 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
             fill(ds[i], z)
             continue
         seen = mask[i * stride : i * stride + n]
-        x, top = tile.read(s[i], scratch[0, :n], seen, masked)
         g = tile.read_gradient(dp[i], scratch[1, :n], seen, masked)
-        e, highest = scratch[2, :n], shifted(top)
+        e, highest = scratch[2, :n], state[0, i]
+        if factor == 1.0:
+            x = tile.again(s[i], scratch[0, :n], seen, masked)
+        else:  # of a scaled maximum the division would round
+            x, top = tile.read(s[i], scratch[0, :n], seen, masked)
+            highest = shifted(top)
         c = words.minimum(words.exp(-highest * factor), HUGE)
         total = np.float64(0)
         for start in range(0, n, CHUNK):

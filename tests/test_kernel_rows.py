@@ -37,6 +37,7 @@ def plan(request, monkeypatch):
     if request.param == "shared" and INTERPRETED:
         pytest.skip("interpreted programs run one after another: they cannot wait for one another")
     _take(monkeypatch, PLANS[request.param])
+    return request.param
 
 
 def _take(monkeypatch, plan):
@@ -90,7 +91,9 @@ def _compare(choice, s, dp, theta=None, mask=None, scale=1.0):
 def test_weights_and_gradient_equal_the_reference(name, plan):
     choice = normalizers.get(name)
     s = kinds_of_rows(37, dtype=torch.float32).to(DEVICE)
-    if name == "softpick":
+    if INTERPRETED and plan == "launched":  # slow: the others have seen every kind
+        s = s[[1, 3, 4, 8, 11]]
+    elif name == "softpick":
         s = s[[0, 1, 3, 4, 6, 7, 8, 11]]  # exp(s) − exp(0) cancels on a flat row, and the record states it so
     dp = torch.randn(s.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     p, _, _ = _compare(choice, s, dp)
@@ -112,6 +115,34 @@ def test_rows_that_are_read_again_or_written_at_once(name, cut, monkeypatch):
     assert (p[3] == 0).all() and (ds[3] == 0).all() and (state[:, 3] == 0).all()
 
 
+PIECES = [rows.Plan(1, 512, 1, 1, False, pieces=2), rows.Plan(1, 256, 2, 1, False, pieces=1)]
+STEPS = [rows.Plan(1, 512, 1, 1, False, step=64), rows.Plan(1, 128, 3, 1, False, step=64)]
+LONG = [(name, torch.bfloat16, plan) for name in ("softmax", "softmax1", "relu", "softpick") for plan in PIECES]
+LONG += [(name, torch.float32, plan) for name in ("softmax", "softmax1") for plan in STEPS]
+LONG += [(name, torch.float32, plan) for name in ("relu", "softpick") for plan in PIECES[:1]]
+
+
+@pytest.mark.parametrize(("name", "dtype", "cut"), LONG, ids=str)
+def test_long_rows_in_pieces_and_in_steps(name, dtype, cut, monkeypatch):
+    def chosen(R, N, tensors, size, family, processors):
+        return cut if tensors == 1 else rows.Plan(1, 512, 1, 1, False)
+
+    _take(monkeypatch, cut)
+    monkeypatch.setattr(rows, "plan", chosen)
+    g = torch.Generator().manual_seed(5)
+    sizes = torch.tensor([1.0, 0.1, 10.0, 1.0, 1.0, 1.0])[:, None]
+    s, dp = (torch.randn(2, 6, 300, generator=g) * sizes).to(dtype).to(DEVICE)
+    mask = (torch.rand(6, 300, generator=g) < 0.7).to(DEVICE)
+    mask[3] = False
+    p, state, ds = _compare(normalizers.get(name), s, dp, mask=mask, scale=0.7)
+    assert (p[~mask] == 0).all() and (ds[~mask] == 0).all() and (state[:, 3] == 0).all()
+    s = s.clone()
+    s[1, 5], s[2, 299], s[4, :290], s[5] = math.nan, math.inf, -math.inf, -math.inf
+    p, state, ds = _both(normalizers.get(name), s, dp)
+    assert p[1:3].isnan().all() and ds[1:3].isnan().all() and p[[0, 3, 4, 5]].isfinite().all()
+    assert (p[4, :290] == 0).all() and (p[5] == 0).all() and (ds[5] == 0).all() and (state[:, 5] == 0).all()
+
+
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_with_mask_and_scale(name, dtype, monkeypatch):
@@ -121,7 +152,8 @@ def test_dtypes_with_mask_and_scale(name, dtype, monkeypatch):
     dp = torch.randn(5, 37, generator=g, dtype=torch.float64).to(dtype).to(DEVICE)
     mask = (torch.rand(5, 1, generator=g) < 2).expand(5, 37) & (torch.rand(1, 37, generator=g) < 0.7)
     mask[3] = False
-    for plan in ("several", "launched"):
+    plans = {torch.float64: ("several", "launched"), torch.bfloat16: ("launched",), torch.float16: ("several",)}
+    for plan in plans[dtype]:
         with monkeypatch.context() as patch:
             _take(patch, PLANS[plan])
             p, state, ds = _compare(choice, s, dp, mask=mask.to(DEVICE), scale=0.3)

@@ -39,6 +39,8 @@ class Bundle(NamedTuple):
     denominator_slope: Any = None
     rest: Any = None
     gain: Any = None
+    inverse: Any = None
+    signed: Any = None
     shift: str | None = None
     exponential: bool | None = None
     order: int | None = None

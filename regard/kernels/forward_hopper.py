@@ -144,7 +144,7 @@ def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl
     mbarrier.arrive(ring.v_free.index(before), count=1)
     if F.family == "ratio" and F.shift != "none":
         o = warpgroup.faded(o, fade)
-    return o, gl.convert_layout(u.to(ring.v.dtype), p.type.layout), r
+    return o, gl.convert_layout(warpgroup.rounded(u, ring.v.dtype, F), p.type.layout), r
 
 
 @gluon.jit
@@ -190,7 +190,7 @@ def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     mbarrier.arrive(ring.k_free.index(stage), count=1)
     none = warpgroup.nothing(C.BN, S, F)
     u, _, r = warpgroup.weigh(s, none, i, last, a, theta, (walk.count - 1 - begin) * C.BN, r0, C, True)
-    p = gl.convert_layout(u.to(ring.v.dtype), gl.DotOperandLayout(0, OUT, 2))
+    p = gl.convert_layout(warpgroup.rounded(u, ring.v.dtype, F), gl.DotOperandLayout(0, OUT, 2))
     o = warpgroup.zeros(C.D, OUT)
     ready(begin + 1, ring, walk, part, C)
     for t in range(begin + 1, walk.count):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from regard.kernels import tiles
 from regard.kernels.forward_online import frame_of, terms
 from regard.kernels.tiles import HIDDEN, LOG2E
 
@@ -100,7 +101,7 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
         top = gl.maximum(top, gl.convert_layout(gl.max(largest(y), 1), top.type.layout))
         want = frame_of(top, b2, F)
         frame = gl.where(want > frame + LAZY, want, frame)
-    u, v, power = terms(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
+    u, v, power = weights(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
     first = r.first
     if NEED.first:
         head, _ = gl.split(first_octet(y))
@@ -125,11 +126,72 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
         m2 += down(y * y)
     if NEED.distance:
         distance = distance * fall + stretch(u, sum_u, per_row(i - start, y) - within(y), start, r0, C, EDGE)
-    sum_v = sum_u
-    if not F.exponential:
-        sum_v = gl.sum(v, 1)
-    r = Tally(top, frame, r.z * fall + gl.sum(sum_v, 2), log_u, square, distance, mean, m2, first)
+    z = r.z
+    if F.exponential:
+        z = z * fall + gl.sum(sum_u, 2)
+    elif F.family == "ratio":
+        z = z * fall + gl.sum(gl.sum(v, 1), 2)
+    r = Tally(top, frame, z, log_u, square, distance, mean, m2, first)
     return gl.reshape(u, s.shape), fade, r
+
+
+@gluon.jit
+def weights(y, a, b2, frame, theta, F: gl.constexpr):
+    """(u, v, log2 e) of scores y in a frame, in the map's cheapest form; u may come signed, for `rounded` to clip."""
+    if F.inverse is not None:
+        u = inverses(F.inverse(y * b2, theta))
+        v = u
+        power = u
+    elif F.signed is not None:
+        power = y * b2 - frame
+        u = F.signed(gl.exp2(power), y * a, tiles.unshift(frame))
+        v = gl.abs(u)
+    else:
+        u, v, power = terms(y, a, b2, frame, theta, F)
+    return u, v, power
+
+
+@gluon.constexpr_function
+def inverting(n):
+    """$k = 1/$k ≥ 0 of a thread's n numbers ≥ 1, of two rows by turns of two: one reciprocal for four of a row.
+
+    Unless all of the warp's are below 2³¹ the product of four might overflow: then each is taken by itself.
+    """
+    most = "".join(f" max.s32 m, m, ${k};" for k in range(1, n))
+    each = "".join(f" rcp.approx.ftz.f32 ${k}, ${k};" for k in range(n))
+    four = ""
+    for k in range(0, n, 8):
+        for a, b, c, d in ((k, k + 1, k + 4, k + 5), (k + 2, k + 3, k + 6, k + 7)):
+            four += f" mul.f32 x, ${a}, ${b}; mul.f32 y, ${c}, ${d}; mul.f32 m, x, y; rcp.approx.ftz.f32 m, m;"
+            four += f" mul.f32 y, y, m; mul.f32 x, x, m; mul.f32 m, y, ${b}; mul.f32 ${b}, y, ${a}; mov.b32 ${a}, m;"
+            four += f" mul.f32 m, x, ${d}; mul.f32 ${d}, x, ${c}; mov.b32 ${c}, m;"
+    return (
+        f"{{ .reg .b32 m, x, y; .reg .pred p; mov.b32 m, $0;{most} setp.ge.s32 p, m, 0x4F000000;"
+        f" vote.sync.any.pred p, p, -1; @p bra.uni EACH;{four} bra.uni DONE; EACH:{each} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def in_place(n):
+    return ",".join(["=r"] * n + [str(k) for k in range(n)])
+
+
+@gluon.jit
+def inverses(x):
+    N: gl.constexpr = x.shape[0] * x.shape[1] * 8 // 128
+    return gl.inline_asm_elementwise(inverting(N), in_place(N), [x], gl.float32, True, N)
+
+
+@gluon.jit
+def rounded(u, dtype: gl.constexpr, F: gl.constexpr):
+    """u in 16 bits; a signed one clipped at 0."""
+    if F.signed is None:
+        p = u.to(dtype)
+    elif dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise("cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.bfloat16, True, 2)
+    else:
+        p = gl.inline_asm_elementwise("cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.float16, True, 2)
+    return p
 
 
 @gluon.jit

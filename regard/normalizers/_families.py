@@ -115,15 +115,23 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class Pointwise(Normalizer):
-    """p = value(s, θ), each entry alone. `slope_of_weight(p, θ)`, if given, spares keeping the scores for backward."""
+    """p = value(s, θ), each entry alone. `slope_of_weight(p, θ)`, if given, spares keeping the scores for backward.
+
+    `inverse(s·log2 e, θ)` = 1/p ≥ 1, if given, is for kernels that share a reciprocal between several weights.
+    """
 
     value: Any = None
     slope: Any = None
     slope_of_weight: Any = None
+    inverse: Any = None
     family: ClassVar[str] = "pointwise"
 
     def _tiles_forward(self, s, theta):
-        return speak(self.value)(s, theta or 0.0)
+        p = speak(self.value)(s, theta or 0.0)
+        if self.inverse is not None:
+            inverse = speak(self.inverse)(s * np.log2(np.e), theta or 0.0)
+            self._must((inverse >= 1).all() and np.allclose(p * inverse, 1.0), "inverse ≠ 1 / value, or below 1")
+        return p
 
     def _tiles_slopes(self, s, p, theta):
         slopes = [speak(self.slope)(s, theta or 0.0)]
@@ -139,6 +147,7 @@ class Ratio(Normalizer):
     `denominator` (v) and its slope default to the numerator's. `shift` says what m is: "max" (the row's maximum),
     "max0" (at least 0, so that c cannot overflow) or "none" (m = 0; e must then not be used). `exponential` states
     u = e, so that log u = s − m needs no logarithm. `slope_of_weight(p, 1/Z)` = a = b, if that is all backward needs.
+    `signed(e, s, c)` = w with u = max(w, 0) and v = |w|, if there is such a w: rounding to 16 bits can clip as it goes.
     """
 
     numerator: Any = None
@@ -149,6 +158,7 @@ class Ratio(Normalizer):
     shift: str = "max"
     exponential: bool = False
     slope_of_weight: Any = None
+    signed: Any = None
     family: ClassVar[str] = "ratio"
 
     def __post_init__(self) -> None:
@@ -168,7 +178,11 @@ class Ratio(Normalizer):
 
     def _tiles_forward(self, s, theta):
         e, c, inverse = self._frame(s)
-        return speak(self.numerator)(e, s, c) * inverse
+        u, v = speak(self.numerator)(e, s, c), speak(self.denominator)(e, s, c)
+        if self.signed is not None:
+            w = speak(self.signed)(e, s, c)
+            self._must(np.allclose(np.maximum(w, 0.0), u) and np.allclose(np.abs(w), v), "max(w, 0) ≠ u or |w| ≠ v")
+        return u * inverse
 
     def _tiles_slopes(self, s, p, theta):
         e, c, inverse = self._frame(s)

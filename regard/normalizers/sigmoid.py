@@ -22,6 +22,11 @@ def value(s, bias):
 
 
 @jit
+def inverse(power, bias):
+    return 1.0 + tl.exp2(bias * -1.4426950408889634 - power)
+
+
+@jit
 def slope(s, bias):
     e = tl.exp(-tl.abs(s + bias))
     return e / ((1.0 + e) * (1.0 + e))
@@ -51,4 +56,5 @@ normalizer = Sigmoid(
     value=value,
     slope=slope,
     slope_of_weight=slope_of_weight,
+    inverse=inverse,
 )

@@ -23,6 +23,11 @@ def reference(scores, visible, theta):
 
 
 @jit
+def signed(e, s, c):
+    return e - c
+
+
+@jit
 def numerator(e, s, c):
     return tl.maximum(e - c, 0.0)
 
@@ -66,5 +71,6 @@ normalizer = Softpick(
     numerator_slope=numerator_slope,
     denominator=denominator,
     denominator_slope=denominator_slope,
+    signed=signed,
     shift="max0",
 )

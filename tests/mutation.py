@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import itertools
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +115,10 @@ def is_zero(node: ast.expr) -> bool:
 
 
 class Bench:
-    """A copy of the tree that is changed in one place, tested and put right again.
+    """A copy of the tree that is changed in one place, tested in a forked process and put right again.
 
-    Compiled CPU kernels are kept from one mutant to the next: they lie under the hash of all the code in them.
+    What takes long to import is imported once. Compiled CPU kernels are kept from one mutant to the next: they lie
+    under the hash of all the code in them.
     """
 
     def __init__(self, folder: str, cache: Path | None, seconds: float, gpu: bool) -> None:
@@ -125,11 +128,12 @@ class Bench:
             shutil.copytree(ROOT / name, self.folder / name, ignore=ignored)
         for name in ("conftest.py", "pyproject.toml"):
             shutil.copy(ROOT / name, folder)
-        cache = (cache or self.folder / "cache").resolve()
-        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": path, "XDG_CACHE_HOME": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
-        blind = {} if gpu else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-        self.environment = {**os.environ, **own, **blind}
+        os.environ["XDG_CACHE_HOME"] = str((cache or self.folder / "cache").resolve())
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        if not gpu:
+            os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+        for name in ("torch", "numba", "triton", "triton.language", "mpmath", "hypothesis", "pytest"):
+            importlib.import_module(name)
 
     def outcome(self, tests: list[str], mutant: Mutant | None = None) -> str:
         """What the tests say: noticed (a failure, a refusal at import, a crash, a hang) or SURVIVED."""
@@ -144,22 +148,44 @@ class Bench:
             target.write_bytes(raw)
 
     def run(self, tests: list[str]) -> str:
-        quiet = ["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "default"]
-        command = [sys.executable, "-m", "pytest", *quiet, *tests]
-        try:
-            run = subprocess.run(
-                command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=self.seconds
-            )
-        except subprocess.TimeoutExpired:
-            return "noticed: hangs"
-        if run.returncode < 0:
+        child = os.fork()
+        if child == 0:
+            self.test_and_end(tests)
+        end = time.monotonic() + self.seconds
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            time.sleep(0.1)
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return "noticed: hangs"
+        code = os.waitstatus_to_exitcode(ended[1])
+        told = (self.folder / "told").read_text(encoding="utf-8", errors="replace")
+        if code < 0:
             return "noticed: crashes"
-        if run.returncode and ("\nERROR tests" in run.stdout or "ImportError while" in run.stderr):
+        if code and ("\nERROR tests" in told or "ImportError while" in told):
             return "noticed: refused at import"
-        if run.returncode not in (0, 1):
-            raise RuntimeError(f"pytest ended with {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
-        failed = next((line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith("FAILED")), "")
-        return f"noticed: {failed.rpartition('::')[2]}" if run.returncode else "SURVIVED"
+        if code not in (0, 1):
+            raise RuntimeError(f"pytest ended with {code}\n{told[-2000:]}")
+        failed = next((line.split(" ")[1] for line in told.splitlines() if line.startswith("FAILED")), "")
+        return f"noticed: {failed.rpartition('::')[2]}" if code else "SURVIVED"
+
+    def test_and_end(self, tests: list[str]) -> None:
+        """The forked process: pytest on the copy, its words into the file `told`, and out."""
+        os.setpgid(0, 0)
+        told = os.open(self.folder / "told", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(told, stream)
+        os.chdir(self.folder)
+        sys.path[:] = [str(self.folder), *(place for place in sys.path if not place.startswith(str(ROOT / "tests")))]
+        sys.dont_write_bytecode = True
+        import pytest
+
+        code = 3
+        try:
+            code = pytest.main(["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", "-W", "default", *tests])
+        finally:
+            sys.stdout.flush()
+            os._exit(int(code))
 
 
 def drawn(table: dict, sample: int, seed: int, only: list[str]) -> list[Mutant]:

@@ -193,3 +193,10 @@ def test_support_counts_weights_that_underflow():
     scores = torch.tensor([[2448.0, 1121.0, -3.0, 0.0], [1e-30, 1e-12, 1e-40, -1.0]], dtype=torch.float64)
     for name, count in (("softpick", [2, 3]), ("relu", [2, 3]), ("softmax", [4, 4]), ("sparsemax", [1, 3])):
         assert regard.statistics.of_scores(scores, normalizer=name)["support"].tolist() == count, name
+
+
+def test_of_weights_alone_every_positive_weight_is_a_visible_key():
+    stats = of_weights(torch.tensor([[0.0, 0.25, 0.0, 0.75]]))
+    assert stats["visible_keys"].item() == 2 and stats["first_key_mass"].item() == 0.25
+    shown = of_weights(torch.tensor([[0.0, 0.25, 0.0, 0.75]]), visible=torch.ones(1, 4, dtype=torch.bool))
+    assert shown["visible_keys"].item() == 4 and shown["first_key_mass"].item() == 0.0

@@ -160,7 +160,7 @@ class Bench:
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             time.sleep(0.1)
             if time.monotonic() > end:
-                os.killpg(child, signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 return "noticed: hangs"
         code = os.waitstatus_to_exitcode(ended[1])
@@ -176,7 +176,6 @@ class Bench:
 
     def test_and_end(self, tests: list[str]) -> None:
         """The forked process: pytest on the copy, its words into the file `told`, and out."""
-        os.setpgid(0, 0)
         told = os.open(self.folder / "told", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(told, stream)

@@ -81,6 +81,41 @@ def test_scale_off(factor, words):
     assert words in found.evidence
 
 
+def narrow(width, **options):
+    """What is found in heads of a width whose q and k have unit variance, times what they are multiplied with."""
+    torch.manual_seed(1)
+    factor = options.pop("factor", 1.0)
+    q, k = torch.randn(2, 2, HEADS, LENGTH, width)
+    return kinds(factor * q, k, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [8, 16, 32, 128, 256])
+def test_a_fresh_model_without_its_scale_is_found_at_any_width(width, causal):
+    found = narrow(width, scale=1.0, is_causal=causal)["scale off"]
+    assert "too large" in found.evidence and len(found.heads) == HEADS
+    assert "scale off" not in narrow(width, is_causal=causal)
+
+
+def test_norms_that_grew_in_narrow_heads_are_no_scale():
+    """Trained with 1/√d, heads of 8 and 16 have variances of 8 to 130 that the norms explain, and learn well."""
+    for width in (8, 16):
+        assert "scale off" not in narrow(width, factor=5.0)
+    assert "scale off" in narrow(64, factor=5.0)
+
+
+def test_few_keys_do_not_make_a_variance_that_norms_explain():
+    """As in grouped heads of 32, trained: 1.2 times what the norms predict, on rows of 1 to 16 keys."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 8, HEADS, 16, WIDTH)
+    q[..., 0] += 7.0
+    k[..., 0] *= 1.2
+    q *= 2.5
+    (off,) = [head for head in examine(Fixed(q, k, is_causal=True), [torch.zeros(1)]).heads if head.head == 0]
+    assert 8.0 < off.statistics.mean("logit_variance") < 1.1 * off.predicted_variance
+    assert "scale off" not in kinds(q, k, is_causal=True)
+
+
 def test_a_layer_that_still_passes_gradients_is_not_off_scale():
     """As long training leaves it: most keys far below, a choice among those that are left."""
     q, k = healthy()

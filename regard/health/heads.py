@@ -30,6 +30,8 @@ class HeadReading:
     reading: LayerReading = field(repr=False)  # of the whole layer
     predicted_variance: float = math.nan  # of the logits, from the norms of q and k
     dtype: str = ""
+    head_dim: int = 0
+    scale: float = math.nan  # of the scores, over 1/√d; NaN where it is learned
     can_be_judged: bool = True  # enough rows with enough keys that the shape of the distribution says something
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
 
@@ -86,8 +88,8 @@ def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading
             dtype = str(layer.dtype).removeprefix("torch.")
             told[at] = [
                 HeadReading(
-                    layer.name, layer.index, head, spread, reading, predicted[row][head], dtype, judged[row][head],
-                    twins.get((row, head), ()),
+                    layer.name, layer.index, head, spread, reading, predicted[row][head], dtype, layer.head_dim,
+                    layer.scale, judged[row][head], twins.get((row, head), ()),
                 )
                 for head, spread in enumerate(spreads)
                 if spread.count("entropy")

@@ -5,6 +5,7 @@ A layer whose rebuilt output differs from the model's own is not measured, with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from regard.health.predicted import predict
 from regard.health.readings import LayerReading
 from regard.health.standing import Standing, distance
 from regard.health.what_if import WhatIf
+from regard.scores import resolve_scale
 
 WHOLE = 256  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
 
@@ -51,6 +53,8 @@ class Layer:
     refused: dict[str, str] = field(default_factory=dict)  # what-if -> why it cannot be
     kind: str = ""
     dtype: torch.dtype | None = None
+    head_dim: int = 0
+    scale: float = math.nan  # over 1/√d; NaN where it is learned
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
     told: tuple[LayerReading, list] | None = None  # the heads of a reading, told while the model was still at work
@@ -169,6 +173,9 @@ class Recorder:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
             layer.heads = heads
             layer.kind, layer.dtype = call.kind, coarsest(call.q, call.k, call.v)
+            layer.head_dim = call.q.shape[-1]
+            scale = resolve_scale(call.options.get("scale"), layer.head_dim)
+            layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
             self._batch[key] = Sight(LayerReading(heads, device), limit(layer.dtype, device))
         return self._batch[key]
 

@@ -282,6 +282,7 @@ def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
         layer.give_up(told["reason"])
         return
     layer.heads, layer.kind = told["heads"] or layer.heads, told["kind"] or layer.kind
+    layer.head_dim, layer.scale = told["head_dim"] or layer.head_dim, told["scale"]
     layer.dtype = layer.dtype if told["dtype"] is None else getattr(torch, told["dtype"])
     if told["reading"] is not None:
         reading = _reading(told["reading"])

@@ -2,24 +2,29 @@
 
 With q and k of unit variance, q·k has variance d and the scale 1/√d makes it 1. Training moves it; what is held
 against a layer is the median over its heads of the measured variance and of the one that the norms alone predict,
-scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree. Long training may carry a sound
-layer past 8 in both, so variance is not the charge alone. Either the gradient gain is gone as well: sound models,
-trained long, keep a median of 0.43 or more in every layer (a uniform row has 1), those without 1/√d fall below 0.25.
-Or the norms alone explain the variance: in sound layers past 8 queries and keys agree, and it is 1.9 to 5 times what
-the norms predict, while directions that know nothing of each other give 1. A layer under 1/32 cannot choose. One
+scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree. Training carries sound layers past
+8 in both, so variance is not the charge alone. Either the gradient gain is gone as well, or the norms alone explain the
+variance, as in a model that was just made: where queries and keys have learned to agree it is 1.3 times what the norms
+predict, and more. Heads of 8 and 16 are too narrow for that, 1/√d or not.
+
+How much must be gone depends on the scale of the call. Where it is 1/√d, sound layers were seen to keep 0.2 of a
+uniform row's gain (benchmarks/sound_models.py), and less than 0.1 is asked for. Where it is larger there is a suspect:
+less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose. One
 head alone is off from 256 on, in both variances.
 """
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 from regard.health.findings._finding import finding, free_heads
 
 KIND = "scale off"
 HIGH, LOW = 8.0, 1.0 / 32.0
-GAIN = 0.3  # of a uniform row's: between the two
-NORMS = 1.25  # variance over what the norms predict: up to here they alone made it
+LARGE = 1.5  # scale over 1/√d, from which on it is a suspect: then half of HIGH will do, and another gain
+GAIN, SUSPECTED = 0.1, 0.3  # of a uniform row's
+NORMS, WIDE = 1.1, 32  # variance over what the norms predict: up to here they alone made it, in heads so wide
 ALONE = 256.0  # a single head, where its layer is in order: a standard deviation of 16; MiniLM has one at 8
 
 
@@ -31,25 +36,23 @@ def find(heads):
         layers.setdefault(head.index, []).append(head)
     high, low, alone = [], [], []
     for members in layers.values():
-        measured = median(head.statistics.mean("logit_variance") for head in members)
-        gain = median(head.statistics.mean("gradient_gain") for head in members)
-        known = [head.predicted_variance for head in members if head.predicted_variance == head.predicted_variance]
-        predicted = median(known) if known else measured  # a what-if has no norms of its own
-        by_norms = bool(known) and measured < NORMS * predicted
+        measured, predicted = variances(members)
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
-        if min(measured, predicted) > HIGH and (gain < GAIN or by_norms):
+        limit = HIGH / 2 if members[0].scale > LARGE else HIGH
+        if min(measured, predicted) > limit and suffers(members, measured, predicted):
             high += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
-        else:
+        elif telling(members[0]):
             alone += [(head, number) for head, number in numbers if min(number, head.predicted_variance) > ALONE]
     if alone:
         free = {id(head) for head in free_heads(heads)}
         high += [(head, number) for head, number in alone if id(head) in free]
     threshold = (
         "median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, "
-        f"both > {HIGH:g} with a median gradient gain < {GAIN:g} or the one < {NORMS:g} × the other, or both < 1/32; "
-        f"of one head > {ALONE:g} (theory: 1)"
+        f"both > {HIGH:g} with a median gain ratio < {GAIN:g} or (heads of {WIDE} and more) the one < {NORMS:g} × the "
+        f"other; where the scale is > {LARGE:g}/√d, both > {HIGH / 2:g} with a gain ratio < {SUSPECTED:g} or the one < "
+        f"{NORMS:g} × the other; or both < 1/32; of one head > {ALONE:g} (theory: 1)"
     )
     told = "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: "
     return [
@@ -69,6 +72,34 @@ def find(heads):
             told + "too small a scale.",
             threshold,
             "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'], or "
-            "larger initial query and key weights.",
+            "larger initial query and key weights. If the model is freshly initialised with small ones, this is how it "
+            "starts.",
         ),
     ]
+
+
+def variances(members) -> tuple[float, float]:
+    """(measured, predicted), each the median over a layer's heads; a what-if has no norms of its own."""
+    measured = median(head.statistics.mean("logit_variance") for head in members)
+    known = [head.predicted_variance for head in members if not math.isnan(head.predicted_variance)]
+    return measured, median(known) if known else measured
+
+
+def suffers(members, measured: float, predicted: float) -> bool:
+    """Is the gradient gain of a layer gone, or its variance that of directions which know nothing of each other?"""
+    gain = median(head.statistics.mean("gain_ratio") for head in members)
+    if gain < (SUSPECTED if members[0].scale > LARGE else GAIN):
+        return True
+    by_norms = measured < NORMS * predicted * few_keys(members)
+    return by_norms and telling(members[0]) and not math.isnan(members[0].predicted_variance)
+
+
+def few_keys(members) -> float:
+    """E(1 − 1/n), by which the variance over n keys falls short of that over many."""
+    gain, ratio = (median(head.statistics.mean(name) for head in members) for name in ("gradient_gain", "gain_ratio"))
+    return min(gain / ratio, 1.0) if ratio > 0.0 else 1.0
+
+
+def telling(head) -> bool:
+    """Does it mean anything that norms explain the variance? In narrow heads they always do."""
+    return head.head_dim >= WIDE or head.scale > LARGE

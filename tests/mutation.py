@@ -62,6 +62,7 @@ ON_A_GPU = {  # no interpreter runs these
 SWAPS = {ast.Add: "-", ast.Sub: "+", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 OTHER = {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "amin": "amax"}
 ASIDE = ("stride", "shape", "raise", 'f"', "//", "program_id", "cdiv", "range(", "assert")  # lines about something else
+GUESSES = {"regard/kernels/survey.py": ("worthwhile", "power", "tail", "guess")}  # where τ is sought first, no more
 EQUIVALENT = {  # the line of a survivor and what it became there: why no test can notice
     ("safe_top = torch.where(self.top == -math.inf, torch.zeros_like(self.top), self.top)", "(math.inf)"): (
         "a part without keys has no ties, so it adds 0 whatever its u is"
@@ -96,8 +97,12 @@ def mutants(path: str) -> list[Mutant]:
         if "\n" not in old and old != new:
             found.append(Mutant(path, node.lineno, old, new, lines[node.lineno - 1].strip(), start, end))
 
-    for node in ast.walk(ast.parse(text)):
-        if not hasattr(node, "lineno") or any(word in lines[node.lineno - 1] for word in ASIDE):
+    tree = ast.parse(text)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in GUESSES.get(path, ())]
+    guessing = {line for node in functions for line in range(node.lineno, node.end_lineno + 1)}
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", None)
+        if line is None or line in guessing or any(word in lines[line - 1] for word in ASIDE):
             continue
         if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
             if not is_zero(node.right):

@@ -48,7 +48,9 @@ def attention(call: Call) -> tuple[Tensor, Packed] | None:
 
     scale = call.options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    result = kernels.forward(Problem(q, k, v, _softmax(), scale, causal=call.causal, stats=statistics.NAMES))
+    room = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else None  # in memory as q is, where the model reads it
+    problem = Problem(q, k, v, _softmax(), scale, causal=call.causal, stats=statistics.NAMES)
+    result = kernels.forward(problem, room)
     return result.o, Packed(result.stats)
 
 

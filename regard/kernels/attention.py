@@ -47,13 +47,13 @@ DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same wi
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
-def forward(problem: Problem) -> Forward:
-    """o, the rows' state and statistics of one call; see `regard.problem`."""
+def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
+    """o, the rows' state and statistics of one call; see `regard.problem`. `o` is room for the output, in any order."""
     p = problem
     if p.sink is not None and not (p.choice.family == "ratio" and p.choice.exponential):
         raise ValueError(f"sink joins Σ exp(s), which {p.choice.name!r} has not; use softmax or softmax1, or drop sink")
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
-    o = torch.empty(*shape, p.v.shape[-1], dtype=p.q.dtype, device=p.q.device)
+    o = torch.empty(*shape, p.v.shape[-1], dtype=p.q.dtype, device=p.q.device) if o is None else o
     frame, z = torch.empty(shape, **like), torch.empty(shape, **like)
     stats = torch.empty(len(p.stats), *shape, **like)
     if p.k.shape[-2] == 0:

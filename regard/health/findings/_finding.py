@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,9 +59,7 @@ def finding(
 
 
 def looks_at_offset(head) -> bool:
-    """Sharp, and at one distance from the query on three rows of four: a positional head."""
-    if head.statistics.mean("max_weight") <= SHARP:
-        return False
+    """Does a sharp head look at one distance from the query on three rows of four? Then it is a positional head."""
     distance = head.statistics["distance"]
     middle = distance.quantile(0.5)
     band = max(0.5, BAND * middle)
@@ -69,19 +68,22 @@ def looks_at_offset(head) -> bool:
 
 def positional_heads(heads: Sequence) -> tuple[list, list]:
     """(those of layers where they crowd, the few that trained layers ordinarily keep: arXiv 1905.09418)."""
+    sharp = [head for head in heads if head.statistics.mean("max_weight") > SHARP and head.can_be_judged]
+    if not sharp:
+        return [], []
+    sizes = Counter(head.index for head in heads)
     layers: dict[int, list] = {}
-    for head in heads:
-        layers.setdefault(head.index, []).append(head)
+    for head in sharp:
+        if looks_at_offset(head):
+            layers.setdefault(head.index, []).append(head)
     crowd: list = []
     few: list = []
-    for members in layers.values():
-        found = [head for head in members if head.can_be_judged and looks_at_offset(head)]
-        (crowd if len(found) >= max(2, len(members) * CROWD) else few).extend(found)
+    for index, found in layers.items():
+        (crowd if len(found) >= max(2, sizes[index] * CROWD) else few).extend(found)
     return crowd, few
 
 
 def free_heads(heads: Sequence) -> list:
     """The heads that can be judged by how sharp they are: without the few positional ones, which are sharp by trade."""
-    few = positional_heads(heads)[1]
-    exempt = {id(head) for head in few if head.statistics.max("max_logit") <= 100.0}
+    exempt = {id(head) for head in positional_heads(heads)[1] if head.statistics.max("max_logit") <= 100.0}
     return [head for head in heads if head.can_be_judged and id(head) not in exempt]

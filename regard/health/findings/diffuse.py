@@ -25,8 +25,8 @@ def find(heads):
     for head in heads:
         if not head.can_be_judged:
             continue
-        mean, low = head.statistics.mean("entropy_ratio"), head.statistics.min("entropy_ratio")
-        if mean > MEAN and (low > LOW or head.statistics["entropy_ratio"].quantile(0.05) > LOW):
+        mean = head.statistics.mean("entropy_ratio")
+        if mean > MEAN and _lowest(head) > LOW:
             found.append((head, mean))
     count = Counter(head.index for head, _ in found)
     enough = {index: min(size, max(2, size * CROWD)) for index, size in sizes.items()}
@@ -36,3 +36,9 @@ def find(heads):
         *finding(KIND, "warning", many, TOLD, THRESHOLD, REMEDY),
         *finding(KIND, "note", lone, TOLD, THRESHOLD + "; alone in its layer", REMEDY),
     ]
+
+
+def _lowest(head) -> float:
+    """The 5th percentile, or the minimum where that is enough, which costs nothing."""
+    low = head.statistics.min("entropy_ratio")
+    return low if low > LOW else head.statistics["entropy_ratio"].quantile(0.05)

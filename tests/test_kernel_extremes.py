@@ -83,7 +83,7 @@ def test_scores_of_any_size(name, dtype, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in normalizers.names() if normalizers.get(name).family == "ratio"])
 def test_parts_and_pieces_of_any_size(name, dtype, plan, monkeypatch):
     choice = normalizers.get(name)
-    if plan.pieces and choice.exponential and dtype == torch.float32:
-        pytest.skip("computed in float64, in one piece")
+    if plan.pieces and dtype == torch.float32:
+        pytest.skip("pieces are for 16-bit rows")
     s = _scores([size for size in _sizes(name, dtype) if size in (1e-38, 1e-3, 1e11, 3.4e38)], dtype).to(DEVICE)
     _check(choice, s[::2].contiguous() if INTERPRETED else s, 0.3, plan, monkeypatch)

@@ -119,7 +119,6 @@ PIECES = [rows.Plan(1, 512, 1, 1, False, pieces=2), rows.Plan(1, 256, 2, 1, Fals
 STEPS = [rows.Plan(1, 512, 1, 1, False, step=64), rows.Plan(1, 128, 3, 1, False, step=64)]
 LONG = [(name, torch.bfloat16, plan) for name in ("softmax", "softmax1", "relu", "softpick") for plan in PIECES]
 LONG += [(name, torch.float32, plan) for name in ("softmax", "softmax1") for plan in STEPS]
-LONG += [(name, torch.float32, plan) for name in ("relu", "softpick") for plan in PIECES[:1]]
 
 
 @pytest.mark.parametrize(("name", "dtype", "cut"), LONG, ids=str)

@@ -25,7 +25,15 @@ try:
     from triton import next_power_of_2
     from triton.runtime import JITFunction
 
-    from regard.kernels import rows_exact, rows_long, rows_online, rows_pointwise, rows_short, rows_threshold
+    from regard.kernels import (
+        rows_exact,
+        rows_long,
+        rows_online,
+        rows_pointwise,
+        rows_short,
+        rows_stream,
+        rows_threshold,
+    )
 
     COMPILED = isinstance(rows_exact.forward_exact, JITFunction)  # and not interpreted
 except ImportError:  # bundle.of says what is missing, when a kernel is asked for
@@ -49,11 +57,13 @@ class Plan(NamedTuple):
     ahead: int = 0  # how many programs later the tile comes that a program calls into the L2 cache
     pieces: int = 0  # in how many it takes a row whose threads each have a shift of their own
 
-    def groups(self, vector: int) -> int:
+    def groups(self, vector: int, order: int) -> int:
         """How many maxima of a part say enough of it: one per thread, of all parts together about 512; 0 for a short
-        row, where they would cost as much as the row."""
+        row, where they would cost as much as the row; more where a row costs most, and its support is large."""
         if self.columns <= 512 and self.parts == 1:
             return 0
+        if self.columns == 65536 and order == 2:
+            return 2048
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
 
 
@@ -62,6 +72,7 @@ class Traits(NamedTuple):
 
     numerator_ends: bool = False  # u is 0 of a score −inf
     denominator_ends: bool = False  # v is
+    slopes_end: bool = False  # and so are u′ and v′
     differs: bool = False  # u and v are functions of e − c
     proportional: bool = False  # u and Z grow in proportion to the scores: a factor common to all changes no weight
     faint: bool = False  # the scale is so small that no finite score can stand for −inf
@@ -79,19 +90,20 @@ def traits(normalizer: Normalizer, faint: bool) -> Traits:
     sides = [speak(side) for side in (normalizer.numerator, normalizer.denominator)]
     e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
     with np.errstate(invalid="ignore"):
-        ends = [bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0) for side in sides]
+        functions = [*sides, *(speak(side) for side in (normalizer.numerator_slope, normalizer.denominator_slope))]
+        ends = [bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0) for side in functions]
     differs = all(np.allclose(side(e + y, y, c), side(e + y - c, y, 0.0 * c)) for side in sides)
     linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
     moves = not np.allclose(sides[0](e + y, y, c), sides[0](e + y, y, 0.0 * c))
     alone = normalizer.shift == "none" and not np.any(speak(normalizer.rest)(c))
-    return Traits(*ends, differs=differs and moves, proportional=linear and alone, faint=faint)
+    return Traits(*ends[:2], ends[2] and ends[3], differs=differs and moves, proportional=linear and alone, faint=faint)
 
 
 def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) -> Plan:
     """The launch for R rows of N columns of `size` bytes a number, by what was fastest on an H200.
 
     tensors: 1 forward; 2 backward, from the weights; 3 backward from the scores, which computes most.
-    family: the normaliser's, or "exponential" of a ratio with u = exp(s).
+    family: the normaliser's; or of a ratio "exponential" if u = exp(s), "proportional" if u is to the scores.
     """
     columns = max(next_power_of_2(N), 16)
     half, forwards = size == 2, tensors == 1
@@ -106,14 +118,14 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
     few = processors > 2 * R  # then a long row is shared, so that every multiprocessor has work
     if exact:
         return _exact(N, columns, few, processors)
-    longest = min((131072, 65536, 16384 * size)[tensors - 1] // size, 32768)
-    if size < 8 and (solves or (forwards and half and family == "exponential")):
+    longest = min((131072 if forwards else 65536) // size, 32768)
+    if size < 8 and (solves or (forwards and half and family != "pointwise")):
         longest = 65536
     if forwards and family == "pointwise" and columns > longest and not few:
         return Plan(1, columns, 1, 8, False, 40 if half else 32, step=4096 if half else 2048)
     if columns <= longest and not (few and columns > 8192):
         whole = _whole(1, columns, tensors, family, half)
-        held = forwards and half and family == "ratio" and columns == 32768  # one fills a multiprocessor
+        held = forwards and half and family in ("ratio", "proportional") and columns == 32768  # fills a multiprocessor
         return whole._replace(ahead=processors) if held else whole
     columns, warps, registers, again = 8192, 8, 80 if tensors == 2 else 64, False
     if tensors == 3:
@@ -149,6 +161,8 @@ def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Pl
     if tensors == 3:
         held = 32 if half and columns >= 1024 else 16
         return Plan(rows, columns, 1, min(max(total // (32 * held), 1), 32), False, 64, half)
+    if tensors == 1 and half and columns == 65536 and family in ("exponential", "proportional"):
+        return Plan(rows, columns, 1, 32, False, 64, pieces=2 if family == "exponential" else 4)
     if tensors == 1 and half and columns == 32768 and family in ("exponential", "pointwise"):
         return Plan(rows, columns, 1, 16, False, 64, True)
     registers = 64 if tensors == 1 and columns >= 8192 else None
@@ -171,13 +185,12 @@ def forward(
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     plan, tensors, traits = launch.plan, (s, p, state), dict(TRAITS=launch.traits)
     vector = min(16 // s.element_size(), plan.columns)
-    if launch.exact:
-        launch(
-            rows_exact.forward_exact,
-            tensors,
-            3,
-            dict(ROWS=plan.rows, LANES=plan.lanes or plan.columns, AHEAD=plan.ahead),
-        )
+    if launch.exact and plan.step:
+        launch(rows_stream.forward_stream, tensors, 3, dict(STEP=plan.step, FAINT=launch.traits.faint))
+    elif launch.exact:
+        lanes = dict(LANES=plan.lanes or plan.columns)
+        tile = dict(ROWS=plan.rows, AHEAD=plan.ahead, FAINT=launch.traits.faint)
+        launch(rows_exact.forward_exact, tensors, 3, lanes | tile)
     elif plan.lanes:
         tile = dict(ROWS=plan.rows, LANES=plan.lanes, TOLERANCE=_TOLERANCE[s.dtype])
         launch(rows_short.forward_short, tensors, 0, tile)
@@ -187,7 +200,7 @@ def forward(
     elif plan.step:
         launch(rows_pointwise.forward_pointwise, tensors, 2, dict(STEP=plan.step) | traits)
     elif F.family == "threshold":
-        groups = plan.groups(vector)
+        groups = plan.groups(vector, F.order)
         solver = dict(GROUPS=groups, VECTOR=vector, TOLERANCE=_TOLERANCE[s.dtype])
         launch(
             rows_threshold.forward_threshold, tensors, groups + 6, dict(ROWS=plan.rows, AGAIN=plan.again), solver=solver
@@ -248,8 +261,10 @@ class _Launch:
     def __init__(self, F, s, tensors, theta, mask, scale, choice):
         self.F, self.s = F, s
         self.R, self.N = s.shape
+        self.traits = traits(choice.normalizer, scale < 1e-30)
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
-        family = "exponential" if F.exponential else F.family
+        kinds = {"exponential": F.exponential, "proportional": self.traits.proportional}
+        family = next((kind for kind, holds in kinds.items() if holds), F.family)
         self.exact = bool(F.exponential) and s.dtype == torch.float32
         self.plan = plan(self.R, self.N, tensors, s.element_size(), family, processors)
         if s.element_size() == 8:
@@ -257,7 +272,6 @@ class _Launch:
         self.theta_rows = s if theta is None else theta.contiguous()
         self.mask = s if mask is None else mask.view(torch.uint8)
         self.strides = (0, 0) if mask is None else mask.stride()
-        self.traits = traits(choice.normalizer, scale < 1e-30)
         theta_number = 0.0 if choice.theta is None or theta is not None else float(choice.theta)
         self.numbers = float(scale), theta_number
         self.flags = {"HAS_MASK": mask is not None, "HAS_THETA": theta is not None}

@@ -24,8 +24,14 @@ from regard.kernels.rows_tiles import (
 
 @triton.jit
 def double(x: tl.constexpr):
-    """A constant in float64, [1, 1, 1]: a bare one would be rounded to float32 on its way."""
-    return tl.full([1, 1, 1], x, tl.float64)
+    """A constant in float64, [1]: a bare one would be rounded to float32 on its way."""
+    return tl.full([1], x, tl.float64)
+
+
+@triton.jit
+def over(x):
+    """A number per row, [ROWS], against a tile."""
+    return x[:, None, None]
 
 
 @triton.jit
@@ -44,12 +50,6 @@ def exponential(x, shift, factor):
     q = tl.fma(r, q, double(0.693147180704532))
     q = tl.fma(r, q, double(1.0))
     return (q.to(tl.int64, bitcast=True) + (t.to(tl.int64, bitcast=True) << 52)).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def over(x):
-    """A number per row, [ROWS], against a tile."""
-    return x[:, None, None]
 
 
 @triton.jit
@@ -89,17 +89,22 @@ def halves(x):
 
 
 @triton.jit
-def frame_of(shift, scale):
-    """(the lowest score that may weigh anything, log₂e·scale) of rows [ROWS] with this shift, as e^−105 is 0.
-    The lowest is −inf where every number may.
+def exponentials(x, shift, scale, FAINT: tl.constexpr):
+    """exp((x − shift)·scale) in float64 of a tile of scores, 0 where they are −inf; shift, scale of each row.
 
-    Floats beside a shift of 10⁹ and more lie so far apart that all but the maximum weigh 0, whatever the scale: there
-    it is made small enough for the exponent.
+    e^−105 is 0: the lowest score that may weigh anything stands for all below, −inf too (none can where the scale is
+    FAINT). Scores are halved, so that it is finite. Floats beside a shift of 10⁹ and more lie so far apart that all but
+    the maximum weigh 0, whatever the scale: there it is made small enough for the exponent.
     """
+    shift = 0.5 * shift
     apart = tl.abs(shift) * 2.0**-22
-    lowest = shift - tl.maximum(105.0 / scale.to(tl.float32), apart)
-    scale = tl.minimum(scale, (420.0 / tl.maximum(apart, 1e-37)).to(tl.float64))
-    return lowest, scale * tl.full([1], 1.4426950408889634, tl.float64)
+    lowest = tl.maximum(shift - tl.maximum(52.5 / scale.to(tl.float32), apart), -3.4e38)
+    scale = tl.minimum(2.0 * scale, (420.0 / tl.maximum(apart, 1e-37)).to(tl.float64))
+    factor = scale * double(1.4426950408889634)
+    e = exponential(tl.maximum(0.5 * x, lowest), shift.to(tl.float64), factor)
+    if FAINT:
+        e = tl.where(x == float("-inf"), 0.0, e)
+    return e
 
 
 @triton.jit
@@ -107,7 +112,7 @@ def forward_exact(
     s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AHEAD: tl.constexpr, STAGE: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, AHEAD: tl.constexpr, FAINT: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
     """The tile is [ROWS, K, LANES]: short rows lie K deep in a few lanes each, a long one side by side (K = 1)."""
     part = tl.program_id(0) % parts
@@ -121,11 +126,7 @@ def forward_exact(
         prefetch(s, R, N, parts, COLUMNS, AHEAD)
     top = tl.reduce(tl.reduce(x, 1, larger), 1, larger)
     shift = shift_of(finite(top), F)
-    lowest, factor = frame_of(shift, scale)
-    floor = tl.maximum(lowest, -3.4028234663852886e38)
-    e = exponential(tl.maximum(x, over(floor)), over(shift.to(tl.float64)), over(factor))
-    if tl.min(lowest) == float("-inf"):
-        e = tl.where(x == float("-inf"), 0.0, e)
+    e = exponentials(x, over(shift), over(scale), FAINT)
     z = tl.sum(tl.sum(e, 1), 1)
     if STAGE != "whole":
         top, z, shift, fall = join(top, z, shift, scale, partial, counters, first, part, parts, F, PARTS, STAGE)

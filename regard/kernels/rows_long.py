@@ -67,7 +67,7 @@ def forward_long(
         before = own
         own = larger(own, tl.reduce(tl.reduce(x, 2, larger), 0, larger)[None, :])
         shift, pace = shift_of(finite(own), F), suited(own, scale, F, TRAITS)
-        _u, v = terms(x, shift[:, :, None], pace[:, :, None], 0.0, F, TRAITS, HALF)
+        _u, v = terms(x, shift[:, :, None], pace[:, :, None], 0.0, F, TRAITS, HALF, False)
         if i > 0:
             sums = sums * fall_of(before, own, scale, F, TRAITS)
         sums += tl.sum(tl.sum(v, 2), 0)[None, :]
@@ -82,6 +82,6 @@ def forward_long(
         tl.debug_barrier()
         for i in tl.static_range(PIECES):
             x = load_raw(s, mask, rows, columns + i * PIECE, R, N, mask_row, mask_column, HAS_MASK).to(ACC)
-            u, _v = terms(x, shift, pace, 0.0, F, TRAITS, HALF)
+            u, _v = terms(x, shift, pace, 0.0, F, TRAITS, HALF, False)
             store(p, u * inverse, rows, columns + i * PIECE, R, N)
         store_state(state, shift, z, rows, part, R)

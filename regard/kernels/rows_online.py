@@ -47,12 +47,12 @@ def suited(top, scale, F: tl.constexpr, TRAITS: tl.constexpr):
 
 
 @triton.jit
-def grown(e, y, c, TRAITS: tl.constexpr, HALF: tl.constexpr):
-    """(e, c) for a map of e − c alone: that difference and 0, where float32 would lose digits of it to cancellation.
+def grown(e, y, c, NEAR: tl.constexpr):
+    """(e, c) of a map of e − c alone: that difference and 0, where NEAR scores would lose its digits to cancellation.
 
     e^y − 1 = y·P(y), minimax on |y| ≤ ½ with relative error 3e-9.
     """
-    if TRAITS.differs and not HALF and e.dtype == tl.float32:
+    if NEAR:
         q = tl.fma(y, 1.98411906e-04, 1.39973244e-03)
         q = tl.fma(y, q, 8.33363464e-03)
         q = tl.fma(y, q, 4.16653182e-02)
@@ -65,11 +65,11 @@ def grown(e, y, c, TRAITS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
+def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr, NEAR: tl.constexpr):
     """(u, v) of scores, 0 where they are −inf."""
     if F.family == "ratio":
         y = x * scale
-        e, c = grown(exponential(x, shift, scale, HALF), y, silence(shift, scale, HALF), TRAITS, HALF)
+        e, c = grown(exponential(x, shift, scale, HALF), y, silence(shift, scale, HALF), NEAR)
         u = F.numerator(e, y, c)
         v = F.denominator(e, y, c)
         if not TRAITS.numerator_ends:
@@ -80,6 +80,38 @@ def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: t
         u = tl.where(x > float("-inf"), F.weigh(x * scale, theta), 0.0)
         v = u
     return u, v
+
+
+@triton.jit
+def total(x, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
+    """Σv over a tile's columns, [ROWS, 1]."""
+    if TRAITS.differs and not HALF and x.dtype == tl.float32:
+        if tl.min(shift * scale) < 0.25:
+            _u, v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
+            z = tl.sum(v, 1, keep_dims=True)
+        else:
+            _u, v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
+            z = tl.sum(v, 1, keep_dims=True)
+    else:
+        _u, v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
+        z = tl.sum(v, 1, keep_dims=True)
+    return z
+
+
+@triton.jit
+def tell(p, x, shift, scale, inverse, theta, rows, columns, R, N, F: tl.constexpr, TRAITS: tl.constexpr,
+         HALF: tl.constexpr):  # fmt: skip
+    """Store p = u/Z."""
+    if TRAITS.differs and not HALF and x.dtype == tl.float32:
+        if tl.min(shift * scale) < 0.25:
+            u, _v = terms(x, shift, scale, theta, F, TRAITS, HALF, True)
+            store(p, u * inverse, rows, columns, R, N)
+        else:
+            u, _v = terms(x, shift, scale, theta, F, TRAITS, HALF, False)
+            store(p, u * inverse, rows, columns, R, N)
+    else:
+        u, _v = terms(x, shift, scale, theta, F, TRAITS, HALF, False)
+        store(p, u * inverse, rows, columns, R, N)
 
 
 @triton.jit
@@ -155,25 +187,25 @@ def forward_online(
     if AGAIN and F.family == "ratio":
         tl.debug_barrier()
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    u, v = terms(x, shift, suited(top, scale, F, TRAITS), theta, F, TRAITS, HALF)
+    pace = suited(top, scale, F, TRAITS)
     if F.family == "ratio":
-        z = tl.sum(v, 1, keep_dims=True)
-    top, z, shift, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
+        z = total(x, shift, pace, F, TRAITS, HALF)
+    top, z, frame, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
     if STAGE != "publish":
-        if AGAIN:
+        z, inverse = ending(top, z, frame, scale, F, TRAITS, HALF)
+        if AGAIN:  # told anew, in the row's frame
             tl.debug_barrier()
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            u, v = terms(x, shift, suited(top, scale, F, TRAITS), theta, F, TRAITS, HALF)
-        z, inverse = ending(top, z, shift, scale, F, TRAITS, HALF)
-        if STAGE != "whole" and not AGAIN:
-            u = u * fall
-        store(p, u * inverse, rows, columns, R, N)
-        store_state(state, shift, z, rows, part, R)
+            shift, pace = frame, suited(top, scale, F, TRAITS)
+        elif STAGE != "whole":
+            inverse = inverse * fall
+        tell(p, x, shift, pace, inverse, theta, rows, columns, R, N, F, TRAITS, HALF)
+        store_state(state, frame, z, rows, part, R)
 
 
 @triton.jit
 def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl.constexpr, HAS_MASK: tl.constexpr,
-              ACC: tl.constexpr, FAINT: tl.constexpr = False):  # fmt: skip
+              ACC: tl.constexpr, FAINT: tl.constexpr = False, ENDS: tl.constexpr = False):  # fmt: skip
     """(dp, p or s, who is seen); dp is 0 where nobody is."""
     above = load(dp, rows, columns, R, N, 0.0, ACC)
     if F.slope_of_weight is not None:
@@ -188,26 +220,41 @@ def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl
         if HAS_MASK or FAINT or F.shift == "none":
             x = tl.where(seen, x, 0.0)
             above = tl.where(seen, above, 0.0)
-        else:  # exp(s − m) is 0 of a score as low as this, and so are its slopes
+        elif not ENDS:  # exp(s − m) is 0 of a score as low as this, and so are its slopes
             x = tl.maximum(x, -3e38, propagate_nan=tl.PropagateNan.ALL)
     return above, x, seen
 
 
 @triton.jit
-def slopes(x, shift, scale, inverse, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
-    """(p, a, b) of a ratio, from p; or all three times Z, from s."""
+def slopes(x, shift, scale, inverse, F: tl.constexpr, HALF: tl.constexpr):
+    """(a, b) of a ratio, from p; or both times Z, from s."""
     if F.slope_of_weight is not None:
-        p = x
-        a = F.slope_of_weight(p, inverse)
+        a = F.slope_of_weight(x, inverse)
         b = a
     else:
         y = x * scale
         e, c = exponential(x, shift, scale, HALF), silence(shift, scale, HALF)
         a = F.numerator_slope(e, y, c)
         b = F.denominator_slope(e, y, c)
-        e, c = grown(e, y, c, TRAITS, HALF)
-        p = F.numerator(e, y, c)
-    return p, a, b
+    return a, b
+
+
+@triton.jit
+def weighed(x, above, shift, scale, inverse, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
+    """Σ p·dp over a tile's columns, [ROWS, 1]."""
+    if F.slope_of_weight is not None:
+        delta = tl.sum(x * above, 1, keep_dims=True)
+    elif TRAITS.differs and not HALF and x.dtype == tl.float32:
+        if tl.min(shift * scale) < 0.25:
+            u, _v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
+            delta = tl.sum(u * above, 1, keep_dims=True) * inverse
+        else:
+            u, _v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
+            delta = tl.sum(u * above, 1, keep_dims=True) * inverse
+    else:
+        u, _v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
+        delta = tl.sum(u * above, 1, keep_dims=True) * inverse
+    return delta
 
 
 @triton.jit
@@ -247,24 +294,34 @@ def backward_online(
     scale = number(scale, ACC)
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     above, x, seen = load_both(
-        dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC, TRAITS.faint
+        dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC, TRAITS.faint, TRAITS.slopes_end
     )
     if F.family == "ratio":
         HALF: tl.constexpr = saved.dtype.element_ty.primitive_bitwidth == 16
         shift = tl.load(state + rows, mask=rows < R, other=0.0)
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         inverse = reciprocal(z)
-        p, a, b = slopes(x, shift, scale, inverse, F, TRAITS, HALF)
-        delta = tl.sum(p * above, 1, keep_dims=True)
-        if F.slope_of_weight is None:
-            delta = delta * inverse
+        delta = weighed(x, above, shift, scale, inverse, F, TRAITS, HALF)
         delta = join_delta(delta, partial, counters, row, part, parts, PARTS, STAGE)
         if AGAIN and STAGE != "publish":
             tl.debug_barrier()
             above, x, seen = load_both(
-                dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F, HAS_MASK, ACC, TRAITS.faint
+                dp,
+                saved,
+                mask,
+                rows,
+                columns,
+                R,
+                N,
+                mask_row,
+                mask_column,
+                F,
+                HAS_MASK,
+                ACC,
+                TRAITS.faint,
+                TRAITS.slopes_end,
             )
-            _, a, b = slopes(x, shift, scale, inverse, F, TRAITS, HALF)
+        a, b = slopes(x, shift, scale, inverse, F, HALF)
         below = downstream(a, b, above, delta, seen, scale, inverse, F, HAS_MASK or TRAITS.faint)
     else:
         if F.slope_of_weight is not None:

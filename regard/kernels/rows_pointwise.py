@@ -34,7 +34,7 @@ def forward_pointwise(
             columns = first + tl.arange(0, STEP)[None, :]
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
             tops = larger(tops, x)
-            u, _v = terms(x, none, scale, theta, F, TRAITS, False)
+            u, _v = terms(x, none, scale, theta, F, TRAITS, False, False)
             store(p, u, rows, columns, R, N)
     top, _z, _shift, _fall = join(
         highest(tops), none, none, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC

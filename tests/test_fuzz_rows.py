@@ -129,11 +129,15 @@ def test_short_rows_against_mpmath(row, name):
 @pytest.mark.parametrize("t", [0.1, 3.0])
 def test_scores_so_large_that_the_quotient_rounds_or_overflows(name, t):
     """Found by this fuzz: z/T rounds by more than 1 above 1e8, and overflows at 3e38; z − max z does not."""
-    for n, top in [(1, 3e38), (2, 3e38), (40, 1e8), (40, 2e11), (300, 1e9), (300, 3e38), (40, -3e38)]:
-        scores = torch.linspace(0.5, 1.0, n) * top
+    sizes = [(1, 3e38), (2, 3e38), (40, 1e8), (40, 2e11), (300, 1e9), (300, 3e38), (40, -3e38)]
+    rows = [torch.linspace(0.5, 1.0, n) * top for n, top in sizes]
+    for scores in [*rows, 2.0**26 + 8 * torch.arange(40.0)]:
         p = regard.normalize(scores, name, temperature=t)
         exact = regard.normalize(scores.double(), name, temperature=t, backend="reference")
         torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=1e-6)
+        if normalizers.get(name).family == "threshold" or name == "softmax":
+            p = regard.normalize(scores.expand(2, -1), name, temperature=torch.tensor([[t], [1.0]]))[0]
+            torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 def test_a_scalar_with_a_mask_that_does_not_fit():

@@ -62,12 +62,20 @@ def _with_tensor_temperature(z, choice, theta, t, visible, backend) -> Tensor:
     cold, hot = t == 0.0, t == math.inf
     plain = ~(cold | hot)
     wide = z.to(_ops.accumulator(z.dtype))
+    if _moves_with_its_scores(choice) and z.shape[-1]:  # a quotient rounds by the score, a difference does not
+        top = (wide if visible is None else wide.masked_fill(~visible, -math.inf)).detach().amax(-1, keepdim=True)
+        wide = wide - torch.where(top.abs() < math.inf, top, 0.0)
     p = _rows((wide / t.where(plain, 1.0)).to(wide.dtype), choice, theta, visible, 1.0, backend).to(z.dtype)
     if torch.compiler.is_compiling() or is_mapped(t) or t.device.type != "cpu" or not bool(plain.all()):
         p = torch.where(cold, _limit(z, choice, theta, visible, cold=True), p)
         p = torch.where(hot, _limit(z, choice, theta, visible, cold=False), p)
         p = p.masked_fill(~(t >= 0.0), math.nan)
     return p
+
+
+def _moves_with_its_scores(choice: Choice) -> bool:
+    """Does a number added to all scores change nothing? So it is for softmax and the threshold maps."""
+    return choice.family == "threshold" or (choice.family == "ratio" and choice.exponential and choice.shift == "max")
 
 
 def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:

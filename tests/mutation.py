@@ -67,6 +67,19 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
     ("safe_top = torch.where(self.top == -math.inf, torch.zeros_like(self.top), self.top)", "(math.inf)"): (
         "a part without keys has no ties, so it adds 0 whatever its u is"
     ),
+    ("setattr(state, name, getattr(state, name) + torch.where(folded > 0, folded * term, 0.0))", "(folded >= 0)"): (
+        "0·u is 0: the terms are finite"
+    ),
+    ("state.lse = state.lse * fall + torch.where(folded > 0, folded * fall, 0.0)", "(folded >= 0)"): (
+        "0·exp(top − max) is 0: it lies between 0 and 1"
+    ),
+    ("gain = torch.where(z2 > 0, numerator / torch.where(z2 > 0, z2, 1.0), 0.0)", "(z2 >= 0)"): (
+        "where Σv is 0 no score rises: the numerator is 0 too, and a quotient of zeros is hidden by the other"
+    ),
+    (
+        "above = value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) >= 1.0",
+        "(value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) > 1.0)",
+    ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
 }
 
 

@@ -200,3 +200,10 @@ def test_of_weights_alone_every_positive_weight_is_a_visible_key():
     assert stats["visible_keys"].item() == 2 and stats["first_key_mass"].item() == 0.25
     shown = of_weights(torch.tensor([[0.0, 0.25, 0.0, 0.75]]), visible=torch.ones(1, 4, dtype=torch.bool))
     assert shown["visible_keys"].item() == 4 and shown["first_key_mass"].item() == 0.0
+
+
+def test_of_weights_beside_their_scores_minus_infinity_is_hidden():
+    scores = torch.tensor([[-math.inf, 1.0, 0.0, -math.inf]])
+    stats = of_weights(torch.softmax(scores, -1), scores)
+    assert stats["visible_keys"].item() == 2 and stats["support"].item() == 2
+    assert stats["first_key_mass"].item() == pytest.approx(math.e / (1 + math.e))

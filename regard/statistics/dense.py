@@ -68,7 +68,7 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
         0.0
     )  # 0, not −0, for a one-hot row
     n = seen.sum(-1)
-    alive = (n > 0) & (mass.squeeze(-1) > 0)
+    alive = mass.squeeze(-1) > 0
     keys = torch.arange(p.shape[-1], device=p.device, dtype=p.dtype)
     square = (share * share).sum(-1)
     top = p.amax(-1) if p.shape[-1] else torch.zeros_like(entropy)

@@ -42,8 +42,9 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(attention, name, Watched(getattr(attention, name)))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 8, 11, 13, 14, 16, 19, 24, 27, 29, 32])
 def test_any_options(seed):
+    """Every map, and every option beside most of the others; those of these draws that take least time."""
     problem = random_problem(seed)
     check_backward(attention, problem, check_forward(attention, problem))
 

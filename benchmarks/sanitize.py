@@ -1,7 +1,7 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py                    # exit code 0 if clean
-    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2        # every second call, without the tool
+    PYTHONPATH=. python3 benchmarks/sanitize.py [rows attention lists]     # all kinds, or these; exit code 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2                # every second call, without the tool
 
 torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs
 once without the tool first, so that it watches kernels and not a compiler; then two processes per tool share the calls.
@@ -9,6 +9,7 @@ once without the tool first, so that it watches kernels and not a compiler; then
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -64,11 +65,18 @@ def call(name: str, kind: str, *sizes) -> None:
     torch.cuda.synchronize()
 
 
-def command(share: int, shares: int) -> list[str]:
-    return [sys.executable, __file__, "--calls", str(share), str(shares)]
+def run(kinds: list[str], share: int, shares: int) -> None:
+    for case in (mine := [case for case in cases() if case[1] in kinds][share::shares]):
+        begin = time.perf_counter()
+        call(*case)
+        print(f"done {case} in {time.perf_counter() - begin:.1f} s", flush=True)
+    print(f"{len(mine)} calls done")
 
 
-def main() -> int:
+def main(kinds: list[str]) -> int:
+    def command(share: int, shares: int) -> list[str]:
+        return [sys.executable, __file__, *kinds, "--calls", str(share), str(shares)]
+
     begin = time.perf_counter()
     compiling = 6
     for process in [subprocess.Popen(command(share, compiling)) for share in range(compiling)]:
@@ -94,12 +102,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if "--calls" in sys.argv:
-        share, shares = map(int, sys.argv[-2:])
-        for case in (mine := cases()[share::shares]):
-            begin = time.perf_counter()
-            call(*case)
-            print(f"done {case} in {time.perf_counter() - begin:.1f} s", flush=True)
-        print(f"{len(mine)} calls done")
-    else:
-        raise SystemExit(main())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", help="of calls: rows, attention, lists (default: all)")
+    parser.add_argument("--calls", nargs=2, type=int, metavar=("SHARE", "SHARES"), help="run these, without the tool")
+    options = parser.parse_args()
+    kinds = options.kinds or ["rows", "attention", "lists"]
+    raise SystemExit(run(kinds, *options.calls) if options.calls else main(kinds))

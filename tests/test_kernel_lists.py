@@ -21,7 +21,7 @@ BYTES = sparse.BLOCK * sparse.CAP * 4 * 8  # of a block's lists
 SMALL = dict(b=1, h=2, g=1, d=8, e=8)
 
 
-def fill(self, level, slope, first, programs, opt):
+def fill(self, kind, level, slope, first, programs, opt):
     """What `candidates` does, entry by entry."""
     p, cap = self.problem, sparse.CAP
     entries = self.entries[: self.counts.shape[0] * 8 * cap].view(-1, cap, BLOCK, 4, 2)

@@ -20,6 +20,7 @@ from regard.kernels.backward_bias import backward_bias
 from regard.kernels.forward_lesser import forward_lesser
 from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_threshold import forward_threshold
+from regard.kernels.launch import kind_of, launch
 from regard.kernels.tiles import Config, Options, View
 from regard.problem import Forward, Gradients, Problem, Upstream
 
@@ -61,16 +62,16 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     if o.numel() == 0 and frame.numel() == 0:
         return Forward(o, frame, z, stats)
     if decode.suits(p):
-        config, launch = _config(p, "forward_decode")
+        config, how = _config(p, "forward_decode")
         inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(o), frame, z, stats)
-        decode.forward(p, inputs, _key_blocks(p, config), outputs, _options(p), config, launch)
+        decode.forward(p, inputs, _key_blocks(p, config), outputs, _options(p), config, how)
         return Forward(o, frame, z, stats)
     if hopper.takes(p):
         hopper.forward(p, o, frame, z, stats, _options(p), lambda rough: _look_again(p, rough, stats))
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
-    opt = _options(p)
-    config, launch = _config(p, kernel.__name__)
+    kind, opt = kind_of(p), _options(p)
+    config, how = _config(p, kernel.__name__)
     blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
     arguments = (
         view(p.q),
@@ -87,20 +88,20 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
         failed = None
         if sparse.takes(p, "forward"):
             views = arguments[:3]
-            failed = sparse.forward(p, views, view(o), frame, z, stats, opt, config, steps)
-        arguments += (failed, opt, config, steps, square if p.choice.order == 2 else other)
+            failed = sparse.forward(p, kind, views, view(o), frame, z, stats, opt, config, steps)
+        arguments, constants = (*arguments, failed, opt), (config, steps, square if p.choice.order == 2 else other)
     else:
-        arguments += (opt, config)
-    kernel[(blocks,)](*arguments, **launch)
+        arguments, constants = (*arguments, opt), (config,)
+    launch(kind, kernel, blocks, arguments, constants, **how)
     return Forward(o, frame, z, stats)
 
 
 def _look_again(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:
-    config, launch = _config(p, "forward_lesser")
+    config, how = _config(p, "forward_lesser")
     rows, many = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1], many)
     arguments = (view(p.q), view(p.k), view(p.v), *_key_blocks(p, config), rough, stats, rows, _options(p), config)
-    forward_lesser[(programs,)](*arguments, many, **launch)
+    forward_lesser[(programs,)](*arguments, many, **how)
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
@@ -111,34 +112,39 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     heat = torch.empty(shape, **like) if upstream.temperature and p.temperature is not None else None
     if forward.frame.numel() == 0 or p.k.shape[-2] == 0:
         return _nothing_flows(p, upstream, grads, like)
+    kind = kind_of(p, do, forward.o, forward.frame, forward.z)
     opt, rows = _options(p), shape[0] * shape[1]
-    frame, delta = torch.empty(shape, **like), torch.empty(shape, **like)
+    tilted, family = bool(upstream.stats), p.choice.family
     # where 16 bits cannot tell, 1/Z joins the exponent of exp(s − m)/Z
-    folded = p.choice.family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not upstream.stats
-    state = State(frame, None if folded else torch.empty(shape, **like), delta, None, None, None)
-    config, launch = _config(p, "backward_rows", FOLDED=folded)
-    programs = triton.cdiv(shape[-1], config.BM) * rows
-    backward_rows[(programs,)](view(forward.o), view(do), forward.frame, forward.z, state, opt, config, **launch)
-    product = delta.clone() if upstream.sink and p.sink is not None else delta
-    beta, gamma, epsilon = _tilt(p, forward, upstream, delta)
-    state = state._replace(beta=beta, gamma=gamma, epsilon=epsilon)
-    flags = dict(TILTED=beta is not None, HEAT=heat is not None, FOLDED=folded, others=(do,))
-    inputs = (view(p.q), view(p.k), view(p.v), view(do))
-    config, launch = _config(p, "backward_dq", **flags)
+    folded = family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not tilted
+    frame = forward.frame if family == "threshold" else torch.empty(shape, **like)
+    inverse = torch.empty(shape, **like) if (not folded if family == "ratio" else tilted) else None
+    product = delta = torch.empty(shape, **like)
+    state = State(frame, inverse, delta, None, None, None)
+    inputs = view(p.q), view(p.k), view(p.v), view(do)
+    if tilted:
+        config, how = _config(p, "backward_rows")
+        arguments = inputs[0], view(forward.o), inputs[3], forward.frame, forward.z, state, opt
+        launch(kind, backward_rows, triton.cdiv(shape[-1], config.BM) * rows, arguments, (config,), **how)
+        product = delta.clone()
+        state = state._replace(**_tilt(p, forward, upstream, delta))
+    flags = dict(TILTED=tilted, HEAT=heat is not None, FOLDED=folded, others=(do,))
+    config, how = _config(p, "backward_dq", **flags)
     blocks = triton.cdiv(shape[-1], config.BM) * rows
     left = None, None
-    if sparse.takes(p, "backward") and heat is None and beta is None:
+    if sparse.takes(p, "backward") and heat is None and not tilted:
         outputs = view(grads.q), view(grads.k), view(grads.v)
-        left = sparse.backward(p, inputs, forward.frame, forward.z, outputs, delta, opt, config)
+        left = sparse.backward(p, kind, inputs, forward.frame, forward.z, outputs, delta, opt, config)
     left = iter(left)
-    key_blocks = _key_blocks(p, config)
-    arguments = (*inputs[:3], *key_blocks, inputs[3], view(grads.q), heat, state, next(left), opt, config)
-    backward_dq[(blocks,)](*arguments, **launch)
-    config, launch = _config(p, "backward_dkv", **flags)
+    queries = view(forward.o), inputs[3], view(grads.q), heat, forward.frame, forward.z, state
+    arguments = *inputs[:3], *_key_blocks(p, config), *queries, next(left), opt
+    launch(kind, backward_dq, blocks, arguments, (config,), **how)
+    config, how = _config(p, "backward_dkv", **flags)
     queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
     blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
     outputs = view(grads.k), view(grads.v)
-    backward_dkv[(blocks,)](*inputs, *queries, *outputs, state, next(left), opt, config, **launch)
+    arguments = *inputs, *queries, *outputs, state, next(left), opt
+    launch(kind, backward_dkv, blocks, arguments, (config,), **how)
     if upstream.bias and p.bias is not None:
         grads.bias = _bias_gradient(p, inputs, state, opt, *_config(p, "backward_bias", **flags))
     grads.temperature = heat
@@ -149,7 +155,7 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     return grads
 
 
-def _bias_gradient(p: Problem, inputs, state, opt, config: Config, launch: dict) -> torch.Tensor:
+def _bias_gradient(p: Problem, inputs, state, opt, config: Config, how: dict) -> torch.Tensor:
     sizes = _given_sizes(p.bias)
     grad = torch.empty(sizes, dtype=p.bias.dtype, device=p.bias.device)
     (b, h, m, n), over = p.bias.shape, []
@@ -157,7 +163,7 @@ def _bias_gradient(p: Problem, inputs, state, opt, config: Config, launch: dict)
     for count, size in zip(counts, sizes, strict=True):
         over.append(count if size == 1 else 1)
     programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
-    backward_bias[(programs,)](*inputs, view(grad), state, opt, *over, config, sizes[2] == 1, sizes[3] == 1, **launch)
+    backward_bias[(programs,)](*inputs, view(grad), state, opt, *over, config, sizes[2] == 1, sizes[3] == 1, **how)
     return grad
 
 
@@ -166,13 +172,11 @@ def _given_sizes(bias: torch.Tensor) -> list[int]:
     return [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
 
 
-def _tilt(p: Problem, forward: Forward, upstream: Upstream, delta: torch.Tensor):
+def _tilt(p: Problem, forward: Forward, upstream: Upstream, delta: torch.Tensor) -> dict[str, torch.Tensor]:
     """What the statistics' gradients add to ds, per row: p·(β·log2 e) + γ·y + ε; their part of δ goes into `delta`.
 
     ds += g_lse·p − g_H·p̄·(log p̄ + H) + 2·g_var·(s − mean)/n, with log p̄ = ln 2·log2 e − log(Z·mass), s = a·y.
     """
-    if not upstream.stats:
-        return None, None, None
     stats = dict(zip(p.stats, forward.stats, strict=True))
     zero = torch.zeros_like(delta)
     beta, gamma, epsilon = zero, zero, zero
@@ -190,7 +194,7 @@ def _tilt(p: Problem, forward: Forward, upstream: Upstream, delta: torch.Tensor)
         a = p.scale if _linear(p) else 1.0
         a = a if p.temperature is None else a / p.temperature.to(delta.dtype)
         gamma, epsilon = (pull * a).contiguous(), (-pull * stats["mean_logit"]).contiguous()
-    return beta, gamma, epsilon
+    return dict(beta=beta, gamma=gamma, epsilon=epsilon)
 
 
 def _nothing_flows(p: Problem, upstream: Upstream, grads: Gradients, like: dict) -> Gradients:
@@ -290,7 +294,7 @@ def _config(
     dense = p.bias is not None or p.mask is not None
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, launch = _blocks(p, kernel, others)
+    m, n, bulk, how = _blocks(p, kernel, others)
     config = Config(
         F=bundle.of(p.choice),
         NEED=statistics.needs(stats, p.choice, dense),
@@ -313,7 +317,7 @@ def _config(
         BULK=bulk,
         LANES=min(n, 32 if m < 64 else 8) if kernel == "forward_decode" else 8,  # few rows: warps lie along the keys
     )
-    return config, launch
+    return config, how
 
 
 def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:

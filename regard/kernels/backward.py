@@ -35,7 +35,7 @@ class State(NamedTuple):
     """Pointers to [B, H, M] rows: the forward's state, δ, and the tilt (None: no statistic has a gradient)."""
 
     frame: Any  # log2 units (ratio), τ (threshold)
-    inverse: Any  # 1/Z; None: −log2 Z is part of the frame
+    inverse: Any  # 1/Z; None: −log2 Z is part of the frame, or no tile asks
     delta: Any
     beta: Any
     gamma: Any
@@ -125,29 +125,39 @@ def slope_tile(y, seen, dp, p, up, down, power, r, C: tl.constexpr):
 
 
 @triton.jit
-def backward_rows(o, do, frames, sums, state, opt, C: tl.constexpr):
-    """δ = Σ_e do·o = Σ_j p·dp per row (threshold maps find theirs later), frame and 1/Z as the tiles want them."""
-    blocks = tl.cdiv(opt.queries, C.BM)
-    pid = tl.program_id(0)
-    i0 = pid % blocks * C.BM
-    h = (pid // blocks) % opt.heads
-    b = pid // blocks // opt.heads
-    i = i0 + tl.arange(0, C.BM)
-    inside = i < opt.queries
-    row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
-    if C.F.family != "threshold":
-        out = tiles.block_of(o, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False).to(C.ACC)
-        d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False).to(C.ACC)
-        tl.store(state.delta + row, tl.sum(out * d_out, 1), mask=inside)
+def told(o, frames, sums, state, scene, i0, d_out, opt, C: tl.constexpr):
+    """The rows of a block from what forward left of them; δ, frame and 1/Z go to `state`, where `backward_dkv` looks.
+
+    δ = Σ_e do·o = Σ_j p·dp; a pointwise map has none, and a threshold map finds its own later.
+    """
+    inside = scene.i < opt.queries
+    row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
     frame = tl.load(frames + row, mask=inside, other=0.0)
     z = tl.load(sums + row, mask=inside, other=1.0)
+    delta = frame * 0.0
+    inverse = frame
     if C.F.family == "ratio":
+        out = tiles.block_of(o, scene.b, scene.h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
+        delta = tl.sum(out.to(C.ACC) * d_out.to(C.ACC), 1)
         frame = frame * LOG2E
     if C.FOLDED:
         frame = tl.where(z == 0.0, 2.0**100, frame + tl.log2(z))
     else:
-        tl.store(state.inverse + row, tl.where(z > 0.0, 1.0 / z, z), mask=inside)  # a NaN stays
-    tl.store(state.frame + row, frame, mask=inside)
+        inverse = tl.where(z > 0.0, 1.0 / z, z)  # a NaN stays
+    if state.inverse is not None:
+        tl.store(state.inverse + row, inverse, mask=inside)
+    if C.F.family != "threshold":  # whose frame is forward's
+        tl.store(state.frame + row, frame, mask=inside)
+        tl.store(state.delta + row, delta, mask=inside)
+    return Rows(scene.a, frame, inverse, delta, scene.first, scene.last, delta, delta, delta)
+
+
+@triton.jit
+def backward_rows(q, o, do, frames, sums, state, opt, C: tl.constexpr):
+    """`told` alone, before statistics' gradients join δ."""
+    scene, i0 = sweeps.scene_of(q, q, q, q, q, opt, C)
+    d_out = tiles.block_of(do, scene.b, scene.h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
+    told(o, frames, sums, state, scene, i0, d_out, opt, C)
 
 
 @triton.jit
@@ -187,14 +197,19 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def backward_dq(q, k, v, k_blocks, v_blocks, do, dq, heat, state, failed, opt, C: tl.constexpr):
+def backward_dq(
+    q, k, v, k_blocks, v_blocks, o, do, dq, heat, frames, sums, state, failed, opt, C: tl.constexpr
+):  # fmt: skip
     if failed is not None:
         if support.queries_served(failed, opt, C.BM, gather.ROWS):
             return
     scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     b, h, i = scene.b, scene.h, scene.i
-    rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C, False)
     d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
+    if C.TILTED:
+        rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C, False)
+    else:
+        rows = told(o, frames, sums, state, scene, i0, d_out, opt, C)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     zero = tiles.full(C.BM, 0.0, C.ACC)
     acc, acc1, sums, _, _ = sweeps.sweep((acc, acc, (zero, zero, zero), d_out, rows), scene, i0, opt, dq_tile, C)

@@ -4,7 +4,7 @@
     backward    candidates above τ → gather_dq;  the same with rows and columns exchanged → gather_dkv
 
 What fails is flagged for the kernels that sweep (`forward_threshold`, …). The
-lists of a chunk of blocks take 512 MiB at most, whatever the length.
+lists of a chunk of blocks take 1 GiB at most, whatever the length.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import triton
 
 from regard.kernels import gather, statistics, support
 from regard.kernels.hopper import KINDS, capable, described, reachable
+from regard.kernels.launch import launch
 from regard.kernels.tiles import Config, Options
 from regard.problem import Problem
 
 BLOCK = 128  # rows of a program of `candidates`
 CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB
 SPARE = 32  # of them, so that a tile need not ask for room: it adds no more
-CHUNK = 1024  # blocks whose lists exist at a time
+CHUNK = 2048  # blocks whose lists exist at a time
 SAMPLE = 64  # keys, four times, that the first level is guessed from
 STRIDE = 2  # of so many key blocks one counts for it; a level from fewer fills the lists of long rows
-WALK = {  # entries at a time and warps: the fastest of four on an H200
-    "dq": dict(STEP=4, num_warps=4),
-    "dkv": dict(STEP=2, num_warps=4),
-}
+STEP = dict(dq=4, dkv=2)  # entries at a time: with four warps the fastest on an H200
 LENGTHS = {"forward": range(3072, 2**31), "backward": range(16384, 2**31)}  # keys: where lists were measured faster
 # keys per tile, stages and the scores of a row that are put aside at a time, without statistics and with them, which
 # take registers; the stages are more than 48 KiB, as a launch with less is not allowed what is put aside on top of it
@@ -77,15 +75,13 @@ class Lists:
         self.described = described(rows, BLOCK), described(columns, self.keys)
         self.width = p.q.shape[-1]
 
-    def fill(self, level, slope, first: int, programs: int, opt: Options) -> None:
+    def fill(self, kind, level, slope, first: int, programs: int, opt: Options) -> None:
         from regard.kernels.candidates import Reach, candidates
 
         reach = Reach(opt.lengths, opt.left, opt.right, opt.heads, opt.group, opt.queries, opt.keys)
-        candidates[(programs,)](
-            *self.described, level, slope, self.counts, self.entries, self.below, first, reach,
-            BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.aside, self.transposed,
-            num_warps=8, maxnreg=128,
-        )  # fmt: skip
+        arguments = *self.described, level, slope, self.counts, self.entries, self.below, first, reach
+        constants = BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.aside, self.transposed
+        launch(kind, candidates, programs, arguments, constants, num_warps=8, maxnreg=128)
 
 
 def flags_of(rows: torch.Tensor, many) -> torch.Tensor:
@@ -98,7 +94,7 @@ def chunks(blocks: int):
     return ((first, min(CHUNK, blocks - first)) for first in range(0, blocks, CHUNK))
 
 
-def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config, steps: int) -> torch.Tensor:
+def forward(p: Problem, kind, views, o, frame, z, stats, opt: Options, config: Config, steps: int) -> torch.Tensor:
     """Fill o, frame, z and stats; flags of the rows that are left to the sweeps."""
     rows, level = frame.numel(), torch.empty_like(frame)
     bare = config._replace(
@@ -106,25 +102,26 @@ def forward(p: Problem, views, o, frame, z, stats, opt: Options, config: Config,
     )
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
-    support.first_level[(blocks,)](q, k, level, opt, bare, CAP - SPARE, STRIDE, num_warps=8, num_stages=3)
+    constants = bare, CAP - SPARE, STRIDE
+    launch(kind, support.first_level, blocks, (q, k, level, opt), constants, num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
         slope = torch.empty_like(frame)
-        support.steepness[(triton.cdiv(rows, 1024),)](slope, rows, opt, bare, 1024)
+        launch(kind, support.steepness, triton.cdiv(rows, 1024), (slope, rows, opt), (bare, 1024))
     lists, failed = Lists(p, slope is not None, False), flags_of(p.q, support.FLAGGED)
     for first, programs in chunks(blocks):
-        lists.fill(level, slope, first, programs, opt)
-        support.settle[(programs * BLOCK // support.ROWS.value,)](
-            lists.entries.view(torch.int64), lists.counts, level, lists.below, lists.found, failed, frame, z, stats,
-            first, rows, opt, config, CAP, CAP - SPARE, BLOCK, steps, 1e-6, num_warps=1,
-        )  # fmt: skip
-        gather.gather_o[(programs * BLOCK // gather.ROWS.value,)](
-            lists.entries, lists.found, v, o, first, opt, bare, CAP, BLOCK, num_warps=p.v.shape[-1] // 16
-        )
+        lists.fill(kind, level, slope, first, programs, opt)
+        told = lists.below, lists.found, failed, frame, z, stats, first, rows, opt
+        arguments = lists.entries.view(torch.int64), lists.counts, level, *told
+        constants = config, CAP, CAP - SPARE, BLOCK, steps, 1e-6
+        launch(kind, support.settle, programs * BLOCK // support.ROWS.value, arguments, constants, num_warps=1)
+        arguments, constants = (lists.entries, lists.found, v, o, first, opt), (bare, CAP, BLOCK)
+        groups = programs * BLOCK // gather.ROWS.value
+        launch(kind, gather.gather_o, groups, arguments, constants, num_warps=p.v.shape[-1] // 16)
     return failed
 
 
-def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: Config) -> Iterator[torch.Tensor]:
+def backward(p: Problem, kind, inputs, frame, z, grads, delta, opt: Options, config: Config) -> Iterator[torch.Tensor]:
     """Fill dq, dk, dv and δ; flags of the queries and of the keys that are left to the sweeps.
 
     A generator in two steps, as the keys need every row's δ: yields the queries' flags, then the keys'.
@@ -132,21 +129,19 @@ def backward(p: Problem, inputs, frame, z, grads, delta, opt: Options, config: C
     q, k, v, do = inputs
     dq, dk, dv = grads
     rows, level = frame.numel(), torch.empty_like(frame)
-    support.last_level[(triton.cdiv(rows, 1024),)](frame, z, level, rows, opt, config, 1024)
+    launch(kind, support.last_level, triton.cdiv(rows, 1024), (frame, z, level, rows, opt), (config, 1024))
     lists, left = Lists(p, False, False), flags_of(p.q, gather.ROWS)
     for first, programs in chunks(lists.blocks):
-        lists.fill(level, None, first, programs, opt)
-        gather.gather_dq[(programs * BLOCK // gather.ROWS.value,)](
-            lists.entries, lists.counts, k, v, do, dq, frame, delta, left, first, opt, config, CAP, CAP - SPARE, BLOCK,
-            **WALK["dq"],
-        )  # fmt: skip
+        lists.fill(kind, level, None, first, programs, opt)
+        arguments = lists.entries, lists.counts, k, v, do, dq, frame, delta, left, first, opt
+        constants = config, CAP, CAP - SPARE, BLOCK, STEP["dq"]
+        launch(kind, gather.gather_dq, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
     yield left
     del lists  # before the others are made
     lists, left = Lists(p, False, True), flags_of(p.k, gather.ROWS)
     for first, programs in chunks(lists.blocks):
-        lists.fill(level, None, first, programs, opt)
-        gather.gather_dkv[(programs * BLOCK // gather.ROWS.value,)](
-            lists.entries, lists.counts, q, v, do, dk, dv, delta, left, first, opt, config, CAP, CAP - SPARE, BLOCK,
-            p.q.shape[1] != p.k.shape[1], **WALK["dkv"],
-        )  # fmt: skip
+        lists.fill(kind, level, None, first, programs, opt)
+        arguments = lists.entries, lists.counts, q, v, do, dk, dv, delta, left, first, opt
+        constants = config, CAP, CAP - SPARE, BLOCK, p.q.shape[1] != p.k.shape[1], STEP["dkv"]
+        launch(kind, gather.gather_dkv, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
     yield left

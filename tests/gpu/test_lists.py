@@ -54,7 +54,7 @@ def test_normal_rows_are_served_by_lists(m, n, causal):
     views, opt = [attention.view(x) for x in (problem.q, problem.k, problem.v)], attention._options(problem)
     shape = problem.q.shape[:-1]
     o, (frame, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
-    left = sparse.forward(problem, views, attention.view(o), frame, z, frame, opt, config, 40)
+    left = sparse.forward(problem, None, views, attention.view(o), frame, z, frame, opt, config, 40)
     assert int(left.sum()) == 0
 
 

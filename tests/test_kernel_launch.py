@@ -1,0 +1,88 @@
+"""Launches whose kind is known go to the compiled kernel at once, and only those."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from attention_data import make
+
+from regard.kernels import launch
+
+
+class Kernel:
+    """Stands for Triton's: a first launch looks at its arguments, and returns what it compiled for them."""
+
+    def __init__(self):
+        self.looked, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def look(*arguments, **options):
+            self.looked.append((grid, arguments, options))
+            return self.compiled()
+
+        return look
+
+    def compiled(self):
+        kernel = self
+
+        class Compiled:
+            def __getitem__(self, grid):
+                return lambda *arguments: kernel.direct.append((grid, arguments))
+
+        return Compiled()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launch, "_compiled", {})
+    return Kernel()
+
+
+def test_the_second_launch_of_a_kind_is_direct(kernel):
+    x = torch.zeros(3)
+    launch.launch("kind", kernel, 7, (x, 32), (5,), num_warps=4)
+    launch.launch("kind", kernel, 9, (x, 48), (5,), num_warps=4)
+    assert kernel.looked == [((7,), (x, 32, 5), dict(num_warps=4))]
+    assert kernel.direct == [((9, 1, 1), (x, 48, 5))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(kind="another"),
+        dict(arguments=(None, 32)),
+        dict(arguments=(0, 33)),
+        dict(arguments=(0, 1)),
+        dict(constants=(6,)),
+        dict(num_warps=8),
+    ],
+)
+def test_what_triton_tells_apart_is_told_apart(kernel, other):
+    call = dict(kind="kind", kernel=kernel, programs=7, arguments=(0, 32), constants=(5,), num_warps=4)
+    launch.launch(**call)
+    launch.launch(**call | other)
+    assert len(kernel.looked) == 2 and not kernel.direct
+
+
+def test_unknown_kinds_and_a_full_memory(kernel, monkeypatch):
+    for _ in range(2):
+        launch.launch(None, kernel, 7, (0,))
+    assert len(kernel.looked) == 2 and not launch._compiled
+    monkeypatch.setattr(launch, "MOST", 2)
+    for kind in "abcd":
+        launch.launch(kind, kernel, 7, (0,))
+    assert len(launch._compiled) == 2
+
+
+def test_kinds(monkeypatch):
+    plain = make(0, causal=True)
+    assert launch.kind_of(plain) is None  # no GPU, nothing is compiled
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    kinds = [launch.kind_of(make(seed, causal=True)) for seed in (0, 1)]
+    assert kinds[0] == kinds[1]
+    others = make(0), make(0, m=22, causal=True), make(0, causal=True, strided=True), make(0, causal=True, stats=())
+    assert kinds[0] not in map(launch.kind_of, others)
+    assert launch.kind_of(plain, plain.q) != launch.kind_of(plain, plain.q.transpose(2, 3))
+    assert launch.kind_of(make(0, mask=True)) is None and launch.kind_of(make(0, lengths=True)) is None

@@ -80,6 +80,8 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "above = value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) >= 1.0",
         "(value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) > 1.0)",
     ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
+    ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
+    ("high = high.masked_fill(high == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
 }
 
 

@@ -204,6 +204,7 @@ def test_of_weights_alone_every_positive_weight_is_a_visible_key():
 
 def test_of_weights_beside_their_scores_minus_infinity_is_hidden():
     scores = torch.tensor([[-math.inf, 1.0, 0.0, -math.inf]])
-    stats = of_weights(torch.softmax(scores, -1), scores)
-    assert stats["visible_keys"].item() == 2 and stats["support"].item() == 2
-    assert stats["first_key_mass"].item() == pytest.approx(math.e / (1 + math.e))
+    for visible in (None, torch.ones(1, 4, dtype=torch.bool)):
+        stats = of_weights(torch.softmax(scores, -1), scores, visible=visible)
+        assert stats["visible_keys"].item() == 2 and stats["support"].item() == 2
+        assert stats["first_key_mass"].item() == pytest.approx(math.e / (1 + math.e))

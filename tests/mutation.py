@@ -89,6 +89,7 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
 class Mutant:
     path: str
     line: int
+    column: int
     old: str
     new: str
     text: str  # the line, stripped
@@ -110,7 +111,8 @@ def mutants(path: str) -> list[Mutant]:
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         old = raw[start:end].decode()
         if "\n" not in old and old != new:
-            found.append(Mutant(path, node.lineno, old, new, lines[node.lineno - 1].strip(), start, end))
+            text = lines[node.lineno - 1].strip()
+            found.append(Mutant(path, node.lineno, node.col_offset, old, new, text, start, end))
 
     tree = ast.parse(text)
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in GUESSES.get(path, ())]
@@ -222,8 +224,9 @@ def drawn(table: dict, sample: int, seed: int, only: list[str]) -> list[Mutant]:
 
 
 def publish(files: list[Path]) -> None:
-    """docs/mutants.md from the outcomes: a line per file, every survivor, every mutant."""
-    entries = {entry["mutant"]: entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))}
+    """docs/mutants.md from the outcomes, the later file's where two tell of one mutant: a line per file, and all."""
+    latest = {place(entry): entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))}
+    entries = {entry["mutant"] + " " * entry["column"]: entry for entry in latest.values()}
     entries = dict(sorted(entries.items()))
     for entry in entries.values():
         if entry["outcome"] == "SURVIVED" and (why := EQUIVALENT.get((entry["text"], entry["new"]))):
@@ -244,9 +247,14 @@ def publish(files: list[Path]) -> None:
         text.append(f"| `{path}` | {' | '.join(map(str, row))} |")
     text.append("\n| change | outcome |\n| --- | --- |")
     for name, entry in entries.items():
-        change = name.replace("|", "\\|").replace("`", "'")
+        change = name.strip().replace("|", "\\|").replace("`", "'")
         text.append(f"| `{change}` | {entry['outcome'].replace('|', chr(92) + '|')} |")
     PAGE.write_text("\n".join(text) + "\n", encoding="utf-8")
+
+
+def place(entry: dict) -> tuple:
+    """What stays of a mutant's place when lines move."""
+    return entry["mutant"].split(":")[0], entry["text"], entry["column"], entry["new"]
 
 
 def main() -> int:
@@ -259,6 +267,7 @@ def main() -> int:
         "--unchecked", action="store_true", help="another part has seen the tests pass without a change"
     )
     parser.add_argument("--cache", type=Path, help="compiled CPU kernels, if parts share them")
+    parser.add_argument("--again", type=Path, nargs="+", help="only what survived according to these outcomes")
     parser.add_argument("--gpu", action="store_true", help="the kernels that only a GPU runs")
     parser.add_argument("--seconds", type=float, default=600, help="limit for one mutant's tests")
     parser.add_argument("--commit", default="a working tree", help="what the tree is, for the record")
@@ -270,7 +279,13 @@ def main() -> int:
         return 0
     part, parts = options.part
     table = ON_A_GPU if options.gpu else TESTS
-    sampled = drawn(table, options.sample, options.seed, options.only)[part::parts]
+    sampled = drawn(table, options.sample, options.seed, options.only)
+    if options.again:
+        told = [entry for file in options.again for entry in json.loads(file.read_text(encoding="utf-8"))]
+        alive = {place(entry) for entry in told if entry["outcome"] == "SURVIVED"}
+        every = drawn(table, 10**6, options.seed, options.only)
+        sampled = [mutant for mutant in every if (mutant.path, mutant.text, mutant.column, mutant.new) in alive]
+    sampled = sampled[part::parts]
     outcome: list[dict] = []
     sound: list[list[str]] = []  # tests that pass without any change
     with tempfile.TemporaryDirectory() as folder:
@@ -282,7 +297,7 @@ def main() -> int:
                     raise SystemExit(f"the tests of {mutant.path} fail without any change: nothing would be learnt")
                 sound.append(tests)
             result = bench.outcome(tests, mutant)
-            told = {"mutant": str(mutant), "text": mutant.text, "new": mutant.new}
+            told = {"mutant": str(mutant), "column": mutant.column, "text": mutant.text, "new": mutant.new}
             outcome.append({**told, "outcome": result, "commit": options.commit})
             print(f"{result}  {mutant}", flush=True)
             if options.json:

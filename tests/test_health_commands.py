@@ -69,16 +69,18 @@ def test_examine_a_function(tmp_path, capsys):
         "def make():\n"
         "    return torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), [torch.randn(2, 9, 16)]\n"
         "def wrong():\n"
-        "    return 7\n"
+        "    return 7, []\n"
     )
     assert main(["examine", "here:make"]) == 0
     assert "2 heads in 1 attention layer" in capsys.readouterr().out
     for spec, words in (
         ("here:none", "has no function 'none'"),
-        ("here:wrong", "must return (model, batches)"),
+        ("here:wrong", "must return (model, batches), a torch.nn.Module first, got (int, list)"),
         ("nowhere:make", "no module"),
+        ("here:make --text here.py", "brings its own model and batches; leave out --text"),
+        ("here:make --length 9", "leave out --length"),
     ):
-        assert main(["examine", spec]) == 1
+        assert main(["examine", *spec.split()]) == 1
         assert words in capsys.readouterr().err
 
 

@@ -51,6 +51,9 @@ def load(
     Weights in pickle are read only if `pickle`, and weights that are not in the files left random only if `missing`.
     """
     if ":" in spec and not os.path.exists(spec):
+        given = [name for name, value in dict(text=text, length=length, dtype=dtype).items() if value is not None]
+        if given:
+            raise LoadError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
         return _from_function(spec, device, limit)
     return _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, missing)
 
@@ -88,7 +91,8 @@ def _from_function(spec: str, device: str, limit: int) -> Subject:
     except (Exception, SystemExit) as error:
         raise LoadError(f"{spec!r}: the function raised {told(error)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise LoadError(f"{spec!r}: the function must return (model, batches), got {type(made).__name__}")
+        got = f"({', '.join(type(x).__name__ for x in made)})" if isinstance(made, tuple) else type(made).__name__
+        raise LoadError(f"{spec!r}: the function must return (model, batches), a torch.nn.Module first, got {got}")
     model, batches = made
     if isinstance(batches, (Tensor, Mapping)) or callable(batches):
         batches = [batches]

@@ -51,8 +51,8 @@ def test_any_options(seed):
 
 @pytest.mark.parametrize("name", normalizers.names())
 def test_every_normalizer_with_statistics(name):
-    for options in (dict(causal=True), dict(mask=True), dict(sharp=10.0, temperature=True)):
-        problem = make(3, name, **SMALL, m=19, n=20, **options)
+    for options in (dict(h=2, causal=True), dict(mask=True), dict(sharp=10.0, temperature=True)):
+        problem = make(3, name, **dict(b=1, h=1, g=1, m=19, n=20) | options)
         answer = check_forward(attention, problem)
         check_backward(attention, problem, answer)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -72,8 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `regard list | head -1`; nothing is left to say, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         return 0
+    except OSError as wrong:
+        if wrong.errno != errno.ENOSPC:
+            raise
+        _silence()
+        print(f"regard: the output cannot be written: {wrong.strerror}; make room", file=sys.stderr)
+        return 1
+
+
+def _silence() -> None:
+    """What standard output still holds goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def dispatch(argv: list[str]) -> int:

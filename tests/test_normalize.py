@@ -95,6 +95,14 @@ def test_alpha_per_row_and_its_gradient():
     assert torch.allclose(got.squeeze(), (rise * dp).sum(), atol=2e-3)
 
 
+def test_the_closed_gradient_in_alpha_at_one_is_the_limit_from_above():
+    z, dp = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    h, soft = 1e-3, torch.softmax(z, -1)
+    rise = (4.0 * regard.entmax(z, 1.0 + h) - 3.0 * soft - regard.entmax(z, 1.0 + 2.0 * h)) / (2.0 * h)
+    closed = normalizers.get("entmax").parameter_vjp(soft, dp, torch.ones(4, 1, dtype=torch.float64))
+    torch.testing.assert_close(closed, (rise * dp).sum(-1), rtol=1e-3, atol=1e-4)
+
+
 def test_alpha_beyond_two_is_the_reference():
     z = torch.randn(3, 9)
     p = regard.entmax(z, 3.0)

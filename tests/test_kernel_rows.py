@@ -116,13 +116,11 @@ def test_rows_that_are_read_again_or_written_at_once(name, cut, monkeypatch):
 
 
 PIECES = [rows.Plan(1, 512, 1, 1, False, pieces=2), rows.Plan(1, 256, 2, 1, False, pieces=1)]
-STEPS = [rows.Plan(1, 512, 1, 1, False, step=64), rows.Plan(1, 128, 3, 1, False, step=64)]
-LONG = [(name, torch.bfloat16, plan) for name in ("softmax", "softmax1", "relu", "softpick") for plan in PIECES]
-LONG += [(name, torch.float32, plan) for name in ("softmax", "softmax1") for plan in STEPS]
 
 
-@pytest.mark.parametrize(("name", "dtype", "cut"), LONG, ids=str)
-def test_long_rows_in_pieces_and_in_steps(name, dtype, cut, monkeypatch):
+@pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
+@pytest.mark.parametrize("name", ["softmax", "softmax1", "relu", "softpick"])
+def test_long_rows_in_pieces(name, cut, monkeypatch):
     def chosen(R, N, tensors, size, family, processors):
         return cut if tensors == 1 else rows.Plan(1, 512, 1, 1, False)
 
@@ -130,7 +128,9 @@ def test_long_rows_in_pieces_and_in_steps(name, dtype, cut, monkeypatch):
     monkeypatch.setattr(rows, "plan", chosen)
     g = torch.Generator().manual_seed(5)
     sizes = torch.tensor([1.0, 0.1, 10.0, 1.0, 1.0, 1.0])[:, None]
-    s, dp = (torch.randn(2, 6, 300, generator=g) * sizes).to(dtype).to(DEVICE)
+    s, dp = (torch.randn(2, 6, 512, generator=g) * sizes).to(torch.bfloat16).to(DEVICE)
+    _compare(normalizers.get(name), s, dp, scale=0.7)  # nothing hidden
+    s, dp = s[:, :300].contiguous(), dp[:, :300].contiguous()
     mask = (torch.rand(6, 300, generator=g) < 0.7).to(DEVICE)
     mask[3] = False
     p, state, ds = _compare(normalizers.get(name), s, dp, mask=mask, scale=0.7)

@@ -31,7 +31,6 @@ try:
         rows_online,
         rows_pointwise,
         rows_short,
-        rows_stream,
         rows_threshold,
     )
 
@@ -185,9 +184,7 @@ def forward(
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
     plan, tensors, traits = launch.plan, (s, p, state), dict(TRAITS=launch.traits)
     vector = min(16 // s.element_size(), plan.columns)
-    if launch.exact and plan.step:
-        launch(rows_stream.forward_stream, tensors, 3, dict(STEP=plan.step, FAINT=launch.traits.faint))
-    elif launch.exact:
+    if launch.exact:
         lanes = dict(LANES=plan.lanes or plan.columns)
         tile = dict(ROWS=plan.rows, AHEAD=plan.ahead, FAINT=launch.traits.faint)
         launch(rows_exact.forward_exact, tensors, 3, lanes | tile)

@@ -125,7 +125,8 @@ def exponential(x, shift, scale, HALF: tl.constexpr):
     else:
         factor = tl.minimum(scale * 1.4426950408889634, 3e38)
         if HALF:
-            factor = tl.minimum(factor, 1048576.0 / tl.maximum(tl.abs(shift), 1e-30))
+            root = 1024.0 * tl.rsqrt(tl.maximum(tl.abs(shift), 1e-30))
+            factor = tl.minimum(factor, root * root)
             e = tl.exp2(tl.fma(x, factor, -shift * factor))
         else:
             e = tl.exp2((x - shift) * factor)

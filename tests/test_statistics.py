@@ -208,3 +208,11 @@ def test_of_weights_beside_their_scores_minus_infinity_is_hidden():
         stats = of_weights(torch.softmax(scores, -1), scores, visible=visible)
         assert stats["visible_keys"].item() == 2 and stats["support"].item() == 2
         assert stats["first_key_mass"].item() == pytest.approx(math.e / (1 + math.e))
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_of_weights_that_are_all_zero_nothing_is_nan(name):
+    stats = of_weights(torch.zeros(2, 3), normalizer=name, visible=torch.ones(2, 3, dtype=torch.bool))
+    for key, x in stats.items():
+        counts = key == "visible_keys" or (key == "support" and not normalizers.get(name).sparse)
+        assert (x == (3.0 if counts else 0.0)).all(), key

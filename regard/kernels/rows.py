@@ -10,16 +10,14 @@ or once per step (threshold) and so still read it once; where too many would hav
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from regard.kernels import bundle
-from regard.normalizers import Choice, Normalizer
-from regard.normalizers._language import speak
+from regard.kernels.traits import traits_of
+from regard.normalizers import Choice
 
 try:
     from triton import next_power_of_2
@@ -66,38 +64,6 @@ class Plan(NamedTuple):
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
 
 
-class Traits(NamedTuple):
-    """What a kernel may lean on, found by trying the tile functions of a ratio; all False of other families."""
-
-    numerator_ends: bool = False  # u is 0 of a score −inf
-    denominator_ends: bool = False  # v is
-    slopes_end: bool = False  # and so are u′ and v′
-    differs: bool = False  # u and v are functions of e − c
-    proportional: bool = False  # u and Z grow in proportion to the scores: a factor common to all changes no weight
-    faint: bool = False  # the scale is so small that no finite score can stand for −inf
-
-
-@functools.cache
-def traits(normalizer: Normalizer, faint: bool) -> Traits:
-    """
-    >>> from regard import normalizers
-    >>> traits(normalizers.get("relu").normalizer, False).proportional
-    True
-    """
-    if normalizer.family != "ratio":
-        return Traits(faint=faint)
-    sides = [speak(side) for side in (normalizer.numerator, normalizer.denominator)]
-    e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
-    with np.errstate(invalid="ignore"):
-        functions = [*sides, *(speak(side) for side in (normalizer.numerator_slope, normalizer.denominator_slope))]
-        ends = [bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0) for side in functions]
-    differs = all(np.allclose(side(e + y, y, c), side(e + y - c, y, 0.0 * c)) for side in sides)
-    linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
-    moves = not np.allclose(sides[0](e + y, y, c), sides[0](e + y, y, 0.0 * c))
-    alone = normalizer.shift == "none" and not np.any(speak(normalizer.rest)(c))
-    return Traits(*ends[:2], ends[2] and ends[3], differs=differs and moves, proportional=linear and alone, faint=faint)
-
-
 def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) -> Plan:
     """The launch for R rows of N columns of `size` bytes a number, by what was fastest on an H200.
 
@@ -133,6 +99,8 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
         registers = None
     elif forwards and half and family != "pointwise" and not few:
         columns, warps, again = 32768, 16, True
+    elif forwards and family == "ratio":
+        warps = 16
     parts, step = -(-N // columns), 4096 if forwards and family == "pointwise" else 0
     # programs of an unfinished row hold their places: at most an eighth, so that other streams cannot starve them
     return Plan(1, columns, parts, warps, parts <= processors // 8, registers, again, step)
@@ -258,7 +226,7 @@ class _Launch:
     def __init__(self, F, s, tensors, theta, mask, scale, choice):
         self.F, self.s = F, s
         self.R, self.N = s.shape
-        self.traits = traits(choice.normalizer, scale < 1e-30)
+        self.traits = traits_of(choice.normalizer, scale < 1e-30)
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
         kinds = {"exponential": F.exponential, "proportional": self.traits.proportional}
         family = next((kind for kind, holds in kinds.items() if holds), F.family)

@@ -7,7 +7,8 @@ instructions per score. e^y = 2^j·2^r with |r| ≤ ½, 2^r by a polynomial good
 import triton
 import triton.language as tl
 
-from regard.kernels.rows_online import load_both, shift_of
+from regard.kernels.rows_online import load_both
+from regard.kernels.rows_terms import shift_of
 from regard.kernels.rows_tiles import (
     finite,
     gather,

@@ -9,7 +9,8 @@ arithmetic of the others. Threads meet once for (m, z), then the weights are tol
 import triton
 import triton.language as tl
 
-from regard.kernels.rows_online import ending, join, shift_of, suited, terms
+from regard.kernels.rows_online import ending, join
+from regard.kernels.rows_terms import shift_of, suited, terms
 from regard.kernels.rows_tiles import (
     finite,
     larger,

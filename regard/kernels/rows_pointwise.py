@@ -7,7 +7,8 @@ written a second time.
 import triton
 import triton.language as tl
 
-from regard.kernels.rows_online import join, terms
+from regard.kernels.rows_online import join
+from regard.kernels.rows_terms import terms
 from regard.kernels.rows_tiles import highest, larger, load_scores, number, parameter, store, store_state
 
 

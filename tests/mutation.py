@@ -19,12 +19,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutation_page import EQUIVALENT, place, publish
+
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "mutants.md"
 CONTRACT = [f"tests/test_{name}.py" for name in ("contract", "normalize", "statistics", "kernel_rows")] + ["-k"]
 STATISTICS = ["tests/test_statistics.py"]
 KERNELS = ["tests/test_kernel_attention.py", "-k", "not other_types"]
@@ -63,27 +63,6 @@ SWAPS = {ast.Add: "-", ast.Sub: "+", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", a
 OTHER = {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "amin": "amax"}
 ASIDE = ("stride", "shape", "raise", 'f"', "//", "program_id", "cdiv", "range(", "assert")  # lines about something else
 GUESSES = {"regard/kernels/survey.py": ("worthwhile", "power", "tail", "guess")}  # where τ is sought first, no more
-EQUIVALENT = {  # the line of a survivor and what it became there: why no test can notice
-    ("safe_top = torch.where(self.top == -math.inf, torch.zeros_like(self.top), self.top)", "(math.inf)"): (
-        "a part without keys has no ties, so it adds 0 whatever its u is"
-    ),
-    ("setattr(state, name, getattr(state, name) + torch.where(folded > 0, folded * term, 0.0))", "(folded >= 0)"): (
-        "0·u is 0: the terms are finite"
-    ),
-    ("state.lse = state.lse * fall + torch.where(folded > 0, folded * fall, 0.0)", "(folded >= 0)"): (
-        "0·exp(top − max) is 0: it lies between 0 and 1"
-    ),
-    ("gain = torch.where(z2 > 0, numerator / torch.where(z2 > 0, z2, 1.0), 0.0)", "(z2 >= 0)"): (
-        "where Σv is 0 no score rises: the numerator is 0 too, and a quotient of zeros is hidden by the other"
-    ),
-    (
-        "above = value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) >= 1.0",
-        "(value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) > 1.0)",
-    ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
-    ("return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN", "(s < 0.0)"): "0 either way at s = 0",
-    ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
-    ("high = high.masked_fill(high == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
-}
 
 
 @dataclass(frozen=True)
@@ -222,40 +201,6 @@ def drawn(table: dict, sample: int, seed: int, only: list[str]) -> list[Mutant]:
     pools = [pick.sample(found, len(found)) for path in chosen if (found := mutants(path))]
     turns = itertools.zip_longest(*pools)
     return [mutant for turn in turns for mutant in turn if mutant is not None][:sample]
-
-
-def publish(files: list[Path]) -> None:
-    """docs/mutants.md from the outcomes, the later file's where two tell of one mutant: a line per file, and all."""
-    latest = {place(entry): entry for file in files for entry in json.loads(file.read_text(encoding="utf-8"))}
-    entries = {entry["mutant"] + " " * entry["column"]: entry for entry in latest.values()}
-    entries = dict(sorted(entries.items()))
-    for entry in entries.values():
-        if entry["outcome"] == "SURVIVED" and (why := EQUIVALENT.get((entry["text"], entry["new"]))):
-            entry["outcome"] = f"computes the same: {why}"
-    kinds = Counter(entry["outcome"].split(":")[0] for entry in entries.values())
-    counted = len(entries) - kinds["computes the same"]
-    commits = ", ".join(sorted({f"`{entry['commit']}`" for entry in entries.values()}))
-    text = [
-        "# Mutants\n",
-        f"Written by `python tests/mutation.py --publish` from runs at {commits}: {len(entries)} changes of the "
-        f"mathematics, {kinds['noticed']} noticed, {kinds['SURVIVED']} survived, {kinds['computes the same']} that "
-        f"compute the same; {kinds['noticed'] / counted:.1%} of those that could be noticed.\n",
-        "| file | mutants | noticed | survived | the same |\n| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for path in sorted({name.split(":")[0] for name in entries}):
-        of = Counter(e["outcome"].split(":")[0] for name, e in entries.items() if name.startswith(f"{path}:"))
-        row = (sum(of.values()), of["noticed"], of["SURVIVED"], of["computes the same"])
-        text.append(f"| `{path}` | {' | '.join(map(str, row))} |")
-    text.append("\n| change | outcome |\n| --- | --- |")
-    for name, entry in entries.items():
-        change = name.strip().replace("|", "\\|").replace("`", "'")
-        text.append(f"| `{change}` | {entry['outcome'].replace('|', chr(92) + '|')} |")
-    PAGE.write_text("\n".join(text) + "\n", encoding="utf-8")
-
-
-def place(entry: dict) -> tuple:
-    """What stays of a mutant's place when lines move."""
-    return entry["mutant"].split(":")[0], entry["text"], entry["column"], entry["new"]
 
 
 def main() -> int:

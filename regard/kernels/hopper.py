@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from regard.kernels import bundle, statistics
+from regard.kernels.launch import kind_of, launch
+from regard.normalizers._language import speak
 from regard.problem import Problem
 
 ROWS = 64  # queries of one warpgroup
@@ -39,11 +42,18 @@ def takes(p: Problem) -> bool:
 
 
 def suits(p: Problem) -> bool:
-    """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds."""
+    """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds.
+
+    Shared reciprocals give no weight below 2⁻⁶³: maps that may have no larger ones are left to others.
+    """
     if p.choice.family == "ratio" and p.choice.exponential:
         return True
     if p.choice.family == "threshold":
         return False
+    if p.choice.family == "pointwise" and p.choice.odds is not None:
+        with np.errstate(over="ignore"):
+            if speak(p.choice.odds)(0.0, p.choice.theta or 0.0) > 2.0**30:
+                return False
     bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
     return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
 
@@ -71,10 +81,8 @@ def forward(p: Problem, o, frame, z, stats, options, lesser) -> None:
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
     rough = torch.empty(4, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else stats
     blocks = triton.cdiv(p.q.shape[-2], C.BM) * p.q.shape[0] * p.q.shape[1]
-    forward_hopper[(blocks,)](
-        described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS), frame, z, stats, rough,
-        options, C, num_warps=4,
-    )  # fmt: skip
+    blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
+    launch(kind_of(p, o), forward_hopper, blocks, (*blocked, frame, z, stats, rough, options), (C,), num_warps=4)
     if C.NEED.shares or C.NEED.moments:
         lesser(rough)
 
@@ -103,9 +111,14 @@ def shape_of(p: Problem):
 
 def described(x: torch.Tensor, rows: int):
     """Blocks [rows, D] of x for the bulk copy engine, laid out in shared memory as the tensor cores read them."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, 1, rows, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, KINDS[x.dtype]))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    block = (1, 1, rows, x.shape[-1])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout_of(block, x.dtype))
+
+
+@cache
+def layout_of(block: tuple[int, ...], dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, KINDS[dtype]))

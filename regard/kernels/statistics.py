@@ -7,6 +7,7 @@ base 2 until `finish`. Sums that nobody asked for stay 0 and vanish at compile t
 from __future__ import annotations
 
 from collections import namedtuple
+from functools import cache
 from typing import Any, NamedTuple
 
 import triton
@@ -36,6 +37,7 @@ class Needs(NamedTuple):
     track_first: bool  # in the loop: a dense mask decides which key is the first
 
 
+@cache
 def slots(names: tuple[str, ...]) -> Slots:
     return Slots(*(names.index(name) if name in names else -1 for name in NAMES))
 

@@ -138,8 +138,8 @@ def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexp
 @gluon.jit
 def weights(y, a, b2, frame, theta, F: gl.constexpr):
     """(u, v, log2 e) of scores y in a frame, in the map's cheapest form; u may come signed, for `rounded` to clip."""
-    if F.inverse is not None:
-        u = inverses(F.inverse(y * b2, theta))
+    if F.odds is not None:
+        u = shared(F.odds(y * b2, theta))
         v = u
         power = u
     elif F.signed is not None:
@@ -152,23 +152,23 @@ def weights(y, a, b2, frame, theta, F: gl.constexpr):
 
 
 @gluon.constexpr_function
-def inverting(n):
-    """$k = 1/$k ≥ 0 of a thread's n numbers ≥ 1, of two rows by turns of two: one reciprocal for four of a row.
+def sharing(n):
+    """$k = 1/(1 + $k) of a thread's n numbers ≥ 0, of two rows by turns of two: one reciprocal for four of a row.
 
-    Unless all of the warp's are below 2³¹ the product of four might overflow: then each is taken by itself.
+    With a′ = min((1 + a)·2⁻⁶³, 1), where the multiply-add saturates by itself, neither a′b′ nor (a′b′·2⁶³)·(c′d′·2⁶³)
+    leaves float32's range. So no weight comes below 2⁻⁶³; a NaN makes its whole four NaN, or its neighbour's.
     """
-    most = "".join(f" max.s32 m, m, ${k};" for k in range(1, n))
-    each = "".join(f" rcp.approx.ftz.f32 ${k}, ${k};" for k in range(n))
-    four = ""
+    code = ".reg .b32 x, y, r;"
+    for k in range(n):
+        code += f" fma.rn.sat.f32 ${k}, ${k}, 0f20000000, 0f20000000;"
     for k in range(0, n, 8):
         for a, b, c, d in ((k, k + 1, k + 4, k + 5), (k + 2, k + 3, k + 6, k + 7)):
-            four += f" mul.f32 x, ${a}, ${b}; mul.f32 y, ${c}, ${d}; mul.f32 m, x, y; rcp.approx.ftz.f32 m, m;"
-            four += f" mul.f32 y, y, m; mul.f32 x, x, m; mul.f32 m, y, ${b}; mul.f32 ${b}, y, ${a}; mov.b32 ${a}, m;"
-            four += f" mul.f32 m, x, ${d}; mul.f32 ${d}, x, ${c}; mov.b32 ${c}, m;"
-    return (
-        f"{{ .reg .b32 m, x, y; .reg .pred p; mov.b32 m, $0;{most} setp.ge.s32 p, m, 0x4F000000;"
-        f" vote.sync.any.pred p, p, -1; @p bra.uni EACH;{four} bra.uni DONE; EACH:{each} DONE: }}"
-    )
+            code += f" mul.f32 x, ${a}, ${b}; mul.f32 x, x, 0f5F000000;"
+            code += f" mul.f32 y, ${c}, ${d}; mul.f32 y, y, 0f5F000000;"
+            code += " mul.f32 r, x, y; rcp.approx.ftz.f32 r, r; mul.f32 y, y, r; mul.f32 x, x, r;"
+            code += f" mul.f32 r, y, ${b}; mul.f32 ${b}, y, ${a}; mov.b32 ${a}, r;"
+            code += f" mul.f32 r, x, ${d}; mul.f32 ${d}, x, ${c}; mov.b32 ${c}, r;"
+    return f"{{ {code} }}"
 
 
 @gluon.constexpr_function
@@ -177,9 +177,9 @@ def in_place(n):
 
 
 @gluon.jit
-def inverses(x):
-    N: gl.constexpr = x.shape[0] * x.shape[1] * 8 // 128
-    return gl.inline_asm_elementwise(inverting(N), in_place(N), [x], gl.float32, True, N)
+def shared(odds):
+    N: gl.constexpr = odds.shape[0] * odds.shape[1] * 8 // 128
+    return gl.inline_asm_elementwise(sharing(N), in_place(N), [odds], gl.float32, True, N)
 
 
 @gluon.jit

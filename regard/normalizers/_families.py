@@ -117,20 +117,20 @@ class Normalizer:
 class Pointwise(Normalizer):
     """p = value(s, θ), each entry alone. `slope_of_weight(p, θ)`, if given, spares keeping the scores for backward.
 
-    `inverse(s·log2 e, θ)` = 1/p ≥ 1, if given, is for kernels that share a reciprocal between several weights.
+    `odds(s·log2 e, θ)` = 1/p − 1 ≥ 0, if given, is for kernels that share a reciprocal between several weights.
     """
 
     value: Any = None
     slope: Any = None
     slope_of_weight: Any = None
-    inverse: Any = None
+    odds: Any = None
     family: ClassVar[str] = "pointwise"
 
     def _tiles_forward(self, s, theta):
         p = speak(self.value)(s, theta or 0.0)
-        if self.inverse is not None:
-            inverse = speak(self.inverse)(s * np.log2(np.e), theta or 0.0)
-            self._must((inverse >= 1).all() and np.allclose(p * inverse, 1.0), "inverse ≠ 1 / value, or below 1")
+        if self.odds is not None:
+            odds = speak(self.odds)(s * np.log2(np.e), theta or 0.0)
+            self._must((odds >= 0).all() and np.allclose(p * (1 + odds), 1.0), "odds ≠ 1 / value − 1, or below 0")
         return p
 
     def _tiles_slopes(self, s, p, theta):

@@ -22,8 +22,8 @@ def value(s, bias):
 
 
 @jit
-def inverse(power, bias):
-    return 1.0 + tl.exp2(bias * -1.4426950408889634 - power)
+def odds(power, bias):
+    return tl.exp2(bias * -1.4426950408889634 - power)
 
 
 @jit
@@ -56,5 +56,5 @@ normalizer = Sigmoid(
     value=value,
     slope=slope,
     slope_of_weight=slope_of_weight,
-    inverse=inverse,
+    odds=odds,
 )

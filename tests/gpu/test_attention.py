@@ -101,3 +101,25 @@ def test_hidden_nan_changes_nothing():
             grads = attention.backward(p, answer, Upstream(torch.ones_like(answer.o)))
             answers.append((answer.o, grads.q, grads.k, grads.v))
         assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+
+
+@pytest.mark.parametrize("name", ["softmax", "softpick", "entmax15"])
+def test_room_for_the_output_in_any_order(name):
+    """Launches are remembered by what their tensors look like: one after another they must not be mixed up."""
+    for dtype in (torch.bfloat16, torch.float32):
+        problem = make(11, name, b=2, h=4, g=2, m=160, n=160, d=64, e=64, dtype=dtype, device="cuda", stats=())
+        b, h, m, e = problem.q.shape
+        plain = attention.forward(problem).o
+        for _ in range(2):
+            across = torch.full((b, m, h, e), math.nan, dtype=dtype, device="cuda").transpose(1, 2)
+            assert torch.equal(attention.forward(problem, across).o, plain)
+            assert torch.equal(attention.forward(problem).o, plain)
+            found = []
+            for room, do in (
+                (None, plain),
+                (across, plain),
+                (across, plain.transpose(1, 2).contiguous().transpose(1, 2)),
+            ):
+                grads = attention.backward(problem, attention.forward(problem, room), Upstream(do))
+                found.append((grads.q, grads.k, grads.v))
+            assert all(torch.equal(x, y) for one in found[1:] for x, y in zip(found[0], one, strict=True))

@@ -70,9 +70,9 @@ def test_other_maps_and_options(options):
         check_forward(attention, taken(seed, d=64, e=64, **sizes, **options), slack=2.0)
 
 
-@pytest.mark.parametrize("bias", [-8, -20, -24])
+@pytest.mark.parametrize("bias", [-8, -14, -20])
 def test_small_sigmoids_keep_their_digits(bias):
-    """Reciprocals are shared by four weights where their product allows it, else each is taken by itself."""
+    """A reciprocal is shared by four weights, which may differ by many powers of two."""
     for seed, sizes in enumerate(SHAPES):
         check_forward(attention, taken(seed, f"sigmoid(bias={bias})", d=64, e=64, stats=(), causal=True, **sizes), 2.0)
 
@@ -89,6 +89,17 @@ def test_a_mean_that_dwarfs_the_deviation():
     problem = taken(7, b=1, h=4, g=2, m=500, n=900, d=64, e=64, causal=True)
     problem.k += 6.0
     check_forward(attention, problem, slack=2.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+def test_moments_of_the_logits_without_scores(d, causal, monkeypatch):
+    monkeypatch.setattr(hopper, "APART", {True: 0, False: 0})
+    sizes = dict(b=1, h=4, g=2, m=2500, n=2301 if causal else 999, d=d, e=d, causal=causal)
+    for seed, (sharp, shift) in enumerate(((0.02, 0.0), (1.0, 0.0), (1.0, 6.0), (12.0, 0.3))):
+        problem = taken(seed, sharp=sharp, **sizes)
+        problem.k += shift
+        check_forward(attention, problem, slack=2.0)
 
 
 def test_a_maximum_that_comes_last_and_far_above():

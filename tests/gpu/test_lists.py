@@ -9,6 +9,7 @@ import torch
 from attention_data import FLOOR, Poisoned, check_backward, check_forward, make
 
 from regard.kernels import attention, sparse
+from regard.kernels.config import config_of, options, view
 from regard.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -50,11 +51,11 @@ def test_flat_and_sharp_rows(sharp):
 @pytest.mark.parametrize(("m", "n", "causal"), [(4096, 4096, True), (2048, 16384, False)])
 def test_normal_rows_are_served_by_lists(m, n, causal):
     problem = make(5, "entmax15", d=128, e=128, stats=(), causal=causal, **LONG | dict(h=4, m=m, n=n))
-    config, _ = attention._config(problem, "forward_threshold")
-    views, opt = [attention.view(x) for x in (problem.q, problem.k, problem.v)], attention._options(problem)
+    config, _ = config_of(problem, "forward_threshold")
+    views, opt = [view(x) for x in (problem.q, problem.k, problem.v)], options(problem)
     shape = problem.q.shape[:-1]
     o, (frame, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
-    left = sparse.forward(problem, None, views, attention.view(o), frame, z, frame, opt, config, 40)
+    left = sparse.forward(problem, None, views, view(o), frame, z, frame, opt, config, 40)
     assert int(left.sum()) == 0
 
 

@@ -1,4 +1,4 @@
-"""docs/mutants.md: what became of the mutants that `tests/mutation.py` has tried, and which of them compute the same."""
+"""docs/mutants.md: what became of the mutants that `tests/mutation.py` has tried, and which compute the same."""
 
 from __future__ import annotations
 

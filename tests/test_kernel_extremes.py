@@ -42,7 +42,7 @@ def _far(x, truth, floor, factor):
 
 def _sizes(name, dtype):
     if dtype == torch.float32:
-        least = 1e-38 if name == "softpick" else 0.0  # 1/Z overflows
+        least = 1e-37 if name == "softpick" else 0.0  # 1/Z overflows
     else:
         least = 1e-3 if name == "softpick" else 1e-37  # exp(s) − 1 in float32; the interpreter's 16-bit subnormals
     return [size for size in SIZES if size >= least]
@@ -89,4 +89,4 @@ def test_rows_that_are_cut(name, dtype, monkeypatch):
     sizes = [size for size in _sizes(name, dtype) if size in (1e-38, 1e11, 3.4e38)]
     s = _scores(sizes, dtype).unflatten(0, (-1, 6))
     s = s[:, [0, 2, 4]] if INTERPRETED else s
-    _check(normalizers.get(name), s.flatten(0, 1).to(DEVICE), 0.3, CUTS[dtype], monkeypatch)
+    _check(normalizers.get(name), s.flatten(0, 1).to(DEVICE), 0.05, CUTS[dtype], monkeypatch)

@@ -23,10 +23,11 @@ def shift_of(m, F: tl.constexpr):
 @triton.jit
 def suited(top, scale, F: tl.constexpr, TRAITS: tl.constexpr):
     """What scores are multiplied by: the scale; or about 1/max, for a map proportional to them where their sum, or its
-    inverse, could overflow. It falls as the maximum rises, so that a part of a row can be told in the row's."""
+    inverse, could overflow. At most 1e37 times the scale, so that a part of a row can be told in the row's."""
     if TRAITS.proportional:
         m = finite(top)
         inverse = tl.minimum(1.0 / tl.where(m > 0.0, m, 1.0), 2.0**126)
+        inverse = tl.minimum(inverse, tl.maximum(1e37 * scale, 1.0))
         scale = tl.where((m > 0.0) & ((m * scale > 1e30) | (m * scale < 1e-30)), inverse, scale + m * 0.0)
     return scale
 

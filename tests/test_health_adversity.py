@@ -44,7 +44,7 @@ def nothing_is_left():
     return (
         intercept.ACTIVE == []
         and not intercept._STACK
-        and not intercept._OUTER
+        and not intercept.OPENED
         and torch.overrides._get_current_function_mode_stack() == []
         and torch.backends.mha.get_fastpath_enabled()
     )

@@ -210,7 +210,7 @@ def test_beside_using_nothing_is_left_open(first, attention):
                 model("text")
             assert torch._C._len_torch_function_stack() == depth
         assert [clip.head for clip in regard.qk_clip(model, 50.0).heads] == [0]
-    assert intercept.ACTIVE == intercept._STACK == intercept._OUTER == []
+    assert intercept.ACTIVE == intercept._STACK == intercept.OPENED == []
 
 
 class Hit(nn.Module):
@@ -239,7 +239,7 @@ def test_ctrl_c_in_a_forward_leaves_nothing_open(beside, attention):
         model[2].armed = False
 
     def closed():
-        assert intercept.ACTIVE == intercept._STACK == intercept._OUTER == []
+        assert intercept.ACTIVE == intercept._STACK == intercept.OPENED == []
         assert torch._C._len_torch_function_stack() == depth and torch.backends.mha.get_fastpath_enabled()
         assert not model[1]._forward_hooks and not model[1]._forward_pre_hooks
         assert len(model._forward_hooks) == len(model._forward_pre_hooks)
@@ -294,3 +294,21 @@ def test_a_compiled_step_is_counted():
     with pytest.raises(ValueError, match="saw no training forward of it"):
         regard.qk_clip(model, 50.0)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("attention", [ours, Self])
+@pytest.mark.parametrize("first", ["monitor", "qk_clip"])
+def test_beside_a_monitor_both_see_every_step(first, attention):
+    model, optimizer = exploded(attention)
+    x, layer, rows = torch.randn(1, 6, 16), "1" if attention is ours else "1.inner", []
+    if first == "qk_clip":
+        regard.qk_clip(model, 50.0)
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0):
+        regard.qk_clip(model, 50.0)
+        for turn in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            tops = regard.qk_clip(model, 1e9).max_logit[layer]
+            told = [row for row in rows if row["step"] == turn + 1]
+            assert [row["max_logit"] for row in told] == pytest.approx(tops, rel=1e-4)
+    assert intercept.ACTIVE == intercept._STACK == intercept.OPENED == []

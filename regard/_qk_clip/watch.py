@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
-from collections import OrderedDict
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
-from regard.health.call import forget_masks
-from regard.health.intercept import Interception, bury_dead, close_forward, enter, open_forward
+from regard.health.forwards import bury_dead, close_forward, open_forward
+from regard.health.intercept import Interception
 from regard.nn import MultiheadAttention
 from regard.nn.projections import not_growing
 
@@ -125,24 +122,11 @@ class Watch:
         bury_dead()
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            cast(OrderedDict, module._forward_hooks).move_to_end(self._hooks[1].id)  # opened first is closed last
-            open_forward(self._caught(module))
+            open_forward(Interception(module, observe=self).in_forward())
 
     def _after(self, module, inputs, output) -> None:
         if not torch.compiler.is_compiling():
             close_forward()
-
-    @contextlib.contextmanager
-    def _caught(self, module: nn.Module):
-        with Interception(module, observe=self) as interception:
-            own = module._forward_pre_hooks.keys() | module._forward_hooks.keys()
-            # torch walks through the model's own hooks when its forward raises: none may go then, so they go now
-            for hook in [hook for hook in interception._hooks if hook.id in own]:
-                hook.remove()
-            with interception.torch_calls():
-                enter(module)  # in the place of its own hooks
-                yield
-        forget_masks()
 
 
 def unhook(model: nn.Module) -> None:

@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
+from regard.health.call import Call, as_four, causal_rows, cleaned, forget_masks, rows_of
+from regard.health.forwards import OPENED, bury_dead, close_forward, open_forward
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 PLAIN = (
@@ -101,6 +101,19 @@ class Interception:
             del _STACK[depth:]
             torch.backends.mha.set_fastpath_enabled(fast)
 
+    @contextlib.contextmanager
+    def in_forward(self):
+        """All of it for a forward of the model that begins just now, in its pre-hook: see `open_forward`."""
+        with self:
+            own = self.model._forward_pre_hooks.keys() | self.model._forward_hooks.keys()
+            # torch walks through the model's own hooks when its forward raises: none may go then, so they go now
+            for hook in [hook for hook in self._hooks if hook.id in own]:
+                hook.remove()
+            with self.torch_calls():
+                _STACK.append(getattr(self.model, "_orig_mod", self.model))  # in the place of its own hooks
+                yield
+        forget_masks()
+
     def __enter__(self) -> Interception:
         self.start()
         return self
@@ -112,13 +125,12 @@ class Interception:
 ACTIVE: list[Interception] = []
 _STACK: list[nn.Module] = []  # the modules whose forward is running
 _BUSY = [False]  # inside a caught call: what it calls is not caught again
-_OUTER: list[tuple[FrameType | None, Any]] = []  # forwards that opened something: the frame, and the open context
 
 
 def _enter(module, inputs) -> None:
-    if _OUTER and any(module is one.model for one in ACTIVE):
+    if OPENED and any(module is one.model for one in ACTIVE):
         bury_dead()
-    if not _OUTER:
+    if not OPENED:
         for one in ACTIVE:
             if one.opens and id(module) in one.names:
                 open_forward(one.torch_calls())
@@ -132,30 +144,6 @@ def _leave(module, inputs, output) -> None:
     close_forward()
 
 
-def open_forward(context: contextlib.AbstractContextManager) -> None:
-    """Called by a module's forward pre-hook: what the context opens stays open until that forward ends."""
-    bury_dead()
-    context.__enter__()
-    _OUTER.append((_caller(), context))
-
-
-def close_forward() -> None:
-    """Called by a module's forward hook: close what its pre-hook opened, if it did."""
-    if _OUTER and _OUTER[-1][0] is _caller():
-        _OUTER.pop()[1].__exit__(None, None, None)
-
-
-def enter(module: nn.Module) -> None:
-    """Say that a module's forward is running, where a hook cannot."""
-    _STACK.append(getattr(module, "_orig_mod", module))
-
-
-def _caller() -> FrameType | None:
-    """The frame of the module's call that runs the hook which asks."""
-    frame = sys._getframe(3)
-    return frame.f_back if frame.f_code.co_name == "inner" else frame
-
-
 @contextlib.contextmanager
 def _pushed(mode: TorchFunctionMode):
     mode.__enter__()
@@ -165,23 +153,6 @@ def _pushed(mode: TorchFunctionMode):
         depth = torch._C._len_torch_function_stack()
         if depth and torch._C._get_function_stack_at(depth - 1) is mode:  # autograd restores the stack it found
             mode.__exit__(None, None, None)
-
-
-def bury_dead() -> None:
-    """Close what forwards left open that Ctrl-C ended: torch calls no hook then."""
-    while _OUTER and not _running(_OUTER[-1][0]):
-        _OUTER.pop()[1].__exit__(None, None, None)
-
-
-def _running(wanted: FrameType | None) -> bool:
-    """Is a frame on any thread's stack?"""
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None and at is not wanted:
-            at = at.f_back
-        if at is not None:
-            return True
-    return False
 
 
 def watched(module: nn.Module | None) -> list[Interception]:
@@ -205,9 +176,9 @@ def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
             swapped = one.swap(swapped)
     if swapped is not call:
         otherwise = swapped.run
-    for one in ACTIVE:
+    for one in reversed(ACTIVE):  # the first one asked has the others behind it
         if one.observe is not None and id(call.module) in one.names:
-            return one.observe(swapped, one.names[id(call.module)], otherwise)
+            otherwise = partial(one.observe, swapped, one.names[id(call.module)], otherwise)
     return otherwise()
 
 

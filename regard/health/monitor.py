@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from regard.health.bins import NAMES
-from regard.health.call import forget_masks
-from regard.health.intercept import Interception, enter
+from regard.health.forwards import close_context, close_forward, open_forward
+from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder
 from regard.health.writers import MEANS, writer
 
@@ -109,7 +109,7 @@ class Monitor:
         self._given_step = step
 
     def _before(self, module, inputs) -> None:
-        self._end_sample()  # of a forward that Ctrl-C ended: torch calls no hook then
+        self._end_sample()
         if not module.training:
             return
         now = time.perf_counter()
@@ -124,30 +124,23 @@ class Monitor:
             self._warn("the model", None, "compiled", told)
             return
         recorder = _Timed(sequences=self.sequences)
-        interception = Interception(self.model, observe=recorder)
-        interception.start()
-        context = interception.torch_calls()
-        context.__enter__()
-        enter(module)  # its own hook came too late for this forward
-        self._sample = recorder, interception, context, time.perf_counter() - now
+        context = Interception(self.model, observe=recorder).in_forward()
+        open_forward(context)
+        self._sample = recorder, context, time.perf_counter() - now
 
-    def _end_sample(self) -> tuple[_Timed, float] | None:
-        """What is open is closed again: (what was recorded, seconds to open it), None if nothing was."""
-        if self._sample is None:
-            return None
-        recorder, interception, context, opening = self._sample
-        self._sample = None
-        context.__exit__(None, None, None)
-        interception.stop()
-        forget_masks()
-        return recorder, opening
+    def _end_sample(self) -> None:
+        """Close what is still open, of a forward that Ctrl-C ended: torch calls no hook then."""
+        if self._sample is not None:
+            close_context(self._sample[1])
+            self._sample = None
 
     def _after(self, module, inputs, output) -> None:
         started = time.perf_counter()
-        ended = self._end_sample()
-        if ended is None:
+        if self._sample is None:
             return
-        recorder, opening = ended
+        recorder, _, opening = self._sample
+        self._sample = None
+        close_forward()
         recorder.settle()
         for layer in recorder.layers.values():
             if layer.reading is not None:

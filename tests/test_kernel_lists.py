@@ -96,10 +96,14 @@ def test_lists_give_what_the_oracle_gives(name, options):
     check_backward(attention, problem, check_forward(attention, problem))
 
 
-def test_rows_that_fail_are_swept():
-    sizes = SMALL | dict(h=1, m=34, n=100)
-    problem = make(2, "entmax15", **sizes, sharp=0.05, stats=())  # a support of many more keys than a list holds
+def test_rows_that_fail_are_swept_and_only_those(monkeypatch):
+    left, made = [], sparse.forward
+    monkeypatch.setattr(sparse, "forward", lambda *call: left.append(made(*call)) or left[-1])
+    problem = make(2, "entmax15", **SMALL | dict(b=2, g=2, m=16, n=100), sharp=0.05, stats=())
+    problem.q[0] *= 60.0  # few keys have weight; in the other batch entry more of them than a list holds
     check_backward(attention, problem, check_forward(attention, problem))
+    failed = left[0].view(2, -1)
+    assert failed[0].sum() == 0 and failed[1].all()
 
 
 def test_lists_longer_than_what_is_at_hand(monkeypatch):

@@ -50,7 +50,7 @@ TESTS = {  # what is mutated, and what must notice
     **of("cpu", "_rows_threshold _rows_side", ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax or mask_of_any"]),
     **of("cpu", "attention_rows attention_rows_backward attention_blocks", CPU),
     **of("kernels", "tiles sweeps statistics forward_online forward_threshold forward_lesser", KERNELS),
-    **of("kernels", "backward backward_bias", KERNELS),
+    **of("kernels", "backward backward_bias", LISTS),
     **of("kernels", "gather support survey", LISTS),
     **of("kernels", "decode", DECODE),
     **of("kernels", "rows_exact rows_online rows_pointwise rows_short rows_threshold rows_tiles", ROWS),

@@ -73,12 +73,19 @@ def test_diffuse():
     assert kinds(q, k)["diffuse"].severity == "warning"
 
 
-@pytest.mark.parametrize(("factor", "words"), [(6.0, "too large"), (0.04, "too small")])
-def test_scale_off(factor, words):
+@pytest.mark.parametrize(
+    ("factor", "options", "words", "severity"),
+    [
+        (6.0, {}, "too large a scale", "warning"),
+        (0.04, {}, "too small queries and keys", "note"),
+        (1.0, dict(scale=0.04 / WIDTH**0.5), "too small a scale", "warning"),
+    ],
+)
+def test_scale_off(factor, options, words, severity):
     q, k = healthy()
-    found = kinds(q * factor, k)["scale off"]
+    found = kinds(q * factor, k, **options)["scale off"]
     assert len(found.heads) == HEADS
-    assert words in found.evidence
+    assert words in found.evidence and found.severity == severity
 
 
 def narrow(width, **options):

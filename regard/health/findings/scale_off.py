@@ -9,8 +9,9 @@ predict, and more. Heads of 8 and 16 are too narrow for that, 1/√d or not.
 
 How much must be gone depends on the scale of the call. Where it is 1/√d, sound layers were seen to keep 0.2 of a
 uniform row's gain (benchmarks/sound_models.py), and less than 0.1 is asked for. Where it is larger there is a suspect:
-less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose. One
-head alone is off from 256 on, in both variances.
+less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose: a note
+where the scale is not small, as fresh models of small weights begin so. One head alone is off from 256 on, in both
+variances.
 """
 
 from __future__ import annotations
@@ -68,12 +69,19 @@ def find(heads):
         *finding(
             KIND,
             "warning",
-            low,
+            [(head, number) for head, number in low if head.scale < 1.0 / LARGE],
             told + "too small a scale.",
             threshold,
-            "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'], or "
-            "larger initial query and key weights. If the model is freshly initialised with small ones, this is how it "
-            "starts.",
+            "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'].",
+        ),
+        *finding(
+            KIND,
+            "note",
+            [(head, number) for head, number in low if not head.scale < 1.0 / LARGE],
+            told + "too small queries and keys, or a scale applied to them as well.",
+            threshold + "; the scale of the call is not small",
+            "If the model is freshly initialised with small weights, this is how it starts. Else check that queries are "
+            "not multiplied by 1/√d before a call that does it too; try what_if=['temperature=0.5'].",
         ),
     ]
 

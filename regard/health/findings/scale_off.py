@@ -80,8 +80,8 @@ def find(heads):
             [(head, number) for head, number in low if not head.scale < 1.0 / LARGE],
             told + "too small queries and keys, or a scale applied to them as well.",
             threshold + "; the scale of the call is not small",
-            "If the model is freshly initialised with small weights, this is how it starts. Else check that queries are "
-            "not multiplied by 1/√d before a call that does it too; try what_if=['temperature=0.5'].",
+            "If the model is freshly initialised with small weights, this is how it starts. Else check that queries "
+            "are not multiplied by 1/√d before a call that does it too; try what_if=['temperature=0.5'].",
         ),
     ]
 

@@ -24,6 +24,9 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "above = value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) >= 1.0",
         "(value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) > 1.0)",
     ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
+    ("gain = torch.where(g > 0, pairs / torch.where(g > 0, g, 1.0), 0.0)", "(g >= 0)"): (
+        "Σg′ is 0 only in a row without keys, whose gain is set to 0 at the end"
+    ),
     ("return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN", "(s < 0.0)"): "0 either way at s = 0",
     ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
     ("high = high.masked_fill(high == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",

@@ -90,6 +90,21 @@ def test_states_merge_over_any_split(seed, name, size):
         assert torch.allclose(merged[key], whole[key], rtol=1e-9, atol=1e-12), key
 
 
+@pytest.mark.parametrize("name", [name for name in normalizers.names() if normalizers.get(name).family == "ratio"])
+def test_parts_whose_maxima_lie_far_apart_merge(name):
+    choice = normalizers.get(name)
+    s = torch.tensor([[2000.0, 1999.0, -1500.0, 3.0, 2.0, -1.0]], dtype=torch.float64)
+    seen, at = torch.ones_like(s, dtype=torch.bool), torch.arange(6.0, dtype=torch.float64)
+    parts = []
+    for own in (slice(0, 2), slice(2, 6)):
+        frame = solve_frame(s[:, own], seen[:, own], choice)
+        parts.append(State.of(s[:, own], seen[:, own], choice, frame, at[:1, None], at[own]))
+    whole = of_scores(s, normalizer=name)
+    for one, two in (parts, parts[::-1]):
+        for key, x in one.merge(two, choice).finish(choice).items():
+            torch.testing.assert_close(x, whole[key], rtol=1e-9, atol=1e-12, msg=key)
+
+
 def test_nearly_one_hot_rows_keep_their_digits():
     """float32 against 50 digits: 1 − Σp² and lse − E[s] would both be 0."""
     for gap in (20.0, 40.0, 80.0):

@@ -53,6 +53,19 @@ def test_training_goes_on_as_without_it():
     assert intercept.ACTIVE == []
 
 
+def test_a_forward_that_raises_is_no_sample():
+    """And nothing is told of it: it may have raised before any attention."""
+    model, rows = layer(), []
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wrong in (torch.randn(1, 10, 15), "text"):
+            with pytest.raises((RuntimeError, AssertionError, AttributeError)):
+                model(wrong)
+        assert (rows, monitor.samples) == ([], 0)
+        train(model, 1)
+    assert len(rows) == 2 and intercept.ACTIVE == intercept.OPENED == []
+
+
 def test_evaluation_is_not_a_step():
     model, rows = layer(), []
     monitor = regard.Monitor(model, every=1, log=rows.append)

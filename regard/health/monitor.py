@@ -141,6 +141,8 @@ class Monitor:
         recorder, _, opening = self._sample
         self._sample = None
         close_forward()
+        if output is None and sys.exc_info()[1] is not None:  # the forward raised: what it told is not a sample
+            return
         recorder.settle()
         for layer in recorder.layers.values():
             if layer.reading is not None:

@@ -59,7 +59,7 @@ def test_temperature_limits(name):
     assert torch.allclose(regard.normalize(z, name, temperature=math.inf, mask=mask), half)
 
 
-@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("name", [*normalizers.names(), "sigmoid(bias=-2)"])
 def test_limits_are_limits(name):
     z = rows(9)[[0, 1, 3, 7, 8]]
     near_zero = normalizers.get(name).reference(z / 1e-5, None, normalizers.get(name).theta)

@@ -27,6 +27,19 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
     ("gain = torch.where(g > 0, pairs / torch.where(g > 0, g, 1.0), 0.0)", "(g >= 0)"): (
         "Σg′ is 0 only in a row without keys, whose gain is set to 0 at the end"
     ),
+    (
+        "if (j0 < highest) & (j0 + C.BN > lowest):",
+        "(j0 + C.BN >= lowest)",
+    ): "one block more, in which nobody sees a key",
+    ("while (tl.max(far) > 0) & (step < LIMIT):", "(step <= LIMIT)"): "the limit is never met: rows arrive long before",
+    (
+        "near = s.abs() < 1.0  # exp(s) − 1 without cancellation near 0, without overflow far from it",
+        "(s.abs() <= 1.0)",
+    ): ("at |s| = 1 both forms are exact"),
+    (
+        "above = weights(-(middle**gain)).sum(-1, keepdim=True) >= 1.0",
+        "(weights(-middle ** gain).sum(-1, keepdim=True) > 1.0)",
+    ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
     ("return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN", "(s < 0.0)"): "0 either way at s = 0",
     ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
     ("high = high.masked_fill(high == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",

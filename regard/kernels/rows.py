@@ -129,7 +129,7 @@ def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Pl
         held = 32 if half and columns >= 1024 else 16
         return Plan(rows, columns, 1, min(max(total // (32 * held), 1), 32), False, 64, half)
     if tensors == 1 and half and columns == 65536 and family in ("exponential", "proportional"):
-        return Plan(rows, columns, 1, 32, False, 64, pieces=2 if family == "exponential" else 4)
+        return Plan(rows, columns, 1, 32, False, 64, pieces=4)
     if tensors == 1 and half and columns == 32768 and family in ("exponential", "pointwise"):
         return Plan(rows, columns, 1, 16, False, 64, True)
     registers = 64 if tensors == 1 and columns >= 8192 else None

@@ -63,15 +63,12 @@ def forward_long(
         pieces += (load_raw(s, mask, rows, columns + i * PIECE, R, N, mask_row, mask_column, HAS_MASK),)
     own = tl.full([1, LANES], float("-inf"), ACC)
     sums = tl.zeros([1, LANES], ACC)
-    low = tl.zeros([1, LANES], ACC)
     for i in tl.static_range(PIECES):
         x = tl.reshape(pieces[i].to(ACC), [PIECE // (LANES * VECTOR), LANES, VECTOR])
         before = own
         own = larger(own, tl.reduce(tl.reduce(x, 2, larger), 0, larger)[None, :])
         shift, pace = shift_of(finite(own), F), suited(own, scale, F, TRAITS)
-        _u, v = terms(x, shift[:, :, None], pace[:, :, None], 0.0, F, TRAITS, HALF, False, True)
-        if not TRAITS.denominator_ends:
-            low = tl.minimum(low, tl.min(tl.min(x, 2), 0)[None, :])
+        _u, v = terms(x, shift[:, :, None], pace[:, :, None], 0.0, F, TRAITS, HALF, False)
         if i > 0:
             sums = sums * fall_of(before, own, scale, F, TRAITS)
         sums += tl.sum(tl.sum(v, 2), 0)[None, :]
@@ -79,13 +76,6 @@ def forward_long(
     top = tl.reduce(own, 1, larger, keep_dims=True)  # [1, 1]
     shift = shift_of(finite(top), F)
     z = tl.sum(sums * fall_of(own, top, scale, F, TRAITS), 1, keep_dims=True)
-    if not TRAITS.denominator_ends:
-        if tl.min(low) == float("-inf"):  # some are hidden: summed once more, without them
-            z = z * 0.0
-            for i in tl.static_range(PIECES):
-                y = load_raw(s, mask, rows, columns + i * PIECE, R, N, mask_row, mask_column, HAS_MASK).to(ACC)
-                _, part_v = terms(y, shift, suited(top, scale, F, TRAITS), 0.0, F, TRAITS, HALF, False)
-                z += tl.sum(part_v, 1, keep_dims=True)
     top, z, shift, _fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
     if STAGE != "publish":
         z, inverse = ending(top, z, shift, scale, F, TRAITS, HALF)

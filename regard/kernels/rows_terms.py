@@ -33,17 +33,16 @@ def suited(top, scale, F: tl.constexpr, TRAITS: tl.constexpr):
 
 
 @triton.jit
-def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr, NEAR: tl.constexpr,
-          SEEN: tl.constexpr = False):  # fmt: skip
-    """(u, v) of scores, 0 where they are −inf; SEEN: none is."""
+def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr, NEAR: tl.constexpr):
+    """(u, v) of scores, 0 where they are −inf."""
     if F.family == "ratio":
         y = x * scale
         e, c = grown(exponential(x, shift, scale, HALF), y, silence(shift, scale, HALF), NEAR)
         u = F.numerator(e, y, c)
         v = F.denominator(e, y, c)
-        if not (TRAITS.numerator_ends or SEEN):
+        if not TRAITS.numerator_ends:
             u = tl.where(x > float("-inf"), u, 0.0)
-        if not (TRAITS.denominator_ends or SEEN):
+        if not TRAITS.denominator_ends:
             v = tl.where(x > float("-inf"), v, 0.0)
     else:
         u = tl.where(x > float("-inf"), F.weigh(x * scale, theta), 0.0)

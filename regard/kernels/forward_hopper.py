@@ -4,9 +4,11 @@ While one warpgroup weighs its scores, the tensor cores multiply for another, an
 tile runs beside p·v of the last:
 
     fetch    k, v → ring of shared memory
-    each     s = q·kᵀ (tile t)  |  o += p·v (tile t − 1)      issued together
-             u of s, sums                                     under the others' products
+    each     s = q·kᵀ (tile t), o += p·v (tile t − 1)         the latter in pieces,
+             u of s, sums                                     between which a piece of s each is weighed
              o ·= fade, p = u                                 once its own p·v is done
+
+A warpgroup stands still while it hands over a product that the tensor cores cannot take in yet: hence the pieces.
 
 Tiles of keys are walked from the last to the first, so that the one which a row sees in part comes first and alone
 carries masking code.
@@ -26,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from regard.kernels import statistics, tiles, warpgroup
+from regard.kernels import ptx, statistics, tiles, warpgroup
 from regard.kernels.forward_online import ending, frame_of
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import LN2, LOG2E
@@ -50,22 +52,21 @@ class Shape(NamedTuple):
     PARTS: int  # warpgroups
     STAGES: int  # of the ring
     REGISTERS: int  # of a thread
-    TURNS: bool  # does a warpgroup wait until the one before has its scores?
+    PIECES: int  # of a tile
+    LAZY: float  # powers of two by which a score may exceed its frame
     ACC: Any
 
 
 class Ring(NamedTuple):
-    """Shared memory and its barriers: the copy engine sets `full`, the warpgroups `free` and each other's `turn`."""
+    """Shared memory and its barriers: the copy engine sets `full`, the warpgroups `free`."""
 
     q: Any  # [PARTS, 1, 1, 64, D]
     k: Any  # [STAGES, 1, 1, N, D]
     v: Any  # [STAGES, 1, 1, N, D]
     q_full: Any
     k_full: Any
-    k_free: Any
     v_full: Any
-    v_free: Any
-    turn: Any
+    free: Any  # by step t: the keys of tile t and the values of tile t − 1
 
 
 class Walk(NamedTuple):
@@ -103,101 +104,134 @@ def fetch(q_blocks, k_blocks, v_blocks, ring, walk, group, C: gl.constexpr):
         mbarrier.expect(ring.q_full.index(part), ROWS * C.D * 2)
         copy_in(q_blocks, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q_full.index(part), ring.q.index(part))
     for t in range(walk.count):
-        stage, phase = t % C.STAGES, (t // C.STAGES) & 1
+        stage, next_stage = t % C.STAGES, (t + 1) % C.STAGES
         start = (walk.count - 1 - t) * C.BN
-        mbarrier.wait(ring.k_free.index(stage), phase ^ 1)
+        mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
         mbarrier.expect(ring.k_full.index(stage), C.BN * C.D * 2)
         copy_in(k_blocks, [walk.b, g, start, 0], ring.k_full.index(stage), ring.k.index(stage))
-        mbarrier.wait(ring.v_free.index(stage), phase ^ 1)
+        mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
         mbarrier.expect(ring.v_full.index(stage), C.BN * C.D * 2)
         copy_in(v_blocks, [walk.b, g, start, 0], ring.v_full.index(stage), ring.v.index(stage))
 
 
 @gluon.jit
-def ready(t, ring, walk, part: gl.constexpr, C: gl.constexpr):
-    """Wait for the keys of tile t and for this warpgroup's turn."""
-    more = t < walk.count
-    mbarrier.wait(ring.k_full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=more)
-    if C.TURNS:
-        mbarrier.wait(ring.turn.index(part), (t & 1) ^ (part > 0), pred=more)
+def ready(t, ring, walk, C: gl.constexpr):
+    """Wait for the keys of tile t."""
+    mbarrier.wait(ring.k_full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=t < walk.count)
+
+
+@gluon.jit
+def score(t, q, ring, C: gl.constexpr):
+    """s = q·kᵀ of tile t, under way."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    keys = ring.k.index(t % C.STAGES).reshape([C.BN, C.D]).permute((1, 0))
+    return warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def mix(c: gl.constexpr, o, p, values, C: gl.constexpr):
+    """o + p·v of piece c, under way."""
+    WIDTH: gl.constexpr = C.BN // C.PIECES
+    return warpgroup_mma(p[c], values.slice(c * WIDTH, WIDTH), o, is_async=True)
 
 
 @gluon.jit
 def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl.constexpr):
     """Tile t is scored and weighed while o takes tile t − 1."""
     F: gl.constexpr = C.F
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    PIECES: gl.constexpr = C.PIECES
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
-    keys = ring.k.index(stage).reshape([C.BN, C.D]).permute((1, 0))
-    s = warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
+    s = score(t, q, ring, C)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
-    o = warpgroup_mma(p, ring.v.index(before).reshape([C.BN, C.D]), o, is_async=True)
+    values = ring.v.index(before).reshape([C.BN, C.D])
+    o = mix(0, o, p, values, C)
     s = warpgroup_mma_wait(1, deps=[s])
-    if C.TURNS:
-        mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
     start = (walk.count - 1 - t) * C.BN
-    u, fade, r = warpgroup.weigh(s, r, i, last, a, theta, start, walk.i0 + part * ROWS, C, False)
-    r = warpgroup.pinned(r)
-    ready(t + 1, ring, walk, part, C)  # before the wait below: its branches, too, keep that wait in its place
-    o, p, u = warpgroup_mma_wait(0, deps=[o, p, u])
-    mbarrier.arrive(ring.k_free.index(stage), count=1)
-    mbarrier.arrive(ring.v_free.index(before), count=1)
+    fade, r = warpgroup.raised(s, r, a * LOG2E, start, C)
+    y = warpgroup.pieces(s, PIECES)
+    sums = warpgroup.blank(y[0])
+    new = ()
+    for c in gl.static_range(PIECES):
+        if c + 1 < PIECES:
+            o = mix(c + 1, o, p, values, C)
+        u, sums = warpgroup.weigh(
+            y[c], r, sums, i, last, a, theta, start, walk.i0 + part * ROWS, c * (C.BN // PIECES), C, False
+        )
+        new = new + (operand(u, ring, C),)  # noqa: RUF005 (Triton knows no star)
+    r = warpgroup.pinned(warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False))
+    ready(t + 1, ring, walk, C)  # before the wait below: its branches, too, keep that wait in its place
+    o, _, _, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1], p[2], p[3]])
+    mbarrier.arrive(ring.free.index(stage), count=1)
     if F.family == "ratio" and F.shift != "none":
-        o = warpgroup.faded(o, fade)
-    return o, gl.convert_layout(warpgroup.rounded(u, ring.v.dtype, F), p.type.layout), r
+        o = ptx.faded(o, fade)
+    return o, new, r
 
 
 @gluon.jit
-def pass_by(count, ring, part: gl.constexpr, C: gl.constexpr):
+def operand(u, ring, C: gl.constexpr):
+    """Weights in 16 bits, as the tensor cores take them."""
+    F: gl.constexpr = C.F
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
+    return gl.convert_layout(ptx.rounded(u, ring.v.dtype, F), LAYOUT)
+
+
+@gluon.jit
+def pass_by(count, ring, C: gl.constexpr):
     """Give back the first tiles, which only later warpgroups see."""
     for t in range(count):
         stage, phase = t % C.STAGES, (t // C.STAGES) & 1
         mbarrier.wait(ring.k_full.index(stage), phase)
-        mbarrier.arrive(ring.k_free.index(stage), count=1)
         mbarrier.wait(ring.v_full.index(stage), phase)
-        mbarrier.arrive(ring.v_free.index(stage), count=1)
-        if C.TURNS:
-            mbarrier.wait(ring.turn.index(part), ((t + 1) & 1) ^ (part > 0))
-            mbarrier.arrive(ring.turn.index((part + 1) % C.PARTS), count=1)
+        mbarrier.arrive(ring.free.index(stage), count=1)
 
 
 @gluon.jit
 def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     F: gl.constexpr = C.F
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    PIECES: gl.constexpr = C.PIECES
+    WIDTH: gl.constexpr = C.BN // C.PIECES
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
     r0 = walk.i0 + part * ROWS
-    i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE))
     last = i * 0 + opt.keys
     begin = 0
     if C.BEHIND:
         last = gl.minimum(i + 1, last)
         if C.BM > C.BN:
             begin = gl.maximum(walk.count - 1 - r0 // C.BN, 0)
-            pass_by(begin, ring, part, C)
+            pass_by(begin, ring, C)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
         a = 1.0 / tiles.rows_of(opt.temperature, walk.b, walk.h, i, i < opt.queries, 1.0).to(gl.float32)
     a = a * tiles.number(opt.scale, gl.float32)
     theta = tiles.number(opt.theta, gl.float32)
+    r = warpgroup.nothing(WIDTH, PIECE, F)
+    lanes = r.z + gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, r.z.type.layout)), 1)
     q = ring.q.index(part).reshape([ROWS, C.D])
-    stage = begin % C.STAGES
     mbarrier.wait(ring.q_full.index(part), 0)
-    mbarrier.wait(ring.k_full.index(stage), (begin // C.STAGES) & 1)
-    keys = ring.k.index(stage).reshape([C.BN, C.D]).permute((1, 0))
-    s = warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(ring.k_free.index(stage), count=1)
-    none = warpgroup.nothing(C.BN, S, F)
-    u, _, r = warpgroup.weigh(s, none, i, last, a, theta, (walk.count - 1 - begin) * C.BN, r0, C, True)
-    p = gl.convert_layout(warpgroup.rounded(u, ring.v.dtype, F), gl.DotOperandLayout(0, OUT, 2))
+    ready(begin, ring, walk, C)
+    s = warpgroup_mma_wait(0, deps=[score(begin, q, ring, C)])
+    mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
+    start = (walk.count - 1 - begin) * C.BN
+    s = warpgroup.shown(s, last, start)
+    _, r = warpgroup.raised(s, r, lanes * LOG2E, start, C)
+    y = warpgroup.pieces(s, PIECES)
+    sums = warpgroup.blank(y[0])
+    p = ()
+    for c in gl.static_range(PIECES):
+        u, sums = warpgroup.weigh(y[c], r, sums, i, last, lanes, theta, start, r0, c * WIDTH, C, True)
+        p = p + (operand(u, ring, C),)  # noqa: RUF005
+    r = warpgroup.joined(r, sums, i, start, r0, C, True)
     o = warpgroup.zeros(C.D, OUT)
-    ready(begin + 1, ring, walk, part, C)
+    ready(begin + 1, ring, walk, C)
     for t in range(begin + 1, walk.count):
-        o, p, r = step(t, o, p, r, q, ring, walk, i, last, a, theta, part, C)
+        o, p, r = step(t, o, p, r, q, ring, walk, i, last, lanes, theta, part, C)
     end = walk.count - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
-    o = warpgroup_mma(p, ring.v.index(end % C.STAGES).reshape([C.BN, C.D]), o, is_async=True)
+    values = ring.v.index(end % C.STAGES).reshape([C.BN, C.D])
+    for c in gl.static_range(PIECES):
+        o = mix(c, o, p, values, C)
     o = warpgroup_mma_wait(0, deps=[o])
     finish(o, r, q, i, last, a, targets, ring, walk, opt, part, C)
 
@@ -209,10 +243,12 @@ def finish(o, r, q, i, last, a, targets, ring, walk, opt, part: gl.constexpr, C:
     ROW: gl.constexpr = i.type.layout
     b2 = a * LOG2E
     inside = i < opt.queries
-    frame = frame_of(r.top, b2, F)
+    top = gl.convert_layout(gl.max(r.top, 1), ROW)
+    behind = gl.convert_layout(gl.max(r.frame, 1), ROW)
+    frame = frame_of(top, b2, F)
     if F.family == "pointwise" or F.shift == "none":
-        frame = r.frame
-    shift = r.frame - frame
+        frame = behind
+    shift = behind - frame
     fade = gl.exp2(shift)
     bare = gl.convert_layout(gl.sum(r.z, 1), ROW)
     z = bare * fade
@@ -224,9 +260,13 @@ def finish(o, r, q, i, last, a, targets, ring, walk, opt, part: gl.constexpr, C:
     zero = z * 0.0
     one = zero + 1.0
     g = Sums(
-        r.top, frame, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
+        top, frame, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
     )  # fmt: skip
     outer, rest, inverse, total = ending(g, Place(walk.b, walk.h, i), inside, opt, C)
+    o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)
+    q.store(o.to(ring.v.dtype))  # q is not needed any more
+    fence_async_shared()
+    copy_out(targets.o, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q.index(part))
     row = (tiles.wide(walk.b) * opt.heads + walk.h) * opt.queries + i
     natural = outer * LN2
     gl.store(targets.frames + row, natural, mask=inside)
@@ -247,14 +287,10 @@ def finish(o, r, q, i, last, a, targets, ring, walk, opt, part: gl.constexpr, C:
         if C.NEED.moments:
             vague = vague | (off * off > 256.0 * (m2 / n - off * off))
         rows = gl.num_programs(0) // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
-        gl.store(targets.rough + row, gl.where(vague, r.top, float("inf")), mask=inside)
+        gl.store(targets.rough + row, gl.where(vague, top, float("inf")), mask=inside)
         gl.store(targets.rough + rows + row, z, mask=inside & vague)
         gl.store(targets.rough + 2 * rows + row, distance, mask=inside & vague)
         gl.store(targets.rough + 3 * rows + row, off, mask=inside & vague)
-    o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)
-    q.store(o.to(ring.v.dtype))  # q is not needed any more
-    fence_async_shared()
-    copy_out(targets.o, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q.index(part))
     tma.store_wait(0)
 
 
@@ -278,10 +314,8 @@ def forward_hopper(
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], v_blocks.layout),
         barriers(PARTS, 1),
         barriers(STAGES, 1),
-        barriers(STAGES, PARTS),
         barriers(STAGES, 1),
         barriers(STAGES, PARTS),
-        barriers(PARTS, 1),
     )
     fence_async_shared()
     targets = Targets(o_blocks, frames, sums, stats, rough)

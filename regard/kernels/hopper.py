@@ -16,8 +16,9 @@ from regard.problem import Problem
 
 ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# (keys per tile, warpgroups, stages of the ring, registers of their threads, in turns?) by head width
-BLOCKS = {64: (128, 2, 3, 240, False), 128: (128, 2, 2, 240, False)}
+# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads) by head width
+BLOCKS = {64: (128, 4, 2, 3, 240), 128: (128, 4, 2, 2, 240)}
+LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
 def takes(p: Problem) -> bool:
@@ -91,7 +92,7 @@ def shape_of(p: Problem):
     from regard.kernels.forward_hopper import Shape
 
     d, behind = p.q.shape[-1], p.reach[1] is not None
-    keys, parts, stages, registers, turns = BLOCKS[d]
+    keys, pieces, parts, stages, registers = BLOCKS[d]
     return Shape(
         F=bundle.of(p.choice),
         NEED=statistics.needs(p.stats, p.choice, False),
@@ -104,7 +105,8 @@ def shape_of(p: Problem):
         PARTS=parts,
         STAGES=stages,
         REGISTERS=registers,
-        TURNS=turns,
+        PIECES=pieces,
+        LAZY=LAZY[p.q.dtype],
         ACC=tl.float32,
     )
 

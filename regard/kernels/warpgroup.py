@@ -4,8 +4,10 @@ A thread of the tensor core's result holds two rows, of every eight keys two nei
 as cells [M, N/8, 4, 2], octet · lane · pair: sums run down a thread's octets, four lanes per row meet once, at the end,
 and what depends on the octet is a constant in the instruction.
 
-u is measured in a frame that follows the running maximum only when it falls LAZY behind: what was summed before is then
-faded, and in the tiles between nothing is multiplied.
+u is measured in a frame that follows the scores only when it falls C.LAZY powers of two behind a thread's largest: what
+was summed before is then faded, and in the tiles between nothing is multiplied and no thread asks another.
+
+A tile is weighed in pieces, between which the tensor cores are given a piece of p·v each.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from triton.experimental.gluon import language as gl
 
 from regard.kernels import tiles
 from regard.kernels.forward_online import frame_of, terms
+from regard.kernels.ptx import cells, first_octet, following, following_registers, largest, per_lane, shared
 from regard.kernels.tiles import HIDDEN, LOG2E
 
-LAZY = gl.constexpr(8.0)  # in powers of 2: u stays below 256, which every type holds
 ROWS = gl.constexpr(64)
 
 
 class Tally(NamedTuple):
-    """What a warpgroup carries from tile to tile beside o and p: row numbers [M], then sums [M, 4]."""
+    """What a warpgroup carries from tile to tile beside o and p, [M, 4]: four lanes to a row."""
 
     top: Any  # max y
-    frame: Any
+    frame: Any  # the same in all four
     z: Any
     log_u: Any
     square: Any
@@ -44,15 +46,10 @@ def zeros(N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def nothing(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
-    """The tally before any key; LAYOUT is that of a tile of N keys."""
-    top = gl.full([ROWS], HIDDEN, gl.float32, gl.SliceLayout(1, LAYOUT))
+    """The tally before any key; LAYOUT is that of N keys, a piece."""
     none = gl.sum(gl.sum(cells(zeros(N, LAYOUT)), 1), 2)
-    return Tally(top, frame_of(top, top * 0.0 + 1.0, F), none, none, none, none, none, none, none)
-
-
-@gluon.jit
-def cells(x):
-    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+    top = none + HIDDEN
+    return Tally(top, frame_of(top, none + 1.0, F), none, none, none, none, none, none, none)
 
 
 @gluon.jit
@@ -63,10 +60,10 @@ def per_row(x, like):
 
 
 @gluon.jit
-def octet(like):
-    """0, 8, 16, … as [1, N/8, 1, 1]."""
+def octet(like, BASE: gl.constexpr = 0):
+    """BASE + 0, 8, 16, … as [1, N/8, 1, 1]."""
     x = gl.arange(0, like.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, like.type.layout))))
-    return 8 * gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
+    return BASE + 8 * gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
 
 
 @gluon.jit
@@ -80,59 +77,131 @@ def within(like):
 
 
 @gluon.jit
-def down(x):
-    """Σ over a tile's keys, as far as one thread has them: [M, N/8, 4, 2] → [M, 4]."""
-    return gl.sum(gl.sum(x, 1), 2)
+def pieces(s, N: gl.constexpr):
+    """The keys of a tile s [M, keys] in N equal parts, each as cells."""
+    if N == 1:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1], 16])
+        parts = (cells(gl.convert_layout(s, LAYOUT)),)
+    else:
+        half = gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2])
+        lower, upper = gl.split(gl.permute(half, [0, 2, 1]))
+        parts = pieces(lower, N // 2) + pieces(upper, N // 2)
+    return parts
 
 
 @gluon.jit
-def weigh(s, r, i, last, a, theta, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
-    """(u, fade of what came before, tally) of the products s = q·kᵀ with the keys from `start` on."""
+def shown(s, last, start):
+    """The scores of the keys from `start` on, HIDDEN from `last` on."""
+    y = cells(s)
+    return gl.reshape(gl.where(octet(y) < per_row(last - start, y) - within(y), y, HIDDEN), s.shape)
+
+
+@gluon.jit
+def raised(s, r, b2, start, C: gl.constexpr):
+    """(fade, tally) before a tile s is weighed: the frame follows where a score lies too far above it."""
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
-    b2 = a * LOG2E
+    LAZY: gl.constexpr = C.LAZY
+    FLOOR: gl.constexpr = -(2.0**100) if F.exponential or F.shift == "max" else 0.0  # as in frame_of
     y = cells(s)
-    if EDGE:
-        seen = octet(y) < per_row(last - start, y) - within(y)
-        y = gl.where(seen, y, HIDDEN)
-    top = r.top
-    frame = r.frame
+    top, frame, z, log_u, square, distance = r.top, r.frame, r.z, r.log_u, r.square, r.distance
+    fade = z * 0.0 + 1.0
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
-        top = gl.maximum(top, gl.convert_layout(gl.max(largest(y), 1), top.type.layout))
-        want = frame_of(top, b2, F)
-        frame = gl.where(want > frame + LAZY, want, frame)
-    u, v, power = weights(y, per_row(a, y), per_row(b2, y), per_row(frame, y), theta, F)
+        most = gl.convert_layout(largest(y), z.type.layout)
+        top = gl.maximum(top, most)
+        if F.family == "ratio" and F.shift != "none":
+            if NEED.log_u or NEED.square or NEED.distance:
+                frame, fade, z, log_u, square, distance = gl.inline_asm_elementwise(
+                    following(4, LAZY, FLOOR), following_registers(4),
+                    [most, b2, frame, z, log_u, square, distance],
+                    (gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), True, 2,
+                )  # fmt: skip
+            else:
+                frame, fade, z = gl.inline_asm_elementwise(
+                    following(1, LAZY, FLOOR), following_registers(1), [most, b2, frame, z],
+                    (gl.float32, gl.float32, gl.float32), True, 2,
+                )  # fmt: skip
     first = r.first
     if NEED.first:
         head, _ = gl.split(first_octet(y))
         first = gl.where(start == 0, gl.convert_layout(head, first.type.layout), first)
+    return fade, Tally(top, frame, z, log_u, square, distance, r.mean, r.m2, first)
+
+
+class Part(NamedTuple):
+    """Sums over the first pieces of a tile, as far as one thread has them: [M, 4, 2]."""
+
+    u: Any
+    v: Any
+    octets: Any  # Σ u·octet, or Σ u·|i − j|
+    log_u: Any
+    square: Any
+    mean: Any
+    m2: Any
+
+
+@gluon.jit
+def blank(y):
+    """The sums before any piece; y is one."""
+    none = gl.zeros([y.shape[0], 4, 2], gl.float32, gl.SliceLayout(1, y.type.layout))
+    return Part(none, none, none, none, none, none, none)
+
+
+@gluon.jit
+def onto(x, before, FIRST: gl.constexpr):
+    """before + Σ over the octets, [M, N/8, 4, 2] → [M, 4, 2], in one chain of additions."""
+    if not FIRST:
+        x = gl.where(octet(x) == 0, x + gl.expand_dims(before, 1), x)
+    return gl.sum(x, 1)
+
+
+@gluon.jit
+def weigh(y, r, x, i, last, a, theta, start, r0, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
+    """(u, sums) of a piece y, from its key BASE on, of the tile of keys from `start` on; x are the sums before."""
+    NEED: gl.constexpr = C.NEED
+    F: gl.constexpr = C.F
+    FIRST: gl.constexpr = BASE == 0
+    u, v, power = weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.frame), theta, F)
     if EDGE:
+        seen = octet(y, BASE) < per_row(last - start, y) - within(y)
         u = gl.where(seen, u, 0.0)
         v = gl.where(seen, v, 0.0)
-        power = gl.where(seen, power, 0.0)
         y = gl.where(seen, y, 0.0)
-    shift = r.frame - frame
-    fade = gl.exp2(shift)
-    LANES: gl.constexpr = gl.SliceLayout(1, r.z.type.layout)
-    fall = gl.expand_dims(gl.convert_layout(fade, LANES), 1)
-    sum_u = gl.sum(u, 1)  # [M, 4, 2]
-    log_u, square, distance, mean, m2 = r.log_u, r.square, r.distance, r.mean, r.m2
-    if NEED.log_u:
-        log_u = (log_u + gl.expand_dims(gl.convert_layout(shift, LANES), 1) * r.z) * fall + down(u * power)
-    if NEED.square:
-        square = square * (fall * fall) + down(u * u)
-    if NEED.moments:
-        mean += down(y)
-        m2 += down(y * y)
-    if NEED.distance:
-        distance = distance * fall + stretch(u, sum_u, per_row(i - start, y) - within(y), start, r0, C, EDGE)
-    z = r.z
+    sum_u, sum_v, octets, log_u, square, mean, m2 = x.u, x.v, x.octets, x.log_u, x.square, x.mean, x.m2
     if F.exponential:
-        z = z * fall + gl.sum(sum_u, 2)
+        sum_u = onto(u, sum_u, FIRST)
+        sum_v = sum_u
     elif F.family == "ratio":
-        z = z * fall + gl.sum(gl.sum(v, 1), 2)
-    r = Tally(top, frame, z, log_u, square, distance, mean, m2, first)
-    return gl.reshape(u, s.shape), fade, r
+        sum_v = onto(v, sum_v, FIRST)
+    if NEED.distance:
+        octets = stretch(u, octets, per_row(i - start, y) - within(y), start, r0, BASE, C, EDGE)
+    if NEED.log_u:
+        log_u = onto(u * power, log_u, FIRST)
+    if NEED.square:
+        square = onto(u * u, square, FIRST)
+    if NEED.moments:
+        mean = onto(y, mean, FIRST)
+        m2 = onto(y * y, m2, FIRST)
+    return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(sum_u, sum_v, octets, log_u, square, mean, m2)
+
+
+@gluon.jit
+def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
+    """The tally with a tile's sums."""
+    NEED: gl.constexpr = C.NEED
+    z, log_u, square, distance, mean, m2 = r.z, r.log_u, r.square, r.distance, r.mean, r.m2
+    if C.F.family == "ratio":
+        z += gl.sum(x.v, 2)
+    if NEED.log_u:
+        log_u += gl.sum(x.log_u, 2)
+    if NEED.square:
+        square += gl.sum(x.square, 2)
+    if NEED.distance:
+        distance += gl.sum(far(x, i, start, r0, C, EDGE), 2)
+    if NEED.moments:
+        mean += gl.sum(x.mean, 2)
+        m2 += gl.sum(x.m2, 2)
+    return Tally(r.top, r.frame, z, log_u, square, distance, mean, m2, r.first)
 
 
 @gluon.jit
@@ -151,110 +220,35 @@ def weights(y, a, b2, frame, theta, F: gl.constexpr):
     return u, v, power
 
 
-@gluon.constexpr_function
-def sharing(n):
-    """$k = 1/(1 + $k) of a thread's n numbers ≥ 0, of two rows by turns of two: one reciprocal for four of a row.
-
-    With a′ = min((1 + a)·2⁻⁶³, 1), where the multiply-add saturates by itself, neither a′b′ nor (a′b′·2⁶³)·(c′d′·2⁶³)
-    leaves float32's range. So no weight comes below 2⁻⁶³; a NaN makes its whole four NaN, or its neighbour's.
-    """
-    code = ".reg .b32 x, y, r;"
-    for k in range(n):
-        code += f" fma.rn.sat.f32 ${k}, ${k}, 0f20000000, 0f20000000;"
-    for k in range(0, n, 8):
-        for a, b, c, d in ((k, k + 1, k + 4, k + 5), (k + 2, k + 3, k + 6, k + 7)):
-            code += f" mul.f32 x, ${a}, ${b}; mul.f32 x, x, 0f5F000000;"
-            code += f" mul.f32 y, ${c}, ${d}; mul.f32 y, y, 0f5F000000;"
-            code += " mul.f32 r, x, y; rcp.approx.ftz.f32 r, r; mul.f32 y, y, r; mul.f32 x, x, r;"
-            code += f" mul.f32 r, y, ${b}; mul.f32 ${b}, y, ${a}; mov.b32 ${a}, r;"
-            code += f" mul.f32 r, x, ${d}; mul.f32 ${d}, x, ${c}; mov.b32 ${c}, r;"
-    return f"{{ {code} }}"
-
-
-@gluon.constexpr_function
-def in_place(n):
-    return ",".join(["=r"] * n + [str(k) for k in range(n)])
-
-
 @gluon.jit
-def shared(odds):
-    N: gl.constexpr = odds.shape[0] * odds.shape[1] * 8 // 128
-    return gl.inline_asm_elementwise(sharing(N), in_place(N), [odds], gl.float32, True, N)
-
-
-@gluon.jit
-def rounded(u, dtype: gl.constexpr, F: gl.constexpr):
-    """u in 16 bits; a signed one clipped at 0."""
-    if F.signed is None:
-        p = u.to(dtype)
-    elif dtype == gl.bfloat16:
-        p = gl.inline_asm_elementwise("cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.bfloat16, True, 2)
-    else:
-        p = gl.inline_asm_elementwise("cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.float16, True, 2)
-    return p
-
-
-@gluon.jit
-def stretch(u, sum_u, ahead, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
-    """Σ u·|i − j|, i − j = ahead − octet. Where the keys lie to one side of the rows the row's part leaves the sum;
-
-    where they lie around it, a distance may be small and each is taken by itself.
-    """
+def stretch(u, before, ahead, start, r0, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
+    """Σ u·octet; where keys may lie around a row Σ u·|i − j|, i − j = ahead − octet."""
+    FIRST: gl.constexpr = BASE == 0
     if EDGE and C.BEHIND:
-        far = down(u * (ahead - octet(u)).to(gl.float32))
+        x = onto(u * (ahead - octet(u, BASE)).to(gl.float32), before, FIRST)
     else:
-        far = gl.sum(gl.sum(ahead.to(gl.float32), 1) * sum_u - gl.sum(u * octet(u).to(gl.float32), 1), 2)
+        x = onto(u * octet(u, BASE).to(gl.float32), before, FIRST)
         if not C.BEHIND:
-            far = far * gl.where(start <= r0, 1.0, -1.0)
             if start == r0 // C.BN * C.BN:
-                far = down(u * gl.abs(ahead - octet(u)).to(gl.float32))
-    return far
-
-
-@gluon.constexpr_function
-def comparing(n):
-    """The largest of each of a thread's two rows into every $k: n numbers, the rows by turns of two.
-
-    Floats compare as integers, three in one instruction, if the largest is not negative; else once more, as floats.
-    """
-    code = ".reg .b32 a, b; .reg .pred p, q;"
-    rows = {"a": [k for k in range(n) if k % 4 < 2], "b": [k for k in range(n) if k % 4 >= 2]}
-    for kind, then in (
-        ("s32", "setp.lt.s32 p, a, 0; setp.lt.s32 q, b, 0; or.pred p, p, q; @!p bra DONE;"),
-        ("f32", "DONE:"),
-    ):
-        for name, row in rows.items():
-            code += f" max.{kind} {name}, ${n + row[0]}, ${n + row[1]};"
-            code += "".join(f" max.{kind} {name}, {name}, ${n + k};" for k in row[2:])
-        code += f" {then}"
-    return "{ " + code + "".join(f" mov.b32 ${k}, {name};" for name, row in rows.items() for k in row) + " }"
-
-
-@gluon.constexpr_function
-def comparing_registers(n):
-    return ",".join(["=r"] * n + ["r"] * n)
+                x = onto(u * gl.abs(ahead - octet(u, BASE)).to(gl.float32), before, FIRST)
+    return x
 
 
 @gluon.jit
-def largest(y):
-    """The largest of a thread's numbers in each row: [M, N/8, 4, 2] → [M, 4]."""
-    N: gl.constexpr = y.shape[0] * y.shape[1] * 8 // 128
-    y = gl.inline_asm_elementwise(comparing(N), comparing_registers(N), [y], gl.float32, True, N)
-    y = first_octet(y)
-    y, _ = gl.split(y)
-    return y
-
-
-@gluon.jit
-def first_octet(y):
-    """The first octet of [M, N/8, 4, 2]: [M, 4, 2]."""
-    if y.shape[1] == 1:
-        one = gl.reshape(y, [y.shape[0], 4, 2])
-    else:
-        half = gl.reshape(y, [y.shape[0], y.shape[1] // 2, 2, 4, 2])
-        half, _ = gl.split(gl.permute(half, [0, 1, 3, 4, 2]))
-        one = first_octet(half)
-    return one
+def far(x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
+    """Σ u·|i − j| of a tile [M, 4, 2]. Where its keys lie to one side of the rows the row's part has left the sum."""
+    LAYOUT: gl.constexpr = x.u.type.layout
+    moved = x.octets
+    if not (EDGE and C.BEHIND):
+        row = gl.convert_layout(i - start, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
+        pair = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0)
+        ahead = gl.expand_dims(gl.expand_dims(row, 1), 2) - gl.expand_dims(2 * lane, 2) - gl.expand_dims(pair, 1)
+        moved = ahead.to(gl.float32) * x.u - x.octets
+        if not C.BEHIND:
+            moved = moved * gl.where(start <= r0, 1.0, -1.0)
+            moved = gl.where(start == r0 // C.BN * C.BN, x.octets, moved)
+    return moved
 
 
 @gluon.jit
@@ -266,24 +260,3 @@ def pinned(r):
     sums = [r.z, r.log_u, r.square, r.distance, r.mean, r.m2]
     z = gl.inline_asm_elementwise(CODE, "=r,r,r,r,r,r,r", sums, gl.float32, False, 1)
     return Tally(r.top, r.frame, z, r.log_u, r.square, r.distance, r.mean, r.m2, r.first)
-
-
-@gluon.constexpr_function
-def fading(n):
-    """$k ·= fade for a thread's n numbers, of two rows by turns of two, unless all rows of the warp have fade 1."""
-    check = f"setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;"
-    multiply = " ".join(f"mul.f32 ${k}, ${k}, ${2 * n + k};" for k in range(n))
-    return f"{{ .reg .pred p, q; {check} vote.sync.any.pred p, p, -1; @!p bra.uni KEEP; {multiply} KEEP: }}"
-
-
-@gluon.constexpr_function
-def fading_registers(n):
-    return ",".join(["=f"] * n + [str(k) for k in range(n)] + ["f"] * n)
-
-
-@gluon.jit
-def faded(o, fade):
-    """o·fade [M]; skipped by the warps where fade is 1 in every row."""
-    N: gl.constexpr = o.shape[0] * o.shape[1] // 128
-    o, fade = gl.broadcast(o, gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o.type.layout)), 1))
-    return gl.inline_asm_elementwise(fading(N), fading_registers(N), [o, fade], gl.float32, True, N)

@@ -52,7 +52,7 @@ class Shape(NamedTuple):
     PARTS: int  # warpgroups
     STAGES: int  # of the ring
     REGISTERS: int  # of a thread
-    PIECES: int  # of a tile
+    PIECES: int  # of a tile: 1 or 4
     LAZY: float  # powers of two by which a score may exceed its frame
     ACC: Any
 
@@ -160,7 +160,10 @@ def step(t, o, p, r, q, ring, walk, i, last, a, theta, part: gl.constexpr, C: gl
         new = new + (operand(u, ring, C),)  # noqa: RUF005 (Triton knows no star)
     r = warpgroup.pinned(warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False))
     ready(t + 1, ring, walk, C)  # before the wait below: its branches, too, keep that wait in its place
-    o, _, _, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1], p[2], p[3]])
+    if PIECES == 1:
+        o, _ = warpgroup_mma_wait(0, deps=[o, p[0]])
+    else:
+        o, _, _, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1], p[2], p[3]])
     mbarrier.arrive(ring.free.index(stage), count=1)
     if F.family == "ratio" and F.shift != "none":
         o = ptx.faded(o, fade)

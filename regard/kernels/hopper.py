@@ -16,8 +16,12 @@ from regard.problem import Problem
 
 ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads) by head width
-BLOCKS = {64: (128, 4, 2, 3, 240), 128: (128, 4, 2, 2, 240)}
+# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width: exp(s − m)
+# without statistics, with them, other maps
+BLOCKS = {
+    64: ((128, 4, 3, 3, 160), (128, 4, 2, 3, 240), (128, 1, 2, 3, 240)),
+    128: ((128, 1, 2, 2, 240), (128, 4, 2, 2, 240), (128, 1, 2, 2, 240)),
+}
 LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
@@ -92,7 +96,8 @@ def shape_of(p: Problem):
     from regard.kernels.forward_hopper import Shape
 
     d, behind = p.q.shape[-1], p.reach[1] is not None
-    keys, pieces, parts, stages, registers = BLOCKS[d]
+    sort = 1 if p.stats else 0 if p.choice.family == "ratio" and p.choice.exponential else 2
+    keys, pieces, parts, stages, registers = BLOCKS[d][sort]
     return Shape(
         F=bundle.of(p.choice),
         NEED=statistics.needs(p.stats, p.choice, False),

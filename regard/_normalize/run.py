@@ -17,6 +17,7 @@ from regard._normalize.arguments import (
     column_of,
     is_mapped,
 )
+from regard._normalize.tempered import tempered
 from regard.normalizers import Choice
 
 NEAR_ONE = 1.1  # below this alpha, 1/(α−1) amplifies float32's rounding too much: rows are computed in float64
@@ -39,43 +40,12 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
         theta = column_of(theta, "alpha", scores.shape, dim)
     z = scores.movedim(dim, -1)
     if isinstance(t, Tensor):
-        column = column_of(t, "temperature", scores.shape, dim)
-        return _with_tensor_temperature(z, choice, theta, column, visible, backend).movedim(-1, dim)
-    finest = torch.finfo(torch.float64 if z.dtype == torch.float64 else torch.float32)
-    if t * finest.max < 1.0 or t == math.inf:  # 0, or 1/t overflows: the limit
-        return _limit(z, choice, theta, visible, cold=t != math.inf).movedim(-1, dim)
-    return _rows(z, choice, theta, visible, 1.0 / t, backend).movedim(-1, dim)
+        t = column_of(t, "temperature", scores.shape, dim)
 
+    def rows(s: Tensor, scale: float) -> Tensor:
+        return _rows(s, choice, theta, visible, scale, backend)
 
-def _limit(z: Tensor, choice: Choice, theta, visible, cold: bool) -> Tensor:
-    if z.shape[-1] == 0:
-        return torch.zeros_like(z)
-    theta = choice.theta if theta is None else theta
-    limit = choice.normalizer.cold if cold else choice.normalizer.hot
-    bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
-    p = limit(z.detach().double(), visible, theta).to(z.dtype)
-    return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
-
-
-def _with_tensor_temperature(z, choice, theta, t, visible, backend) -> Tensor:
-    """Rows divided by their own temperature; 0 and inf are limits, anything below 0 or NaN gives NaN."""
-    cold, hot = t == 0.0, t == math.inf
-    plain = ~(cold | hot)
-    wide = z.to(_ops.accumulator(z.dtype))
-    if _moves_with_its_scores(choice) and z.shape[-1]:  # a quotient rounds by the score, a difference does not
-        top = (wide if visible is None else wide.masked_fill(~visible, -math.inf)).detach().amax(-1, keepdim=True)
-        wide = wide - torch.where(top.abs() < math.inf, top, 0.0)
-    p = _rows((wide / t.where(plain, 1.0)).to(wide.dtype), choice, theta, visible, 1.0, backend).to(z.dtype)
-    if torch.compiler.is_compiling() or is_mapped(t) or t.device.type != "cpu" or not bool(plain.all()):
-        p = torch.where(cold, _limit(z, choice, theta, visible, cold=True), p)
-        p = torch.where(hot, _limit(z, choice, theta, visible, cold=False), p)
-        p = p.masked_fill(~(t >= 0.0), math.nan)
-    return p
-
-
-def _moves_with_its_scores(choice: Choice) -> bool:
-    """Does a number added to all scores change nothing? So it is for softmax and the threshold maps."""
-    return choice.family == "threshold" or (choice.family == "ratio" and choice.exponential and choice.shift == "max")
+    return tempered(z, choice, theta, t, visible, rows).movedim(-1, dim)
 
 
 def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
@@ -89,7 +59,7 @@ def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str)
 
 def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backend: str) -> Tensor:
     """α = 1 is softmax, 1 < α ≤ 2 fused (in float64 near 1), beyond 2 the reference; row by row if α is a tensor."""
-    if backend == "reference" or transformed(z):
+    if backend == "reference" or transformed(z, alpha):
         return _reference_rows(z, choice, choice.theta if alpha is None else alpha, visible, scale)
     if alpha is None:
         if choice.theta == 1.0:
@@ -126,16 +96,18 @@ def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> 
     return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
 
 
-def transformed(z: Tensor) -> bool:
-    """Whether a tangent rides on z, or a transform asks for gradients of mapped rows: what the ops cannot carry."""
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether a tangent rides on one of these, or torch.func asks for its gradient: what the ops cannot carry."""
     if torch.compiler.is_compiling():
         return False
-    if torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(z).tangent is not None:
+    given = [x for x in tensors if x is not None]
+    forward = torch.autograd.forward_ad
+    if forward._current_level >= 0 and any(forward.unpack_dual(x).tangent is not None for x in given):
         return True
-    if not is_mapped(z):
+    if not any(is_mapped(x) or x.requires_grad for x in given):
         return False
     kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
-    return any("Jvp" in kind for kind in kinds) or (len(kinds) > 1 and any("Grad" in kind for kind in kinds))
+    return any("Jvp" in kind or "Grad" in kind for kind in kinds)
 
 
 def _may(condition: Tensor) -> bool:

@@ -1,0 +1,101 @@
+"""normaliser(z / T) for every T ≥ 0: the quotient where it can be formed, the limits at 0 and inf, row by row.
+
+A quotient rounds by the size of the score, a difference does not. So a map that moves with its scores (softmax, the
+threshold maps) has its maximum subtracted first, and another is divided in float64. What weighs nothing, −inf or
+hidden, is not divided at all: its quotient's derivative in T, 0·inf, would be NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from regard import _ops
+from regard._normalize.arguments import is_mapped
+from regard.normalizers import Choice
+
+Rows = Callable[[Tensor, float], Tensor]  # (z, scale) → normaliser(scale·z)
+FAR = 1e6  # exp(−FAR) is 0 in float64
+EXTREME = 1e30  # a scale beyond it, or below its inverse, leaves float32 no room: rows are computed in float64
+
+
+def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
+    """p = normaliser(z / t) over the last dimension; t a number, or a tensor of size 1 there."""
+    if choice.name == "relu":  # does not change with the temperature
+        p = rows(z, 1.0)
+        return _attached(_lost(p, t), t) if isinstance(t, Tensor) else p
+    if isinstance(t, Tensor):
+        return _by_row(z, choice, theta, t, visible, rows)
+    if t == math.inf or t * torch.finfo(torch.float64).max < 1.0:  # 0, or 1/t overflows
+        return limit(z, choice, theta, visible, cold=t != math.inf)
+    if t * EXTREME < 1.0 or t > EXTREME:
+        return rows(z.double(), 1.0 / t).to(z.dtype)
+    return rows(z, 1.0 / t)
+
+
+def limit(z: Tensor, choice: Choice, theta, visible: Tensor | None, cold: bool) -> Tensor:
+    """What the weights tend to; towards T = 0 they are constant almost everywhere, and their gradient is 0."""
+    if z.shape[-1] == 0:
+        return torch.zeros_like(z)
+    theta = choice.theta if theta is None else theta
+    bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
+    if cold:
+        p = choice.normalizer.cold(z.detach().double(), visible, theta)
+    else:
+        p = choice.normalizer.hot(z.double(), visible, theta)
+    return _attached(p.to(z.dtype).masked_fill(bad.any(-1, keepdim=True), math.nan), z)
+
+
+def quotient(z: Tensor, t: float | Tensor, visible: Tensor | None = None) -> Tensor:
+    """z / t; what is not finite, or hidden, stays as it is, and takes no part in the gradient of t."""
+    counted = z.abs() < math.inf if visible is None else (z.abs() < math.inf) & visible
+    most = torch.finfo(z.dtype).max
+    return torch.where(counted, (z.where(counted, 0.0) / t).to(z.dtype).clamp(-most, most), z)
+
+
+def below_top(z: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(z − top, top), top the largest visible score of the row, or 0 where that is not finite; a constant."""
+    top = (z if visible is None else z.masked_fill(~visible, -math.inf)).detach().amax(-1, keepdim=True)
+    top = torch.where(top.abs() < math.inf, top, 0.0)
+    return z - top, top
+
+
+def _by_row(z: Tensor, choice: Choice, theta, t: Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
+    """Rows divided by their own temperature; 0 and inf are limits, anything below 0 or NaN gives NaN."""
+    if z.shape[-1] == 0:
+        return rows(z, 1.0)
+    cold, hot = t == 0.0, t == math.inf
+    if _moves_with_its_scores(choice):
+        wide, _ = below_top(z.to(_ops.accumulator(z.dtype)), visible)
+        wide = wide.masked_fill(wide <= -FAR * t, -math.inf)  # weighs nothing, and its quotient may overflow
+    else:
+        wide = z.double()
+        most = wide.detach().abs().masked_fill(~(wide.detach().abs() < math.inf), 0.0).amax(-1, keepdim=True)
+        cold = cold | ((most / t == math.inf) & (choice.family != "pointwise"))  # no quotient tells the scores apart
+    plain = ~(cold | hot)
+    p = rows(quotient(wide, t.where(plain, 1.0), visible), 1.0).to(z.dtype)
+    if torch.compiler.is_compiling() or is_mapped(plain) or t.device.type != "cpu" or not bool(plain.all()):
+        p = torch.where(cold, limit(z, choice, theta, visible, cold=True), p)
+        p = torch.where(hot, limit(z, choice, theta, visible, cold=False), p)
+        p = _lost(p, t)
+    return p
+
+
+def _lost(p: Tensor, t: Tensor) -> Tensor:
+    """Rows whose temperature is below 0 or NaN, where that could not be looked at before: NaN."""
+    return p.masked_fill(~(t >= 0.0), math.nan)
+
+
+def _attached(p: Tensor, x: Tensor) -> Tensor:
+    """p, with a gradient of 0 towards x."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return p
+    return p + 0.0 * x.masked_fill(~(x.abs() < math.inf), 0.0).to(p.dtype)
+
+
+def _moves_with_its_scores(choice: Choice) -> bool:
+    """Does a number added to all scores change nothing? So it is for softmax and the threshold maps."""
+    return choice.family == "threshold" or (choice.family == "ratio" and choice.exponential and choice.shift == "max")

@@ -120,14 +120,20 @@ def _rows_backward_setup(ctx, inputs, output):
 def _rows_backward_backward(ctx, g):
     dp, saved, state, mask, theta = ctx.saved_tensors
     wide = state.dtype
+    onward = torch.is_grad_enabled()  # someone differentiates this once more: keep the graph
     with torch.enable_grad():
-        inputs = [x.detach().to(wide).requires_grad_() for x in (dp, saved, state)]
-        if theta is not None:
-            inputs.append(theta.detach().to(wide).requires_grad_())
+        inputs = [_own(x, wide, onward) for x in (dp, saved, state, theta) if x is not None]
         ds = differentiable_vjp(*inputs[:3], mask, inputs[3] if theta is not None else None, ctx.normalizer, ctx.scale)
-        grads = torch.autograd.grad(ds, inputs, g.to(wide), allow_unused=True)
+        grads = torch.autograd.grad(ds, inputs, g.to(wide), allow_unused=True, create_graph=onward)
     back = [None if x is None else x.to(like.dtype) for x, like in zip(grads, (dp, saved, state, theta), strict=False)]
     return back[0], back[1], back[2], None, back[3] if theta is not None else None, None, None, None
+
+
+def _own(x: Tensor, dtype: torch.dtype, onward: bool) -> Tensor:
+    """x to take partial derivatives by: a leaf, or with `onward` a node of its own in x's graph."""
+    if onward and x.requires_grad:
+        return x.to(dtype).view_as(x)
+    return x.detach().to(dtype).requires_grad_()
 
 
 rows_backward.register_autograd(_rows_backward_backward, setup_context=_rows_backward_setup)

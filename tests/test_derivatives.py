@@ -1,0 +1,79 @@
+"""Derivatives of derivatives, and the transforms of torch.func: what the fused rows' own backward must not lose."""
+
+import pytest
+import torch
+
+import regard
+from regard import normalizers
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+NAMES = [*normalizers.names(), "entmax(alpha=1.3)", "entmax(alpha=3)"]
+ROW = torch.tensor([0.3, -1.2, 0.9, 0.25], dtype=torch.float64)
+OUT = torch.tensor([0.3, 0.5, 0.8, 1.0], dtype=torch.float64)
+ALONG = torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64)
+
+
+def taylor(f, z: torch.Tensor, orders: int) -> list[float]:
+    """dᵏ/dhᵏ OUT·f(z + h·ALONG) at h = 0 for k = 1 … orders, by nested gradients."""
+    z = z.clone().requires_grad_()
+    y, found = (f(z) * OUT).sum(), []
+    for _ in range(orders):
+        (slope,) = torch.autograd.grad(y, z, create_graph=True)
+        y = (slope * ALONG).sum()
+        found.append(y.item())
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_four_derivatives_are_those_of_the_reference_by_differences(name):
+    ours = taylor(lambda z: regard.normalize(z, name), ROW, 4)
+    h = torch.linspace(-0.02, 0.02, 9, dtype=torch.float64)[:, None]
+    along = (regard.normalize(ROW + h * ALONG, name, backend="reference") * OUT).sum(-1)
+    powers = (h / 0.02) ** torch.arange(9, dtype=torch.float64)  # an interpolating polynomial in h / 0.02
+    series = torch.linalg.solve(powers, along)
+    for order, tolerance in zip((1, 2, 3, 4), (1e-9, 1e-7, 1e-4, 1e-2), strict=True):
+        theirs = series[order].item() * [1, 2, 6, 24][order - 1] / 0.02**order
+        assert abs(ours[order - 1] - theirs) <= tolerance * max(1.0, abs(theirs)), order
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hessian_vector_products_by_the_double_backward_trick(name):
+    loss = lambda z: (regard.normalize(z, name) * OUT).sum()  # noqa: E731
+    hessian = torch.autograd.functional.hessian(loss, ROW)
+    assert name in ("sparsemax", "entmax(alpha=3)") or hessian.abs().max() > 1e-2
+    torch.testing.assert_close(torch.autograd.functional.hvp(loss, ROW, ALONG)[1], hessian @ ALONG)
+    torch.testing.assert_close(torch.autograd.functional.vhp(loss, ROW, ALONG)[1], ALONG @ hessian)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transforms_of_one_level_agree_with_autograd(name):
+    f = lambda z: regard.normalize(z, name)  # noqa: E731
+    jacobian = torch.autograd.functional.jacobian(f, ROW)
+    torch.testing.assert_close(torch.func.grad(lambda z: f(z)[0])(ROW), jacobian[0])
+    torch.testing.assert_close(torch.func.jacrev(f)(ROW), jacobian)
+    torch.testing.assert_close(torch.func.jacfwd(f)(ROW), jacobian)
+    torch.testing.assert_close(torch.func.vjp(f, ROW)[1](OUT)[0], OUT @ jacobian)
+
+
+@pytest.mark.parametrize("argument", ["temperature", "alpha", "bias"])
+def test_transforms_over_the_other_arguments(argument):
+    f = {
+        "temperature": lambda x: regard.softmax(ROW, temperature=x),
+        "alpha": lambda x: regard.entmax(ROW, x),
+        "bias": lambda x: regard.sigmoid_norm(ROW, bias=x),
+    }[argument]
+    at, step = torch.tensor([1.4], dtype=torch.float64), 1e-5
+    column = (f(at + step) - f(at - step)) / (2 * step)
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(transform(f)(at)[:, 0], column, atol=1e-8, rtol=1e-7)
+    with torch.autograd.forward_ad.dual_level():
+        dual = f(torch.autograd.forward_ad.make_dual(at, torch.ones_like(at)))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, column, atol=1e-8, rtol=1e-7)
+    hessian = torch.func.hessian(lambda x: (f(x) * OUT).sum())(at)
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(lambda x: (f(x) * OUT).sum(), at))
+
+
+def test_a_parameter_that_requires_grad_inside_a_transform_that_does_not_know_it():
+    alpha = torch.tensor([1.5], dtype=torch.float64, requires_grad=True)
+    slope = torch.func.grad(lambda x: (x * regard.entmax(ROW, alpha)).sum())(torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close(slope, regard.entmax15(ROW))

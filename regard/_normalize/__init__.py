@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 
-import torch
 from torch import Tensor
 
 from regard import _ops, normalizers
-from regard._normalize.arguments import check_dim, check_scores, check_temperature, column_of, fits, is_float
+from regard._normalize.arguments import check_device, check_scores, check_temperature, fits, is_float
+from regard._normalize.logarithm import log_softmax as log_softmax
+from regard._normalize.logarithm import logsumexp as logsumexp
 from regard._normalize.run import run
 from regard.normalizers import Choice
 
@@ -139,6 +140,7 @@ def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> 
         raise TypeError(f"bias must be a number or a tensor of float16 or wider, got {bias.dtype}")
     if not fits(bias.shape, z.shape):
         raise ValueError(f"bias must broadcast to {tuple(z.shape)}, got {tuple(bias.shape)}")
+    check_device(bias, "bias", z)
     t = check_temperature(temperature)
     if isinstance(t, Tensor) or t in (0.0, math.inf):
         raise ValueError("a tensor bias needs a positive, finite number as temperature; divide z by the tensor first")
@@ -166,41 +168,6 @@ def softpick(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     return _named(z, "softpick", dim, temperature, mask)
 
 
-def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
-    """log Σ_j exp(z_j/T), the dimension removed.
-
-    >>> import regard, torch
-    >>> regard.logsumexp(torch.tensor([1000.0, 1000.0]))
-    tensor(1000.6932)
-    """
-    return torch.logsumexp(_divided(z, dim, temperature), dim)
-
-
-def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
-    """z_i/T − log Σ_j exp(z_j/T), without forming the weights.
-
-    >>> import regard, torch
-    >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
-    tensor([    0., -1000.])
-    """
-    if not isinstance(temperature, Tensor) and temperature in (0.0, math.inf):
-        return torch.log(softmax(z, dim, temperature))
-    return torch.log_softmax(_divided(z, dim, temperature), dim)
-
-
-def _divided(z: Tensor, dim: int, temperature: float | Tensor) -> Tensor:
-    """z / T, for functions that have no limit at T = 0 or inf."""
-    check_scores(z, "z")
-    axis = check_dim(z, dim)
-    t = check_temperature(temperature)
-    if isinstance(t, Tensor):
-        column = column_of(t, "temperature", z.shape, axis).movedim(-1, axis) if z.ndim else t
-        return (z / column).to(z.dtype)
-    if t == 0.0 or t == math.inf:
-        raise ValueError(f"temperature must be positive and finite here, where there is no limit, got {t!r}")
-    return z if t == 1.0 else z / t
-
-
 def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
     """p·(g − Σ p·g) over the last dimension: the gradient of softmax from its output alone.
 
@@ -215,6 +182,7 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
             f"grad_output must have the shape of softmax_output {tuple(softmax_output.shape)}, "
             f"got {tuple(grad_output.shape)}"
         )
+    check_device(grad_output, "grad_output", softmax_output)
     weighed = softmax_output * grad_output
     return weighed - softmax_output * weighed.sum(-1, keepdim=True)
 

@@ -15,6 +15,8 @@ from regard import normalizers
 def check_scores(scores: Tensor, name: str = "scores") -> None:
     if not isinstance(scores, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
+    if scores.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; convert with .to_padded_tensor(-math.inf)")
     if scores.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {scores.layout}; convert with .to_dense()")
     if not is_float(scores):
@@ -67,13 +69,31 @@ def check_temperature(temperature: float | Tensor) -> float | Tensor:
         raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
     if not temperature >= 0:
         raise ValueError(f"temperature must be ≥ 0 and not NaN, got {temperature!r}")
-    return float(temperature)
+    try:
+        return float(temperature)
+    except OverflowError:
+        raise ValueError("temperature must be a number that float64 can hold, or inf; write math.inf") from None
+
+
+def check_device(x: Tensor, name: str, scores: Tensor) -> None:
+    if x.device != scores.device:
+        raise ValueError(f"{name} must be on the scores' device {scores.device}, got {x.device}; move it with .to()")
+
+
+def under_autocast(scores: Tensor) -> Tensor:
+    """The scores in the dtype that torch's softmax takes where autocast is on."""
+    kind = scores.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return scores.to(torch.softmax(scores.new_empty((1,)), 0).dtype)
+    return scores
 
 
 def check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor (True = visible), got {kind}; write e.g. mask != 0")
+    if mask.layout != torch.strided or mask.is_nested:
+        raise TypeError(f"mask must be a dense tensor, got layout {mask.layout}; convert with .to_dense()")
     try:
         return mask.expand(shape)
     except RuntimeError:

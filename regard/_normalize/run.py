@@ -10,12 +10,14 @@ from torch import Tensor
 from regard import _ops, normalizers
 from regard._normalize.arguments import (
     check_alpha,
+    check_device,
     check_dim,
     check_mask,
     check_temperature,
     choose_rows_backend,
     column_of,
     is_mapped,
+    under_autocast,
 )
 from regard._normalize.tempered import tempered
 from regard.normalizers import Choice
@@ -27,20 +29,22 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
     dim = check_dim(scores, dim)
     t = check_temperature(temperature)
     backend = choose_rows_backend(scores.device, backend)
-    if torch.is_autocast_enabled(scores.device.type):  # whatever torch's softmax does under autocast
-        scores = scores.to(torch.softmax(scores.new_empty((1,)), 0).dtype)
+    scores = under_autocast(scores)
     if scores.ndim == 0:
         mask = None if mask is None else check_mask(mask, scores.shape).reshape(1)
         return run(scores.reshape(1), choice, theta, 0, t, mask, backend).reshape(())
     visible = None
     if mask is not None:
         visible = check_mask(mask, scores.shape).movedim(dim, -1)
+        check_device(mask, "mask", scores)
     if theta is not None:
         theta = check_alpha(theta)
+        check_device(theta, "alpha", scores)
         theta = column_of(theta, "alpha", scores.shape, dim)
     z = scores.movedim(dim, -1)
     if isinstance(t, Tensor):
         t = column_of(t, "temperature", scores.shape, dim)
+        check_device(t, "temperature", scores)
 
     def rows(s: Tensor, scale: float) -> Tensor:
         return _rows(s, choice, theta, visible, scale, backend)

@@ -26,7 +26,7 @@ def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tenso
     """p = normaliser(z / t) over the last dimension; t a number, or a tensor of size 1 there."""
     if choice.name == "relu":  # does not change with the temperature
         p = rows(z, 1.0)
-        return _attached(_lost(p, t), t) if isinstance(t, Tensor) else p
+        return attached(_lost(p, t), t) if isinstance(t, Tensor) else p
     if isinstance(t, Tensor):
         return _by_row(z, choice, theta, t, visible, rows)
     if t == math.inf or t * torch.finfo(torch.float64).max < 1.0:  # 0, or 1/t overflows
@@ -46,14 +46,14 @@ def limit(z: Tensor, choice: Choice, theta, visible: Tensor | None, cold: bool) 
         p = choice.normalizer.cold(z.detach().double(), visible, theta)
     else:
         p = choice.normalizer.hot(z.double(), visible, theta)
-    return _attached(p.to(z.dtype).masked_fill(bad.any(-1, keepdim=True), math.nan), z)
+    return attached(p.to(z.dtype).masked_fill(bad.any(-1, keepdim=True), math.nan), z)
 
 
-def quotient(z: Tensor, t: float | Tensor, visible: Tensor | None = None) -> Tensor:
-    """z / t; what is not finite, or hidden, stays as it is, and takes no part in the gradient of t."""
+def quotient(z: Tensor, t: float | Tensor, visible: Tensor | None = None, most: float | None = None) -> Tensor:
+    """z / t, no larger than `most`; what is not finite, or hidden, stays, and takes no part in the gradient of t."""
     counted = z.abs() < math.inf if visible is None else (z.abs() < math.inf) & visible
-    most = torch.finfo(z.dtype).max
-    return torch.where(counted, (z.where(counted, 0.0) / t).to(z.dtype).clamp(-most, most), z)
+    divided = (z.where(counted, 0.0) / t).to(z.dtype)
+    return torch.where(counted, divided if most is None else divided.clamp(-most, most), z)
 
 
 def below_top(z: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -69,14 +69,14 @@ def _by_row(z: Tensor, choice: Choice, theta, t: Tensor, visible: Tensor | None,
         return rows(z, 1.0)
     cold, hot = t == 0.0, t == math.inf
     if _moves_with_its_scores(choice):
-        wide, _ = below_top(z.to(_ops.accumulator(z.dtype)), visible)
+        wide, bound = below_top(z.to(_ops.accumulator(z.dtype)), visible)[0], None
         wide = wide.masked_fill(wide <= -FAR * t, -math.inf)  # weighs nothing, and its quotient may overflow
     else:
-        wide = z.double()
+        wide, bound = z.double(), torch.finfo(torch.float64).max
         most = wide.detach().abs().masked_fill(~(wide.detach().abs() < math.inf), 0.0).amax(-1, keepdim=True)
         cold = cold | ((most / t == math.inf) & (choice.family != "pointwise"))  # no quotient tells the scores apart
     plain = ~(cold | hot)
-    p = rows(quotient(wide, t.where(plain, 1.0), visible), 1.0).to(z.dtype)
+    p = rows(quotient(wide, t.where(plain, 1.0), visible, bound), 1.0).to(z.dtype)
     if torch.compiler.is_compiling() or is_mapped(plain) or t.device.type != "cpu" or not bool(plain.all()):
         p = torch.where(cold, limit(z, choice, theta, visible, cold=True), p)
         p = torch.where(hot, limit(z, choice, theta, visible, cold=False), p)
@@ -89,7 +89,7 @@ def _lost(p: Tensor, t: Tensor) -> Tensor:
     return p.masked_fill(~(t >= 0.0), math.nan)
 
 
-def _attached(p: Tensor, x: Tensor) -> Tensor:
+def attached(p: Tensor, x: Tensor) -> Tensor:
     """p, with a gradient of 0 towards x."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return p

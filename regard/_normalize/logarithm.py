@@ -1,0 +1,98 @@
+"""log Σ exp(z/T) and log softmax(z/T): the maximum is subtracted before the division, which would round by it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard import _ops, normalizers
+from regard._normalize.arguments import (
+    check_device,
+    check_dim,
+    check_scores,
+    check_temperature,
+    column_of,
+    is_mapped,
+    under_autocast,
+)
+from regard._normalize.tempered import EXTREME, attached, below_top, limit, quotient
+
+
+def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
+    """log Σ_j exp(z_j/T), the dimension removed. 0 < T < inf, for there is no limit at either end.
+
+    >>> import regard, torch
+    >>> regard.logsumexp(torch.tensor([1000.0, 1000.0]))
+    tensor(1000.6932)
+    """
+    rows, t, _ = _checked(z, dim, temperature)
+    if t is None:
+        return torch.logsumexp(rows, -1)
+    inside = (t > 0.0) & (t < math.inf) if isinstance(t, Tensor) else torch.tensor(0.0 < t < math.inf)
+    if _readable(inside) and not bool(inside.all()):
+        raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
+    below, top = below_top(_wide(rows, t))
+    total = (top / t + torch.logsumexp(quotient(below, t), -1, keepdim=True)).squeeze(-1)
+    if isinstance(t, Tensor):
+        total = total.masked_fill(~inside.squeeze(-1), math.nan)
+    return total.to(rows.dtype)
+
+
+def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
+    """z_i/T − log Σ_j exp(z_j/T), without forming the weights. At T = 0 or inf the logarithm of softmax's limit.
+
+    >>> import regard, torch
+    >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
+    tensor([    0., -1000.])
+    """
+    rows, t, axis = _checked(z, dim, temperature)
+    if t is None:
+        result = torch.log_softmax(rows, -1)
+    elif not isinstance(t, Tensor):
+        result = _at_limit(rows, cold=t == 0.0) if t in (0.0, math.inf) else _logarithm(rows, t)
+    else:
+        cold, hot = t == 0.0, t == math.inf
+        plain = ~(cold | hot)
+        result = _logarithm(rows, t.where(plain, 1.0))
+        if not _readable(plain) or not bool(plain.all()):
+            result = torch.where(cold, _at_limit(rows, cold=True), result)
+            result = torch.where(hot, _at_limit(rows, cold=False), result)
+            result = result.masked_fill(~(t >= 0.0), math.nan)
+    return result.movedim(-1, axis) if z.ndim else result.reshape(())
+
+
+def _logarithm(rows: Tensor, t: float | Tensor) -> Tensor:
+    below, _ = below_top(_wide(rows, t))
+    return torch.log_softmax(quotient(below, t), -1).to(rows.dtype)
+
+
+def _at_limit(rows: Tensor, cold: bool) -> Tensor:
+    return attached(torch.log(limit(rows.detach(), normalizers.get("softmax"), None, None, cold)), rows)
+
+
+def _wide(rows: Tensor, t: float | Tensor) -> Tensor:
+    """The dtype to divide in: float64 for a number that leaves float32 no room."""
+    if not isinstance(t, Tensor) and not 1.0 / EXTREME < t < EXTREME:
+        return rows.double()
+    return rows.to(_ops.accumulator(rows.dtype))
+
+
+def _checked(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, float | Tensor | None, int]:
+    """(z with `dim` last, the temperature likewise, the dimension); None where nothing is to be divided."""
+    check_scores(z, "z")
+    axis = check_dim(z, dim)
+    t = check_temperature(temperature)
+    z = under_autocast(z)
+    rows = z.movedim(axis, -1) if z.ndim else z.reshape(1)
+    if isinstance(t, Tensor):
+        check_device(t, "temperature", z)
+        t = column_of(t, "temperature", z.shape if z.ndim else rows.shape, axis)
+    plain = rows.shape[-1] == 0 or (not isinstance(t, Tensor) and t == 1.0)
+    return rows, None if plain else t, axis
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether a look at the values costs nothing: not while tracing, mapped, or on a device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(x)

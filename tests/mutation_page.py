@@ -40,6 +40,7 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "above = weights(-(middle**gain)).sum(-1, keepdim=True) >= 1.0",
         "(weights(-middle ** gain).sum(-1, keepdim=True) > 1.0)",
     ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
+    ("return tl.where(x < 0.0, 0.0, x)", "(x <= 0.0)"): "0 either way at x = 0",
     ("return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN", "(s < 0.0)"): "0 either way at s = 0",
     ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
     ("high = high.masked_fill(high == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",

@@ -6,12 +6,14 @@ ratio: a = u′/Z, b = v′/Z, c = p;    threshold: a = b = g′, c = g′/Σg�
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from regard import _ops, normalizers
-from regard._normalize.arguments import check_scores, check_temperature, choose_rows_backend
+from regard._normalize.arguments import check_device, check_scores, check_temperature, choose_rows_backend
+from regard._normalize.tempered import below_top, is_extreme, limit, moves_with_its_scores
 from regard.statistics import Terms, solve_frame
 
 
@@ -22,7 +24,8 @@ def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choic
     t = check_temperature(temperature)
     if isinstance(t, Tensor):
         raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
-    return normalizers.get(normalizer), t
+    choice = normalizers.get(normalizer)
+    return choice, 1.0 if choice.name == "relu" else t  # relu does not change with the temperature
 
 
 def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -> Tensor:
@@ -35,16 +38,16 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     """
     choice, t = _checked(z, normalizer, temperature)
     z = z.detach()
-    if choice.name == "relu" and (t == 0.0 or t == math.inf):  # the map does not change with the temperature
-        return jacobian(z, "relu")
-    if t == 0.0 or t == math.inf or z.numel() == 0:  # constant almost everywhere
+    if t == 0.0 or z.numel() == 0:  # constant almost everywhere
         return z.new_zeros((*z.shape, z.shape[-1]))
+    if t == math.inf:
+        return _dense(z, lambda row: limit(row, choice, None, None, cold=False))
     if not choice.fused:
-        dense = torch.func.vmap(torch.func.jacrev(lambda row: choice.reference(row / t, None, choice.theta)))
-        return dense(z.double().reshape(-1, z.shape[-1])).reshape(*z.shape, z.shape[-1]).to(z.dtype)
+        return _dense(z, lambda row: choice.reference(row / t, None, choice.theta))
     if choice.name == "entmax" and choice.theta == 1.0:
         choice = normalizers.get("softmax")
-    s = z.double() / t
+    wide = z.double()
+    s = (below_top(wide)[0] if moves_with_its_scores(choice) else wide) / t  # a quotient rounds by the score
     seen = s != -math.inf
     frame = solve_frame(s, seen, choice)
     terms = Terms(choice)
@@ -66,6 +69,12 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     return full.masked_fill(poisoned, math.nan).to(z.dtype)
 
 
+def _dense(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Row by row, in float64, by autograd."""
+    rows = torch.func.vmap(torch.func.jacrev(function))(z.double().reshape(-1, z.shape[-1]))
+    return rows.reshape(*z.shape, z.shape[-1]).to(z.dtype)
+
+
 def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float = 1.0, *, backend=None) -> Tensor:
     """Jᵀ·grad over the last dimension, with no Jacobian built: (a·grad − b·Σ c·grad) / T.
 
@@ -77,10 +86,13 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     check_scores(grad, "grad")
     if grad.shape != z.shape:
         raise ValueError(f"grad must be a tensor of z's shape {tuple(z.shape)}, got {tuple(grad.shape)}")
-    if choice.name == "relu" and (t == 0.0 or t == math.inf):
-        return vjp(z, grad, "relu", backend=backend)
-    if t == 0.0 or t == math.inf or z.numel() == 0:
+    check_device(grad, "grad", z)
+    if t == 0.0 or z.numel() == 0:
         return torch.zeros_like(z)
+    if t == math.inf:
+        return torch.func.vjp(lambda x: limit(x, choice, None, None, cold=False), z)[1](grad.to(z.dtype))[0]
+    if z.dtype != torch.float64 and is_extreme(t):
+        return vjp(z.double(), grad.double(), normalizer, t, backend=backend).to(z.dtype)
     if choice.name == "entmax" and choice.theta == 1.0:
         choice = normalizers.get("softmax")
     backend = choose_rows_backend(z.device, backend)

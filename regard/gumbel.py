@@ -29,6 +29,8 @@ def gumbel_softmax(
     check_scores(z, "z")
     axis = check_dim(z, dim)
     hard = check_flag(hard, "hard")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
     drawn = torch.empty(z.shape, dtype=wide, device=z.device).exponential_(generator=generator)
     noise = -torch.log(drawn.clamp_min(torch.finfo(wide).tiny))

@@ -17,7 +17,7 @@ from regard._normalize.arguments import (
     is_mapped,
     under_autocast,
 )
-from regard._normalize.tempered import EXTREME, attached, below_top, limit, quotient
+from regard._normalize.tempered import attached, below_top, is_extreme, limit, quotient
 
 
 def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
@@ -74,7 +74,7 @@ def _at_limit(rows: Tensor, cold: bool) -> Tensor:
 
 def _wide(rows: Tensor, t: float | Tensor) -> Tensor:
     """The dtype to divide in: float64 for a number that leaves float32 no room."""
-    if not isinstance(t, Tensor) and not 1.0 / EXTREME < t < EXTREME:
+    if not isinstance(t, Tensor) and is_extreme(t):
         return rows.double()
     return rows.to(_ops.accumulator(rows.dtype))
 

@@ -19,7 +19,7 @@ from regard.normalizers import Choice
 
 Rows = Callable[[Tensor, float], Tensor]  # (z, scale) → normaliser(scale·z)
 FAR = 1e6  # exp(−FAR) is 0 in float64
-EXTREME = 1e30  # a scale beyond it, or below its inverse, leaves float32 no room: rows are computed in float64
+EXTREME = 1e30
 
 
 def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
@@ -31,7 +31,7 @@ def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tenso
         return _by_row(z, choice, theta, t, visible, rows)
     if t == math.inf or t * torch.finfo(torch.float64).max < 1.0:  # 0, or 1/t overflows
         return limit(z, choice, theta, visible, cold=t != math.inf)
-    if t * EXTREME < 1.0 or t > EXTREME:
+    if is_extreme(t):
         return rows(z.double(), 1.0 / t).to(z.dtype)
     return rows(z, 1.0 / t)
 
@@ -68,7 +68,7 @@ def _by_row(z: Tensor, choice: Choice, theta, t: Tensor, visible: Tensor | None,
     if z.shape[-1] == 0:
         return rows(z, 1.0)
     cold, hot = t == 0.0, t == math.inf
-    if _moves_with_its_scores(choice):
+    if moves_with_its_scores(choice):
         wide, bound = below_top(z.to(_ops.accumulator(z.dtype)), visible)[0], None
         wide = wide.masked_fill(wide <= -FAR * t, -math.inf)  # weighs nothing, and its quotient may overflow
     else:
@@ -93,9 +93,14 @@ def attached(p: Tensor, x: Tensor) -> Tensor:
     """p, with a gradient of 0 towards x."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return p
-    return p + 0.0 * x.masked_fill(~(x.abs() < math.inf), 0.0).to(p.dtype)
+    return p + (0.0 * x.masked_fill(~(x.abs() < math.inf), 0.0)).to(p.dtype)
 
 
-def _moves_with_its_scores(choice: Choice) -> bool:
+def is_extreme(t: float) -> bool:
+    """A scale 1/t beyond EXTREME, or below its inverse, leaves float32 no room: rows are computed in float64."""
+    return t * EXTREME < 1.0 or t > EXTREME
+
+
+def moves_with_its_scores(choice: Choice) -> bool:
     """Does a number added to all scores change nothing? So it is for softmax and the threshold maps."""
     return choice.family == "threshold" or (choice.family == "ratio" and choice.exponential and choice.shift == "max")

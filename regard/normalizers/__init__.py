@@ -109,7 +109,7 @@ def get(spec: str | Choice | Normalizer) -> Choice:
     if given_name not in (None, parameter.name):
         raise ValueError(f"normalizer {spec!r}: {name} takes {parameter.name!r}, not {given_name!r}")
     try:
-        number = float(given)
+        number = float(given.replace("_", "?"))  # Python reads 1_5 as 15
     except ValueError:
         raise ValueError(f"normalizer {spec!r}: {parameter.name} must be a number, got {given!r}") from None
     return Choice(member, parameter.check(number))

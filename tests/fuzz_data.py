@@ -124,3 +124,14 @@ def masks(draw, shape):
     sizes = [1 if draw(st.integers(0, 3)) == 0 else size for size in shape[draw(st.integers(0, len(shape))) :]]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     return torch.rand(sizes, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.6, 1.0]))
+
+
+def steepest(z, name, dim, t, mask):
+    """The largest slope of a row, of size 1 in `dim`: 1/T, and as much more as a small sum makes it."""
+    seen = z / t if mask is None else (z / t).masked_fill(~mask, 0.0)
+    if name not in ("relu", "softpick"):
+        return torch.full_like(seen, 1.0 / t).amax(dim, keepdim=True)
+    total = (seen.clamp_min(0.0) if name == "relu" else torch.expm1(seen).abs()).sum(dim, keepdim=True)
+    if name == "softpick":
+        return (1.0 + 1.0 / total.masked_fill(total == 0, 1.0)) / t
+    return 1.0 / total.masked_fill(total == 0, 1.0) / t

@@ -7,7 +7,7 @@ import math
 import mpmath
 import pytest
 import torch
-from fuzz_data import DTYPES, LEVELS, NAMES, cases, masks, shapes, values
+from fuzz_data import DTYPES, LEVELS, NAMES, cases, masks, shapes, steepest, values
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +69,7 @@ def test_any_gradient(data):
     name = data.draw(st.sampled_from([name for name in NAMES if name != "entmax(alpha=3)"]))
     size = data.draw(st.sampled_from([0.1, 1.0, 10.0]) | st.sampled_from(LEVELS))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    scores = (torch.randn(shape, generator=generator, dtype=torch.float64) * size).to(dtype)
+    scores = (torch.randn(shape, generator=generator, dtype=torch.float64) * size).clamp(-3e38, 3e38).to(dtype)
     g = torch.randn(shape, generator=generator).to(dtype)
     dim = data.draw(st.integers(-max(len(shape), 1), max(len(shape), 1) - 1))
     t = data.draw(st.sampled_from([1.0, 0.5, 4.0]))
@@ -80,27 +80,16 @@ def test_any_gradient(data):
     if not dz.numel():
         return
     steep = 30.0 if name.startswith("entmax(") or name == "entmax15" else 1.0  # √p near 0: a slope that rounds coarsely
-    steep *= 1.0 + 1.0 / max(size, 1e-9) if name == "softpick" else 1.0  # exp(s) − 1 cancels
+    steep *= 1.0 + 1.0 / max(size, 1e-6) if name == "softpick" else 1.0  # exp(s) − 1 cancels
     slope = steepest(theirs.detach(), name, dim, t, mask)
     bound = 200 * (torch.finfo(dtype).eps + 1e-16 * size * (name == "entmax(alpha=1.05)")) * steep * slope
     bound = bound * (1.0 + float(g.abs().max()))
-    away = slope.expand(shape) > 1e37  # the gradient itself may overflow
+    away = slope.expand(shape) > (1e5 if name == "softpick" else 1e37)  # all is rounding; the gradient itself overflows
     if normalizers.get(name).family == "threshold":
         away = away | near_threshold(theirs.detach(), name, dim, t, mask)
         bound *= 20
     error = (dz.double() - exact).abs().masked_fill(away, 0.0)
     assert (error <= bound).all(), float((error / bound).max())
-
-
-def steepest(z, name, dim, t, mask):
-    """The largest slope of a row, of size 1 in `dim`: 1/T, and as much more as a small sum makes it."""
-    seen = z / t if mask is None else (z / t).masked_fill(~mask, 0.0)
-    if name not in ("relu", "softpick"):
-        return torch.full_like(seen, 1.0 / t).amax(dim, keepdim=True)
-    total = (seen.clamp_min(0.0) if name == "relu" else torch.expm1(seen).abs()).sum(dim, keepdim=True)
-    if name == "softpick":
-        return (1.0 + 1.0 / total.masked_fill(total == 0, 1.0)) / t
-    return 1.0 / total.masked_fill(total == 0, 1.0) / t
 
 
 def near_threshold(z, name, dim, t, mask):

@@ -40,6 +40,9 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "above = weights(-(middle**gain)).sum(-1, keepdim=True) >= 1.0",
         "(weights(-middle ** gain).sum(-1, keepdim=True) > 1.0)",
     ): "where Σp is exactly 1, bisection ends at the same τ from the other side",
+    ("fall += tiles.fold(tl.where(t > 0.0, C.F.slope(t, scene.theta), 0.0), C)", "(t >= 0.0)"): (
+        "entmax's own slope is 0 at t = 0"
+    ),
     ("return tl.where(x < 0.0, 0.0, x)", "(x <= 0.0)"): "0 either way at x = 0",
     ("return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN", "(s < 0.0)"): "0 either way at s = 0",
     ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from regard import normalizers
+
 PACKAGE = Path(__file__).parent
 
 
@@ -60,6 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
+    _open_what_is_closed()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without α prints ?, it does not fail
     try:
@@ -68,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UsageError as wrong:
         print(wrong, file=sys.stderr)
+        return 2
+    except normalizers.BrokenFile as wrong:
+        print(f"regard: {wrong}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -81,6 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence()
         print(f"regard: the output cannot be written: {wrong.strerror}; make room", file=sys.stderr)
         return 1
+
+
+def _open_what_is_closed() -> None:
+    """`regard list >&-`: what is said there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 – as long as the process lives
 
 
 def _silence() -> None:

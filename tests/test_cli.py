@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 
@@ -187,6 +188,31 @@ def test_a_terminal_without_greek_still_lists():
     found = run("list", PYTHONIOENCODING="ascii")
     assert found.returncode == 0, found.stderr
     assert "softmax1" in found.stdout
+
+
+def test_a_closed_standard_output_is_no_error():
+    command = f"{shlex.quote(sys.executable)} -m regard list >&-"
+    found = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "must be an existing directory"),
+        ("x = (", "cannot be loaded: SyntaxError"),
+        ("from regard.normalizers.relu import normalizer", "the name 'relu' is taken"),
+    ],
+)
+def test_a_broken_normalizer_of_the_environment_is_one_line(tmp_path, monkeypatch, capsys, content, complaint):
+    folder = tmp_path / "own"
+    if content is not None:
+        folder.mkdir()
+        (folder / "broken.py").write_text(content)
+    monkeypatch.setattr(normalizers, "_waiting", [str(folder)])
+    assert cli.main(["list"]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1) and complaint in told.err
 
 
 def test_targets_judge_times_and_speeds():

@@ -266,3 +266,11 @@ def test_a_record_checks_its_own_mathematics(tmp_path, broken, complaint):
     with pytest.raises(ValueError, match=complaint):
         normalizers.discover(tmp_path)
     assert "wrong" not in normalizers.names()
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("from regard.normalizers.relu import normalizer")
+    before = normalizers.get("relu").normalizer
+    with pytest.raises(ValueError, match="the name 'relu' is taken"):
+        normalizers.discover(tmp_path)
+    assert normalizers.get("relu").normalizer is before

@@ -8,7 +8,8 @@ True
 
 A file in this folder, or in a folder given to `discover` or named in the environment variable
 REGARD_NORMALIZERS, that defines `normalizer = Ratio(...)` (or Pointwise, Threshold, Normalizer) is a member:
-rows, attention, the reference, the contract tests, `regard list` and the docs pick it up.
+rows, attention, the reference, the contract tests, `regard list` and the docs pick it up. The environment's folders are
+looked into when all names are asked for, or one that is not of this package.
 """
 
 from __future__ import annotations
@@ -24,9 +25,26 @@ from pathlib import Path
 
 from regard.normalizers._families import Normalizer, Parameter, Pointwise, Ratio, Threshold
 
-__all__ = ["Choice", "Normalizer", "Parameter", "Pointwise", "Ratio", "Threshold", "discover", "get", "names"]
+__all__ = [
+    "BrokenFile",
+    "Choice",
+    "Normalizer",
+    "Parameter",
+    "Pointwise",
+    "Ratio",
+    "Threshold",
+    "discover",
+    "get",
+    "names",
+]
 
 _members: dict[str, Normalizer] = {}
+_files: dict[str, Path] = {}  # where each was found
+_waiting = [folder for folder in os.environ.get("REGARD_NORMALIZERS", "").split(os.pathsep) if folder]
+
+
+class BrokenFile(ValueError):
+    """A folder or file of normalisers that cannot be used: which, and why."""
 
 
 @dataclass(frozen=True)
@@ -51,31 +69,48 @@ class Choice:
 
 
 def discover(folder: str | os.PathLike[str]) -> list[str]:
-    """Load every `*.py` file of a folder that defines `normalizer`; the names found."""
-    folder = Path(folder)
+    """Load every `*.py` file of a folder that defines `normalizer`; the names found. A taken name is refused."""
+    folder = Path(folder).resolve()
     if not folder.is_dir():
-        raise ValueError(f"folder must be an existing directory, got {str(folder)!r}")
+        raise BrokenFile(f"folder must be an existing directory, got {str(folder)!r}")
     found = []
     for path in sorted(folder.glob("*.py")):
         if path.stem.startswith("_"):
             continue
-        if folder == Path(__file__).parent:
-            module = importlib.import_module(f"regard.normalizers.{path.stem}")
-        else:
-            spec = importlib.util.spec_from_file_location(f"regard_normalizer_{path.stem}", path)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-        member = getattr(module, "normalizer", None)
+        member = _loaded(path)
         if not isinstance(member, Normalizer):
-            raise ValueError(f"{path} must define `normalizer`, a Pointwise, Ratio, Threshold or Normalizer record")
-        _members[member.name] = member
+            raise BrokenFile(f"{path} must define `normalizer`, a Pointwise, Ratio, Threshold or Normalizer record")
+        if member.name in _members and _files.get(member.name) != path:
+            raise BrokenFile(f"{path}: the name {member.name!r} is taken by {_files.get(member.name)}; choose another")
+        _members[member.name], _files[member.name] = member, path
         found.append(member.name)
     return found
 
 
+def _loaded(path: Path) -> Normalizer | None:
+    if path.parent == Path(__file__).resolve().parent:
+        return getattr(importlib.import_module(f"regard.normalizers.{path.stem}"), "normalizer", None)
+    spec = importlib.util.spec_from_file_location(f"regard_normalizer_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as wrong:
+        del sys.modules[spec.name]
+        raise BrokenFile(f"{path} cannot be loaded: {type(wrong).__name__}: {wrong}") from wrong
+    return getattr(module, "normalizer", None)
+
+
+def _look_around() -> None:
+    """Load the folders that the environment names; one that is broken is told each time."""
+    while _waiting:
+        discover(_waiting[0])
+        del _waiting[0]
+
+
 def names() -> list[str]:
     """The names of all normalisers known, sorted."""
+    _look_around()
     return sorted(_members)
 
 
@@ -92,6 +127,8 @@ def get(spec: str | Choice | Normalizer) -> Choice:
         raise TypeError(f"normalizer must be a name such as 'softmax', got {type(spec).__name__}")
     match = _SPEC.fullmatch(spec)
     name = match.group(1) if match else spec.split("(")[0].strip()
+    if name not in _members:
+        _look_around()
     if name not in _members:
         near = difflib.get_close_matches(name.lower(), names(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
@@ -116,5 +153,3 @@ def get(spec: str | Choice | Normalizer) -> Choice:
 
 
 discover(Path(__file__).parent)
-for _folder in filter(None, os.environ.get("REGARD_NORMALIZERS", "").split(os.pathsep)):
-    discover(_folder)

@@ -14,6 +14,7 @@ class OnlineSoftmax:
     """m ← max(m, max block), ℓ ← ℓ·e^(m_old − m) + Σ exp(block − m): the softmax of all blocks seen so far.
 
     Blocks are split along the last dimension; any size, any order, merged in any tree: the result is the whole row's.
+    ℓ is kept in float64, so that many small blocks lose nothing.
 
     >>> import regard, torch
     >>> z = torch.tensor([1.0, 3.0, 2.0, 0.0])
@@ -26,8 +27,17 @@ class OnlineSoftmax:
     """
 
     def __init__(self) -> None:
-        self.max: Tensor | None = None  # m, one per row
-        self.sum: Tensor | None = None  # ℓ, one per row
+        self._state: tuple[Tensor, Tensor] | None = None  # (m, ℓ), replaced as one: Ctrl-C leaves the old or the new
+
+    @property
+    def max(self) -> Tensor | None:
+        """m, one per row; None before the first block."""
+        return None if self._state is None else self._state[0]
+
+    @property
+    def sum(self) -> Tensor | None:
+        """ℓ, one per row, in float64; None before the first block."""
+        return None if self._state is None else self._state[1]
 
     def update(self, block: Tensor) -> OnlineSoftmax:
         """Take in a block (…, n); n may be 0."""
@@ -42,31 +52,31 @@ class OnlineSoftmax:
         else:
             m = z.new_full(z.shape[:-1], -math.inf)
         part = OnlineSoftmax()
-        part.max, part.sum = m, torch.exp(z - _finite(m)[..., None]).sum(-1)
+        part._state = m, torch.exp(z - _finite(m)[..., None]).sum(-1, dtype=torch.float64)
         return self.merge(part)
 
     def merge(self, other: OnlineSoftmax) -> OnlineSoftmax:
         """Take in what another has seen; returns self."""
         if not isinstance(other, OnlineSoftmax):
             raise TypeError(f"other must be an OnlineSoftmax, got {type(other).__name__}; update(block) takes tensors")
-        if other.max is None or other.sum is None:
+        if other._state is None:
             return self
-        if self.max is None or self.sum is None:
-            self.max, self.sum = other.max, other.sum
+        if self._state is None:
+            self._state = other._state
             return self
-        if self.max.shape != other.max.shape:
-            raise ValueError(f"other must have rows of shape {tuple(self.max.shape)}, got {tuple(other.max.shape)}")
-        m = torch.maximum(self.max, other.max)
-        safe = _finite(m)
-        self.sum = self.sum * torch.exp(self.max - safe) + other.sum * torch.exp(other.max - safe)
-        self.max = m
+        (mine, my_sum), (theirs, their_sum) = self._state, other._state
+        if mine.shape != theirs.shape:
+            raise ValueError(f"other must have rows of shape {tuple(mine.shape)}, got {tuple(theirs.shape)}")
+        m = torch.maximum(mine, theirs)
+        safe = _finite(m).double()
+        self._state = m, my_sum * torch.exp(mine.double() - safe) + their_sum * torch.exp(theirs.double() - safe)
         return self
 
     @property
     def logsumexp(self) -> Tensor:
         """m + log ℓ; −inf for rows that saw nothing."""
         m, total = self._seen()
-        return _finite(m) + torch.log(total)
+        return (_finite(m) + torch.log(total)).to(m.dtype)
 
     def weights(self, block: Tensor) -> Tensor:
         """exp(block − m) / ℓ: the weights of a block within the whole."""
@@ -78,9 +88,9 @@ class OnlineSoftmax:
         return (e / torch.where(total == 0, 1.0, total)[..., None]).to(block.dtype)
 
     def _seen(self) -> tuple[Tensor, Tensor]:
-        if self.max is None or self.sum is None:
+        if self._state is None:
             raise ValueError("this OnlineSoftmax has seen no block yet; call update(block) first")
-        return self.max, self.sum
+        return self._state
 
 
 def _finite(m: Tensor) -> Tensor:

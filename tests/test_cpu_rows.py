@@ -234,6 +234,13 @@ def test_over_rows_covers_every_row_once_and_passes_errors_on(threads, monkeypat
     assert (seen == 3).all()
 
 
+def test_an_interrupt_that_ctypes_drops_is_raised():
+    """A signal at the door of the callback: the calling thread never comes to the end of its share."""
+    with pytest.raises(KeyboardInterrupt):
+        _threads._on_team(lambda body, *_: None, lambda: None, 2)
+    _threads._on_team(lambda body, *_: body(None), lambda: None, 2)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_computes():
     script = """

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 from importlib import resources
 
@@ -214,3 +215,26 @@ def test_thousands_of_heads_keep_their_means(report, monkeypatch):
     drawn = numbers(page.render(report))
     assert [treatment["name"] for treatment in drawn["treatments"]] == ["as measured"]
     assert {len(told) for head in drawn["treatments"][0]["heads"] for told in head["numbers"]} == {1}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
+def test_a_report_has_the_permissions_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o077)
+    try:
+        private = files.write(tmp_path / "private", "x")
+        os.umask(0o002)
+        shared = files.write(tmp_path / "shared", "x")
+    finally:
+        os.umask(before)
+    assert (private.stat().st_mode & 0o777, shared.stat().st_mode & 0o777) == (0o600, 0o664)
+
+
+def test_an_interrupt_after_the_rename_is_told_as_itself(tmp_path, monkeypatch):
+    def replace(source, target, rename=os.replace):
+        rename(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        files.write(tmp_path / "report", "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]

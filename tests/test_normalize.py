@@ -161,6 +161,16 @@ def test_online_softmax_in_any_order_and_tree():
         assert torch.equal(whole.max, z.amax(-1))
 
 
+def test_online_softmax_of_many_small_blocks():
+    z = torch.randn(5, 4000, generator=torch.Generator().manual_seed(4))
+    online = regard.OnlineSoftmax()
+    for block in z.split(1, -1):
+        online.update(block)
+    assert online.logsumexp.dtype == torch.float32
+    total = torch.exp(z.double() - z.double().amax(-1, keepdim=True)).sum(-1)
+    assert torch.allclose(online.sum, total, rtol=1e-12)
+
+
 def test_online_softmax_of_nothing():
     nothing = regard.OnlineSoftmax().update(torch.full((2, 3), -math.inf)).update(torch.empty(2, 0))
     assert torch.equal(nothing.weights(torch.full((2, 3), -math.inf)), torch.zeros(2, 3))

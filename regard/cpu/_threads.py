@@ -62,16 +62,20 @@ def over_rows(work: Callable[[int, int], None], rows: int, cost: float = 1.0, pi
 
 def _on_team(parallel: Callable, share: Callable[[], None], threads: int) -> None:
     failures: list[BaseException] = []
+    returned: list[int] = []  # the threads that came to the end
 
     def body(_: int | None) -> None:
-        try:
+        try:  # a signal's exception on the way in is printed and dropped by ctypes: then the end is not reached
             share()
+            returned.append(threading.get_ident())
         except BaseException as failure:  # nothing may unwind through OpenMP; raised again below
             failures.append(failure)
 
     parallel(_Body(body), None, threads, 0)
     if failures:
         raise failures[0]
+    if threading.get_ident() not in returned:  # signals reach the calling thread alone
+        raise KeyboardInterrupt
 
 
 def _on_pool(share: Callable[[], None], threads: int) -> None:

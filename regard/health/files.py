@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
@@ -15,14 +15,13 @@ def write(path: str | os.PathLike, content: str | bytes) -> Path:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"path: there is no folder {str(path.parent)!r}; make it first")
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(beside, "xb") as file:  # with the permissions that the umask leaves
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
-        os.chmod(beside, 0o644)
         os.replace(beside, path)
     except BaseException:
-        os.unlink(beside)
+        beside.unlink(missing_ok=True)  # an interrupt may come when it is renamed already
         raise
     return path
 

@@ -93,6 +93,7 @@ def test_an_alpha_per_row(data):
 def test_logarithms_and_blocks(data):
     scores, dim = drawn_rows(data)
     scores = scores.masked_fill(scores.isnan() | (scores == math.inf), 2.0)
+    scores = scores.masked_fill((scores.abs() > 1.5e38) & (scores != -math.inf), 2.0)  # a difference stays in float32
     t = data.draw(st.sampled_from([1.0, 2.0]))
     whole = scores.double() / t
     eps, size = 4 * ROUNDING[scores.dtype], 1.0 + whole.abs().masked_fill(whole.isinf(), 0.0)

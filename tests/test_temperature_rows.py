@@ -134,6 +134,14 @@ def test_logsumexp_has_no_limit(t):
         regard.logsumexp(torch.ones(3), temperature=t)
 
 
+def test_a_tensor_bias_at_extreme_temperatures():
+    z, bias = torch.tensor([-inf, -1.0, 0.0, 2.0]), torch.tensor([0.5, 0.5, 0.5, 0.5], requires_grad=True)
+    for t in (1e-320, 1e-39, 1e50):
+        p = regard.sigmoid_norm(z, bias=bias, temperature=t)
+        assert torch.allclose(p, regard.sigmoid_norm(z, bias=0.5, temperature=t))
+    torch.autograd.grad(p.sum(), bias)
+
+
 def test_refused_by_name():
     z = torch.ones(2, 4)
     far = torch.ones(2, 1, device="meta")

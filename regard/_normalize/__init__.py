@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 
+import torch
 from torch import Tensor
 
 from regard import _ops, normalizers
@@ -12,6 +13,7 @@ from regard._normalize.arguments import check_device, check_scores, check_temper
 from regard._normalize.logarithm import log_softmax as log_softmax
 from regard._normalize.logarithm import logsumexp as logsumexp
 from regard._normalize.run import run
+from regard._normalize.tempered import is_extreme, quotient
 from regard.normalizers import Choice
 
 
@@ -144,7 +146,8 @@ def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> 
     t = check_temperature(temperature)
     if isinstance(t, Tensor) or t in (0.0, math.inf):
         raise ValueError("a tensor bias needs a positive, finite number as temperature; divide z by the tensor first")
-    wide = z.to(_ops.accumulator(z.dtype)) / t + bias
+    wide = z.double() if is_extreme(t) else z.to(_ops.accumulator(z.dtype))
+    wide = quotient(wide, t, most=torch.finfo(wide.dtype).max / 2) + bias
     return run(wide, normalizers.get("sigmoid"), None, dim, 1.0, mask, None).to(z.dtype)
 
 

@@ -77,3 +77,34 @@ def test_a_parameter_that_requires_grad_inside_a_transform_that_does_not_know_it
     alpha = torch.tensor([1.5], dtype=torch.float64, requires_grad=True)
     slope = torch.func.grad(lambda x: (x * regard.entmax(ROW, alpha)).sum())(torch.ones(4, dtype=torch.float64))
     torch.testing.assert_close(slope, regard.entmax15(ROW))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1 + 1e-12, 1 + 1.2e-7, 1 + 1e-5, 1.0009, 1.02, 1.06])
+def test_alpha_next_to_one_has_its_slopes(alpha):
+    at = torch.tensor([alpha], dtype=torch.float64)
+    far = torch.linspace(1.0, 1.1, 8, dtype=torch.float64)
+    weights = torch.stack([regard.entmax(ROW, a.item()) for a in far]) @ OUT
+    series = torch.linalg.solve((far[:, None] - at) ** torch.arange(8), weights)  # around alpha, from values elsewhere
+    loss = lambda z, a: (regard.entmax(z, a) * OUT).sum()  # noqa: E731
+    slope = torch.autograd.functional.jacobian(lambda a: loss(ROW, a), at)
+    hessian = torch.autograd.functional.hessian(loss, (ROW, at))
+    assert abs(slope.item() - series[1].item()) < 1e-7
+    assert abs(hessian[1][1].item() - 2 * series[2].item()) < 1e-5
+    step = 1e-5
+    across = [(loss(ROW + step * e, at) - loss(ROW - step * e, at)) / (2 * step) for e in torch.eye(4).double()]
+    torch.testing.assert_close(torch.autograd.functional.jacobian(lambda z: loss(z, at), ROW), torch.stack(across))
+    torch.testing.assert_close(hessian[0][1][:, 0], torch.func.jacfwd(torch.func.grad(loss), 1)(ROW, at)[:, 0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss, 1), (None, 0))(ROW, at[None])[0], slope)
+    single = torch.autograd.functional.jacobian(lambda a: loss(ROW.float(), a), at.float())
+    assert abs(single.item() - slope.item()) < 1e-5
+
+
+@pytest.mark.parametrize("alpha", [1.05, 1.12, 1.2, 1.5])
+def test_alpha_learns_from_weights_rounded_to_bfloat16(alpha):
+    draw = torch.Generator().manual_seed(3)
+    z, g = (torch.randn(8, 200, generator=draw).bfloat16() for _ in range(2))
+    slopes = []
+    for dtype in (torch.bfloat16, torch.float64):
+        a = torch.full((8, 1), alpha, dtype=torch.float64, requires_grad=True)
+        slopes += torch.autograd.grad(regard.entmax(2 * z.to(dtype), a), a, g.to(dtype))
+    assert (slopes[0] - slopes[1]).abs().max() < 0.02 * slopes[1].square().mean().sqrt()

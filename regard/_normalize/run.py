@@ -23,6 +23,7 @@ from regard._normalize.tempered import tempered
 from regard.normalizers import Choice
 
 NEAR_ONE = 1.1  # below this alpha, 1/(α−1) amplifies float32's rounding too much: rows are computed in float64
+BY_SERIES = 1.001  # below this one float64's too: rows are computed in a form that has no 1/(α−1)
 
 
 def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
@@ -62,7 +63,7 @@ def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str)
 
 
 def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backend: str) -> Tensor:
-    """α = 1 is softmax, 1 < α ≤ 2 fused (in float64 near 1), beyond 2 the reference; row by row if α is a tensor."""
+    """α = 1 is softmax, 1 < α ≤ 2 fused (with care near 1), beyond 2 the reference; row by row if α is a tensor."""
     if backend == "reference" or transformed(z, alpha):
         return _reference_rows(z, choice, choice.theta if alpha is None else alpha, visible, scale)
     if alpha is None:
@@ -70,18 +71,25 @@ def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backen
             return _rows(z, normalizers.get("softmax"), None, visible, scale, backend)
         if choice.theta > 2.0:
             return _reference_rows(z, choice, choice.theta, visible, scale)
-        wide = z.double() if choice.theta < NEAR_ONE else z
+        wide, backend = careful(z, choice, backend)
         return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
-    soft, beyond = alpha <= 1.0, alpha > 2.0
+    soft, beyond = alpha < BY_SERIES, alpha > 2.0
     wide = z.double() if _may(alpha < NEAR_ONE) else z
     inner = alpha.where(~(soft | beyond), 1.5)
     p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
     if _may(soft):
-        q = _fused_rows(z, normalizers.get("softmax"), None, visible, scale, backend)
-        p = torch.where(soft, _with_slope_in_alpha(q, alpha), p)
+        q = _fused_rows(z.double(), choice, alpha.where(soft, 1.0), visible, scale, "series").to(z.dtype)
+        p = torch.where(soft, q, p)
     if _may(beyond):
         p = torch.where(beyond, _reference_rows(z, choice, alpha.where(beyond, 3.0), visible, scale), p)
     return p
+
+
+def careful(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
+    """The scores and the row backend as entmax needs them near α = 1; any other map's as they are."""
+    if choice.name != "entmax" or choice.theta >= NEAR_ONE:
+        return z, backend
+    return z.double(), "series" if choice.theta < BY_SERIES else backend
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
@@ -119,11 +127,3 @@ def _may(condition: Tensor) -> bool:
     if torch.compiler.is_compiling() or is_mapped(condition):
         return True
     return bool(condition.detach().any())
-
-
-def _with_slope_in_alpha(p: Tensor, alpha: Tensor) -> Tensor:
-    """Softmax as entmax at α = 1: the same weights, with ∂p/∂α = p·(Σ p·log² p − log² p)/2 for autograd to see."""
-    still = p.detach().to(_ops.accumulator(p.dtype))
-    square = torch.log(still.where(still > 0, 1.0)) ** 2
-    slope = 0.5 * still * ((still * square).sum(-1, keepdim=True) - square)
-    return p + ((alpha - alpha.detach()) * slope).to(p.dtype)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-ROWS = {"cpu": "regard.cpu.rows", "triton": "regard.kernels.rows"}
+ROWS = {"cpu": "regard.cpu.rows", "triton": "regard.kernels.rows", "series": "regard._ops.series_rows"}
 ATTENTION = {"cpu": "regard.cpu.attention", "triton": "regard.kernels.attention"}
 
 

@@ -10,9 +10,11 @@ tensor([0.0000, 0.3260, 0.6740])
 
 import torch
 
-from regard.normalizers import softmax
+from regard.normalizers import _near_softmax, softmax
 from regard.normalizers._families import Parameter, Threshold
 from regard.normalizers._language import jit, tl
+
+NEAR = 1.1  # below it 1/(α−1) magnifies rounding: another form of the same weights
 
 
 def solve(scores, visible, alpha):
@@ -59,24 +61,32 @@ def solve(scores, visible, alpha):
 
 def reference(scores, visible, theta):
     if not isinstance(theta, torch.Tensor):
-        return softmax.reference(scores, visible, None) if theta == 1.0 else solve(scores, visible, theta)
+        if theta == 1.0:
+            return softmax.reference(scores, visible, None)
+        return (_near_softmax.solve if theta < NEAR else solve)(scores, visible, theta)
     alpha = theta.to(scores.dtype)
-    is_soft = alpha == 1.0
-    sparse = solve(scores, visible, alpha.masked_fill(is_soft, 1.5))
-    return torch.where(is_soft, softmax.reference(scores, visible, None), sparse)
+    near = alpha < NEAR
+    far = solve(scores, visible, alpha.where(~near, 1.5))
+    return torch.where(near, _near_softmax.solve(scores, visible, alpha.where(near, 1.0)), far)
 
 
 def parameter_vjp(p, dp, alpha):
-    """Σ_i dp_i·∂p_i/∂α from the weights alone (Correia et al. 2019, arXiv 1909.00015), and its limit at α = 1."""
+    """Σ_i dp_i·∂p_i/∂α with ∂p/∂α = r·Σq − q, r = p^{2−α} / Σ p^{2−α}, q = p·log² p·(eˣ − 1 − x)/x², x = −(α−1)·log p.
+
+    Correia et al. 2019 (arXiv 1909.00015), rearranged: nothing is divided by α − 1, and at α = 1 the factor is 1/2.
+    """
     seen = p > 0
     log = torch.log(p.where(seen, 1.0))
-    share = torch.where(seen, torch.exp((2.0 - alpha) * log), 0.0)
-    share = share / share.sum(-1, keepdim=True).clamp_min(1e-30)
-    surprise = -p * log
-    k = (alpha - 1.0).where(alpha > 1.0, 1.0)
-    sparse = (p - share) / k**2 + (surprise - share * surprise.sum(-1, keepdim=True)) / k
-    soft = 0.5 * p * ((p * log**2).sum(-1, keepdim=True) - log**2)
-    return (dp * torch.where(alpha > 1.0, sparse, soft)).sum(-1)
+    k = alpha - 1.0
+    x = -k * log
+    raw = torch.where(seen, torch.exp((1.0 - k) * log), 0.0)
+    small = x.abs() < 0.5
+    series = torch.zeros_like(p)
+    for n in range(15, 1, -1):  # Σ xⁿ⁻² / n!
+        series = (1.0 + series * x.where(small, 0.0)) / n
+    q = torch.where(small, p * log**2 * series, (raw - p - p * x) / k.where(k > 0, 1.0) ** 2)
+    share = raw / raw.sum(-1, keepdim=True).clamp_min(1e-30)
+    return (dp * (share * q.sum(-1, keepdim=True) - q)).sum(-1)
 
 
 @jit

@@ -1,0 +1,20 @@
+"""Rows of entmax for α next to 1, where the fused solvers' 1/(α−1) magnifies rounding: plain torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def forward(s: Tensor, choice, theta: Tensor | None, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    alpha = choice.theta if theta is None else theta[:, None]
+    with torch.no_grad():
+        hidden = s if mask is None else s.masked_fill(~mask, float("-inf"))
+        return choice.reference(hidden * scale, mask, alpha), s.new_zeros((2, s.shape[0]))
+
+
+def backward(dp: Tensor, saved: Tensor, state: Tensor, choice, theta, mask, scale: float) -> Tensor:
+    from regard._ops.row_ops import differentiable_vjp
+
+    with torch.no_grad():
+        return differentiable_vjp(dp, saved, state, mask, theta, choice.spec, scale)

@@ -137,7 +137,7 @@ def backward(p: Problem, kind, inputs, frame, z, grads, delta, opt: Options, con
         constants = config, CAP, CAP - SPARE, BLOCK, STEP["dq"]
         launch(kind, gather.gather_dq, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
     yield left
-    del lists  # before the others are made
+    del lists, arguments  # before the others are made
     lists, left = Lists(p, False, True), flags_of(p.k, gather.ROWS)
     for first, programs in chunks(lists.blocks):
         lists.fill(kind, level, None, first, programs, opt)

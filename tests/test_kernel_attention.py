@@ -163,7 +163,7 @@ def reference_visible(problem, visible):
 
 
 def test_nan_and_infinity_stay_in_their_row():
-    for name in ("softmax", "entmax15", "sparsemax"):
+    for name in ("softmax", "entmax15", "sparsemax", "entmax(alpha=1.3)"):
         problem = make(17, name, b=1, h=1, g=1, stats=())
         problem.q[0, 0, 3] = math.nan
         o = attention.forward(problem).o
@@ -173,7 +173,7 @@ def test_nan_and_infinity_stay_in_their_row():
         torch.testing.assert_close(o[0, 0, others].double(), truth[0, 0, others], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["softmax", "entmax15", "relu", "sigmoid", "softpick"])
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "entmax(alpha=1.7)", "relu", "sigmoid", "softpick"])
 def test_a_row_with_a_nan_logit_says_so_in_every_statistic(name):
     problem = make(18, name, b=1, h=1, g=1, m=20, n=33, causal=True)
     problem.k[0, 0, 15] = math.nan

@@ -108,6 +108,8 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     _, _, y, seen, j = sweeps.look(scene, start, opt, C, EDGE)
     t = excess(y, r.top[:, None], r.frame[:, None], scene.a[:, None], scene.theta, C)
     u = C.F.weigh(t, scene.theta)
+    if C.F.order == 0:
+        u = tl.where(t == t, u, t)  # a power of what is above 0 hides NaN
     d = tl.where(t > 0.0, C.F.slope(t, scene.theta), t)
     sum_u = tiles.fold(u, C)
     z, sv = r.z + sum_u, r.v + tiles.fold(d, C)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard import _ops, normalizers
 from regard._normalize.arguments import check_device, check_scores, check_temperature, choose_rows_backend
+from regard._normalize.run import careful
 from regard._normalize.tempered import below_top, is_extreme, limit, moves_with_its_scores
 from regard.statistics import Terms, solve_frame
 
@@ -56,6 +57,8 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     if choice.family == "pointwise":
         return torch.diag_embed(a / t).to(z.dtype)
     if choice.family == "threshold":
+        if careful(z, choice, "")[1] == "series":
+            a = choice.reference(s, seen, choice.theta) ** (2.0 - choice.theta)
         b = a
         c = a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     else:
@@ -97,8 +100,12 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
         choice = normalizers.get("softmax")
     backend = choose_rows_backend(z.device, backend)
     if not choice.fused or backend == "reference" or (choice.name == "entmax" and choice.theta > 2.0):
-        return torch.func.vjp(lambda x: choice.reference(x / t, None, choice.theta), z)[1](grad)[0]
-    flat, dp = z.reshape(-1, z.shape[-1]), grad.reshape(-1, z.shape[-1])
+        ds = torch.func.vjp(lambda x: choice.reference(x / t, None, choice.theta), z.double())[1](grad.double())[0]
+        bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
+        return ds.masked_fill(bad, math.nan).to(z.dtype)
+    wide, backend = careful(z, choice, backend)
+    dp = (grad if wide is z else grad.double()).reshape(-1, z.shape[-1])
+    flat = wide.reshape(-1, z.shape[-1])
     p, state = _ops.rows(flat, None, None, choice.spec, 1.0 / t, backend)
     saved = p if choice.slope_of_weight is not None else flat
-    return _ops.rows_backward(dp, saved, state, None, None, choice.spec, 1.0 / t, backend).reshape(z.shape)
+    return _ops.rows_backward(dp, saved, state, None, None, choice.spec, 1.0 / t, backend).reshape(z.shape).to(z.dtype)

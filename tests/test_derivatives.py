@@ -108,3 +108,29 @@ def test_alpha_learns_from_weights_rounded_to_bfloat16(alpha):
         a = torch.full((8, 1), alpha, dtype=torch.float64, requires_grad=True)
         slopes += torch.autograd.grad(regard.entmax(2 * z.to(dtype), a), a, g.to(dtype))
     assert (slopes[0] - slopes[1]).abs().max() < 0.02 * slopes[1].square().mean().sqrt()
+
+
+@pytest.mark.parametrize("alpha", [1 + 1e-12, 1.000001, 1.0001, 1.05, 1.5, 2.5, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_vjp_takes_the_care_that_normalize_takes(alpha, dtype):
+    draw = torch.Generator().manual_seed(5)
+    z, g = (torch.randn(4, 50, generator=draw, dtype=torch.float64).to(dtype) for _ in range(2))
+    name, exact = f"entmax(alpha={alpha!r})", (2 * z).double().requires_grad_()
+    (want,) = torch.autograd.grad(regard.normalize(exact, name, backend="reference"), exact, g.double())
+    tolerance = {torch.float64: 1e-11, torch.float32: 2e-6}.get(dtype, 16 * torch.finfo(dtype).eps)
+    for backend in (None, "reference"):
+        got = regard.vjp(2 * z, g, name, backend=backend)
+        assert got.dtype == dtype
+        assert (got.double() - want).abs().max() <= tolerance * want.abs().max(), backend
+    if dtype == torch.float64:
+        dense = torch.einsum("rij,ri->rj", regard.jacobian(2 * z, name), g)
+        assert (dense - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax(alpha=1.0001)", "entmax(alpha=1.5)", "entmax(alpha=3)"])
+def test_vjp_of_a_row_with_nan_is_nan(name):
+    z = torch.tensor([[1.0, torch.nan], [1.0, 0.9]])
+    for backend in (None, "reference"):
+        ds = regard.vjp(z, torch.tensor([[1.0, 2.0], [1.0, 2.0]]), name, backend=backend)
+        assert ds[0].isnan().all() and ds[1].isfinite().all()
+    assert regard.jacobian(z, name)[0].isnan().all()

@@ -17,4 +17,5 @@ def backward(dp: Tensor, saved: Tensor, state: Tensor, choice, theta, mask, scal
     from regard._ops.row_ops import differentiable_vjp
 
     with torch.no_grad():
-        return differentiable_vjp(dp, saved, state, mask, theta, choice.spec, scale)
+        ds = differentiable_vjp(dp, saved, state, mask, theta, choice.spec, scale)
+        return ds.masked_fill(saved.isnan(), float("nan"))

@@ -36,7 +36,7 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
     if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if obstacle is not None and any(transformed(x) for x in (problem.q, problem.k, problem.v)):
-        return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp, or vmap of a gradient)")
+        return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp or a gradient)")
     if obstacle is None:
         hopper = device == "cuda" and is_hopper(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")

@@ -134,6 +134,14 @@ def test_logsumexp_has_no_limit(t):
         regard.logsumexp(torch.ones(3), temperature=t)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+def test_a_temperature_for_no_rows(shape):
+    z, t = torch.empty(shape, requires_grad=True), torch.ones(shape[0], 1, requires_grad=True)
+    for name in NAMES:
+        assert regard.normalize(z, name, temperature=t).shape == shape
+    assert regard.log_softmax(z, -1, t).shape == shape and regard.logsumexp(z, -1, t).shape == shape[:1]
+
+
 def test_a_tensor_bias_at_extreme_temperatures():
     z, bias = torch.tensor([-inf, -1.0, 0.0, 2.0]), torch.tensor([0.5, 0.5, 0.5, 0.5], requires_grad=True)
     for t in (1e-320, 1e-39, 1e50):

@@ -14,10 +14,9 @@ from regard._normalize.arguments import (
     check_scores,
     check_temperature,
     column_of,
-    is_mapped,
     under_autocast,
 )
-from regard._normalize.tempered import attached, below_top, is_extreme, limit, quotient
+from regard._normalize.tempered import attached, below_top, is_extreme, limit, quotient, readable
 
 
 def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
@@ -31,7 +30,7 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     if t is None:
         return torch.logsumexp(rows, -1)
     inside = (t > 0.0) & (t < math.inf) if isinstance(t, Tensor) else torch.tensor(0.0 < t < math.inf)
-    if _readable(inside) and not bool(inside.all()):
+    if readable(inside) and not bool(inside.all()):
         raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
     below, top = below_top(_wide(rows, t))
     total = (top / t + torch.logsumexp(quotient(below, t), -1, keepdim=True)).squeeze(-1)
@@ -56,7 +55,7 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
         cold, hot = t == 0.0, t == math.inf
         plain = ~(cold | hot)
         result = _logarithm(rows, t.where(plain, 1.0))
-        if not _readable(plain) or not bool(plain.all()):
+        if not readable(plain) or not bool(plain.all()):
             result = torch.where(cold, _at_limit(rows, cold=True), result)
             result = torch.where(hot, _at_limit(rows, cold=False), result)
             result = result.masked_fill(~(t >= 0.0), math.nan)
@@ -91,8 +90,3 @@ def _checked(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, 
         t = column_of(t, "temperature", z.shape if z.ndim else rows.shape, axis)
     plain = rows.shape[-1] == 0 or (not isinstance(t, Tensor) and t == 1.0)
     return rows, None if plain else t, axis
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether a look at the values costs nothing: not while tracing, mapped, or on a device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(x)

@@ -1,8 +1,8 @@
 """normaliser(z / T) for every T ≥ 0: the quotient where it can be formed, the limits at 0 and inf, row by row.
 
 A quotient rounds by the size of the score, a difference does not. So a map that moves with its scores (softmax, the
-threshold maps) has its maximum subtracted first, and another is divided in float64. What weighs nothing, −inf or
-hidden, is not divided at all: its quotient's derivative in T, 0·inf, would be NaN.
+threshold maps) has its maximum subtracted first, and another is divided in float64 unless its scores are small. What
+weighs nothing, −inf or hidden, is not divided at all: its quotient's derivative in T, 0·inf, would be NaN.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from regard.normalizers import Choice
 Rows = Callable[[Tensor, float], Tensor]  # (z, scale) → normaliser(scale·z)
 FAR = 1e6  # exp(−FAR) is 0 in float64
 EXTREME = 1e30
+NEAR = 32.0  # quotients up to it round no worse than differences do
 
 
 def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
@@ -65,23 +66,40 @@ def below_top(z: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 def _by_row(z: Tensor, choice: Choice, theta, t: Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
     """Rows divided by their own temperature; 0 and inf are limits, anything below 0 or NaN gives NaN."""
-    if z.shape[-1] == 0:
+    if z.numel() == 0:
         return rows(z, 1.0)
     cold, hot = t == 0.0, t == math.inf
+    wide = z.to(_ops.accumulator(z.dtype))
     if moves_with_its_scores(choice):
-        wide, bound = below_top(z.to(_ops.accumulator(z.dtype)), visible)[0], None
-        wide = wide.masked_fill(wide <= -FAR * t, -math.inf)  # weighs nothing, and its quotient may overflow
-    else:
-        wide, bound = z.double(), torch.finfo(torch.float64).max
+        wide, _ = below_top(wide, visible)
+    elif choice.family != "pointwise" and torch.float64 in (z.dtype, t.dtype):  # no quotient may tell scores apart
         most = wide.detach().abs().masked_fill(~(wide.detach().abs() < math.inf), 0.0).amax(-1, keepdim=True)
-        cold = cold | ((most / t == math.inf) & (choice.family != "pointwise"))  # no quotient tells the scores apart
+        cold = cold | (most.double() / t == math.inf)
     plain = ~(cold | hot)
-    p = rows(quotient(wide, t.where(plain, 1.0), visible, bound), 1.0).to(z.dtype)
-    if torch.compiler.is_compiling() or is_mapped(plain) or t.device.type != "cpu" or not bool(plain.all()):
+    p = rows(_row_quotient(wide, choice, t.where(plain, 1.0), visible), 1.0).to(z.dtype)
+    if not readable(plain) or not bool(plain.all()):
         p = torch.where(cold, limit(z, choice, theta, visible, cold=True), p)
         p = torch.where(hot, limit(z, choice, theta, visible, cold=False), p)
         p = _lost(p, t)
     return p
+
+
+def _row_quotient(wide: Tensor, choice: Choice, t: Tensor, visible: Tensor | None) -> Tensor:
+    """wide / t: at once where a look shows that all of it is finite and nothing overflows, else entry by entry."""
+    moves, pointwise = moves_with_its_scores(choice), choice.family == "pointwise"
+    if readable(wide) and readable(t):
+        low, high = wide.detach().aminmax()
+        most = FAR if moves else EXTREME if pointwise else NEAR
+        if torch.maximum(high, -low) < most * t.detach().amin():  # not so if one is NaN
+            return (wide / t).to(wide.dtype)
+    if moves:
+        return quotient(wide.masked_fill(wide <= -FAR * t, -math.inf), t, visible)  # far below: no weight, no overflow
+    return quotient(wide.double(), t, visible, torch.finfo(torch.float64).max if pointwise else None)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a look at the values costs no wait: not while tracing, mapped, or on another device."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(x)
 
 
 def _lost(p: Tensor, t: Tensor) -> Tensor:

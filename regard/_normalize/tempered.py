@@ -27,7 +27,9 @@ def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tenso
     """p = normaliser(z / t) over the last dimension; t a number, or a tensor of size 1 there."""
     if choice.name == "relu":  # does not change with the temperature
         p = rows(z, 1.0)
-        return attached(_lost(p, t), t) if isinstance(t, Tensor) else p
+        if not isinstance(t, Tensor):
+            return p
+        return attached(p if readable(t) else _lost(p, t), t)
     if isinstance(t, Tensor):
         return _by_row(z, choice, theta, t, visible, rows)
     if t == math.inf or t * torch.finfo(torch.float64).max < 1.0:  # 0, or 1/t overflows

@@ -120,6 +120,8 @@ def forward_online(
             shift, pace = frame, suited(top, scale, F, TRAITS)
         elif STAGE != "whole":
             inverse = inverse * fall
+            if TRAITS.proportional:  # a part without weight, told in a far smaller row's scale: not 0·∞
+                inverse = tl.where(inverse == float("inf"), 3e38, inverse)
         tell(p, x, shift, pace, inverse, theta, rows, columns, R, N, F, TRAITS, HALF)
         store_state(state, frame, z, rows, part, R)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -64,17 +63,10 @@ def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
 
 
 def tell_early(recorder: Recorder) -> None:
-    """The heads of layers that a GPU is done with while it works on those after: half of what is left at a time."""
-    left = recorder.under_way()
-    while left:
-        some, left = left[: (len(left) + 1) // 2], left[(len(left) + 1) // 2 :]
-        done = {sight.reading.flat.device: sight.done for _, sight in some}  # the last of each
-        with contextlib.ExitStack() as streams:
-            for device, event in done.items():
-                streams.enter_context(behind(event, device))
-            told = _heads([(layer, sight.reading) for layer, sight in some])
-        for (layer, sight), heads in zip(some, told, strict=True):
-            layer.told = sight.reading, heads
+    """The heads of every layer that a GPU is done with, while it is at work on the layers after."""
+    for layer, sight in recorder.under_way():
+        with behind(sight.done, sight.reading.flat.device):
+            layer.told = sight.reading, _heads([(layer, sight.reading)])[0]
 
 
 def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:

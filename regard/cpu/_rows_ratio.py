@@ -6,7 +6,6 @@ import numpy as np
 
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, nothing_or_nan
-from regard.normalizers._language import speak
 
 SHIFTS = {"max": 0, "max0": 1, "none": 2}
 GRID = 1.5 * 2**12  # v ≤ 1 rounded to 2⁻¹¹ sums exactly over a chunk, and what is left over is small
@@ -17,16 +16,8 @@ HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
 
 def tiles(normalizer, dtype):
     names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight", "exponential"
-    flags = {"shift": SHIFTS[normalizer.shift], "proportional": is_proportional(normalizer)}
+    flags = {"shift": SHIFTS[normalizer.shift], "proportional": normalizer.proportional}
     return {**flags, **{name: getattr(normalizer, name) for name in names}}
-
-
-def is_proportional(normalizer):
-    """Are u and Z proportional to the scores? Then a factor common to all of them changes nothing."""
-    e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
-    sides = [speak(side) for side in (normalizer.numerator, normalizer.denominator)]
-    linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
-    return normalizer.shift == "none" and linear and not np.any(speak(normalizer.rest)(c))
 
 
 def shifted(top):

@@ -77,18 +77,6 @@ def accumulate(typing, total, term):
 
 
 @intrinsic
-def multiply_add(typing, a, b, c):
-    """a·b + c, rounded once."""
-
-    def build(context, builder, signature, args):
-        kind = context.get_value_type(a)
-        function = builder.module.declare_intrinsic("llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3))
-        return builder.call(function, args)
-
-    return a(a, a, a), build
-
-
-@intrinsic
 def bits(typing, x):
     """The bits of a float, as a signed integer of the same width."""
     whole = types.int32 if x == types.float32 else types.int64

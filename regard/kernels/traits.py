@@ -34,7 +34,7 @@ def traits_of(normalizer: Normalizer, faint: bool) -> Traits:
     """
     if not isinstance(normalizer, Ratio):
         return Traits(faint=faint)
-    u, v, rest = (speak(side) for side in (normalizer.numerator, normalizer.denominator, normalizer.rest))
+    u, v = (speak(side) for side in (normalizer.numerator, normalizer.denominator))
     slopes = [speak(slope) for slope in (normalizer.numerator_slope, normalizer.denominator_slope)]
     e, y, c = 1.0 + np.linspace(-1.0, 1.0, 5), np.linspace(-2.0, 2.0, 5), np.ones(5)
 
@@ -44,12 +44,11 @@ def traits_of(normalizer: Normalizer, faint: bool) -> Traits:
 
     moves = not np.allclose(u(e, y, c), u(e, y, 0.0 * c))
     differs = moves and all(np.allclose(side(e, y, c), side(e - c, y, 0.0 * c)) for side in (u, v))
-    linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in (u, v))
     return Traits(
         numerator_ends=ends(u),
         denominator_ends=ends(v),
         slopes_end=all(ends(slope) for slope in slopes),
         differs=bool(differs),
-        proportional=bool(linear and normalizer.shift == "none" and not np.any(rest(c))),
+        proportional=normalizer.proportional,
         faint=faint,
     )

@@ -169,6 +169,14 @@ class Ratio(Normalizer):
             raise ValueError(f"shift must be 'max', 'max0' or 'none', got {self.shift!r}")
         super().__post_init__()
 
+    @property
+    def proportional(self) -> bool:
+        """Do u and Z grow in proportion to the scores? Then a factor common to all of them changes no weight."""
+        e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
+        sides = [speak(side) for side in (self.numerator, self.denominator)]
+        linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
+        return bool(self.shift == "none" and linear and not np.any(speak(self.rest)(c)))
+
     def _frame(self, s):
         m = np.zeros((len(s), 1)) if self.shift == "none" else s.max(-1, keepdims=True)
         m = np.maximum(m, 0.0) if self.shift == "max0" else m

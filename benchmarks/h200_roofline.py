@@ -63,13 +63,18 @@ def draw(path: Path, copy: float, product: float, points: list[Point]) -> None:
         these = [p for p in points if p.kind == kind]
         axes.scatter([p.intensity for p in these], [p.speed for p in these], color=color, label=kind, zorder=3, s=26)
     crowd = sorted((p for p in points if p.intensity > ridge), key=lambda p: p.speed)
+    shared: dict[float, list[Point]] = {}  # decoding: one label where two calls lie on one spot
     for p in points:
         if p not in crowd:
-            axes.annotate(p.label, (p.intensity, p.speed), xytext=(5, -10), textcoords="offset points", fontsize=6.5)
+            shared.setdefault(round(p.intensity, 3), []).append(p)
+    for these in shared.values():
+        label, at = " and ".join(p.label for p in these), (these[0].intensity, these[0].speed)
+        place = dict(xytext=(6, -5), textcoords="offset points", va="top")
+        axes.annotate(label.replace(", 4", ",\n4"), at, fontsize=6.5, **place)
     for i, p in enumerate(crowd):  # attention, all in one place: a list beside it, with a line to each
         height = product * 0.8 * 1.17 ** (i + 1 - len(crowd))
         line = dict(arrowstyle="-", color="gray", linewidth=0.4, relpos=(1.0, 0.5))
-        place = dict(xytext=(ridge * 11, height), ha="right", va="center", arrowprops=line)
+        place = dict(xytext=(ridge * 14, height), ha="right", va="center", arrowprops=line)
         axes.annotate(f"{p.label}: {p.speed:.0f}", (p.intensity, p.speed), fontsize=6.5, **place)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s", xlim=(low, high))
     axes.legend(loc="lower right")

@@ -50,23 +50,22 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     wide = z.double()
     s = (below_top(wide)[0] if moves_with_its_scores(choice) else wide) / t  # a quotient rounds by the score
     seen = s != -math.inf
-    frame = solve_frame(s, seen, choice)
-    terms = Terms(choice)
-    u, v, a, _ = terms(s.masked_fill(~seen, 0.0), frame)
-    u, v, a = (x.masked_fill(~seen, 0.0) for x in (u, v, a))
-    if choice.family == "pointwise":
-        return torch.diag_embed(a / t).to(z.dtype)
-    if choice.family == "threshold":
+    terms, y = Terms(choice), s.masked_fill(~seen, 0.0)
+    if choice.family == "ratio":
+        m = solve_frame(wide, seen, choice).clamp_min(0.0 if choice.shift == "max0" else -math.inf)
+        e, low = torch.exp((wide - m) / t), torch.exp(-m / t).expand(s.shape)  # the shift goes before the quotient
+        u, v, a, _ = (x.masked_fill(~seen, 0.0) for x in terms.ratio(e, y, low))
+        norm = v.sum(-1, keepdim=True) + terms.rest(m / t)
+        inverse = torch.where(norm > 0, 1.0 / norm, 0.0)
+        b = terms.tile["denominator_slope"](e, y, low).masked_fill(~seen, 0.0) * inverse
+        a, c = a * inverse, u * inverse
+    else:
+        a = terms(y, solve_frame(s, seen, choice))[2].masked_fill(~seen, 0.0)
+        if choice.family == "pointwise":
+            return torch.diag_embed(a / t).to(z.dtype)
         if careful(z, choice, "")[1] == "series":
             a = choice.reference(s, seen, choice.theta) ** (2.0 - choice.theta)
-        b = a
-        c = a / a.sum(-1, keepdim=True).clamp_min(1e-300)
-    else:
-        norm = v.sum(-1, keepdim=True) + terms.rest(frame)
-        inverse = torch.where(norm > 0, 1.0 / norm, 0.0)
-        e, low = torch.exp(s.masked_fill(~seen, 0.0) - frame), torch.exp(-frame).expand(s.shape)
-        b = terms.tile["denominator_slope"](e, s.masked_fill(~seen, 0.0), low).masked_fill(~seen, 0.0) * inverse
-        a, c = a * inverse, u * inverse
+        b, c = a, a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)[..., None]
     full = (torch.diag_embed(a) - c[..., :, None] * b[..., None, :]) / t
     return full.masked_fill(poisoned, math.nan).to(z.dtype)

@@ -257,6 +257,28 @@ def test_a_row_without_keys_gives_zeros():
         assert (values == (-math.inf if name in ("max_logit", "logsumexp") else 0.0)).all(), name
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "bias"), [("softpick", 1e-6, 0.0), ("softpick", 1e-12, 0.0), ("sigmoid", 3.0, -62.0)]
+)
+def test_weights_far_below_one_are_measured_as_others_are(name, size, bias):
+    """softpick of logits near 0, where exp(s) − 1 cancels; sigmoid of low ones, whose squares no float32 holds."""
+    generator = torch.Generator().manual_seed(7)
+    q, k, v, do = (torch.randn(1, 2, n, 8, generator=generator) for n in (5, 23, 23, 5))
+    problem = Problem(q * size, k, v, normalizers.get(name), 0.5, stats=NAMES, bias=torch.full((1, 2, 5, 23), bias))
+    wide = {x: getattr(problem, x).double() for x in ("q", "k", "v", "bias")}
+    exact = attention.forward(dataclasses.replace(problem, **wide))
+    result = attention.forward(problem)
+    assert (result.o - exact.o).abs().max() <= 2e-5 * exact.o.abs().max()
+    for at, statistic in enumerate(NAMES):
+        ours, theirs = result.stats[at], exact.stats[at]
+        assert (ours - theirs).abs().max() <= 2e-5 * theirs.abs().max(), statistic
+    dq, right = (
+        attention.backward(x, y, Upstream(z)).q
+        for x, y, z in ((problem, result, do), (dataclasses.replace(problem, **wide), exact, do.double()))
+    )
+    assert (dq - right).abs().max() <= 1e-4 * right.abs().max()
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0)])
 def test_empty_problems(shape):
     batch, heads, m, n = shape

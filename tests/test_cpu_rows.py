@@ -139,6 +139,22 @@ def test_bad_rows_are_nan_and_alone(name, n):
     assert torch.equal(p[others], good[others]) and ds[others].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e-37, 1e-12, 1e-4, 0.3])
+def test_softpick_of_small_scores_does_not_cancel(size, dtype):
+    choice = normalizers.get("softpick")
+    size = max(size, torch.finfo(dtype).tiny)
+    s = (size * torch.randn(6, 300, generator=torch.Generator().manual_seed(3), dtype=torch.float64)).to(dtype)
+    dp = torch.randn(6, 300, generator=torch.Generator().manual_seed(4)).to(dtype)
+    p, ds, _ = both_ways(s, choice, dp)
+    exact, slope = oracle(s, choice, dp)
+    bound = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8)
+    assert (p.double() - exact).abs().amax() <= bound * exact.amax()
+    fits = slope.abs().amax(-1) < torch.finfo(dtype).max / 4
+    error = (ds.double() - slope).abs().amax(-1) / slope.abs().amax(-1)
+    assert (error[fits] <= 4 * bound).all() and (fits.all() or size < 1e-4)
+
+
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)], ids=str)
 def test_empty(name, shape):

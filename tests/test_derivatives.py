@@ -134,3 +134,28 @@ def test_vjp_of_a_row_with_nan_is_nan(name):
         ds = regard.vjp(z, torch.tensor([[1.0, 2.0], [1.0, 2.0]]), name, backend=backend)
         assert ds[0].isnan().all() and ds[1].isfinite().all()
     assert regard.jacobian(z, name)[0].isnan().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_a_row_with_nan_is_nan(name):
+    start = torch.tensor([[1.0, torch.nan, 2.0], [torch.inf, 1.0, 2.0], [1.0, 0.9, -torch.inf]])
+    for backend in (None, "reference"):
+        z = start.clone().requires_grad_()
+        (ds,) = torch.autograd.grad(regard.normalize(z, name, temperature=0.7, backend=backend).square().sum(), z)
+        assert ds[:2].isnan().all() and ds[2].isfinite().all(), backend
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_the_jacobian_of_large_scores_does_not_round_by_their_size(name, temperature):
+    above = temperature * torch.tensor([0.0, -1.5, 2.0, 0.25], dtype=torch.float64)
+    z = 2.0**40 + above
+    here = z - z[2]  # exact; beside 2⁴⁰ softmax1 and softpick are softmax, and sigmoid is 1
+    alike = {"softmax1": "softmax", "softpick": "softmax"}.get(name, name)
+    if name == "relu":
+        want = (torch.eye(4, dtype=torch.float64) - (z / z.sum())[:, None]) / z.sum()
+    elif name == "sigmoid":
+        want = torch.zeros(4, 4, dtype=torch.float64)
+    else:
+        want = regard.jacobian(here, alike, temperature)
+    torch.testing.assert_close(regard.jacobian(z, name, temperature), want, rtol=1e-12, atol=1e-15 * want.abs().max())

@@ -231,3 +231,13 @@ def test_of_weights_that_are_all_zero_nothing_is_nan(name):
     for key, x in stats.items():
         counts = key == "visible_keys" or (key == "support" and not normalizers.get(name).sparse)
         assert (x == (3.0 if counts else 0.0)).all(), key
+
+
+def test_softpick_of_scores_near_zero_is_measured_without_cancellation():
+    s = 1e-11 * torch.tensor([[3.0, 1.0, -2.0, 2.0]], dtype=torch.float64)
+    grown = torch.expm1(s)
+    share = grown.clamp_min(0.0) / grown.clamp_min(0.0).sum()
+    found = regard.statistics.of_scores(s, normalizer="softpick")
+    assert torch.allclose(found["participation"], 1.0 / share.square().sum(-1), rtol=1e-13)
+    assert torch.allclose(found["entropy"], -torch.xlogy(share, share).sum(-1), rtol=1e-13)
+    assert torch.allclose(found["mass"], grown.clamp_min(0.0).sum(-1) / grown.abs().sum(-1), rtol=1e-13)

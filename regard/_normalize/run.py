@@ -103,9 +103,10 @@ def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend
 
 def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> Tensor:
     z = z if visible is None else z.masked_fill(~visible, -math.inf)  # what is hidden cannot leak, not even as NaN
-    bad = z.isnan() | (z == math.inf)
-    p = choice.reference(z.double() * scale, visible, theta).to(z.dtype)
-    return p.masked_fill(bad.any(-1, keepdim=True), math.nan)
+    bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
+    factor = torch.full_like(bad, scale, dtype=torch.float64).masked_fill(bad, math.nan)  # the gradient is NaN too
+    p = choice.reference(z.double() * factor, visible, theta).to(z.dtype)
+    return p.masked_fill(bad, math.nan)
 
 
 def transformed(*tensors: Tensor | None) -> bool:

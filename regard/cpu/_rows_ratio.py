@@ -9,14 +9,15 @@ from regard.cpu._rows_parts import CHUNK, INF, fill, nothing_or_nan
 
 SHIFTS = {"max": 0, "max0": 1, "none": 2}
 GRID = 1.5 * 2**12  # v ≤ 1 rounded to 2⁻¹¹ sums exactly over a chunk, and what is left over is small
-LEAST = 1e-38  # so small a sum has no inverse in float32; it is met where nothing is shifted (relu)
+LEAST = 1e-38  # so small a sum has no inverse in float32; met where nothing is shifted (relu), or near 0 (softpick)
 MUCH = 1e30  # scores whose sum may overflow
 HUGE = 3e38  # exp(−m) stays finite, so that 0·exp(−m) is 0
+NEAR = 0.34  # < ln 2 / 2: where e^y − 1 is told without cancellation
 
 
 def tiles(normalizer, dtype):
     names = "numerator", "numerator_slope", "denominator", "denominator_slope", "rest", "slope_of_weight", "exponential"
-    flags = {"shift": SHIFTS[normalizer.shift], "proportional": normalizer.proportional}
+    flags = {"shift": SHIFTS[normalizer.shift], "proportional": normalizer.proportional, "differs": normalizer.differs}
     return {**flags, **{name: getattr(normalizer, name) for name in names}}
 
 
@@ -28,6 +29,31 @@ def shifted(top):
     if tile.shift == 2:
         m = 0.0
     return m
+
+
+def grown(e, y, c):
+    """e − c = (e^y − 1)·c, which the difference would lose near y = 0."""
+    return words.where(words.abs(y) < NEAR, words.growth(y) * c, e - c)
+
+
+def weigh(x, u, highest, factor, c, near):
+    """u ← the row's numerators; Σv."""
+    total = np.float64(0)
+    for start in range(0, x.size, CHUNK):
+        coarse, fine, chunk, chunk_u = 0.0, 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
+        for j in range(chunk.size):
+            y = chunk[j] * factor
+            e, low = words.decay((chunk[j] - highest) * factor), c
+            if near:
+                e, low = grown(e, y, c), 0.0
+            seen = tile.exponential or chunk[j] > -INF  # exp(−inf) is 0 already
+            chunk_u[j] = words.where(seen, tile.numerator(e, y, low), 0.0)
+            v = words.where(seen, tile.denominator(e, y, low), 0.0)
+            rounded = (v + GRID) - GRID
+            coarse = words.accumulate(coarse, rounded)
+            fine = words.accumulate(fine, v - rounded)
+        total += np.float64(coarse) + np.float64(fine)
+    return total
 
 
 def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -47,21 +73,13 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         c = words.minimum(words.exp(-m), HUGE)
         u = tile.work(p[i], scratch[1, :n])
         total = np.float64(tile.rest(c))
-        for start in range(0, n, CHUNK):
-            coarse, fine, chunk, chunk_u = 0.0, 0.0, x[start : start + CHUNK], u[start : start + CHUNK]
-            for j in range(chunk.size):
-                y = chunk[j] * factor
-                e = words.decay((chunk[j] - highest) * factor)
-                seen = tile.exponential or chunk[j] > -INF  # exp(−inf) is 0 already
-                chunk_u[j] = words.where(seen, tile.numerator(e, y, c), 0.0)
-                v = words.where(seen, tile.denominator(e, y, c), 0.0)
-                rounded = (v + GRID) - GRID
-                coarse = words.accumulate(coarse, rounded)
-                fine = words.accumulate(fine, v - rounded)
-            total += np.float64(coarse) + np.float64(fine)
+        if tile.differs and m < NEAR:
+            total += weigh(x, u, highest, factor, c, True)
+        else:
+            total += weigh(x, u, highest, factor, c, False)
         state[0, i] = m
         state[1, i] = total * (real(scale) / factor)
-        if tile.shift == 2 and total < LEAST and total > 0:  # 1/Z overflows
+        if (tile.shift == 2 or tile.differs) and total < LEAST and total > 0:  # 1/Z overflows
             for j in range(n):
                 p[i, j] = tile.narrow(real(np.float64(u[j]) / total))
             continue
@@ -117,7 +135,10 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
                 y = chunk[j] * factor
                 power = words.decay((chunk[j] - highest) * factor)
                 chunk_e[j] = power
-                weighed = tile.numerator(power, y, c) * chunk_g[j]
+                if tile.differs:
+                    weighed = tile.numerator(grown(power, y, c), y, 0.0) * chunk_g[j]
+                else:
+                    weighed = tile.numerator(power, y, c) * chunk_g[j]
                 part = words.accumulate(part, words.where(chunk[j] > -INF, weighed, 0.0))
             total += part
         inverse = 1.0 / z

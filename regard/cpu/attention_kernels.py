@@ -73,6 +73,7 @@ def tiles(normalizer: Normalizer, precision: str) -> dict:
         ratio=family == "ratio",
         coupled=family != "pointwise",
         sparse=normalizer.sparse,
+        differs=isinstance(normalizer, Ratio) and normalizer.differs,
         shifted=shift != "none",
         lowest_shift=0.0 if shift == "max0" else float("-inf"),
         silent=isinstance(normalizer, Ratio) and normalizer.exponential and normalizer.rest is not nothing,

@@ -189,7 +189,10 @@ def general_row(x, r, top, m, c, theta, i, key, sums):
         n, mean = count_and_mean(x)
         start = first_seen(x)
     top_u, top_v = tile.weight(top, m, c, theta), tile.norm(top, m, c, theta)
-    row = general_sums(x, top, real(mean), m, c, theta, real(key - i))
+    unit = real(1.0)
+    if top_u > tile.smallest:
+        unit = real(1.0) / top_u
+    row = general_sums(x, top, real(mean), m, c, theta, real(key - i), unit)
     u, v, log_u, square, slope, cross, lse, below, m2, distance, support = row
     if tile.measured:
         ties = np.float64(1.0)
@@ -209,8 +212,9 @@ def general_row(x, r, top, m, c, theta, i, key, sums):
     return v
 
 
-def general_sums(x, top, mean, m, c, theta, offset):
-    """x ← u. With `spread` every sum but the last four leaves the maximum out."""
+def general_sums(x, top, mean, m, c, theta, offset, unit):
+    """x ← u. With `spread` every sum but the last four leaves the maximum out. Squares are summed as those of unit·u,
+    which is at most about 1: of small or large weights they would leave the range of a float32."""
     zero = np.float64(0.0)
     u, v, log_u, square, slope, cross = zero, zero, zero, zero, zero, zero
     lse, below, m2, distance, support = zero, zero, zero, zero, zero
@@ -235,7 +239,8 @@ def general_sums(x, top, mean, m, c, theta, offset):
                 v_ = words.accumulate(v_, words.where(lower, norm, 0.0))
                 logarithm = words.log(words.maximum(weight, tile.smallest))
                 log_ = words.accumulate(log_, words.where(lower, weight * logarithm, 0.0))
-                square_ = words.accumulate(square_, words.where(lower, weight * weight, 0.0))
+                share = weight * unit
+                square_ = words.accumulate(square_, words.where(lower, share * share, 0.0))
                 slope_ = words.accumulate(slope_, words.where(lower, tile.rise(y, m, c, theta), 0.0))
                 cross_ = words.accumulate(cross_, words.where(lower, tile.cross(y, m, c, theta), 0.0))
                 below_ = words.accumulate(below_, words.where(lower, 1.0, 0.0))
@@ -250,7 +255,7 @@ def general_sums(x, top, mean, m, c, theta, offset):
         u += u_
         v += v_
         log_u += log_
-        square += square_
+        square += square_ / np.float64(unit) / np.float64(unit)
         slope += slope_
         cross += cross_
         lse += lse_

@@ -10,6 +10,7 @@ Ratio: m is the shift and c = exp(−m). Threshold: m is the maximum of x and c 
 from __future__ import annotations
 
 from regard.cpu._compile import real, tile, words
+from regard.cpu._rows_ratio import grown
 
 
 def plain_level(x, theta):
@@ -25,10 +26,14 @@ def threshold_score(level, theta):
 
 
 def ratio_weight(x, m, c, theta):
+    if tile.differs:
+        return tile.numerator(grown(words.exp(x - m), x, c), x, real(0.0))
     return tile.numerator(words.exp(x - m), x, c)
 
 
 def ratio_norm(x, m, c, theta):
+    if tile.differs:
+        return tile.denominator(grown(words.exp(x - m), x, c), x, real(0.0))
     return tile.denominator(words.exp(x - m), x, c)
 
 

@@ -157,6 +157,7 @@ def _narrow_bfloat16(x):
 
 def exp(x): ...
 def decay(x): ...  # exp(x) for x ≤ 0
+def growth(x): ...  # exp(x) − 1 for |x| ≤ ln 2 / 2, right to the last digits near 0
 def exp2(x): ...
 def log(x): ...
 def log2(x): ...
@@ -170,7 +171,7 @@ LOG2E32, LOG2E64 = np.float32(1 / math.log(2)), 1 / math.log(2)
 LN2_32, LN2_64 = np.float32(math.log(2)), math.log(2)
 HIGH32, LOW32 = np.float32(0.693359375), np.float32(-2.12194440e-4)  # ln 2 in two parts; n·HIGH is exact
 HIGH64, LOW64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-INF32, ZERO32 = np.float32(math.inf), np.float32(0)
+INF32, ZERO32, HALF32 = np.float32(math.inf), np.float32(0), np.float32(0.5)
 SMALL32, LARGE32 = np.float32(-86.98), np.float32(88.722839)  # below: 0 (1.8e-38 is the smallest power); above: inf
 SMALL64, LARGE64 = -707.7, 709.782712893384
 
@@ -225,15 +226,40 @@ def _exp2(x):
     return body
 
 
+@overload(growth, jit_options=STRICT)
+def _growth(x):
+    if x == types.float32:
+        return lambda x: x + HALF32 * _curve32(x)
+    return lambda x: x + 0.5 * _curve64(x)
+
+
+def _curve32(r): ...
+def _curve64(r): ...
 def _power_series32(r): ...
 def _power_series64(r): ...
 def _log_parts32(x): ...
 
 
+@overload(_curve32, jit_options=STRICT)
+def _curve32_body(r):
+    return lambda r: ((((E32[6] * r + E32[5]) * r + E32[4]) * r + E32[3]) * r + E32[2]) * (r * r)
+
+
+@overload(_curve64, jit_options=STRICT)
+def _curve64_body(r):
+    def body(r):
+        q = E64[13]
+        for k in range(12, 1, -1):
+            q = q * r + E64[k]
+        return q * (r * r)
+
+    return body
+
+
 @overload(_power_series32, jit_options=STRICT)
 def _power_series32_body(r):
     def body(r):
-        q = ((((E32[6] * r + E32[5]) * r + E32[4]) * r + E32[3]) * r + E32[2]) * (r * r)
+        q = _curve32(r)
         high = E32[0] + E32[1] * r
         return high + ((E32[1] * r - (high - E32[0])) + q)  # what rounding took from `high` comes back
 
@@ -242,13 +268,7 @@ def _power_series32_body(r):
 
 @overload(_power_series64, jit_options=STRICT)
 def _power_series64_body(r):
-    def body(r):
-        q = E64[13]
-        for k in range(12, 1, -1):
-            q = q * r + E64[k]
-        return E64[0] + (E64[1] * r + q * (r * r))
-
-    return body
+    return lambda r: E64[0] + (E64[1] * r + _curve64(r))
 
 
 # log(1 + f) = f − f²/2 + f³(…) for 1 + f between √½ and √2, minimax with relative error 6e-9
@@ -257,7 +277,7 @@ L32 = tuple(
     for c in (0.33333331, -0.25000820, 0.20001227, -0.16623357, 0.14201757, -0.13160183, 0.12761578, -0.07634497)
 )
 TINY32, LIFT32, LIFTED32 = np.float32(2.0**-126), np.float32(2.0**24), np.float32(24)
-HALF32, ROOT_HALF_BITS = np.float32(0.5), int(np.float32(math.sqrt(0.5)).view(np.int32))
+ROOT_HALF_BITS = int(np.float32(math.sqrt(0.5)).view(np.int32))
 ONE32, ONE_BITS = np.float32(1), int(np.float32(1).view(np.int32))
 
 

@@ -12,6 +12,7 @@ e = exp(s − m) and c = exp(−m), computed the way their hardware likes best.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -176,6 +177,14 @@ class Ratio(Normalizer):
         sides = [speak(side) for side in (self.numerator, self.denominator)]
         linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
         return bool(self.shift == "none" and linear and not np.any(speak(self.rest)(c)))
+
+    @functools.cached_property
+    def differs(self) -> bool:
+        """Are u and v functions of e − c? Then e^y − 1, told without cancellation, may stand for e beside c = 0."""
+        e, y, c = np.linspace(0.0, 2.0, 5), np.linspace(-2.0, 2.0, 5), np.ones(5)
+        sides = [speak(side) for side in (self.numerator, self.denominator)]
+        moves = not np.allclose(sides[0](e, y, c), sides[0](e, y, 0.0 * c))
+        return bool(moves and all(np.allclose(side(e, y, c), side(e - c, y, 0.0 * c)) for side in sides))
 
     def _frame(self, s):
         m = np.zeros((len(s), 1)) if self.shift == "none" else s.max(-1, keepdims=True)

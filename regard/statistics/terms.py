@@ -28,17 +28,22 @@ class Terms:
     def __call__(self, s: Tensor, frame: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tile = self.tile
         if self.family == "ratio":
-            c = torch.exp(-frame).expand(s.shape)
-            e = torch.exp(s - frame)
-            names = ("numerator", "denominator", "numerator_slope", "denominator_slope")
-            u, v, du, dv = (tile[name](e, s, c).to(s.dtype) for name in names)
-            return u, v, du, dv * u
+            return self.ratio(torch.exp(s - frame), s, torch.exp(-frame).expand(s.shape))
         if self.family == "threshold":
             t = (tile["gain"](self.theta) * s - frame).clamp_min(0.0)
             u, du = (tile[name](t, self.theta).to(s.dtype) for name in ("value", "slope"))
             return u, u, du, du * du
         u = self.choice.reference(s, None, self.theta)  # its gradient is finite at any score
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
+
+    def ratio(self, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same of a ratio's scores, e = exp(s − m) and c = exp(−m)."""
+        du, dv = (self.tile[name](e, s, c).to(s.dtype) for name in ("numerator_slope", "denominator_slope"))
+        if self.choice.differs:  # e − c = (e^s − 1)·c, without cancellation near 0
+            near = s.abs() < 1.0
+            e, c = torch.where(near, torch.expm1(s.where(near, 0.0)) * c, e - c), torch.zeros_like(c)
+        u, v = (self.tile[name](e, s, c).to(s.dtype) for name in ("numerator", "denominator"))
+        return u, v, du, dv * u
 
     def weighs(self, s: Tensor, u: Tensor) -> Tensor:
         """Whether u > 0 in exact arithmetic: of a ratio, where u rises, however small exp(s − m) is."""

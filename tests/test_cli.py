@@ -330,3 +330,30 @@ def test_table_goes_to_the_file_given():
     file = io.StringIO()
     Table(["a"], [["1"]]).show(file)
     assert file.getvalue() == "a\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "says"),
+    [
+        ({"torch.py": "import os, signal; os.kill(os.getpid(), signal.SIGINT); os._exit(3)"}, 130, "interrupted\n"),
+        (
+            {
+                "regard/__init__.py": "",
+                "regard/cli.py": "import atexit, os\n"
+                "def main():\n    atexit.register(lambda: (os.kill(os.getpid(), 2), os._exit(3)))\n    return 0\n",
+            },
+            -2,
+            "",
+        ),
+        ({"regard/__init__.py": "", "regard/cli.py": "def main():\n    raise KeyboardInterrupt\n"}, 130, ""),
+    ],
+    ids=["importing", "at exit", "twice"],
+)
+def test_ctrl_c_ends_the_command_without_a_traceback_whenever_it_comes(tmp_path, files, status, says):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    where = os.pathsep.join([str(tmp_path), str(cli.PACKAGE.parent)])
+    command = [sys.executable, "-P", "-c", "import sys, regard_command; sys.exit(regard_command.main())", "list"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": where}, timeout=60)
+    assert (ended.returncode, ended.stderr) == (status, says)

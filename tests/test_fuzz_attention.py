@@ -104,25 +104,26 @@ def test_any_call(call):
     exact, truths = exactly(q, k, v, options)
     assert out.shape == exact.shape and out.dtype == q.dtype
     assert out.isfinite().all()
-    bound = 3 * ROUNDING[q.dtype] + 4 * off
-    if options["normalizer"] == "softpick":  # exp(s) − 1 of small logits is mostly rounding
+    bound, near = 3 * ROUNDING[q.dtype] + 4 * off, 1.0
+    if options["normalizer"] == "softpick":  # of logits near 0 it is their quotient: what is off counts beside their size
         size = truths["max_logit"].abs() + truths["logit_variance"].sqrt()
-        bound *= 30.0 + 1.0 / (float(size[size > 0].min()) if (size > 0).any() else 1.0)
+        near = 1.0 + 1.0 / size.where(size > 0, 1.0)
+        bound = 30 * bound + 4 * off * float(near.max() if near.numel() else 1.0)
     assert (out.double() - exact).norm() <= bound * (exact.norm() + 1e-3 * v.double().norm() + 1e-9)
     threshold = normalizers.get(options["normalizer"]).family == "threshold"
     fine = 1e-8 if q.dtype == torch.float64 else 3e-3 if threshold and q.dtype.itemsize == 2 else 5e-4
     shaky = truths["mass"] < 1e-30  # below float32's normal numbers
     if options["normalizer"] == "softpick":
-        shaky |= (truths["mass"] < 1e-3) | (size < 3e-2)
+        shaky |= truths["mass"] < 1e-3
     for name, truth in truths.items():
         ours, odd = stats[name].double(), ~truth.isfinite()
         assert torch.equal(ours[odd], truth[odd]), name
         odd = odd | (shaky & (name in OF_NORMALIZED or options["normalizer"] == "softpick"))
         if threshold and name in ("support", "gradient_gain", "participation"):
             continue  # a weight of 1e-8 may round to 0
-        error = ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~odd]
+        error = (ours - truth).abs() / (truth.abs() + FLOOR[name])
         steep = 6.0 if threshold and name == "entropy" else 1.0  # −log p of a weight that is nearly 0
-        assert error.numel() == 0 or error.max() <= steep * fine + 30 * off, (name, float(error.max()))
+        assert (error <= steep * fine + 30 * off * near)[~odd].all(), (name, float(error[~odd].max()))
 
 
 @cases(0.05)
@@ -132,6 +133,9 @@ def test_any_gradient_of_a_call(call):
     if q.dtype.itemsize == 2:
         q, k, v = q.float(), k.float(), v.float()
         options = {n: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for n, x in options.items()}
+    if options["normalizer"] == "sparsemax" and off == 0.0:  # whole numbers lie at τ, where its slope jumps
+        q = q * 1.1
+        off = blur(q, k, options)
     ours = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     theirs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out, (exact, truths) = regard.attention(*ours, **options), exactly(*theirs, options)
@@ -145,7 +149,7 @@ def test_any_gradient_of_a_call(call):
         if options["normalizer"] in ("softpick", "relu"):  # 1/Z, and Z is no less than the largest logit
             top = truths["max_logit"].detach()
             small = 1.0 / float(top[top > 0].min()) if (top > 0).any() else 0.0
-            rough *= 10.0 + (small * small if options["normalizer"] == "softpick" else small)  # exp(s) − 1 cancels
+            rough *= 10.0 + small
         assert (mine.double() - right).norm() <= rough * (ROUNDING[q.dtype] + off) * (right.norm() + size), name
 
 

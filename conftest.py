@@ -1,8 +1,12 @@
-"""Without a GPU, Triton's kernels run in its interpreter: chosen here, before Triton is imported."""
+"""Chosen before torch and Triton are imported: how many threads a worker takes, and where kernels run without a GPU."""
 
 import os
 
 import pytest
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # each its share: threads that wait spin
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
 import torch
 
 if not torch.cuda.is_available():
@@ -14,3 +18,12 @@ def _doctest_names(doctest_namespace):
     import regard
 
     doctest_namespace.update(regard=regard, torch=torch)
+
+
+@pytest.fixture
+def two_threads():
+    """More than one, whatever the worker's share is: for what must not depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)

@@ -17,6 +17,7 @@ pytest.importorskip("numba")
 from regard import normalizers
 from regard.cpu import _compile, _threads, rows
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 THRESHOLD = [name for name in normalizers.names() if normalizers.get(name).family == "threshold"]
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]

@@ -24,8 +24,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # what is promised, as a multiple of the dtype's eps for weights, and a relative error for statistics
 WEIGHTS = {torch.float64: 64.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 STATISTICS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.float16: 1e-4}
-LOOSE = {"softpick": 64.0, "entmax": 16.0}  # exp(s) − 1 of a flat row cancels; a power goes through a logarithm
-LOOSE_STATISTICS = {"softpick": 4.0}
+LOOSE = {"entmax": 16.0}  # a power goes through a logarithm
+LOOSE_ON_A_GPU = {"softpick": 4.0}  # the statistics: exp(s) − 1 of a flat row cancels in its attention kernels
 FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(mean_logit=0.1, distance=1e-2, gradient_gain=1e-5)
 
 
@@ -39,6 +39,7 @@ class Entry:
     largest: float
     mean: float
     allowed: float
+    which: str = ""  # of several things, the one that is farthest off
 
     @property
     def kept(self) -> bool:
@@ -70,7 +71,8 @@ def main(options) -> int:
         options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
     broken = [entry for entry in entries if not entry.kept]
     for entry in broken:
-        print(f"{entry.what}, {entry.kind}, {entry.dtype}: {entry.largest:.2g} > {entry.allowed:.2g}", file=sys.stderr)
+        what = f"{entry.what} ({entry.which})" if entry.which else entry.what
+        print(f"{what}, {entry.kind}, {entry.dtype}: {entry.largest:.2g} > {entry.allowed:.2g}", file=sys.stderr)
     return 1 if broken else 0
 
 
@@ -94,7 +96,7 @@ def measure(device: str, quick: bool = False, dtypes=None, names=None) -> list[E
                 found.append(_weights(name, kind, dtype, device))
                 each = _statistics(name, kind, dtype, device)
                 worst, mean = max(each, key=lambda entry: entry.largest), sum(entry.mean for entry in each) / len(each)
-                found.append(replace(worst, what=f"statistics of {name}", mean=mean))
+                found.append(replace(worst, what=f"statistics of {name}", mean=mean, which=worst.what))
                 found += each if name == "softmax" else []
     return found
 
@@ -141,7 +143,7 @@ def _statistics(normalizer: str, kind: str, dtype: torch.dtype, device: str) -> 
     options = dict(scale=1.0, normalizer=normalizer, return_stats=True)
     ours = regard.attention(q, k, v, **options)[1]
     exact = regard.attention(q.double(), k.double(), v.double(), **options, backend="reference")[1]
-    allowed, found = STATISTICS[dtype] * LOOSE_STATISTICS.get(normalizer, 1.0), []
+    allowed, found = STATISTICS[dtype] * (LOOSE_ON_A_GPU.get(normalizer, 1.0) if device == "cuda" else 1.0), []
     for name in statistics.NAMES:
         error = (ours[name].double() - exact[name]).abs() / (exact[name].abs() + FLOOR[name])
         found.append(_entry(name, kind, dtype, error, allowed))

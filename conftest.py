@@ -1,6 +1,8 @@
 """Chosen before torch and Triton are imported: how many threads a worker takes, and where kernels run without a GPU."""
 
+import importlib.util
 import os
+import sys
 
 import pytest
 
@@ -11,6 +13,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests"))
+        from interpreter import dress_once
+
+        dress_once()
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def attention(
         key_lengths, return_stats, backend,
     )  # fmt: skip
     out, stats = RUN[call.path.backend](call)
-    out = out.reshape(*call.lead, *out.shape[-2:])
+    out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     if not call.wanted:
         return out
     return out, Statistics({name: stats[name].reshape(out.shape[:-1]) for name in call.wanted})

@@ -20,7 +20,7 @@ def check_tensors(q, k, v) -> None:
             raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
-        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if x.dtype != q.dtype and not is_autocast(q):
             raise TypeError(f"q, k and v must have one dtype, got {q.dtype} for q and {x.dtype} for {name}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
@@ -28,12 +28,16 @@ def check_tensors(q, k, v) -> None:
         raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
 
 
+def is_autocast(q: Tensor) -> bool:
+    kind = q.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def autocast(q, k, v, attn_mask):
     """Under autocast q, k, v and a float mask take its dtype, as torch's sdpa does; float64 stays."""
-    kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not is_autocast(q):
         return q, k, v, attn_mask
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(q.device.type)
 
     def cast(x):
         return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
@@ -79,13 +83,21 @@ def to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
     return x.repeat_interleave(heads // own, -3)
 
 
-def scaled(q: Tensor, scale: Tensor, heads: int) -> Tensor:
+def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
+    """One per head [H, 1, 1], or one [], in float32 or wider."""
     if not is_float(scale):
         raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
     if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, heads)):
         raise ValueError(f"scale must be a number or have shape ({heads},), one per head, got {tuple(scale.shape)}")
-    column = scale if scale.ndim == 0 else scale[:, None, None]
-    return (q * column.to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
+    scale = scale.to(q.device, torch.promote_types(q.dtype, torch.float32))
+    return scale if scale.ndim == 0 else scale[:, None, None]
+
+
+def folded(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """scale = factor / temperature, where factor is ±1 (or 0) and so exact in 16 bits; both have its gradient."""
+    none = scale == 0.0
+    sign = torch.where(scale < 0.0, -1.0, 1.0).to(scale.dtype)
+    return torch.where(none, scale, sign), torch.where(none, 1.0, 1.0 / scale.abs().masked_fill(none, 1.0))
 
 
 def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:

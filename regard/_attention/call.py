@@ -14,12 +14,13 @@ from regard._attention.arguments import (
     autocast,
     check_lengths,
     check_mask,
+    check_scale,
     check_sink,
     check_temperature,
     check_tensors,
     check_window,
+    folded,
     leading,
-    scaled,
     to_query_heads,
 )
 from regard._attention.path import Path, choose
@@ -40,6 +41,7 @@ class Call:
     policy: object | None
     wanted: tuple[str, ...]
     lead: tuple[int, ...]  # (…, H)
+    dtype: torch.dtype  # of the result
     path: Path
 
     @classmethod
@@ -55,6 +57,7 @@ class Call:
         rank = max(q.ndim, k.ndim, v.ndim)
         q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
         q, k, v, attn_mask = autocast(q, k, v, attn_mask)
+        dtype = q.dtype
         if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
         if dropout_p and wanted:
@@ -73,8 +76,9 @@ class Call:
         kv_lead = (*lead[:-1], kv_heads) if lead else ()
         k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
         scale = resolve_scale(scale, q.shape[-1])
+        per_head = None
         if isinstance(scale, Tensor):
-            q, scale = scaled(q, scale, heads), 1.0
+            per_head, scale = check_scale(scale, heads, q), 1.0
         bias = mask = None
         if attn_mask is not None:
             shaped = check_mask(attn_mask, lead, batch, heads, queries, keys, q)
@@ -88,6 +92,15 @@ class Call:
             settled = getattr(temperature, "value", None)  # of a policy that asks nothing of the rows
             policy, temperature = (temperature, None) if settled is None else (None, settled)
         number, tensor = check_temperature(temperature, lead, batch, heads, queries, q)
+        if per_head is not None:
+            if q.dtype in (torch.float32, torch.float64):
+                q = q * per_head
+            elif softcap is None and bias is None and backend != "torch":  # q·scale would be rounded to 16 bits
+                factor, own = folded(per_head)
+                q, own = q * factor.to(q.dtype), own.reshape(1, -1, 1)
+                number, tensor = 1.0, own * number if tensor is None else own * tensor
+            else:
+                q, k, v = q.float() * per_head, k.float(), v.float()
         if number != 1.0:
             if softcap is None and bias is None:
                 scale = scale / number
@@ -113,4 +126,4 @@ class Call:
         sink = check_sink(sink, choice, heads, lead, batch, queries, q)
         problem.sink = None if sink is None else sink.expand(batch, heads, queries)
         path = choose(problem, policy, backend)
-        return cls(problem, bias, mask, tensor, sink, policy, wanted, lead, path)
+        return cls(problem, bias, mask, tensor, sink, policy, wanted, lead, dtype, path)

@@ -43,6 +43,8 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
         return Path("torch", f"plain softmax without statistics: {kernels}")
     if device == "cpu":
         return Path("cpu", f"{obstacle}: blocked over queries, BLAS and fused rows")
+    if device == "meta":
+        return Path("cpu", f"{obstacle}, of shapes alone: nothing is computed")
     if device == "cuda":
         if problem.q.dtype == torch.float64:
             return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")

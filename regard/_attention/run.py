@@ -54,7 +54,10 @@ def _run_torch(call: Call):
     grouped = q.shape[1] != k.shape[1]
     options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale)
     options["enable_gqa"] = grouped
-    if q.device.type == "cuda" and is_hopper(q.device):
+    if transformed(q, k, v):  # torch's fused kernels know neither tangents nor second derivatives
+        with sdpa_kernel(SDPBackend.MATH):
+            out = scaled_dot_product_attention(q, k, v, **options)
+    elif q.device.type == "cuda" and is_hopper(q.device):
         with sdpa_kernel(HOPPER_ORDER, set_priority=True):
             out = scaled_dot_product_attention(q, k, v, **options)
     else:
@@ -97,7 +100,8 @@ def check_asked(asked, call: Call) -> Tensor:
         if least <= 0:
             raise ValueError(f"temperature: the policy {policy} must return positive numbers, got {least:g} among them")
     asked = asked.to(call.problem.q.device, call.problem.accumulator)
-    return asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
+    asked = asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
+    return asked if call.temperature is None else asked * call.temperature  # the latter is a scale per head
 
 
 def _run_fused(call: Call):

@@ -158,6 +158,8 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, do, dframe, dz, dstats):
     *tensors, o, frame, z, stat_values = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        return _once_more(ctx, tensors, do, dstats)
     needs = ctx.needs_input_grad
     stats = ctx.options[-2]
     names = stats.split(",") if stats else []
@@ -172,6 +174,22 @@ def _backward(ctx, do, dframe, dz, dstats):
     dq, dk, dv, dbias, dtemperature, dsink = grads
     extras = (dbias if needs[3] else None, None, dtemperature if needs[5] else None, dsink if needs[6] else None)
     return (dq, dk, dv, *extras, *[None] * 11)
+
+
+def _once_more(ctx, tensors, do, dstats):
+    """The same gradients as a graph that has gradients itself: through the float64 reference, block by block."""
+    from regard import reference
+
+    problem = problem_of(*tensors, *ctx.options)
+    out, stats = reference.of_problem(problem)
+    pairs = [(out, do)]
+    if dstats is not None:
+        pairs += [(stats[k], dstats[k]) for k, name in enumerate(problem.stats) if name in DIFFERENTIABLE]
+    pairs = [(x, upstream.to(x.dtype)) for x, upstream in pairs if upstream is not None and x.requires_grad]
+    asked = [x for x, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed]
+    outputs, upstreams = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(outputs, asked, upstreams, create_graph=True, allow_unused=True))
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:TENSORS]), *[None] * 9
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -139,7 +139,7 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
     plan.problem = replace(plan.problem, stats=names)
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = Apply.apply(plan, scheme, *given)
-    out = out.reshape(*call.lead, *out.shape[-2:]).to(call.problem.q.dtype)
+    out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     if not call.wanted:
         return out
     found = dict(zip(names, values.to(call.problem.accumulator), strict=True))

@@ -1,0 +1,111 @@
+"""Attention where torch goes too: second derivatives, tangents, shapes without numbers, a learned scale in 16 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import regard
+from regard import reference
+from regard.temperature import SSMax
+
+MAPS = ["softmax", "softmax1", "sigmoid", "softpick", "entmax15", "sparsemax", "entmax(alpha=1.3)"]
+
+
+def heads(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_gradient_has_gradients(name):
+    given = [x.requires_grad_() for x in heads(1, 2, 4, 3)]
+
+    def run(q, k, v):
+        return regard.attention(q, k, v, is_causal=True, normalizer=name, backend="cpu")
+
+    assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
+
+
+def test_so_have_those_of_statistics_biases_and_temperatures():
+    given = [x.requires_grad_() for x in heads(1, 2, 4, 3)]
+    bias, heat = torch.randn(4, 4).double().requires_grad_(), torch.rand(2, 4, 1).double().add(0.5).requires_grad_()
+
+    def run(q, k, v, bias, heat):
+        out, stats = regard.attention(q, k, v, bias, temperature=heat, return_stats=("entropy", "max_weight"))
+        return out, stats.entropy
+
+    assert torch.autograd.gradgradcheck(run, (*given, bias, heat), fast_mode=True)
+
+
+def test_rows_beyond_a_block_of_the_reference():
+    (q, k, v), penalties = heads(1, 1, reference.BLOCK + 9, 2), []
+    for run in (regard.attention, lambda *args, **options: reference.attention(*args, **options)[0]):
+        x = q.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(run(x, k, v, normalizer="softmax1").square().sum(), x, create_graph=True)
+        penalties.append(torch.autograd.grad(slope.square().sum(), x)[0])
+    torch.testing.assert_close(*penalties, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_tangents_and_hessians(name):
+    q, k, v = heads(1, 1, 3, 2)
+    run = lambda q: regard.attention(q, k, v, normalizer=name).square().sum()  # noqa: E731
+    exact = lambda q: reference.attention(q, k, v, normalizer=name)[0].square().sum()  # noqa: E731
+    torch.testing.assert_close(torch.func.hessian(run)(q), torch.autograd.functional.hessian(exact, q))
+    direction = torch.ones_like(q)
+    torch.testing.assert_close(
+        torch.func.jvp(run, (q,), (direction,))[1], (torch.func.grad(exact)(q) * direction).sum()
+    )
+
+
+@pytest.mark.parametrize("options", [{}, dict(normalizer="entmax15"), dict(return_stats=True), dict(softcap=3.0)])
+def test_shapes_alone(options):
+    q = torch.empty(2, 4, 5, 8, device="meta", requires_grad=True)
+    k, v = torch.empty(2, 2, 7, 8, device="meta"), torch.empty(2, 2, 7, 6, device="meta")
+    out = regard.attention(q, k, v, enable_gqa=True, **options)
+    if options.get("return_stats"):
+        out, stats = out
+        assert stats.entropy.shape == (2, 4, 5) and stats.entropy.device.type == "meta"
+    assert out.shape == (2, 4, 5, 6) and out.device.type == "meta"
+    out.sum().backward()
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=5.0), dict(temperature=1.7), dict(temperature=SSMax())])
+@pytest.mark.parametrize("scale", [0.1, [0.1, 0.1], [0.1, -0.07], [0.0, 0.3]])
+def test_a_scale_per_head_is_not_rounded_to_16_bits(scale, options):
+    q, k, v = heads(1, 2, 33, 64, dtype=torch.bfloat16)
+    q = q * 8
+    scale = torch.tensor(scale)
+    out, _, exact = reference.attention(q, k, v, scale=scale, return_stats=True, **options)
+    ours, stats = regard.attention(q, k, v, scale=scale, return_stats=True, **options)
+    assert ours.dtype == torch.bfloat16
+    for name in ("max_logit", "entropy", "logsumexp"):
+        torch.testing.assert_close(stats[name].double(), exact[name], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ours.double(), out, rtol=0.02, atol=0.02)
+    plain = regard.attention(q, k, v, scale=scale, **options)
+    torch.testing.assert_close(plain.double(), out, rtol=0.02, atol=0.02)
+
+
+def test_its_gradient_also_at_zero():
+    q, k, v = heads(1, 2, 17, 16, dtype=torch.float16)
+    scale = torch.tensor([0.2, 0.0])
+    grads = []
+    for run, given in (
+        (regard.attention, scale),
+        (lambda *args, **options: reference.attention(*args, **options)[0], scale.double()),
+    ):
+        given = given.clone().requires_grad_()
+        (run(q, k, v, scale=given).double() * v.double()).sum().backward()
+        grads.append(given.grad.double())
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0.05)
+
+
+def test_torch_itself_with_a_scale_per_head():
+    q, k, v = heads(1, 2, 9, 16, dtype=torch.bfloat16)
+    scale = torch.tensor([0.3, -0.2])
+    out = regard.attention(q, k, v, scale=scale, backend="torch")
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), reference.attention(q, k, v, scale=scale)[0], rtol=0.02, atol=0.02)

@@ -13,6 +13,7 @@ from regard.kernels.backward_bias import backward_bias
 from regard.kernels.config import config_of, described, key_blocks, linear, options, view
 from regard.kernels.forward_lesser import forward_lesser
 from regard.kernels.forward_online import forward_online
+from regard.kernels.forward_statistics import ROWS, forward_statistics
 from regard.kernels.forward_threshold import forward_threshold
 from regard.kernels.launch import kind_of, launch
 from regard.kernels.tiles import Config
@@ -47,7 +48,7 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
         decode.forward(p, inputs, key_blocks(p, config), outputs, options(p), config, how)
         return Forward(o, frame, z, stats)
     if hopper.takes(p):
-        hopper.forward(p, o, frame, z, stats, options(p), lambda rough: _look_again(p, rough, stats))
+        hopper.forward(p, o, frame, z, options(p), lambda rough: _statistics(p, rough, stats))
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     kind, opt = kind_of(p, o), options(p)
@@ -67,9 +68,13 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     return Forward(o, frame, z, stats)
 
 
-def _look_again(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:
+def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:
+    """Of the sums that the Hopper kernel leaves; vague rows are summed again."""
     config, how = config_of(p, "forward_lesser")
     rows, many = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
+    launch(kind_of(p), forward_statistics, triton.cdiv(rows, ROWS), (rough, stats, rows, options(p)), (config, ROWS))
+    if not (config.NEED.shares or config.NEED.moments):
+        return
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1], many)
     arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), rough, stats, rows, options(p)
     launch(kind_of(p), forward_lesser, programs, arguments, (config, many), **how)

@@ -9,19 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from regard.kernels import bundle, statistics
+from regard.kernels import bundle, moments, statistics
 from regard.kernels.launch import kind_of, launch
 from regard.normalizers._language import speak
 from regard.problem import Problem
 
 ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width: exp(s − m)
-# without statistics, with them, other maps
-BLOCKS = {
-    64: ((128, 4, 3, 3, 160), (128, 4, 2, 3, 240), (128, 1, 2, 3, 240)),
-    128: ((128, 1, 2, 2, 240), (128, 4, 2, 2, 240), (128, 1, 2, 2, 240)),
-}
+# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width
+TWO = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
+THREE = {64: (128, 1, 3, 3, 160)}  # warpgroups
+IN_PIECES = {64: (128, 4, 3, 3, 160)}
 LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
@@ -31,7 +29,7 @@ def takes(p: Problem) -> bool:
     return (
         p.q.is_cuda
         and p.q.dtype in KINDS
-        and p.q.shape[-1] in BLOCKS
+        and p.q.shape[-1] in TWO
         and p.v.shape[-1] == p.q.shape[-1]
         and suits(p)
         and p.scale > 0
@@ -76,33 +74,37 @@ def reachable(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def forward(p: Problem, o, frame, z, stats, options, lesser) -> None:
-    """Fill o, frame, z and stats. `lesser(rough)` looks again at the rows that `rough` names."""
+def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
+    """Fill o, frame and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds."""
     from regard.kernels.forward_hopper import forward_hopper
 
     C = shape_of(p)
     k, v = p.k, p.v
     if C.BEHIND and k.shape[-2] > p.q.shape[-2]:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
-    rough = torch.empty(4, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else stats
+    rough = torch.empty(9, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else None
     blocks = triton.cdiv(p.q.shape[-2], C.BM) * p.q.shape[0] * p.q.shape[1]
     blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
-    launch(kind_of(p, o), forward_hopper, blocks, (*blocked, frame, z, stats, rough, options), (C,), num_warps=4)
-    if C.NEED.shares or C.NEED.moments:
-        lesser(rough)
+    forms, form_blocks = None, None
+    if C.SPAN != 0:
+        forms = moments.forms_of(p)
+        form_blocks = described(forms.products, C.BN)
+    arguments = *blocked, form_blocks, frame, z, rough, forms, options
+    launch(kind_of(p, o), forward_hopper, blocks, arguments, (C,), num_warps=4)
+    if p.stats:
+        statistics_of(rough)
 
 
 def shape_of(p: Problem):
     from regard.kernels.forward_hopper import Shape
 
     d, behind = p.q.shape[-1], p.reach[1] is not None
-    sort = 1 if p.stats else 0 if p.choice.family == "ratio" and p.choice.exponential else 2
-    keys, pieces, parts, stages, registers = BLOCKS[d][sort]
+    keys, pieces, parts, stages, registers = blocks_of(p)
+    need = statistics.needs(p.stats, p.choice, False)
+    own = need.distance and not behind and parts == 2 and p.k.shape[-2] % keys == 0
     return Shape(
         F=bundle.of(p.choice),
-        NEED=statistics.needs(p.stats, p.choice, False),
-        SLOT=statistics.slots(p.stats),
-        SPARSE=p.choice.sparse,
+        NEED=need,
         BEHIND=behind,
         D=d,
         BM=ROWS * parts,
@@ -111,9 +113,22 @@ def shape_of(p: Problem):
         STAGES=stages,
         REGISTERS=registers,
         PIECES=pieces,
+        OWN=own,
+        SPAN=moments.span_of(p) if need.moments else 0,
         LAZY=LAZY[p.q.dtype],
         ACC=tl.float32,
     )
+
+
+def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
+    """What was fastest on an H200."""
+    F = bundle.of(p.choice)
+    table = TWO
+    if not p.stats and (F.odds is not None or (F.family == "ratio" and F.exponential)):
+        table = IN_PIECES
+    elif not p.stats and F.signed is not None:
+        table = THREE
+    return table.get(p.q.shape[-1], TWO[p.q.shape[-1]])
 
 
 def described(x: torch.Tensor, rows: int):

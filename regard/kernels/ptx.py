@@ -70,19 +70,19 @@ def following_registers(sums):
 def comparing(n):
     """The largest of each of a thread's two rows into every $k: n numbers, the rows by turns of two.
 
-    Floats compare as integers, three in one instruction, if the largest is not negative; else once more, as floats.
+    Three at once, as integers: floats compare so if the largest is not negative, else as unsigned ones, the other way.
     """
-    code = ".reg .b32 a, b; .reg .pred p, q;"
     rows = {"a": [k for k in range(n) if k % 4 < 2], "b": [k for k in range(n) if k % 4 >= 2]}
-    for kind, then in (
-        ("s32", "setp.lt.s32 p, a, 0; setp.lt.s32 q, b, 0; or.pred p, p, q; @!p bra DONE;"),
-        ("f32", "DONE:"),
-    ):
-        for name, row in rows.items():
-            code += f" max.{kind} {name}, ${n + row[0]}, ${n + row[1]};"
-            code += "".join(f" max.{kind} {name}, {name}, ${n + k};" for k in row[2:])
-        code += f" {then}"
-    return "{ " + code + "".join(f" mov.b32 ${k}, {name};" for name, row in rows.items() for k in row) + " }"
+
+    def chain(compare, name, row):
+        code = f" {compare} {name}, ${n + row[0]}, ${n + row[1]};"
+        return code + "".join(f" {compare} {name}, {name}, ${n + k};" for k in row[2:])
+
+    code = ".reg .b32 a, b, x; .reg .pred p, q;" + "".join(chain("max.s32", *row) for row in rows.items())
+    code += " setp.lt.s32 p, a, 0; setp.lt.s32 q, b, 0; or.pred p, p, q; @!p bra DONE;"
+    for name, row in rows.items():
+        code += chain("min.u32", "x", row) + f" setp.lt.s32 p, {name}, 0; @p mov.b32 {name}, x;"
+    return "{ " + code + " DONE:" + "".join(f" mov.b32 ${k}, {name};" for name, row in rows.items() for k in row) + " }"
 
 
 @gluon.constexpr_function

@@ -156,18 +156,27 @@ def onto(x, before, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def weigh(y, r, x, i, last, a, theta, start, r0, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
-    """(u, sums) of a piece y, from its key BASE on, of the tile of keys from `start` on; x are the sums before."""
+def weigh(y, r, x, i, a, theta, start, r0, near, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
+    """(u, sums) of a piece y, from its key BASE on, of the tile of keys from `start` on; x are the sums before.
+
+    The moments of tiles that are not `near` come from elsewhere.
+    """
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
     FIRST: gl.constexpr = BASE == 0
+    mean, m2 = x.mean, x.m2
+    if NEED.moments and C.SPAN >= 0:
+        if near:  # first: a branch that came later would have to keep all scores until then
+            bare = y
+            if EDGE and not C.OWN:
+                bare = gl.where(y == HIDDEN, 0.0, y)
+            mean = onto(bare, mean, FIRST)
+            m2 = onto(bare * bare, m2, FIRST)
     u, v, power = weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.frame), theta, F)
-    if EDGE:
-        seen = octet(y, BASE) < per_row(last - start, y) - within(y)
-        u = gl.where(seen, u, 0.0)
-        v = gl.where(seen, v, 0.0)
-        y = gl.where(seen, y, 0.0)
-    sum_u, sum_v, octets, log_u, square, mean, m2 = x.u, x.v, x.octets, x.log_u, x.square, x.mean, x.m2
+    if EDGE and not C.OWN:
+        u = gl.where(y == HIDDEN, 0.0, u)
+        v = gl.where(y == HIDDEN, 0.0, v)
+    sum_u, sum_v, octets, log_u, square = x.u, x.v, x.octets, x.log_u, x.square
     if F.exponential:
         sum_u = onto(u, sum_u, FIRST)
         sum_v = sum_u
@@ -179,9 +188,6 @@ def weigh(y, r, x, i, last, a, theta, start, r0, BASE: gl.constexpr, C: gl.const
         log_u = onto(u * power, log_u, FIRST)
     if NEED.square:
         square = onto(u * u, square, FIRST)
-    if NEED.moments:
-        mean = onto(y, mean, FIRST)
-        m2 = onto(y * y, m2, FIRST)
     return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(sum_u, sum_v, octets, log_u, square, mean, m2)
 
 
@@ -198,7 +204,7 @@ def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
         square += gl.sum(x.square, 2)
     if NEED.distance:
         distance += gl.sum(far(x, i, start, r0, C, EDGE), 2)
-    if NEED.moments:
+    if NEED.moments and C.SPAN >= 0:
         mean += gl.sum(x.mean, 2)
         m2 += gl.sum(x.m2, 2)
     return Tally(r.top, r.frame, z, log_u, square, distance, mean, m2, r.first)
@@ -224,13 +230,16 @@ def weights(y, a, b2, frame, theta, F: gl.constexpr):
 def stretch(u, before, ahead, start, r0, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
     """Σ u·octet; where keys may lie around a row Σ u·|i − j|, i − j = ahead − octet."""
     FIRST: gl.constexpr = BASE == 0
+    away = ahead.to(gl.float32) - octet(u, BASE).to(gl.float32)
     if EDGE and C.BEHIND:
-        x = onto(u * (ahead - octet(u, BASE)).to(gl.float32), before, FIRST)
+        x = onto(u * away, before, FIRST)
+    elif EDGE and C.OWN:
+        x = onto(u * gl.abs(away), before, FIRST)
     else:
         x = onto(u * octet(u, BASE).to(gl.float32), before, FIRST)
-        if not C.BEHIND:
+        if not C.BEHIND and not C.OWN:
             if start == r0 // C.BN * C.BN:
-                x = onto(u * gl.abs(ahead - octet(u, BASE)).to(gl.float32), before, FIRST)
+                x = onto(u * gl.abs(away), before, FIRST)
     return x
 
 
@@ -239,7 +248,7 @@ def far(x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
     """Σ u·|i − j| of a tile [M, 4, 2]. Where its keys lie to one side of the rows the row's part has left the sum."""
     LAYOUT: gl.constexpr = x.u.type.layout
     moved = x.octets
-    if not (EDGE and C.BEHIND):
+    if not EDGE or not (C.BEHIND or C.OWN):
         row = gl.convert_layout(i - start, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
         pair = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0)
@@ -247,7 +256,8 @@ def far(x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
         moved = ahead.to(gl.float32) * x.u - x.octets
         if not C.BEHIND:
             moved = moved * gl.where(start <= r0, 1.0, -1.0)
-            moved = gl.where(start == r0 // C.BN * C.BN, x.octets, moved)
+            if not C.OWN:
+                moved = gl.where(start == r0 // C.BN * C.BN, x.octets, moved)
     return moved
 
 

@@ -1,0 +1,109 @@
+"""Sums over keys that no score is needed for: a row's logits have Σy = q·Σk and Σy² = qᵀ·(Σ k·kᵀ)·q.
+
+`key_products` sums k and k·kᵀ over each part of the keys of a head. `key_forms` joins the parts from the first on and
+leaves Σ k·kᵀ of all of them, or after each, as three bfloat16 matrices whose sum it is to float32's precision: a tensor
+core multiplies q by them as by a tile of keys. What the products lose is small beside |q|²·Σ|k|², the `reach` of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from regard.kernels import tiles
+from regard.kernels.launch import kind_of, launch
+from regard.kernels.tiles import View
+from regard.problem import Problem
+
+KEYS = 128  # at a time
+SPAN = 1024  # keys of a part, where rows are causal
+PROGRAMS = 256  # that sum the keys, about
+WARPS = 8
+LEAST = {False: 2048, True: 1 << 62}  # keys from which on it pays; causal or not
+
+
+class Forms(NamedTuple):
+    """By head and part, from the first key to the end of the part: Σ k·kᵀ in three matrices, Σ k, Σ|k|²."""
+
+    products: Any  # [B·G, parts, 3·D, D] bfloat16, the least first
+    sums: Any  # [B·G, parts, D]
+    lengths: Any  # [B·G, parts]
+
+
+def span_of(p: Problem) -> int:
+    """For which keys of a row are moments cheaper so? −1: all, 0: none, or those before the last multiple of it."""
+    behind = p.reach[1] is not None
+    if p.q.dtype != torch.bfloat16 or min(p.q.shape[-2], p.k.shape[-2]) < LEAST[behind]:
+        return 0
+    return SPAN if behind else -1
+
+
+@triton.jit
+def key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: tl.constexpr):
+    """Σ k·kᵀ [D, D] and Σ k [D] of one part of the keys of one head."""
+    part, head = tl.program_id(0) % tl.cdiv(keys, size), tl.program_id(0) // tl.cdiv(keys, size)
+    total = tl.zeros([D, D], tl.float32)
+    along = tl.zeros([64, D], tl.float32)
+    ones = tl.full([64, N], 1.0, k.ptr.dtype.element_ty)
+    for start in range(part * size, tl.minimum(part * size + size, keys), N):
+        # a tensor core cuts what it adds: few terms to a sum leave it little to cut
+        here = tiles.block_of(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
+        total += tl.dot(tl.trans(here), here)
+        along += tl.dot(ones, here)
+    d = tl.arange(0, D)
+    at = tiles.wide(tl.program_id(0))
+    tl.store(products + at * (D * D) + d[:, None] * D + d[None, :], total)
+    tl.store(sums + at * D + d, tl.sum(tl.where(tl.arange(0, 64)[:, None] == 0, along, 0.0), 0))
+
+
+@triton.jit
+def key_forms(products, sums, forms, parts, D: tl.constexpr, M: tl.constexpr, EVERY: tl.constexpr):
+    """M rows of a head's three matrices, and its sums: after EVERY part, or after the last."""
+    head, slab = tl.program_id(0) // (D // M), tl.program_id(0) % (D // M)
+    e = tl.arange(0, D)
+    d = slab * M + tl.arange(0, M)
+    total = tl.zeros([M, D], tl.float32)
+    along = tl.zeros([D], tl.float32)
+    long = tl.zeros([D], tl.float32)
+    for part in range(parts):
+        at = tiles.wide(head) * parts + part
+        total += tl.load(products + at * (D * D) + d[:, None] * D + e[None, :])
+        along += tl.load(sums + at * D + e)
+        long += tl.load(products + at * (D * D) + e * (D + 1))
+        if EVERY or (part == parts - 1):
+            to = at if EVERY else tiles.wide(head)
+            where = forms.products + to * (3 * D * D) + d[:, None] * D + e[None, :]
+            high = total.to(tl.bfloat16)
+            middle = (total - high.to(tl.float32)).to(tl.bfloat16)
+            low = total - high.to(tl.float32) - middle.to(tl.float32)
+            tl.store(where, low.to(tl.bfloat16))
+            tl.store(where + D * D, middle)
+            tl.store(where + 2 * D * D, high)
+            if slab == 0:
+                tl.store(forms.sums + to * D + e, along)
+                tl.store(forms.lengths + to, tl.sum(long, 0))
+
+
+def forms_of(p: Problem) -> Forms:
+    """Of all keys; where rows are causal of the first SPAN, 2·SPAN, … keys."""
+    (b, g, n, d), behind = p.k.shape, p.reach[1] is not None
+    if behind:
+        n, size = (min(n, p.q.shape[-2]) - 1) // SPAN * SPAN, SPAN  # the last part lies behind no row
+    else:
+        size = triton.cdiv(triton.cdiv(n, max(1, PROGRAMS // (b * g))), KEYS) * KEYS
+    parts = triton.cdiv(n, size)
+    states = parts if behind else 1
+    number = dict(dtype=torch.float32, device=p.k.device)
+    products, sums = torch.empty(b * g, parts, d, d, **number), torch.empty(b * g, parts, d, **number)
+    forms = Forms(
+        torch.empty(b * g, states, 3 * d, d, dtype=torch.bfloat16, device=p.k.device),
+        torch.empty(b * g, states, d, **number),
+        torch.empty(b * g, states, **number),
+    )
+    kind, k = kind_of(p), View(p.k, p.k.stride())
+    launch(kind, key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=WARPS, num_stages=3)
+    launch(kind, key_forms, b * g * (d // 16), (products, sums, forms, parts), (d, 16, behind), num_warps=4)
+    return forms

@@ -28,9 +28,13 @@ def dress_once() -> None:
         finally:
             _worn = before
 
+    @functools.cache
+    def seen_by(fn):
+        return {value.__name__ for value in fn.__globals__.values() if isinstance(value, ModuleType)}
+
     @functools.wraps(dress)
     def dressed(fn):
-        modules = {value.__name__ for value in fn.__globals__.values() if isinstance(value, ModuleType)}
+        modules = seen_by(fn)
         if _worn and modules <= _worn:
             return None  # a called function puts nothing off
         scope = dress(fn)

@@ -30,7 +30,7 @@ def invented(batch, heads, queries, seed, device="cpu"):
         max_weight=share(),
         first_key_mass=share() ** 9,
         gradient_gain=share() ** 7,
-        entropy=share() * n.clamp_min(1.0).log(),
+        entropy=share() ** torch.where(share() < 0.5, 1.0, 12.0) * n.clamp_min(1.0).log(),
     )
     for name in stats:
         stats[name] = stats[name].masked_fill(n == 0, -math.inf if name in ("max_logit", "logsumexp") else 0.0)

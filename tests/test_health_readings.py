@@ -38,6 +38,23 @@ def test_every_statistic_as_computed_at_once(sharp):
                 assert low - slack <= spread.quantile(share) <= high + slack, (name, share)
 
 
+@pytest.mark.parametrize("sharp", [30.0, 200.0])
+def test_quantiles_of_a_collapsed_head_are_right_in_their_size(sharp):
+    """Within a tenth, over every decade that matters; below the first bin's edge they say no more than that."""
+    stats = statistics(queries=200, sharp=sharp)
+    reading, rows = LayerReading(2).update(stats), stats.visible_keys >= 2
+    stats = {**stats, "entropy_ratio": stats.entropy / stats.visible_keys.log()}
+    for name in ("entropy", "entropy_ratio"):
+        for head in range(2):
+            values = stats[name][:, head][rows[:, head]].double()
+            spread = reading.spread(name, head)
+            for share in (0.2, 0.5, 0.8) if name == "entropy_ratio" else (0.5, 0.8):
+                low, high = values.quantile(share - 0.02).item(), values.quantile(share + 0.02).item()
+                told, edge = spread.quantile(share), bins.least(name)
+                assert told <= edge if low < edge else 0.89 * low <= told <= 1.12 * high, (name, share)
+    assert stats["entropy"].quantile(0.3) < 1e-3  # the linear bins of before gave 0.01
+
+
 def test_quantiles_of_all_heads_at_once_are_those_of_each():
     reading = LayerReading(2).update(statistics())
     shares = (0.0, 0.05, 0.5, 0.95, 1.0)

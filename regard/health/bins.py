@@ -1,11 +1,15 @@
 """Where a value falls among 512 fixed bins: fixed, so that the histograms of two batches, or two ranks, just add.
 
-Each statistic has a scale on which its bins are even: linear for entropies, log₁₀ for what spans decades, asinh for
-logits, which may be negative and large, and for shares the fourth root, fine near 0 and near 1, then slowly log₁₀.
+Each statistic has a scale on which its bins are even: log₁₀ for what spans decades, asinh for logits, which may be
+negative and large, for shares the fourth root, fine near 0 and near 1, then slowly log₁₀, and for entropies
+
+    t(x) = x/c  from c on,  1 + ln(x/c) below:
+
+as fine at ln n as at half of it, and in decades where a head collapses. The first bin of all but asinh reaches to 0.
 
 >>> from regard.health.bins import edges
->>> edges("entropy_ratio")[256], edges("entropy_ratio")[-1]
-(0.5, 1.0)
+>>> [f"{edges('entropy_ratio')[at]:.2g}" for at in (0, 1, 128, 511, 512)]
+['0', '1.1e-10', '1.8e-06', '1', '1']
 """
 
 from __future__ import annotations
@@ -35,12 +39,13 @@ LAYOUT = dict(
     first_key_mass=("share", 0.0, 1.28),
     gradient_gain=("share", 0.0, 1.28),
     gain_ratio=("share", 0.0, 1.28),
-    entropy_ratio=("linear", 0.0, 1.0),
-    entropy=("linear", 0.0, 16.0),
+    entropy_ratio=("ratio", -19.0, 20.0),
+    entropy=("nats", -21.0, 40.0),
 )
 NAMES = tuple(LAYOUT)
 ROW = {name: row for row, name in enumerate(NAMES)}
 DERIVED = slice(NAMES.index("gain_ratio"), NAMES.index("entropy_ratio") + 1)
+KNEE = dict(ratio=0.05, nats=0.4)  # c of these two scales
 SHARE_SLOPE = 0.07  # of the share scale above 1: 10⁴ lands on 1.28, and 10⁻⁴ on an edge
 
 
@@ -49,8 +54,15 @@ def _from_share(x: Tensor) -> Tensor:
     return torch.where(x <= 1.0, x.sqrt().sqrt(), 1.0 + SHARE_SLOPE * torch.log10(x))
 
 
+def _from_knee(c: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.where(x >= c, x / c, 1.0 + torch.log(x.clamp_min(0.0) / c))
+
+
 SCALES: dict[str, Callable[[Tensor], Tensor]] = dict(
-    linear=lambda x: x, log=lambda x: torch.log10(x.clamp_min(0.0)), asinh=torch.asinh, share=_from_share
+    log=lambda x: torch.log10(x.clamp_min(0.0)),
+    asinh=torch.asinh,
+    share=_from_share,
+    **{scale: _from_knee(c) for scale, c in KNEE.items()},
 )
 
 
@@ -58,8 +70,15 @@ def _to_share(t: Tensor) -> Tensor:
     return torch.where(t <= 1.0, t**4, 10.0 ** ((t - 1.0) / SHARE_SLOPE))
 
 
+def _to_knee(c: float) -> Callable[[Tensor], Tensor]:
+    return lambda t: c * torch.where(t >= 1.0, t, torch.exp(t.clamp_max(1.0) - 1.0))
+
+
 INVERSES: dict[str, Callable[[Tensor], Tensor]] = dict(
-    linear=lambda t: t, log=lambda t: 10.0**t, asinh=torch.sinh, share=_to_share
+    log=lambda t: 10.0**t,
+    asinh=torch.sinh,
+    share=_to_share,
+    **{scale: _to_knee(c) for scale, c in KNEE.items()},
 )
 
 
@@ -89,8 +108,9 @@ def _origin(device, dtype) -> tuple[Tensor, Tensor]:
 
 def _on_scale(scale: str, x: float) -> float:
     """One value on its scale, without a tensor."""
-    if scale == "linear":
-        return x
+    if scale in KNEE:
+        x /= KNEE[scale]
+        return x if x >= 1.0 else 1.0 + math.log(x) if x > 0 else -math.inf
     if scale == "asinh":
         return math.asinh(x)
     if scale == "log":
@@ -99,8 +119,8 @@ def _on_scale(scale: str, x: float) -> float:
 
 
 def _off_scale(scale: str, t: float) -> float:
-    if scale == "linear":
-        return t
+    if scale in KNEE:
+        return KNEE[scale] * (t if t >= 1.0 else math.exp(t - 1.0))
     if scale == "asinh":
         return math.sinh(t)
     if scale == "log":
@@ -109,10 +129,15 @@ def _off_scale(scale: str, t: float) -> float:
 
 
 def edges(name: str) -> list[float]:
-    """The 513 edges of a statistic's bins, as values; the first edge of a log scale stands for 0."""
+    """The 513 edges of a statistic's bins, as values; the first one is 0 where the scale has none."""
     scale, low, high = LAYOUT[name]
     values = [_off_scale(scale, low + (high - low) * at / BINS) for at in range(BINS + 1)]
-    return [0.0, *values[1:]] if scale == "log" else values
+    return values if scale == "asinh" else [0.0, *values[1:]]
+
+
+def least(name: str) -> float:
+    """What is told of a quantile below this is only that: it lies in the first bin, which reaches to 0."""
+    return -math.inf if LAYOUT[name][0] == "asinh" else edges(name)[1]
 
 
 def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -> float:

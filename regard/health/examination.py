@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.health import findings
+from regard.health.bins import LAYOUT
 from regard.health.call import forget_masks
 from regard.health.heads import heads_if, heads_of, tell_early
 from regard.health.intercept import Interception
-from regard.health.measure import Layer, Recorder
+from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.what_if import parse_all
 
@@ -74,6 +75,7 @@ def examine(
         from regard.parallel.rounds import Rounds, weights_mark
 
         what = dict(model=_title(model), what_if=[change.name for change in changes], weights=weights_mark(model))
+        what["bins"] = repr(LAYOUT)
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
     modules = interception.modules
@@ -116,6 +118,7 @@ def examine(
     layers = list(recorder.layers.values())
     if rounds is not None:
         layers = rounds.finish(done) if failure is None else rounds.layers()
+    layers = folded(layers)
     if failure is not None and not any(layer.reading for layer in layers):
         raise failure
     if not done and failure is None:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard import statistics
-from regard.health.bins import BINS, LAYOUT, NAMES, SHARE_SLOPE
+from regard.health.bins import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
 from regard.health.quick import Packed
 from regard.health.readings import (
     COMPARED,
@@ -40,9 +40,10 @@ FEATURES = ("entropy", "max_weight", "logit_variance", "distance")
 FOLLOWED = tuple(NAMES.index(name) for name in CURVES)
 SLOTS = tuple(KEPT.index(name) for name in FEATURES)
 KEYS = KEPT.index("visible_keys")
-SCALE = dict(linear=0, log=1, asinh=2, share=3)
+SCALE = dict(log=0, asinh=1, share=2, ratio=3, nats=4)
 LOG10_2, LN_2 = tl.constexpr(0.30102999566398120), tl.constexpr(0.69314718055994531)
 SLOPE = tl.constexpr(SHARE_SLOPE)
+KNEE_RATIO, KNEE_NATS = tl.constexpr(KNEE["ratio"]), tl.constexpr(KNEE["nats"])
 
 
 def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
@@ -121,15 +122,18 @@ def counted(rows, r, inside, HAS_ROWS: tl.constexpr):
 def on_scale(x, scale):
     """Where a value lies on the scale on which its bins are even; see `bins.SCALES`."""
     t = x
-    if scale == 1:
+    if scale == 0:
         t = tl.log2(tl.maximum(x, 0.0)) * LOG10_2
-    elif scale == 2:
+    elif scale == 1:
         y = tl.abs(x)
         t = tl.log2(y + tl.sqrt_rn(y * y + 1.0)) * LN_2
         t = tl.where(x < 0, -t, t)
-    elif scale == 3:
+    elif scale == 2:
         y = tl.maximum(x, 0.0)
         t = tl.where(y <= 1.0, tl.sqrt_rn(tl.sqrt_rn(y)), 1.0 + SLOPE * LOG10_2 * tl.log2(tl.maximum(y, 1.0)))
+    else:
+        y = tl.div_rn(tl.maximum(x, 0.0), tl.where(scale == 3, KNEE_RATIO, KNEE_NATS))
+        t = tl.where(y >= 1.0, y, 1.0 + tl.log2(y) * LN_2)
     return t
 
 

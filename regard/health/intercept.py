@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from regard.health.call import Call, as_four, causal_rows, cleaned, forget_masks, rows_of
 from regard.health.forwards import OPENED, bury_dead, close_forward, open_forward
+from regard.health.uses import given_tokens
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 PLAIN = (
@@ -65,7 +66,7 @@ class Interception:
                 self._compiled.append((module, module._compiled_call_impl))
                 module._compiled_call_impl = None
             if module._modules or not (isinstance(module, PLAIN) or type(module).__name__.endswith(SMALL)):
-                self._hooks.append(module.register_forward_pre_hook(_enter))
+                self._hooks.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(_leave, always_call=True))
         if "transformers" in sys.modules:
             from regard.health import huggingface
@@ -110,7 +111,7 @@ class Interception:
             for hook in [hook for hook in self._hooks if hook.id in own]:
                 hook.remove()
             with self.torch_calls():
-                _STACK.append(getattr(self.model, "_orig_mod", self.model))  # in the place of its own hooks
+                _STACK.append((getattr(self.model, "_orig_mod", self.model), object()))  # in the place of its own hooks
                 yield
         forget_masks()
 
@@ -123,11 +124,11 @@ class Interception:
 
 
 ACTIVE: list[Interception] = []
-_STACK: list[nn.Module] = []  # the modules whose forward is running
+_STACK: list[tuple[nn.Module, Any]] = []  # the modules whose forward is running, and a token of the step it belongs to
 _BUSY = [False]  # inside a caught call: what it calls is not caught again
 
 
-def _enter(module, inputs) -> None:
+def _enter(module, inputs, named) -> None:
     if OPENED and any(module is one.model for one in ACTIVE):
         bury_dead()
     if not OPENED:
@@ -135,11 +136,11 @@ def _enter(module, inputs) -> None:
             if one.opens and id(module) in one.names:
                 open_forward(one.torch_calls())
                 break
-    _STACK.append(module)
+    _STACK.append((module, object() if given_tokens(inputs, named) else step()))
 
 
 def _leave(module, inputs, output) -> None:
-    if _STACK and _STACK[-1] is module:
+    if _STACK and _STACK[-1][0] is module:
         _STACK.pop()
     close_forward()
 
@@ -210,7 +211,12 @@ class _Mode(TorchFunctionMode):
 
 
 def _top() -> nn.Module | None:
-    return _STACK[-1] if _STACK else None
+    return _STACK[-1][0] if _STACK else None
+
+
+def step() -> Any:
+    """A token of the innermost running forward that was given tokens; another forward, another token."""
+    return _STACK[-1][1] if _STACK else None
 
 
 def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, cross=None):

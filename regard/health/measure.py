@@ -6,8 +6,8 @@ A layer whose rebuilt output differs from the model's own is not measured, with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from regard.health import quick
 from regard.health.aside import Aside
 from regard.health.call import Call, Rows
 from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
+from regard.health.intercept import step
 from regard.health.predicted import predict
 from regard.health.readings import LayerReading
 from regard.health.standing import Standing, distance
+from regard.health.uses import MANY, Uses
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 
+HEADS_CHANGE = "its number of heads changes from call to call"
 WHOLE = 256  # up to so many queries the model's own output is made in full and goes on; beyond, on sampled rows
 
 
@@ -45,7 +48,8 @@ class Sight:
 class Layer:
     name: str
     index: int
-    use: int = 0  # of the module, within a forward
+    use: int = 0  # of the module, within a forward: see `Uses`
+    together: bool = False  # are all its uses in this one, for they were too many?
     heads: int = 0
     reading: LayerReading | None = None
     reason: str | None = None  # why it is not measured
@@ -73,13 +77,39 @@ class Layer:
         self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
         return merged
 
+    def join(self, other: Layer) -> None:
+        """Add what another use told."""
+        self.refused.update(other.refused)
+        reason = self.reason or other.reason
+        if reason is None and self.reading is not None and other.reading is not None and other.heads != self.heads:
+            reason = HEADS_CHANGE
+        if reason is not None:
+            self.give_up(reason)
+        elif other.reading is not None:
+            self.absorb(Sight(other.reading, 0.0, sampled=other.sampled, what_if=other.what_if), other.error)
+
     def give_up(self, reason: str) -> None:
         self.reason, self.reading = reason, None
         self.what_if.clear()
 
 
+def folded(layers: Iterable[Layer]) -> list[Layer]:
+    """The layers, the uses of a module that had `MANY` of them together as one."""
+    layers = list(layers)
+    many = {layer.name for layer in layers if layer.use == MANY - 1}
+    told: dict[tuple[str, int], Layer] = {}
+    for layer in layers:
+        together = layer.name in many
+        key = layer.name, 0 if together else layer.use
+        if key in told:
+            told[key].join(layer)
+        else:
+            told[key] = replace(layer, index=len(told), together=together) if many else layer
+    return list(told.values())
+
+
 class Recorder:
-    """An observer that measures: one Layer per module and, where a module is used again, per use within a forward."""
+    """An observer that measures: one Layer per module and, where a module is used again, per use: see `Uses`."""
 
     def __init__(
         self, what_if: Sequence[WhatIf] = (), backend: str | None = None, sequences: int | None = None
@@ -88,13 +118,17 @@ class Recorder:
         self.what_if, self.backend = what_if, backend
         self.sequences = sequences  # measure no more than so many of each batch
         self.rows, self.standing = Rows(), Standing()
-        self._uses: dict[str, int] = {}
+        self.uses = Uses()
+        self.key = "", 0  # of the layer whose call is under way
         self._batch: dict[tuple[str, int], Sight] = {}
         self._aside = Aside()
 
     def begin(self) -> None:
         """A new forward: uses count from 0, masks are new."""
-        self._uses.clear()
+        self.uses.begin()
+        self._forget_masks()
+
+    def _forget_masks(self) -> None:
         self.rows.forget()
         self.standing.forget()
 
@@ -124,10 +158,10 @@ class Recorder:
         return wrong
 
     def __call__(self, call: Call, name: str, otherwise: Callable[[], Tensor]) -> Tensor:
-        use = self._uses.get(name, 0)
-        self._uses[name] = use + 1
-        key = name, use
-        layer = self.layers.setdefault(key, Layer(name, len(self.layers), use))
+        if step() is not self.uses.step:
+            self._forget_masks()
+        key = self.key = name, self.uses.of(call, name, step())
+        layer = self.layers.setdefault(key, Layer(name, len(self.layers), key[1]))
         if layer.reason is not None:
             return otherwise()
         if call.obstacle is not None:
@@ -141,7 +175,7 @@ class Recorder:
             return self._give_up(key, f"regard.attention cannot compute it: {error}", otherwise)
         known = self._batch.get(key)
         if known is not None and known.reading.heads != call.q.shape[1]:
-            return self._give_up(key, "its number of heads changes from call to call", otherwise)
+            return self._give_up(key, HEADS_CHANGE, otherwise)
         long = call.sliceable and call.q.shape[2] > WHOLE
         sampled = long and call is whole and not call.dropout and not call.q.requires_grad
         output = rebuilt if sampled else otherwise()

@@ -14,7 +14,7 @@ from torch import nn
 from regard.health.bins import NAMES
 from regard.health.forwards import close_context, close_forward, open_forward
 from regard.health.intercept import Interception
-from regard.health.measure import Layer, Recorder
+from regard.health.measure import Layer, Recorder, folded
 from regard.health.writers import MEANS, writer
 
 LOGIT_LIMIT = 100.0  # QK-clip's
@@ -144,12 +144,13 @@ class Monitor:
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: what it told is not a sample
             return
         recorder.settle()
-        for layer in recorder.layers.values():
+        layers = folded(recorder.layers.values())
+        for layer in layers:
             if layer.reading is not None:
                 self._record(layer)
             else:
                 self.unmeasured[layer.label] = layer.reason or "it was not reached"
-        self._tell_unmeasured(len(recorder.layers))
+        self._tell_unmeasured(len(layers))
         if self.samples:  # the first one compiles kernels, which is not held against the budget
             self.spent += opening + recorder.seconds + time.perf_counter() - started
         self.samples += 1
@@ -240,8 +241,8 @@ class _Timed(Recorder):
         except Exception as error:
             if failed:
                 raise
-            self.layers[name, self._uses[name] - 1].give_up(f"measuring failed: {type(error).__name__}: {error}")
-            self._batch.pop((name, self._uses[name] - 1), None)
+            self.layers[self.key].give_up(f"measuring failed: {type(error).__name__}: {error}")
+            self._batch.pop(self.key, None)
             output = outputs[-1] if outputs else timed()
         self.seconds += _now(call.q) - before - own
         return output

@@ -144,6 +144,7 @@ def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: 
         if any(layer.sampled for layer in measured)
         else "on every counted row"
     )
+    together = [layer.name for layer in measured if layer.together]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return dict(
         model=type(model).__name__,
@@ -159,6 +160,7 @@ def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: 
             goes_on_with=f"the model's own output; beyond {measure.WHOLE} queries the rebuilt one, if it agrees",
         ),
         counted="rows of padding queries and rows that see no key are left out",
+        **({"used_too_often_to_be_layers_each": together} if together else {}),
         quantiles="from histograms of 512 fixed bins, within one bin's width",
         versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

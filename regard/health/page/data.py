@@ -48,6 +48,7 @@ def payload(report, coarse: int, digits: int, changed: bool = True, spread: bool
         meaning=list(MEANING.values()),
         layers=[dict(index=index, name=name) for index, name in sorted(named.items())],
         axes=[_edges(name, axes[name]) for name in MEANING],
+        least=[_short(bins.least(name), 2) for name in MEANING],
         treatments=[
             dict(name=name, heads=[_head(head, layers[id(head.reading)], coarse, digits) for head in heads])
             for name, heads in treatments.items()

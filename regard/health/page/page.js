@@ -112,7 +112,7 @@
   const paintHistogram = (one, before) => {
     const s = state.statistic, edges = data.axes[s], shape = one.shapes[s];
     byId("histogram-title").textContent = `${name(s)}: share of rows`;
-    const svg = frame(byId("histogram"), `Distribution of ${name(s)}: median ${show(one.numbers[s][4])}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
+    const svg = frame(byId("histogram"), `Distribution of ${name(s)}: median ${quantile(one, s, 4)}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
     if (!shape.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "left out: too many heads"); return; }
     const top = Math.max(...shape, ...(before ? before.shapes[s] : [0]), 1), width = 470 / shape.length;
     const bars = (values, className) => values.forEach((value, i) => {
@@ -146,6 +146,11 @@
     if (before) path(before.curve, "line before");
     path(one.curve, "line");
   };
+  // from bins some per cent wide, the first of which reaches to 0
+  const quantile = (one, s, i) => {
+    const x = one.numbers[s][i], inFirst = x !== null && data.least[s] !== null && x < data.least[s];
+    return inFirst && one.numbers[s][6] > 0 ? `< ${show(data.least[s], 2)}` : show(x, 3);
+  };
   const paintTable = (one) => {
     const table = byId("numbers-table");
     table.querySelectorAll("thead, tbody").forEach((part) => part.remove());
@@ -156,7 +161,7 @@
       const row = make("tr", body, undefined, s === state.statistic ? "now" : "");
       row.dataset.statistic = statistic;
       make("th", row, name(s));
-      KEYS.forEach((key, i) => { make("td", row, show(one.numbers[s][i])).dataset.key = key; });
+      KEYS.forEach((key, i) => { make("td", row, key.startsWith("q") ? quantile(one, s, i) : show(one.numbers[s][i])).dataset.key = key; });
     });
   };
 

@@ -275,11 +275,11 @@ def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     values = ring.v.index(end % C.STAGES).reshape([C.BN, C.D])
     for c in gl.static_range(PIECES):
         o = mix(c, o, p, values, C)
-    o = warpgroup_mma_wait(0, deps=[o])
     none = a * 0.0
     formed = (none, none, none)
     if C.SPAN != 0:
         formed = form(q, ring, walk, targets, opt, C)
+    o = warpgroup_mma_wait(0, deps=[o])
     finish(formed, o, r, q, i, a, targets, ring, walk, opt, part, C)
 
 

@@ -11,7 +11,7 @@ from attention_data import Poisoned, check_forward, make
 
 import regard
 from regard import reference, statistics
-from regard.kernels import attention, hopper
+from regard.kernels import attention, hopper, moments
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -31,6 +31,7 @@ SHAPES = (  # of one kind to Triton, which compiles anew where a length becomes 
 def poisoned(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(hopper, "torch", Poisoned())
+    monkeypatch.setattr(moments, "torch", Poisoned())
 
 
 def taken(seed, name="softmax", **options):
@@ -60,6 +61,41 @@ def test_whole_tiles(d):
     for causal in (True, False):
         for stats in (statistics.NAMES, ()):
             check_forward(attention, taken(3, b=1, h=2, g=1, m=1024, n=1024, d=d, e=d, causal=causal, stats=stats), 2.0)
+
+
+@pytest.mark.parametrize(("m", "n"), [(300, 1024), (1000, 512)])
+def test_whole_tiles_of_other_lengths(m, n):
+    """Full rows begin with the tile around them, or with the last where they lie behind all keys."""
+    check_forward(attention, taken(5, b=1, h=4, g=2, m=m, n=n, d=64, e=64, sharp=3.0), slack=2.0)
+
+
+@pytest.fixture
+def from_keys(monkeypatch):
+    """Moments come from the keys' products at lengths that a test can afford."""
+    monkeypatch.setattr(moments, "SPAN", 256)
+    monkeypatch.setattr(moments, "LEAST", {False: 64, True: 257})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+def test_moments_from_the_keys(d, causal, from_keys):
+    for m, n in ((1000, 1000), (300, 777), (777, 300)):
+        for sharp in (0.02, 1.0, 12.0):
+            problem = taken(m, b=1, h=4, g=2, m=m, n=n, d=d, e=d, causal=causal, sharp=sharp)
+            problem.k[0, 1] += 0.5
+            assert hopper.shape_of(problem).SPAN != 0
+            check_forward(attention, problem, slack=2.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_moments_whose_digits_the_keys_lose(causal, from_keys):
+    """A direction of the keys that dwarfs what the queries look at, and keys whose squares overflow."""
+    problem = taken(21, b=1, h=4, g=2, m=700, n=700, d=64, e=64, causal=causal)
+    problem.q[:, :2, :, 0] = 0.0
+    problem.k[:, 0, :, 0] += 300.0
+    problem.q[:, 2:] *= 2.0**-80
+    problem.k[:, 1] *= 2.0**80
+    check_forward(attention, problem, slack=2.0)
 
 
 OTHERS = (
@@ -128,8 +164,9 @@ def test_keys_that_no_query_sees_are_not_read():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_row_with_a_nan_logit_says_so_in_every_statistic(causal):
-    problem = taken(16, b=1, h=4, g=2, m=300, n=300, d=64, e=64, causal=causal)
+@pytest.mark.parametrize("n", [300, 700])
+def test_a_row_with_a_nan_logit_says_so_in_every_statistic(n, causal, from_keys):
+    problem = taken(16, b=1, h=4, g=2, m=n, n=n, d=64, e=64, causal=causal)
     clean = attention.forward(problem).stats
     problem.q[0, 0, 7] = math.nan
     if causal:

@@ -15,7 +15,7 @@ def forward(s: Tensor, choice, theta: Tensor | None, mask: Tensor | None, scale:
         if theta is not None and s.device.type == "cpu" and bool((theta == 1.0).all()):  # where a look costs no sync
             p = softmax.reference(hidden * scale, mask, None)
         else:
-            p = _near_softmax.solve(hidden * scale, mask, alpha)
+            p = _near_softmax.value(hidden * scale, mask, alpha)
         return p, s.new_zeros((2, s.shape[0]))
 
 

@@ -88,7 +88,7 @@ def entmax(
     """max((α−1)·z_i/T − τ, 0)^{1/(α−1)} with Σ = 1; α = 1 is softmax, α = 2 sparsemax.
 
     `alpha` is a number ≥ 1, or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
-    1 < α < 1.1 is computed in float64; below 1.001 and above 2 in plain torch, at some 50 and 100 times the time of 1.5.
+    1 < α < 1.1 is computed in float64; below 1.001 and above 2 in plain torch, some 50 to 100 times as slow.
 
     >>> import regard, torch
     >>> regard.entmax(torch.tensor([[-2.0, 0.0, 0.5]]).expand(2, 3), torch.tensor([[1.5], [2.0]]))

@@ -1,7 +1,10 @@
 """Diffuse: every row is nearly uniform, so the head averages its values and its scores decide nothing.
 
 For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a standard deviation of the logits under 0.3.
-A lone head of a layer that averages is often by design (it counts what came before): that is a note.
+A lone head of a layer that averages is often by design (it counts what came before): that is a note. So it is in a
+model that has learned nothing yet, and says so in every layer: its scale is not small, and the variance of its logits
+is under 2 and what the norms of q and k alone predict, where those of a trained model know of each other. A head
+whose variance is far below that of its layer is not excused.
 """
 
 from __future__ import annotations
@@ -9,15 +12,19 @@ from __future__ import annotations
 from collections import Counter
 
 from regard.health.findings._finding import CROWD, finding
+from regard.health.findings._variance import LARGE, by_layer, by_norms, variances
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98
+BEHIND = 0.25  # of its layer's variance
+BEGUN, LEARNED = 2.0, 1.25  # logit variance, and that over what norms predict: beyond these, some training was had
 TOLD = "The mean entropy is {range} of ln(keys): close to uniform on every row."
 THRESHOLD = f"mean entropy_ratio > {MEAN} with 5th percentile > {LOW} (Gaussian logits: H ≈ ln n − σ²/2)"
 REMEDY = (
     "If the model is trained: the scale is too small or the head is unused; try what_if=['temperature=0.5', 'ssmax'] "
     "or prune it. If it is freshly initialised, this is how it starts."
 )
+BEGINS = THRESHOLD + "; in no layer do queries and keys know of each other: the model is as it was initialised"
 
 
 def find(heads):
@@ -28,6 +35,9 @@ def find(heads):
         mean = head.statistics.mean("entropy_ratio")
         if mean > MEAN and _lowest(head) > LOW:
             found.append((head, mean))
+    begins = {id(head) for head in beginners(heads)} if found else set()
+    first = [one for one in found if id(one[0]) in begins]
+    found = [one for one in found if id(one[0]) not in begins]
     count = Counter(head.index for head, _ in found)
     enough = {index: min(size, max(2, size * CROWD)) for index, size in sizes.items()}
     many = [one for one in found if count[one[0].index] >= enough[one[0].index]]
@@ -35,6 +45,22 @@ def find(heads):
     return [
         *finding(KIND, "warning", many, TOLD, THRESHOLD, REMEDY),
         *finding(KIND, "note", lone, TOLD, THRESHOLD + "; alone in its layer", REMEDY),
+        *finding(KIND, "note", first, TOLD, BEGINS, REMEDY),
+    ]
+
+
+def beginners(heads) -> list:
+    """The heads of a model that has learned nothing yet, but for those that fall far behind their layer."""
+    layers = by_layer(heads)
+    for members in layers:
+        small = members[0].scale < 1.0 / LARGE
+        if small or not 0.0 < variances(members)[0] < BEGUN or not by_norms(members, LEARNED):
+            return []
+    return [
+        head
+        for members in layers
+        for head in members
+        if head.statistics.mean("logit_variance") > BEHIND * variances(members)[0]
     ]
 
 

@@ -16,31 +16,25 @@ variances.
 
 from __future__ import annotations
 
-import math
 from statistics import median
 
 from regard.health.findings._finding import finding, free_heads
+from regard.health.findings._variance import LARGE, NORMS, by_layer, by_norms, variances
 
 KIND = "scale off"
 HIGH, LOW = 8.0, 1.0 / 32.0
-LARGE = 1.5  # scale over 1/√d, from which on it is a suspect: then half of HIGH will do, and another gain
-GAIN, SUSPECTED = 0.1, 0.3  # of a uniform row's
-NORMS, WIDE = 1.1, 32  # variance over what the norms predict: up to here they alone made it, in heads so wide
+GAIN, SUSPECTED = 0.1, 0.3  # of a uniform row's; where the scale is LARGE the second, and half of HIGH
+WIDE = 32  # heads from which on it tells something that the norms explain the variance
 ALONE = 256.0  # a single head, where its layer is in order: a standard deviation of 16; MiniLM has one at 8
 
 
 def find(heads):
-    layers = {}
-    for head in heads:
-        if not head.can_be_judged:
-            continue
-        layers.setdefault(head.index, []).append(head)
     high, low, alone = [], [], []
-    for members in layers.values():
+    for members in by_layer(heads):
         measured, predicted = variances(members)
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         limit = HIGH / 2 if members[0].scale > LARGE else HIGH
-        if min(measured, predicted) > limit and suffers(members, measured, predicted):
+        if min(measured, predicted) > limit and suffers(members):
             high += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
@@ -86,26 +80,12 @@ def find(heads):
     ]
 
 
-def variances(members) -> tuple[float, float]:
-    """(measured, predicted), each the median over a layer's heads; a what-if has no norms of its own."""
-    measured = median(head.statistics.mean("logit_variance") for head in members)
-    known = [head.predicted_variance for head in members if not math.isnan(head.predicted_variance)]
-    return measured, median(known) if known else measured
-
-
-def suffers(members, measured: float, predicted: float) -> bool:
+def suffers(members) -> bool:
     """Is the gradient gain of a layer gone, or its variance that of directions which know nothing of each other?"""
     gain = median(head.statistics.mean("gain_ratio") for head in members)
     if gain < (SUSPECTED if members[0].scale > LARGE else GAIN):
         return True
-    by_norms = measured < NORMS * predicted * few_keys(members)
-    return by_norms and telling(members[0]) and not math.isnan(members[0].predicted_variance)
-
-
-def few_keys(members) -> float:
-    """E(1 − 1/n), by which the variance over n keys falls short of that over many."""
-    gain, ratio = (median(head.statistics.mean(name) for head in members) for name in ("gradient_gain", "gain_ratio"))
-    return min(gain / ratio, 1.0) if ratio > 0.0 else 1.0
+    return telling(members[0]) and by_norms(members)
 
 
 def telling(head) -> bool:

@@ -25,7 +25,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = {torch.float64: 64.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 STATISTICS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 LOOSE = {"entmax": 16.0}  # a power goes through a logarithm
-# statistics: exp(s) − 1 of a flat row cancels in the attention kernels; the smallest weights magnify what logits are off
+# statistics: exp(s) − 1 of a flat row cancels in the attention kernels; small weights magnify what logits are off
 LOOSE_ON_A_GPU = {"softpick": 4.0, "entmax": 2.0, "entmax15": 2.0}
 FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(mean_logit=0.1, distance=1e-2, gradient_gain=1e-5)
 

@@ -105,7 +105,7 @@ def test_any_call(call):
     assert out.shape == exact.shape and out.dtype == q.dtype
     assert out.isfinite().all()
     bound, near = 3 * ROUNDING[q.dtype] + 4 * off, 1.0
-    if options["normalizer"] == "softpick":  # of logits near 0 it is their quotient: what is off counts beside their size
+    if options["normalizer"] == "softpick":  # near 0 it is a quotient of logits: their error counts beside their size
         size = truths["max_logit"].abs() + truths["logit_variance"].sqrt()
         near = 1.0 + 1.0 / size.where(size > 0, 1.0)
         bound = 30 * bound + 4 * off * float(near.max() if near.numel() else 1.0)

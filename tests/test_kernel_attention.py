@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from attention_data import FLOOR, Poisoned, check_backward, check_forward, make, random_problem
+from attention_data import Poisoned, check_backward, check_forward, make, random_problem
 
 from regard import normalizers, philox, reference, statistics
 from regard.kernels import attention

@@ -17,6 +17,7 @@ from regard.health.heads import heads_if, heads_of, tell_early
 from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
+from regard.health.rows import is_two_sided, padding_of
 from regard.health.what_if import parse_all
 
 Modules = list[tuple[str, nn.Module]]
@@ -83,7 +84,7 @@ def examine(
         raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
     training = [module for _, module in modules if module.training]
     opened = model.register_forward_pre_hook(lambda *_: recorder.begin(), prepend=True)
-    started, done, size, failure = time.perf_counter(), 0, 0, None
+    started, done, size, failure, two_sided = time.perf_counter(), 0, 0, None, is_two_sided(model)
     try:
         for module in training:
             module.training = False
@@ -92,6 +93,7 @@ def examine(
                 if rounds is not None:
                     rounds.saw(done, batch)
                 if rounds is None or rounds.mine(done):
+                    recorder.rows.padding = padding_of(batch, two_sided)
                     recorder.begin()  # a function may run a part of the model, whose hook is not called
                     _run(model, modules, batch, done)
                     size = size or _size(modules)  # while a GPU is at work

@@ -15,11 +15,12 @@ from torch import Tensor
 import regard
 from regard.health import quick
 from regard.health.aside import Aside
-from regard.health.call import Call, Rows
+from regard.health.call import Call
 from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
 from regard.health.intercept import step
 from regard.health.predicted import predict
 from regard.health.readings import LayerReading
+from regard.health.rows import Rows, Shown
 from regard.health.standing import Standing, distance
 from regard.health.uses import MANY, Uses
 from regard.health.what_if import WhatIf
@@ -38,6 +39,7 @@ class Sight:
     apart: Tensor | None = None  # the largest relative difference, on the device: asking now would make the GPU wait
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
+    masks: list[Shown] = field(default_factory=list)  # what the masks of its calls show
     done: torch.cuda.Event | None = None  # when the reading has all that the batch told, if a GPU takes it aside
 
     def differs(self, apart: Tensor) -> None:
@@ -61,6 +63,7 @@ class Layer:
     scale: float = math.nan  # over 1/√d; NaN where it is learned
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
+    odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `Shown`
     told: tuple[LayerReading, list] | None = None  # the heads of a reading, told while the model was still at work
 
     @property
@@ -75,6 +78,7 @@ class Layer:
         for name, reading in sight.what_if.items():
             self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
         self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
+        self.odd |= {name for mask in sight.masks for name, so in mask.odd.items() if bool(so)}
         return merged
 
     def join(self, other: Layer) -> None:
@@ -87,6 +91,7 @@ class Layer:
             self.give_up(reason)
         elif other.reading is not None:
             self.absorb(Sight(other.reading, 0.0, sampled=other.sampled, what_if=other.what_if), other.error)
+            self.odd |= other.odd
 
     def give_up(self, reason: str) -> None:
         self.reason, self.reading = reason, None
@@ -170,7 +175,7 @@ class Recorder:
         try:
             with torch.no_grad():
                 rebuilt, stats = self._measure(call)
-                rows = self.rows.of(call, name)
+                rows, shown = self.rows.of(call, name)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._give_up(key, f"regard.attention cannot compute it: {error}", otherwise)
         known = self._batch.get(key)
@@ -182,6 +187,8 @@ class Recorder:
         with torch.no_grad():
             sight = self._sight(key, call)
             sight.sampled |= sampled
+            if shown is not None and shown.odd and not any(shown is mask for mask in sight.masks):
+                sight.masks.append(shown)
             start = self.standing.start(call, name)
             if start:
                 stats = {**stats, "distance": distance(call, stats, start, self.backend)}

@@ -253,7 +253,7 @@ def _told(layer: Layer) -> dict:
     told["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
     told["reading"] = None if layer.reading is None else _numbers(layer.reading)
     told["what_if"] = {name: _numbers(reading) for name, reading in layer.what_if.items()}
-    told["refused"] = dict(layer.refused)
+    told["refused"], told["odd"] = dict(layer.refused), sorted(layer.odd)
     return told
 
 
@@ -276,6 +276,7 @@ def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
         merged[key] = Layer(told["name"], len(merged), told["use"])
     layer = merged[key]
     layer.refused.update(told["refused"])
+    layer.odd.update(told["odd"])
     if layer.reason is not None:
         return
     if told["reason"] is not None:

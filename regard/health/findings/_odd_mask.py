@@ -1,0 +1,50 @@
+"""Odd masks: text that sees padding, and a causal mask that is one key off. Facts about layers, not measurements.
+
+A batch says itself what is padding (`attention_mask` beside `input_ids`); a query of text to which a layer shows such a
+key gives it weight. A square mask that shows query i just the keys j ≤ i + 1 is a causal one with its diagonal wrong:
+a model that predicts the next token sees it. One that shows j ≤ i − 1 hides each token from itself, which some models
+mean, and the first sees nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from regard.health.findings._finding import Finding
+
+PADDING, OFF = "sees padding", "mask off by one"
+KINDS = (PADDING, OFF)
+TOLD = {
+    "padding": (
+        PADDING,
+        "warning",
+        "Queries of text see keys that the batch's attention_mask calls padding.",
+        "any such key that the layer's mask shows to a query of text",
+        "Hand attention_mask on to the attention (attn_mask, key_padding_mask), or give batches without padding.",
+    ),
+    "ahead": (
+        OFF,
+        "warning",
+        "Each query sees every key up to the one after it: a model that predicts the next token sees it.",
+        "query i sees key j just where j ≤ i + 1, over a whole square mask",
+        "Make the mask with tril(), diagonal 0, or use is_causal=True. If it may look one token ahead, all is well.",
+    ),
+    "behind": (
+        OFF,
+        "note",
+        "Each query sees the keys before it but not its own, and the first one sees none.",
+        "query i sees key j just where j ≤ i − 1, over a whole square mask",
+        "Make the mask with tril(), diagonal 0, or use is_causal=True. If a token is not to see itself, all is well.",
+    ),
+}
+
+
+def find(layers: Sequence) -> list[Finding]:
+    found = []
+    for odd, (kind, severity, evidence, threshold, remedy) in TOLD.items():
+        such = [layer for layer in layers if odd in layer.odd and layer.reading is not None]
+        if such:
+            heads = tuple((layer.name, head) for layer in such for head in range(layer.heads))
+            indices = tuple(layer.index for layer in such for _ in range(layer.heads))
+            found.append(Finding(kind, severity, heads, evidence, threshold, remedy, indices=indices))
+    return found

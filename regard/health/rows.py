@@ -1,0 +1,150 @@
+"""Which query rows count, and what a mask shows that it should not: padding, or one key too many.
+
+Layers share their masks, so what was found of one is kept for a forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.call import Call, named_cross
+
+TEXTS = (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask"))  # as transformers calls them
+LEAST = 8  # queries from which on a triangle is one
+
+
+@dataclass
+class Shown:
+    """What a mask shows: [B, N] keys that some query sees, [B, M] queries that see some key.
+
+    `odd` answers, on the device, what can be asked of it: "padding", does a query of text see that? "ahead", "behind":
+    is it a causal mask but for one key more, or less?
+    """
+
+    keys: Tensor
+    queries: Tensor
+    odd: dict[str, Tensor] = field(default_factory=dict)
+
+
+def padding_of(batch: Any, two_sided: bool = False) -> list[Tensor]:
+    """[B, N] bool, True for text: the masks of a batch's token ids, where they say that some of it is padding.
+
+    Nothing, where a call's shape would not tell whose padding it has: on the sides of an encoder-decoder that are as
+    long as each other, and beside images or sounds.
+
+    >>> from regard.health.rows import padding_of
+    >>> padding_of(dict(input_ids=torch.tensor([[5, 6, 0]]), attention_mask=torch.tensor([[1, 1, 0]])))
+    [tensor([[ True,  True, False]])]
+    """
+    if not isinstance(batch, Mapping) or any(isinstance(x, Tensor) and x.is_floating_point() for x in batch.values()):
+        return []
+    given = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim == 2}
+    sides = [given[name].shape for name in ("input_ids", "decoder_input_ids", "labels") if name in given]
+    if (two_sided or "decoder_input_ids" in given) and (len(sides) < 2 or sides[0] in sides[1:]):
+        return []
+    found = []
+    for ids, mask in TEXTS:
+        if ids in given and mask in given and given[ids].shape == given[mask].shape:
+            shown = given[mask] != 0
+            if not bool(shown.all()) and bool((shown == given[mask]).all()):
+                found.append(shown)
+    return found
+
+
+def is_two_sided(model: nn.Module) -> bool:
+    """Is there an encoder and a decoder in it?"""
+    named = {part for name, _ in model.named_modules() for part in name.split(".")}
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)) or {"encoder", "decoder"} <= named
+
+
+class Rows:
+    """Counts them, call by call."""
+
+    def __init__(self) -> None:
+        self.padding: list[Tensor] = []  # of the batch: see `padding_of`
+        self._masks: list[tuple[Any, Shown]] = []
+        self._last: dict[tuple[int, int], Tensor | None] = {}
+
+    def forget(self) -> None:
+        self._masks.clear()
+        self._last.clear()
+
+    def of(self, call: Call, name: str = "") -> tuple[Tensor | None, Shown | None]:
+        """([B, M] bool, or None if every row counts; what the mask shows, if it was looked at).
+
+        A key that no query sees is padding, and in self-attention so is the query at its place, and what the batch
+        calls so. Cross-attention has its queries' padding from the self-attention before it.
+        """
+        batch, _, queries, _ = call.q.shape
+        keys = call.k.shape[2]
+        cross = named_cross(name) if call.cross is None else call.cross
+        before = self._last.get((batch, queries)) if cross else None
+        text = None if cross or queries != keys else self._text(batch, queries, call.q.device)
+        plain = call.mask is None and call.options.get("key_lengths") is None
+        shown = None
+        if plain and text is None:
+            rows = before
+        else:
+            shown = self._shown(call, batch, queries, keys, text)
+            alive = shown.queries
+            rows = alive & before if before is not None else alive if cross or queries != keys else alive & shown.keys
+            rows = rows if text is None else rows & text
+        if not cross:
+            self._last[batch, queries] = rows
+        return rows, shown
+
+    def _text(self, batch: int, queries: int, device: torch.device) -> Tensor | None:
+        """The padding of a batch as a call of that shape has it."""
+        for at, text in enumerate(self.padding):
+            if text.shape == (batch, queries):
+                self.padding[at] = text.to(device)
+                return self.padding[at]
+        return None
+
+    def _shown(self, call: Call, batch: int, queries: int, keys: int, text: Tensor | None) -> Shown:
+        mask, lengths = call.mask, call.options.get("key_lengths")
+        sign = (call.causal, text) if mask is None and lengths is None else mask if lengths is None else lengths
+        for known, found in self._masks:
+            same = known is sign or (isinstance(known, tuple) and isinstance(sign, tuple) and known[0] == sign[0])
+            if same and found.queries.shape == (batch, queries):
+                return found
+        if mask is not None:
+            found = _of_mask(mask, batch, queries, keys, text)
+        else:
+            device = call.q.device
+            within = torch.ones(batch, dtype=torch.int64, device=device) * keys if lengths is None else lengths
+            found = Shown(
+                torch.arange(keys, device=device) < within[:, None], (within > 0)[:, None].expand(batch, queries)
+            )
+            if text is not None and lengths is None and call.options.get("window") is None:
+                padded = (~text).cumsum(1) > 0 if call.causal else (~text).any(1, keepdim=True)  # is there some to see?
+                found.odd["padding"] = (padded & text).any()
+        self._masks.append((sign, found))
+        return found
+
+
+def _of_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Tensor | None) -> Shown:
+    shown = mask if mask.dtype == torch.bool else mask != -math.inf
+    while shown.ndim < 4:
+        shown = shown[None]
+    shown = shown.any(1)  # [B or 1, M or 1, N]
+    found = Shown(shown.any(1).expand(batch, keys), shown.any(2).expand(batch, queries))
+    if text is not None:
+        each = shown.expand(batch, queries, keys)
+        found.odd["padding"] = torch.stack([(each[b] & text[b, :, None] & ~text[b]).any() for b in range(batch)]).any()
+    if shown.shape[1] == keys == queries >= LEAST:
+        found.odd |= dict(ahead=_triangle(shown, 1), behind=_triangle(shown, -1))
+    return found
+
+
+def _triangle(shown: Tensor, over: int) -> Tensor:
+    """Does query i see key j just where j ≤ i + over, but for padding?"""
+    expected = torch.ones(shown.shape[1:], dtype=torch.bool, device=shown.device).tril(over)
+    seen, alive = shown.any(1)[:, None], shown.any(2)[..., None]
+    return ((shown == (expected & seen)) | ~alive).all()

@@ -1,0 +1,104 @@
+"""What a mask shows: padding that a batch names, causal masks that are one key off; and which rows count."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard
+from regard.health.rows import is_two_sided, padding_of
+
+LENGTH = 12
+
+
+class Reader(nn.Module):
+    """One attention over token ids; `how(attention_mask [B, N])` gives its mask."""
+
+    def __init__(self, how, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.options, self.words = how, options, nn.Embedding(30, 32)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.words(input_ids).unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, self.how(attention_mask), **self.options)
+
+
+def batch(left=False):
+    text = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7], [4]])
+    text = text.flip(1) if left else text
+    return dict(input_ids=torch.randint(30, text.shape), attention_mask=text.long())
+
+
+def ignored(mask):
+    return None
+
+
+def keys(mask):
+    return mask.bool()[:, None, None]
+
+
+def triangle(over):
+    return lambda mask: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(over)
+
+
+def found(model, given):
+    report = regard.examine(model, [given])
+    (rows,) = {head.statistics.count("entropy") for head in report.heads}
+    return rows, {one.kind: (one.severity, len(one.heads)) for one in report.findings if "scale" not in one.kind}
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    ("how", "options", "sees"),
+    [
+        (ignored, {}, "both"),
+        (keys, {}, "neither"),
+        (ignored, dict(is_causal=True), "left"),
+        (triangle(0), {}, "left"),
+        (lambda mask: keys(mask) & triangle(0)(mask), {}, "neither"),
+        (lambda mask: torch.where(keys(mask), 0.0, -1e9), {}, "neither"),
+        (lambda mask: torch.zeros(1, 4, 1, LENGTH), {}, "both"),
+    ],
+)
+def test_padding_does_not_count_and_a_layer_that_sees_it_is_told_of(how, options, sees, left):
+    given = batch(left)
+    rows, kinds = found(Reader(how, **options), given)
+    assert rows == given["attention_mask"].sum()
+    assert ("sees padding" in kinds) == (sees == "both" or (sees == "left" and left))
+    if "sees padding" in kinds:
+        assert kinds["sees padding"] == ("warning", 4)
+
+
+def test_what_a_batch_does_not_say_is_not_guessed():
+    given = batch()
+    whole = {**given, "attention_mask": torch.ones_like(given["attention_mask"])}
+    assert found(Reader(ignored), whole) == (3 * LENGTH, {})
+    assert padding_of({**given, "pixel_values": torch.zeros(1)}) == []
+    assert padding_of({**given, "attention_mask": 2 * given["attention_mask"]}) == []
+    assert padding_of({**given, "decoder_input_ids": given["input_ids"]}) == []  # of one shape: which is whose?
+    assert (
+        padding_of({**given, "labels": given["input_ids"]}, two_sided=True) == padding_of(given, two_sided=True) == []
+    )
+    (one,) = padding_of({**given, "decoder_input_ids": given["input_ids"][:, :5]}, two_sided=True)
+    (same,) = padding_of({**given, "labels": given["input_ids"]})
+    assert torch.equal(one, same) and torch.equal(one, given["attention_mask"].bool())
+    assert padding_of(given["input_ids"]) == padding_of(len) == []
+    assert is_two_sided(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)) and not is_two_sided(Reader(ignored))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        (triangle(1), ("warning", 4)),
+        (triangle(-1), ("note", 4)),
+        (triangle(0), None),
+        (triangle(2), None),
+        (lambda mask: triangle(1)(mask) & triangle(3)(mask).mT, None),  # a band: it looks both ways
+        (lambda mask: torch.where(triangle(1)(mask), 0.0, -torch.inf), ("warning", 4)),
+        (lambda mask: triangle(1)(mask)[None, None].expand(3, 4, -1, -1) & keys(mask), ("warning", 4)),
+    ],
+)
+def test_a_causal_mask_that_is_one_key_off(how, kind):
+    _, kinds = found(Reader(how), batch())
+    assert kinds.get("mask off by one") == kind

@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from regard.lab.run import Result, names, run_all, waiting
+from regard.lab.run import Result, check, names, run_all, waiting
 from regard.table import Table
 
 MARKS = {"holds": "✓ holds", "holds_if": "≈ holds if", "wrong": "✗ wrong"}
@@ -24,10 +24,10 @@ def arguments(parser) -> None:
 
 def main(options) -> int:
     for name in options.claims:
-        if name in waiting():
-            options.fail(f"claim {name!r} waits for training; it has no experiment yet")
-        if name not in names():
-            options.fail(f"claim {name!r} is unknown; claims: {', '.join(names())}")
+        try:
+            check(name)
+        except ValueError as unknown:
+            options.fail(str(unknown))
     if not 0 <= options.seed < 2**31:
         options.fail(f"--seed must lie in [0, 2**31), got {options.seed}")
     path = options.html

@@ -180,7 +180,7 @@ class Figure:
             ticks = {"tickCount": 6 if name == "x" else 5, "format": ".4~g"}
             if name == "x" and log:
                 where = sorted({float(x) for columns in self.series.values() for x in columns[0]})
-                ticks = {"values": where, "format": ".5~g"} if len(where) <= FEW else ticks
+                ticks = {"values": where, "format": ".5~g"} if len(where) <= FEW and all(map(_chosen, where)) else ticks
             return {"field": name, "type": "quantitative", "title": title, "scale": self._scale(log), "axis": ticks}
 
         return {"x": axis("x", self.x, self.log_x), "y": axis("y", self.y, self.log_y)}
@@ -198,6 +198,11 @@ class Figure:
             return {"color": colour}
         widths = {"field": "name", "sort": None, "scale": {"domain": names, "range": WIDTHS}, "legend": legend}
         return {"color": colour, "strokeDash": strokes, "strokeWidth": widths}
+
+
+def _chosen(x: float) -> bool:
+    """A number that somebody chose: 16384, 0.05, 1e-7; not 2.286e-7."""
+    return x == float(f"{x:.2g}") or (x < 1e5 and x == int(x))
 
 
 def _plain(data: list[dict]) -> list[dict]:

@@ -115,6 +115,16 @@ def waiting() -> dict[str, str]:
     return {name: text for name, text in TRAINING.items() if name not in claims()}
 
 
+def check(name: str) -> None:
+    """Refuse a claim that cannot be run, with those it may have been meant for."""
+    if name in waiting():
+        raise ValueError(f"claim {name!r} waits for training; it has no experiment yet")
+    if name not in claims():
+        near = difflib.get_close_matches(name.lower().replace("_", "-"), names(), n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
+        raise ValueError(f"claim {name!r} is unknown; {hint}")
+
+
 def run(name: str, seed: int = 0) -> Result:
     """Put one claim to the test.
 
@@ -122,12 +132,7 @@ def run(name: str, seed: int = 0) -> Result:
     >>> lab.run("power-order").condition
     'a > 1 (the first score is the larger one)'
     """
-    if name in waiting():
-        raise ValueError(f"claim {name!r} waits for training; it has no experiment yet")
-    if name not in claims():
-        near = difflib.get_close_matches(name, names(), n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
-        raise ValueError(f"claim {name!r} is unknown; {hint}")
+    check(name)
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
     start = time.perf_counter()

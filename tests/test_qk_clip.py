@@ -154,3 +154,38 @@ def test_scores_that_do_not_grow_are_named_from_the_first_call_on():
     for _ in range(2):
         clipped = regard.qk_clip(model, 1.0)
         assert clipped.heads == [] and "cosine" in clipped.skipped["1"]
+
+
+class Normalised(torch.nn.Module):
+    """QK-norm that no name tells of."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(32, 32) for _ in range(3))
+        self.norm = norm
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.norm:
+            q, k = (torch.nn.functional.normalize(each, dim=-1) * 8**0.5 for each in (q, k))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_weights_that_the_logits_do_not_follow_are_given_back(norm):
+    torch.manual_seed(0)
+    model = Normalised(norm).train()
+    with torch.no_grad():
+        model.q.weight.mul_(6.0)
+    before, x = model.q.weight.detach().clone(), torch.randn(4, 32, 32)
+    regard.qk_clip(model, threshold=1.0)
+    for _ in range(12):
+        model(x)
+        clipped = regard.qk_clip(model, threshold=1.0)
+    regard.qk_clip.stop(model)
+    if norm:
+        torch.testing.assert_close(model.q.weight, before)
+        assert clipped.heads == [] and "heads 0, 1, 2, 3 do not fall" in clipped.skipped[""]
+    else:
+        assert clipped.skipped == {} and model.q.weight.norm() < 0.5 * before.norm()
+        assert max(clipped.max_logit[""]) <= 1.0 + 1e-4

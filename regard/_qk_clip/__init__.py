@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from regard._qk_clip.clipped import Clip, Clipped
+from regard._qk_clip.following import Following
 from regard._qk_clip.watch import WATCHES, Watch, unhook
 from regard._qk_clip.weights import parts, places, shrinking
 from regard.nn.projections import NotFound, not_growing, projections
@@ -47,7 +48,9 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     factor τ/m there. So does the other side of frozen weights (`requires_grad` False), which stay as they are. Heads
     below the threshold keep their weights to the bit. A head whose logit is not finite is left alone. Scores that do
     not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason; so are weights that something
-    else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs.
+    else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs. A
+    head whose queries and keys stay as long while its weights shrink (normalised inside a forward, which no name of the
+    module tells) gets its weights back and is skipped from then on.
 
     Args:
         model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
@@ -67,22 +70,27 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     watch.check(model)
     modules, held = dict(model.named_modules()), places(model)
     result = Clipped()
-    for name, tops in watch.take(group).items():
+    for name, (tops, *lengths) in watch.take(group).items():
         factors = None
         try:
             shrunk = shrinking(*projections(modules[name], len(tops), watch.head_dim[name]))
             tensors = parts(shrunk, held, modules[name])
         except NotFound as reason:
-            result.skipped[name] = str(reason)
+            result._skipped[name] = str(reason)
         else:
             factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
+            sizes = math.prod(one.sizes().to(tops.device) for one in shrunk)
+            moved = lengths[0] if len(shrunk) == 1 and shrunk[0].heads == len(tops) else math.prod(lengths)
+            following = watch.following.setdefault(name, Following(moved, sizes))
+            factors = following.judge(moved, sizes, factors)
+            result._given_up[name] = following.given_up
             for tensor in tensors:
                 tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())
         result._found[name] = tops, factors
     for name in watch.ours.keys() - result._found.keys():
         why = not_growing(modules[name])
         if why is not None:
-            result.skipped[name] = why
+            result._skipped[name] = why
     watch.mark(model)
     return result
 

@@ -20,12 +20,23 @@ class Clipped:
     """What a call of `qk_clip` found, read from the device only when it is asked for.
 
     `heads`: the heads that were clipped; `max_logit`: layer → the largest logit of each head; `skipped`: layer → why
-    its weights cannot be clipped.
+    its weights, or those of some heads, are not clipped.
     """
 
     def __init__(self) -> None:
-        self.skipped: dict[str, str] = {}
+        self._skipped: dict[str, str] = {}
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
+        self._given_up: dict[str, Tensor] = {}  # layer -> heads that do not follow their weights
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        told = dict(self._skipped)
+        for name, given_up in self._given_up.items():
+            heads = given_up.nonzero().flatten().tolist()
+            if heads:
+                which = ", ".join(map(str, heads))
+                told[name] = f"the logits of its heads {which} do not fall with the weights: they were given back"
+        return told
 
     @property
     def max_logit(self) -> dict[str, list[float]]:

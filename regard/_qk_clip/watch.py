@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
+from regard._qk_clip.following import Following
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception
 from regard.nn import MultiheadAttention
@@ -23,7 +24,9 @@ class Watch:
         unhook(model)
         _count_steps()
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
+        self.lengths: dict[str, Tensor] = {}  # layer -> [2, H]: root mean squares of q and k in the last forward
         self.head_dim: dict[str, int] = {}
+        self.following: dict[str, Following] = {}
         self.forwards = 0
         self._marked: tuple[int, int] | None = None
         self.ours = {
@@ -85,14 +88,15 @@ class Watch:
         )
 
     def take(self, group) -> dict[str, Tensor]:
-        """Layer → [H], the same on every rank; then forget. Nothing waits for the device."""
-        largest, self.largest, self.forwards = self.largest, {}, 0
-        if largest and torch.distributed.is_available() and torch.distributed.is_initialized():
-            sizes = [len(tops) for tops in largest.values()]
-            joined = torch.cat([tops.to(next(iter(largest.values())).device) for tops in largest.values()])
+        """Layer → [3, H], the same on every rank: largest logits, lengths of q and k; then forget. Nothing waits."""
+        found = {name: torch.stack([tops, *self.lengths[name]]) for name, tops in self.largest.items()}
+        self.largest, self.lengths, self.forwards = {}, {}, 0
+        if found and torch.distributed.is_available() and torch.distributed.is_initialized():
+            widths = [numbers.shape[1] for numbers in found.values()]
+            joined = torch.cat([numbers.to(next(iter(found.values())).device) for numbers in found.values()], 1)
             torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group=group)
-            return dict(zip(largest, joined.split(sizes), strict=True))
-        return largest
+            return dict(zip(found, joined.split(widths, 1), strict=True))
+        return found
 
     def __call__(self, call, name: str, otherwise) -> Tensor:
         output = otherwise()
@@ -112,8 +116,12 @@ class Watch:
             if q.numel() and k.numel():
                 stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
                 tops = stats.max_logit.amax((0, 2)).float()
+                lengths = [x.float().square().mean((0, 2, 3)).sqrt() for x in (q, k)]
+                lengths[1] = lengths[1].repeat_interleave(q.shape[1] // k.shape[1])
             else:  # an empty batch has no logits, and counts as seen
                 tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
+                lengths = [torch.zeros_like(tops)] * 2
+        self.lengths[name] = torch.stack(lengths)
         self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:

@@ -46,6 +46,16 @@ class Projection:
             part.copy_(part * each)
 
 
+    @torch.no_grad()
+    def sizes(self) -> Tensor:
+        """The norm of each head's weights, bias included: [heads]."""
+        rows = self.weight.narrow(self.dim, self.start, self.width).float()
+        squares = rows.square().sum(1 - self.dim)
+        if self.bias is not None:
+            squares = squares + self.bias.narrow(0, self.start, self.width).float().square()
+        return squares.reshape(self.heads, -1).sum(1).sqrt()
+
+
 def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
     """(of the queries, of the keys) of an attention module with so many query heads of that width.
 

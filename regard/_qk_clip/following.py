@@ -1,4 +1,4 @@
-"""Do a head's queries and keys follow its weights? With QK-norm inside a forward they do not: clipping would never end."""
+"""Do a head's queries and keys follow its weights? With QK-norm inside a forward not: clipping would never end."""
 
 from __future__ import annotations
 

@@ -45,7 +45,6 @@ class Projection:
             part = self.bias.narrow(0, self.start, self.width)
             part.copy_(part * each)
 
-
     @torch.no_grad()
     def sizes(self) -> Tensor:
         """The norm of each head's weights, bias included: [heads]."""

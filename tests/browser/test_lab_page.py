@@ -79,3 +79,18 @@ def test_the_contents_lead_to_the_claims(browser, address):
     text = browser.run("return document.getElementById('scaled-example').innerText")
     assert top < 900
     assert "wrong" in text and "0.829" in text and "predicted" in text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_dark_where_the_screen_is(browser, address, scheme):
+    features = [dict(name="prefers-color-scheme", value=scheme)]
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=features))
+    browser.open(address)
+    paper, ink, figure = browser.run(
+        "const style = (e) => getComputedStyle(document.querySelector(e));"
+        "return [style('body').backgroundColor, style('body').color, style('.figure').filter]"
+    )
+    light = [sum(map(int, colour[4:-1].split(","))) > 380 for colour in (paper, ink)]
+    assert light == [scheme == "light", scheme == "dark"]
+    assert ("invert" in figure) == (scheme == "dark")
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dict(features=[]))

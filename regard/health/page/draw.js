@@ -64,3 +64,28 @@ const ruler = (parent, range, paint) => {
   for (let x = 0; x < 128; x++) { brush.fillStyle = paint(x / 127); brush.fillRect(x, 0, 1, 1); }
   make("span", parent, `${show(range.high)}${range.log ? " (log)" : ""}`);
 };
+
+// marks for an axis of bins, at values that people would choose: powers of ten first, then 2 and 5, then round steps
+const ticks = (edges, left, width, apart) => {
+  const many = edges.length - 1, low = edges[0], high = edges[many], chosen = [];
+  const at = (x) => {
+    let i = 0;
+    while (i < many - 1 && edges[i + 1] < x) i++;
+    return left + width * (i + (x - edges[i]) / (edges[i + 1] - edges[i])) / many;
+  };
+  const offer = (value) => {
+    const x = Number(value.toPrecision(3)), place = at(x);
+    if (x >= low && x <= high && chosen.every((mark) => Math.abs(mark.place - place) >= apart)) chosen.push({ x, place });
+  };
+  const top = Math.ceil(Math.log10(Math.max(Math.abs(low), Math.abs(high)) || 1));
+  const least = Math.floor(Math.log10(Math.min(...edges.map(Math.abs).filter((x) => x > 0))));
+  offer(0);
+  for (const digit of [1, 5, 2]) {
+    for (let power = top; power >= least; power--) { offer(digit * 10 ** power); offer(-digit * 10 ** power); }
+  }
+  const step = 10 ** Math.floor(Math.log10(high - low));
+  for (const part of [1, 0.5, 0.2, 0.1]) {
+    for (let x = Math.ceil(low / (part * step)) * part * step; x <= high; x += part * step) offer(x);
+  }
+  return chosen;
+};

@@ -121,9 +121,10 @@
     if (before) bars(before.shapes[s], "bar before");
     bars(shape, "bar");
     draw("line", { x1: 5, x2: 475, y1: 175, y2: 175, class: "axis" }, svg);
-    for (const part of [0, 0.25, 0.5, 0.75, 1]) {
-      const anchor = part === 0 ? "start" : part === 1 ? "end" : "middle";
-      draw("text", { x: 5 + 470 * part, y: 192, "text-anchor": anchor }, svg, show(edges[Math.round(part * shape.length)]));
+    for (const { x, place } of ticks(edges, 5, 470, 58)) {
+      draw("line", { x1: place, x2: place, y1: 175, y2: 179, class: "axis" }, svg);
+      const anchor = place < 25 ? "start" : place > 455 ? "end" : "middle";
+      draw("text", { x: place, y: 192, "text-anchor": anchor }, svg, show(x));
     }
     draw("text", { x: 5, y: 12 }, svg, `${(top / 10).toPrecision(2)} %`);
   };

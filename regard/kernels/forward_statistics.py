@@ -35,6 +35,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
 
     It leaves of them what `forward_lesser` asks for: max y, or +inf if all is well, and Σy/n instead of Σy.
     """
+    F: tl.constexpr = C.F
     row = tl.program_id(0) * tl.cast(N, tl.int64) + tl.arange(0, N)
     rows = tiles.wide(rows)
     inside = row < rows
@@ -50,7 +51,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     zero = z * 0.0
     one = zero + 1.0
     distance, mean, m2, reach, log_u, square, first_u = zero, zero, zero, zero, zero, zero, zero
-    frame = frame_of(top, b2, C.F)
+    frame = frame_of(top, b2, F)
     if C.NEED.distance:
         distance = tl.load(rough + 2 * rows + row, mask=inside, other=0.0)
     if C.NEED.moments:

@@ -96,7 +96,7 @@ def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
 
 
 def shape_of(p: Problem):
-    from regard.kernels.forward_hopper import Shape
+    from regard.kernels.hopper_ring import Shape
 
     d, behind = p.q.shape[-1], p.reach[1] is not None
     keys, pieces, parts, stages, registers = blocks_of(p)

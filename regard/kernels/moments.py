@@ -18,10 +18,10 @@ from regard.kernels.launch import kind_of, launch
 from regard.kernels.tiles import View
 from regard.problem import Problem
 
-KEYS = 128  # at a time
+KEYS = 64  # at a time
 SPAN = 1024  # keys of a part, where rows are causal
-PROGRAMS = 256  # that sum the keys, about
-WARPS = 8
+PROGRAMS = 264  # that sum the keys, about
+WARPS = 4
 LEAST = {False: 2048, True: 1 << 62}  # keys from which on it pays; causal or not
 
 

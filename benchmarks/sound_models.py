@@ -4,7 +4,8 @@ PYTHONPATH=. python3 benchmarks/sound_models.py --data FILE.txt [--seconds 40] [
 
 Each line: model, steps, length of the text examined, heads called `scale off`, other findings, and per layer the
 medians over heads of logit variance, of the variance that the norms predict, and of the gain over a uniform row's.
-The thresholds of `scale off` are read off these. Models whose names begin with "no" leave 1/√d out.
+The thresholds of `scale off` are read off these. Models whose names begin with "no" leave 1/√d out, those with "× 6"
+multiply their queries so.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ MODELS = {
     "no, d32, grouped": dict(heads=8, head_dim=32, kv_heads=2, scale=1.0, rate=1e-3),
     "no, d32, QK-norm": dict(heads=4, head_dim=32, qk_norm=True, scale=1.0, rate=1e-3),
     "no, d64, weights 0.02": dict(heads=4, head_dim=64, std=0.02, scale=1.0, rate=1e-3, rotary=False),
+    "× 6, d8": dict(heads=16, head_dim=8, times=6.0, rate=2e-3),
+    "× 6, d16": dict(heads=8, head_dim=16, times=6.0, rate=2e-3),
+    "× 6, d32": dict(heads=4, head_dim=32, times=6.0, rate=2e-3, rotary=False),
+    "× 6, d64": dict(heads=4, head_dim=64, times=6.0, rate=2e-3),
 }
 LENGTH, BATCH = 128, 48
 LOOKS = (16, 64, 128, 512)  # characters
@@ -55,9 +60,12 @@ def rotated(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, heads, head_dim, kv_heads=None, scale=None, qk_norm=False, rotary=True, std=None, bias=False):
+    def __init__(
+        self, heads, head_dim, kv_heads=None, scale=None, qk_norm=False, rotary=True, std=None, bias=False, times=1.0
+    ):
         super().__init__()
         width, self.head_dim, self.scale, self.rotary = heads * head_dim, head_dim, scale, rotary
+        self.times = times
         shared = kv_heads or heads
         self.grouped = shared != heads
         self.q = nn.Linear(width, width, bias=bias)
@@ -69,7 +77,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        q, k = self.norms[0](q), self.norms[1](k)
+        q, k = self.times * self.norms[0](q), self.norms[1](k)
         if self.rotary:
             q, k = rotated(q), rotated(k)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.grouped)

@@ -125,6 +125,21 @@ def test_norms_that_grew_in_narrow_heads_are_no_scale():
     assert "scale off" in narrow(64, factor=5.0)
 
 
+def test_all_layers_are_off_together_where_every_one_of_them_is():
+    """Narrow heads may grow so in training, but not in every layer: the first one stays below."""
+
+    def found(*factors):
+        torch.manual_seed(1)
+        layers = [
+            Fixed(factor * torch.randn(2, HEADS, LENGTH, 16), torch.randn(2, HEADS, LENGTH, 16)) for factor in factors
+        ]
+        report = examine(nn.Sequential(*layers), [torch.zeros(1)])
+        return [len(one.heads) for one in report.findings if one.kind == "scale off" and "too large" in one.evidence]
+
+    assert found(6.0, 6.0, 6.0) == [3 * HEADS]
+    assert found(2.0, 6.0, 6.0) == found(6.0) == []
+
+
 def test_few_keys_do_not_make_a_variance_that_norms_explain():
     """As in grouped heads of 32, trained: 1.2 times what the norms predict, on rows of 1 to 16 keys."""
     torch.manual_seed(0)

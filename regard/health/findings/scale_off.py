@@ -7,11 +7,12 @@ scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because the
 variance, as in a model that was just made: where queries and keys have learned to agree it is 1.3 times what the norms
 predict, and more. Heads of 8 and 16 are too narrow for that, 1/√d or not.
 
-How much must be gone depends on the scale of the call. Where it is 1/√d, sound layers were seen to keep 0.2 of a
-uniform row's gain (benchmarks/sound_models.py), and less than 0.1 is asked for. Where it is larger there is a suspect:
+How much must be gone depends on the scale of the call. Where it is 1/√d, sound layers were seen to keep 0.1 of a
+uniform row's gain (benchmarks/sound_models.py), and less than 0.05 is asked for. Where it is larger there is a suspect:
 less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose: a note
 where the scale is not small, as fresh models of small weights begin so. One head alone is off from 256 on, in both
-variances.
+variances. And all layers are off together where every one of them has both variances above 16 and a gain under 0.5:
+the first layer of sound models stays below 9 in one of them, whatever the others learned.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from regard.health.findings._variance import LARGE, NORMS, by_layer, by_norms, v
 
 KIND = "scale off"
 HIGH, LOW = 8.0, 1.0 / 32.0
-GAIN, SUSPECTED = 0.1, 0.3  # of a uniform row's; where the scale is LARGE the second, and half of HIGH
+GAIN, SUSPECTED = 0.05, 0.3  # of a uniform row's; where the scale is LARGE the second, and half of HIGH
+EVERYWHERE, KEPT = 16.0, 0.5  # variance and gain that, passed in every layer, no sound model has
 WIDE = 32  # heads from which on it tells something that the norms explain the variance
 ALONE = 256.0  # a single head, where its layer is in order: a standard deviation of 16; MiniLM has one at 8
 
 
 def find(heads):
     high, low, alone = [], [], []
-    for members in by_layer(heads):
+    layers = by_layer(heads)
+    all_of_them = len(layers) > 1 and all(map(is_high, layers))
+    for members in layers:
         measured, predicted = variances(members)
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         limit = HIGH / 2 if members[0].scale > LARGE else HIGH
-        if min(measured, predicted) > limit and suffers(members):
+        if all_of_them or (min(measured, predicted) > limit and suffers(members)):
             high += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
@@ -47,7 +51,8 @@ def find(heads):
         "median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, "
         f"both > {HIGH:g} with a median gain ratio < {GAIN:g} or (heads of {WIDE} and more) the one < {NORMS:g} × the "
         f"other; where the scale is > {LARGE:g}/√d, both > {HIGH / 2:g} with a gain ratio < {SUSPECTED:g} or the one < "
-        f"{NORMS:g} × the other; or both < 1/32; of one head > {ALONE:g} (theory: 1)"
+        f"{NORMS:g} × the other; in every layer both > {EVERYWHERE:g} with a gain ratio < {KEPT:g}; or both < 1/32; of "
+        f"one head > {ALONE:g} (theory: 1)"
     )
     told = "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: "
     return [
@@ -80,10 +85,18 @@ def find(heads):
     ]
 
 
+def is_high(members) -> bool:
+    """Has a layer what no sound model has in every one?"""
+    return min(variances(members)) > EVERYWHERE and gain_of(members) < KEPT
+
+
+def gain_of(members) -> float:
+    return median(head.statistics.mean("gain_ratio") for head in members)
+
+
 def suffers(members) -> bool:
     """Is the gradient gain of a layer gone, or its variance that of directions which know nothing of each other?"""
-    gain = median(head.statistics.mean("gain_ratio") for head in members)
-    if gain < (SUSPECTED if members[0].scale > LARGE else GAIN):
+    if gain_of(members) < (SUSPECTED if members[0].scale > LARGE else GAIN):
         return True
     return telling(members[0]) and by_norms(members)
 

@@ -47,6 +47,27 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
     ("return tl.where(s <= 0.0, 0.0, s)  # a maximum would lose a NaN", "(s < 0.0)"): "0 either way at s = 0",
     ("return top.masked_fill(top == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
     ("high = high.masked_fill(high == -math.inf, 0.0)", "(math.inf)"): "of a row without keys, which no sum reads",
+    (
+        "coarse, fine, chunk, chunk_u = 0.0, 0.0, x[start : start + CHUNK], u[start : start + CHUNK]",
+        "(start - CHUNK)",
+    ): "of u's piece compiled code takes the beginning alone; how long it is, x's says",
+    ("sooner = (b.n > 0) & ((a.n == 0) | (b.first < a.first))", "(b.n >= 0)"): (
+        "a part without keys has its first at inf, with weight 0, as the other has if it is empty too"
+    ),
+    (
+        "pairs = ties * (ties - 1.0) * u * u + 2.0 * ties * u * self.u + self.u**2 - self.square",
+        "(ties * (ties - 1.0) * u)",
+    ): "the frame of an exponential map is the maximum: u is 1 there",
+    ("near = s.abs() < 1.0", "(s.abs() <= 1.0)"): "at |s| = 1 both forms are exact",
+    (
+        "fall = torch.where(self.n > 0, torch.exp(safe_top - torch.where(top == -math.inf, safe_top, top)), 0.0)",
+        "(math.inf)",
+    ): "the maximum of both is −inf only where neither has keys, and there the fall is 0",
+    ("highest = torch.where(k > 0, -torch.expm1(-k * n) / k.where(k > 0, 1.0), n)", "(k >= 0)"): (
+        "at k = 0 the quotient is not the one chosen, and nobody differentiates here"
+    ),
+    ("c = torch.minimum(c, highest)", "torch.maximum"): "where Newton's steps begin; the first one brings it back",
+    ("near = w.abs() < 0.1", "(w.abs() <= 0.1)"): "at |w| = 0.1 both forms are exact",
 }
 
 

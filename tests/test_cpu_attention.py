@@ -343,6 +343,31 @@ def test_more_blocks_than_one(monkeypatch, m):
             close(getattr(gradients, name), gradient, 1e-9, f"d{name}")
 
 
+def test_pieces_count_positions_of_the_whole_sequence():
+    """Causal order, window, distance and dropout; the weights of sigmoid do not know of one another, so pieces add."""
+    generator = torch.Generator().manual_seed(6)
+    q, k, v, do = (torch.randn(1, 2, 30, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    options = dict(causal=True, left=9, dropout_p=0.3, seed=torch.tensor([12345]), stats=("mass", "distance"))
+    whole = Problem(q, k, v, normalizers.get("sigmoid"), 0.5, **options)
+    result = attention.forward(whole)
+    gradients = attention.backward(whole, result, Upstream(do))
+    o, dq, dk, far = (torch.zeros_like(x) for x in (result.o, q, k, result.stats[0]))
+    for i in (slice(0, 11), slice(11, 30)):
+        for j in (slice(0, 7), slice(7, 19), slice(19, 30)):
+            at = dict(first_query=i.start, first_key=j.start, queries=30)
+            piece = dataclasses.replace(whole, q=q[:, :, i], k=k[:, :, j], v=v[:, :, j], **at)
+            part = attention.forward(piece)
+            slopes = attention.backward(piece, part, Upstream(do[:, :, i]))
+            o[:, :, i] += part.o
+            dq[:, :, i] += slopes.q
+            dk[:, :, j] += slopes.k
+            far[:, :, i] += part.stats[0] * part.stats[1]
+    torch.testing.assert_close(o, result.o)
+    torch.testing.assert_close(far, result.stats[0] * result.stats[1])
+    torch.testing.assert_close(dq, gradients.q)
+    torch.testing.assert_close(dk, gradients.k)
+
+
 def test_the_same_bits_every_time_and_on_any_number_of_threads():
     generator = torch.Generator().manual_seed(5)
     q, k, v, do = (torch.randn(1, 2, 700, 16, generator=generator) for _ in range(4))

@@ -290,3 +290,17 @@ def test_more_nonsense_is_named(call, kind, says):
 def test_a_hard_sample_of_nothing_is_nothing():
     z = torch.tensor([[-torch.inf] * 3, [0.0, 1.0, 2.0]])
     assert regard.gumbel_softmax(z, hard=True).sum(-1).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "alpha", [1.0 + 1e-10, torch.full((3, 1), 1.0 + 1e-10, dtype=torch.float64)], ids=["number", "tensor"]
+)
+def test_alpha_next_to_one_hides_what_softmax_hides(alpha):
+    z = torch.tensor(
+        [[1.0, -math.inf, 0.5, 7.0], [-math.inf] * 4, [0.0, 2.0, math.nan, -math.inf]], dtype=torch.float64
+    )
+    mask = torch.tensor([True, True, True, False])
+    seen = regard.softmax(z, mask=mask)
+    assert seen[0, 3] == 0 and (seen[1] == 0).all() and seen[2].isnan().all()
+    for ours, theirs in ((regard.entmax(z, alpha, mask=mask), seen), (regard.entmax(z, alpha), regard.softmax(z))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12, equal_nan=True)

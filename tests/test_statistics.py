@@ -241,3 +241,12 @@ def test_softpick_of_scores_near_zero_is_measured_without_cancellation():
     assert torch.allclose(found["participation"], 1.0 / share.square().sum(-1), rtol=1e-13)
     assert torch.allclose(found["entropy"], -torch.xlogy(share, share).sum(-1), rtol=1e-13)
     assert torch.allclose(found["mass"], grown.clamp_min(0.0).sum(-1) / grown.abs().sum(-1), rtol=1e-13)
+
+
+@pytest.mark.parametrize("ties", [1, 2, 3])
+@pytest.mark.parametrize("name", ["softmax", "softmax1"])
+def test_the_gain_of_tied_maxima_beside_lesser_keys(name, ties):
+    s = torch.tensor([2.0] * ties + [1.5, 0.0], dtype=torch.float64)
+    p = regard.normalize(s, name, backend="reference")
+    found = regard.statistics.of_scores(s[None], normalizer=name)["gradient_gain"]
+    assert torch.allclose(found, (p * (1.0 - p)).sum(), rtol=1e-14)

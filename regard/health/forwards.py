@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import UserList
 from types import FrameType
 from typing import Any
 
-OPENED: list[tuple[FrameType | None, Any]] = []  # forwards that opened something: the frame, and the open context
+from regard.health.threads import PerThread
+
+OPENED: UserList[tuple[FrameType | None, Any]] = PerThread()  # forwards that opened something: the frame, the context
 
 
 def open_forward(context: contextlib.AbstractContextManager) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
+from collections import UserList
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from regard.health.call import Call, as_four, causal_rows, cleaned, forget_masks, rows_of
 from regard.health.forwards import OPENED, bury_dead, close_forward, open_forward
+from regard.health.threads import PerThread, SlowPath, lock_of
 from regard.health.uses import given_tokens
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -60,6 +63,12 @@ class Interception:
 
     def start(self) -> None:
         bury_dead()
+        if self.observe is not None:
+            lock_of(self.model).acquire()
+        with _DOORS:
+            self._start()
+
+    def _start(self) -> None:
         ACTIVE.append(self)
         for module in self._every():
             if module._compiled_call_impl is not None:
@@ -75,6 +84,12 @@ class Interception:
 
     def stop(self) -> None:
         bury_dead()
+        with _DOORS:
+            self._stop()
+        if self.observe is not None:
+            lock_of(self.model).release()
+
+    def _stop(self) -> None:
         ACTIVE.remove(self)
         for hook in self._hooks:
             hook.remove()
@@ -90,17 +105,14 @@ class Interception:
     @contextlib.contextmanager
     def torch_calls(self):
         """Catch torch's own attention functions too, in this thread; what was compiled runs as it was written."""
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         depth = len(_STACK)
         compiled = any("_orig_mod" in module._modules for module in self._every())
         eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
         try:
-            with eagerly, _pushed(_Mode()):
+            with eagerly, _SLOW_PATH, _pushed(_Mode()):
                 yield
         finally:
             del _STACK[depth:]
-            torch.backends.mha.set_fastpath_enabled(fast)
 
     @contextlib.contextmanager
     def in_forward(self):
@@ -124,8 +136,12 @@ class Interception:
 
 
 ACTIVE: list[Interception] = []
-_STACK: list[tuple[nn.Module, Any]] = []  # the modules whose forward is running, and a token of the step it belongs to
-_BUSY = [False]  # inside a caught call: what it calls is not caught again
+_DOORS = threading.RLock()  # of those who open and shut
+_SLOW_PATH = SlowPath()
+_STACK: UserList[tuple[nn.Module, Any]] = (
+    PerThread()
+)  # the modules whose forward is running, and a token of the step it belongs to
+_BUSY = PerThread([False])  # inside a caught call: what it calls is not caught again
 
 
 def _enter(module, inputs, named) -> None:

@@ -21,7 +21,6 @@ from regard.problem import Problem
 KEYS = 64  # at a time
 SPAN = 1024  # keys of a part, where rows are causal
 PROGRAMS = 264  # that sum the keys, about
-WARPS = 4
 LEAST = {False: 2048, True: 1 << 62}  # keys from which on it pays; causal or not
 
 
@@ -46,8 +45,8 @@ def key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: tl.co
     """Σ k·kᵀ [D, D] and Σ k [D] of one part of the keys of one head."""
     part, head = tl.program_id(0) % tl.cdiv(keys, size), tl.program_id(0) // tl.cdiv(keys, size)
     total = tl.zeros([D, D], tl.float32)
-    along = tl.zeros([64, D], tl.float32)
-    ones = tl.full([64, N], 1.0, k.ptr.dtype.element_ty)
+    along = tl.zeros([16, D], tl.float32)
+    ones = tl.full([16, N], 1.0, k.ptr.dtype.element_ty)
     for start in range(part * size, tl.minimum(part * size + size, keys), N):
         # a tensor core cuts what it adds: few terms to a sum leave it little to cut
         here = tiles.block_of(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
@@ -56,35 +55,54 @@ def key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: tl.co
     d = tl.arange(0, D)
     at = tiles.wide(tl.program_id(0))
     tl.store(products + at * (D * D) + d[:, None] * D + d[None, :], total)
-    tl.store(sums + at * D + d, tl.sum(tl.where(tl.arange(0, 64)[:, None] == 0, along, 0.0), 0))
+    tl.store(sums + at * D + d, tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, along, 0.0), 0))
 
 
 @triton.jit
 def key_forms(products, sums, forms, parts, D: tl.constexpr, M: tl.constexpr, EVERY: tl.constexpr):
     """M rows of a head's three matrices, and its sums: after EVERY part, or after the last."""
     head, slab = tl.program_id(0) // (D // M), tl.program_id(0) % (D // M)
+    first = tiles.wide(head) * parts
     e = tl.arange(0, D)
-    d = slab * M + tl.arange(0, M)
-    total = tl.zeros([M, D], tl.float32)
-    along = tl.zeros([D], tl.float32)
-    long = tl.zeros([D], tl.float32)
-    for part in range(parts):
-        at = tiles.wide(head) * parts + part
-        total += tl.load(products + at * (D * D) + d[:, None] * D + e[None, :])
-        along += tl.load(sums + at * D + e)
-        long += tl.load(products + at * (D * D) + e * (D + 1))
-        if EVERY or (part == parts - 1):
-            to = at if EVERY else tiles.wide(head)
-            where = forms.products + to * (3 * D * D) + d[:, None] * D + e[None, :]
-            high = total.to(tl.bfloat16)
-            middle = (total - high.to(tl.float32)).to(tl.bfloat16)
-            low = total - high.to(tl.float32) - middle.to(tl.float32)
-            tl.store(where, low.to(tl.bfloat16))
-            tl.store(where + D * D, middle)
-            tl.store(where + 2 * D * D, high)
+    cell = (slab * M + tl.arange(0, M))[:, None] * D + e[None, :]
+    total, along, long = tl.zeros([M, D], tl.float32), tl.zeros([D], tl.float32), tl.zeros([D], tl.float32)
+    for part in range(0, parts, 4):
+        some = (  # four parts are under way at a time
+            at_part(products, first, part, parts, D * D, cell),
+            at_part(products, first, part + 1, parts, D * D, cell),
+            at_part(products, first, part + 2, parts, D * D, cell),
+            at_part(products, first, part + 3, parts, D * D, cell),
+        )
+        for one in tl.static_range(4):
+            total += some[one]
             if slab == 0:
-                tl.store(forms.sums + to * D + e, along)
-                tl.store(forms.lengths + to, tl.sum(long, 0))
+                along += at_part(sums, first, part + one, parts, D, e)
+                long += at_part(products, first, part + one, parts, D * D, e * (D + 1))
+            if EVERY:
+                if part + one < parts:
+                    keep(total, along, long, forms, first + part + one, cell, slab, D)
+    if not EVERY:
+        keep(total, along, long, forms, tiles.wide(head), cell, slab, D)
+
+
+@triton.jit
+def at_part(x, first, part, parts, SIZE: tl.constexpr, cell):
+    """Numbers of a part; 0 beyond the last."""
+    return tl.where(part < parts, tl.load(x + (first + tl.minimum(part, parts - 1)) * SIZE + cell), 0.0)
+
+
+@triton.jit
+def keep(total, along, long, forms, to, cell, slab, D: tl.constexpr):
+    where = forms.products + to * (3 * D * D) + cell
+    high = total.to(tl.bfloat16)
+    middle = (total - high.to(tl.float32)).to(tl.bfloat16)
+    low = total - high.to(tl.float32) - middle.to(tl.float32)
+    tl.store(where, low.to(tl.bfloat16))
+    tl.store(where + D * D, middle)
+    tl.store(where + 2 * D * D, high)
+    if slab == 0:
+        tl.store(forms.sums + to * D + tl.arange(0, D), along)
+        tl.store(forms.lengths + to, tl.sum(long, 0))
 
 
 def forms_of(p: Problem) -> Forms:
@@ -104,6 +122,6 @@ def forms_of(p: Problem) -> Forms:
         torch.empty(b * g, states, **number),
     )
     kind, k = kind_of(p), View(p.k, p.k.stride())
-    launch(kind, key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=WARPS, num_stages=3)
+    launch(kind, key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=4, num_stages=4)
     launch(kind, key_forms, b * g * (d // 16), (products, sums, forms, parts), (d, 16, behind), num_warps=4)
     return forms

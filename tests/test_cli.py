@@ -354,6 +354,17 @@ def test_ctrl_c_ends_the_command_without_a_traceback_whenever_it_comes(tmp_path,
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     where = os.pathsep.join([str(tmp_path), str(cli.PACKAGE.parent)])
-    command = [sys.executable, "-P", "-c", "import sys, regard_command; sys.exit(regard_command.main())", "list"]
+    code = "import signal, sys, regard_command; signal.signal(2, signal.default_int_handler)"  # nohup's ignores it
+    command = [sys.executable, "-P", "-c", f"{code}; sys.exit(regard_command.main())", "list"]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": where}, timeout=60)
     assert (ended.returncode, ended.stderr) == (status, says)
+
+
+def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path):
+    (tmp_path / "regard").mkdir()
+    (tmp_path / "regard" / "__init__.py").touch()
+    (tmp_path / "regard" / "cli.py").write_text("import os\ndef main():\n    os.kill(os.getpid(), 2)\n    return 7\n")
+    where = os.pathsep.join([str(tmp_path), str(cli.PACKAGE.parent)])
+    code = "import signal, sys, regard_command; signal.signal(2, signal.SIG_IGN); sys.exit(regard_command.main())"
+    command = [sys.executable, "-P", "-c", code, "list"]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": where}, timeout=60).returncode == 7

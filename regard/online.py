@@ -74,9 +74,9 @@ class OnlineSoftmax:
 
     @property
     def logsumexp(self) -> Tensor:
-        """m + log ℓ; −inf for rows that saw nothing."""
+        """m + log ℓ; −inf for rows that saw nothing, inf for rows that saw inf."""
         m, total = self._seen()
-        return (_finite(m) + torch.log(total)).to(m.dtype)
+        return (_finite(m) + torch.log(total)).to(m.dtype).masked_fill(m == math.inf, math.inf)
 
     def weights(self, block: Tensor) -> Tensor:
         """exp(block − m) / ℓ: the weights of a block within the whole."""

@@ -171,6 +171,12 @@ def test_online_softmax_of_many_small_blocks():
     assert torch.allclose(online.sum, total, rtol=1e-12)
 
 
+def test_online_softmax_of_infinite_rows():
+    z = torch.tensor([[math.inf, 1.0], [math.nan, math.inf], [-math.inf, -math.inf], [1.0, 2.0]])
+    blocks = regard.OnlineSoftmax().update(z[:, :1]).update(z[:, 1:])
+    torch.testing.assert_close(blocks.logsumexp, torch.logsumexp(z, -1), equal_nan=True)
+
+
 def test_online_softmax_of_nothing():
     nothing = regard.OnlineSoftmax().update(torch.full((2, 3), -math.inf)).update(torch.empty(2, 0))
     assert torch.equal(nothing.weights(torch.full((2, 3), -math.inf)), torch.zeros(2, 3))

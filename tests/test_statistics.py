@@ -210,6 +210,13 @@ def test_support_counts_weights_that_underflow():
         assert regard.statistics.of_scores(scores, normalizer=name)["support"].tolist() == count, name
 
 
+def test_of_weights_with_a_nan_says_nan():
+    stats = statistics.of_weights(torch.tensor([[math.nan, 0.5, 0.5], [0.2, 0.3, 0.5]]))
+    for name, x in stats.items():
+        assert x[1].isfinite(), name
+        assert x[0] == 3 if name == "visible_keys" else x[0].isnan(), name
+
+
 def test_of_weights_alone_every_positive_weight_is_a_visible_key():
     stats = of_weights(torch.tensor([[0.0, 0.25, 0.0, 0.75]]))
     assert stats["visible_keys"].item() == 2 and stats["first_key_mass"].item() == 0.25

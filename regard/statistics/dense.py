@@ -42,7 +42,8 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     """The statistics of weights that somebody already has, (…, Lq, n): −Σ p̄ log p̄, Σ p̄·|i − j| and the rest.
 
     Without `scores` the logit statistics are left out and every positive weight counts as a visible key, unless
-    `visible` says otherwise. `gradient_gain` follows from the weights for the given normaliser.
+    `visible` says otherwise. `gradient_gain` follows from the weights for the given normaliser. A row with a NaN weight
+    says NaN.
 
     >>> w = torch.eye(3)
     >>> regard.statistics.of_weights(w)["entropy"], regard.statistics.of_weights(w.flip(-1))["distance"]
@@ -60,7 +61,7 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     if scores is not None:
         seen = scores != -math.inf if shown is None else shown & (scores != -math.inf)
     else:
-        seen = weights > 0 if shown is None else shown
+        seen = ~(weights <= 0) if shown is None else shown  # a NaN is nothing hidden
     p = torch.where(seen, weights, 0.0)
     mass = p.sum(-1, keepdim=True)
     share = p / torch.where(mass > 0, mass, 1.0)
@@ -87,6 +88,8 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     )
     if stats["gradient_gain"] is None:
         del stats["gradient_gain"]
+    sick = p.isnan().any(-1)
+    stats |= {name: x.masked_fill(sick, math.nan) for name, x in stats.items() if name != "visible_keys"}
     if scores is not None:
         logits = of_scores(scores, seen, normalizer)
         for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):

@@ -73,6 +73,13 @@ def test_diffuse():
     assert kinds(q, k)["diffuse"].severity == "warning"
 
 
+def test_a_lone_head_whose_keys_are_all_equal_is_no_design():
+    q, k = healthy()
+    k[:, 3] = k[:, 3, :1]
+    found = kinds(q, k)["diffuse"]
+    assert (found.heads, found.severity) == ((("0", 3),), "warning")
+
+
 def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
     torch.manual_seed(0)
     q, k = 0.25 * torch.randn(2, 2, HEADS, LENGTH, WIDTH)

@@ -1,8 +1,8 @@
 """Diffuse: every row is nearly uniform, so the head averages its values and its scores decide nothing.
 
 For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a standard deviation of the logits under 0.3.
-A lone head of a layer that averages is often by design (it counts what came before): that is a note. So it is in a
-model that has learned nothing yet, and says so in every layer: its scale is not small, and the variance of its logits
+A lone head of a layer that averages is often by design (it counts what came before): that is a note, unless its logits
+are all the same to the last digit. So it is in a model that has learned nothing yet, and says so in every layer: its scale is not small, and the variance of its logits
 is under 2 and what the norms of q and k alone predict, where those of a trained model know of each other. A head
 whose variance is far below that of its layer is not excused.
 """
@@ -16,6 +16,7 @@ from regard.health.findings._variance import LARGE, by_layer, by_norms, variance
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98
+NOTHING = 1e-9  # of a logit variance: what rounding leaves
 BEHIND = 0.25  # of its layer's variance
 BEGUN, LEARNED = 2.0, 1.25  # logit variance, and that over what norms predict: beyond these, some training was had
 TOLD = "The mean entropy is {range} of ln(keys): close to uniform on every row."
@@ -40,8 +41,8 @@ def find(heads):
     found = [one for one in found if id(one[0]) not in begins]
     count = Counter(head.index for head, _ in found)
     enough = {index: min(size, max(2, size * CROWD)) for index, size in sizes.items()}
-    many = [one for one in found if count[one[0].index] >= enough[one[0].index]]
-    lone = [one for one in found if count[one[0].index] < enough[one[0].index]]
+    many = [one for one in found if count[one[0].index] >= enough[one[0].index] or says_nothing(one[0])]
+    lone = [one for one in found if not any(one is other for other in many)]
     return [
         *finding(KIND, "warning", many, TOLD, THRESHOLD, REMEDY),
         *finding(KIND, "note", lone, TOLD, THRESHOLD + "; alone in its layer", REMEDY),
@@ -62,6 +63,11 @@ def beginners(heads) -> list:
         for head in members
         if head.statistics.mean("logit_variance") > BEHIND * variances(members)[0]
     ]
+
+
+def says_nothing(head) -> bool:
+    """Are the logits of every row all the same? Nobody designs that: its queries are zero, or its keys are equal."""
+    return head.statistics.max("logit_variance") < NOTHING
 
 
 def _lowest(head) -> float:

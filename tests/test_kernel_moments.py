@@ -22,10 +22,9 @@ pytestmark = [
 @pytest.mark.parametrize(("causal", "m", "n"), [(False, 50, 700), (True, 700, 700), (True, 600, 700), (True, 900, 513)])
 def test_forms_of_keys(causal, m, n, monkeypatch):
     monkeypatch.setattr(moments, "torch", Poisoned())
-    monkeypatch.setattr(moments, "SPAN", 256)
     monkeypatch.setattr(moments, "PROGRAMS", 6)
     problem = make(0, b=2, h=2, g=1, m=m, n=n, d=16, e=16, dtype=torch.float16, causal=causal)
-    forms = moments.forms_of(problem)
+    forms = moments.forms_of(problem, 256 if causal else -1)
     k = problem.k.double().flatten(0, 1)
     ends = range(256, min(m, n), 256) if causal else [n]
     assert forms.products.shape == (2, len(ends), 3 * 16, 16)
@@ -68,3 +67,11 @@ def test_statistics_of_sums(options, sharp):
     _, truths = reference.of_problem(p)
     for name, ours, truth in zip(p.stats, stats.double(), truths, strict=True):
         assert ((ours - truth).abs() / (truth.abs() + FLOOR[name])).max() <= 3e-4, name
+
+
+def test_spans_double_with_the_keys(monkeypatch):
+    monkeypatch.setattr(moments, "LEAST", {False: 0, True: 0})
+    problems = (
+        make(0, b=1, h=1, g=1, m=n, n=n, d=1, e=1, dtype=torch.bfloat16, causal=True) for n in (16384, 16385, 32769)
+    )
+    assert [moments.span_of(problem) for problem in problems] == [1024, 2048, 4096]

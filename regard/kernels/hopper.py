@@ -87,7 +87,7 @@ def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
     blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
     forms, form_blocks = None, None
     if C.SPAN != 0:
-        forms = moments.forms_of(p)
+        forms = moments.forms_of(p, C.SPAN)
         form_blocks = described(forms.products, C.BN)
     arguments = *blocked, form_blocks, frame, z, rough, forms, options
     launch(kind_of(p, o), forward_hopper, blocks, arguments, (C,), num_warps=4)

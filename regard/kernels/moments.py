@@ -19,7 +19,8 @@ from regard.kernels.tiles import View
 from regard.problem import Problem
 
 KEYS = 64  # at a time
-SPAN = 1024  # keys of a part, where rows are causal
+SPAN = 1024  # keys of a part where rows are causal, or twice, four times … as many,
+PARTS = 16  # so that there are at most so many
 PROGRAMS = 264  # that sum the keys, about
 LEAST = {False: 2048, True: 1 << 62}  # keys from which on it pays; causal or not
 
@@ -34,10 +35,10 @@ class Forms(NamedTuple):
 
 def span_of(p: Problem) -> int:
     """For which keys of a row are moments cheaper so? −1: all, 0: none, or those before the last multiple of it."""
-    behind = p.reach[1] is not None
-    if p.q.dtype != torch.bfloat16 or min(p.q.shape[-2], p.k.shape[-2]) < LEAST[behind]:
+    behind, keys = p.reach[1] is not None, min(p.q.shape[-2], p.k.shape[-2])
+    if p.q.dtype != torch.bfloat16 or keys < LEAST[behind]:
         return 0
-    return SPAN if behind else -1
+    return SPAN << ((keys - 1) // (PARTS * SPAN)).bit_length() if behind else -1
 
 
 @triton.jit
@@ -105,11 +106,11 @@ def keep(total, along, long, forms, to, cell, slab, D: tl.constexpr):
         tl.store(forms.lengths + to, tl.sum(long, 0))
 
 
-def forms_of(p: Problem) -> Forms:
-    """Of all keys; where rows are causal of the first SPAN, 2·SPAN, … keys."""
-    (b, g, n, d), behind = p.k.shape, p.reach[1] is not None
+def forms_of(p: Problem, span: int) -> Forms:
+    """Of all keys, if span is −1; else of the first span, 2·span, … keys."""
+    (b, g, n, d), behind = p.k.shape, span > 0
     if behind:
-        n, size = (min(n, p.q.shape[-2]) - 1) // SPAN * SPAN, SPAN  # the last part lies behind no row
+        n, size = (min(n, p.q.shape[-2]) - 1) // span * span, span  # the last part lies behind no row
     else:
         size = triton.cdiv(triton.cdiv(n, max(1, PROGRAMS // (b * g))), KEYS) * KEYS
     parts = triton.cdiv(n, size)

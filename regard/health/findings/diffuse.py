@@ -2,9 +2,9 @@
 
 For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a standard deviation of the logits under 0.3.
 A lone head of a layer that averages is often by design (it counts what came before): that is a note, unless its logits
-are all the same to the last digit. So it is in a model that has learned nothing yet, and says so in every layer: its scale is not small, and the variance of its logits
-is under 2 and what the norms of q and k alone predict, where those of a trained model know of each other. A head
-whose variance is far below that of its layer is not excused.
+are all the same to the last digit. So it is in a model that has learned nothing yet, and says so in every layer: its
+scale is not small, and the variance of its logits is under 2 and what the norms of q and k alone predict, where those
+of a trained model know of each other. A head whose variance is far below that of its layer is not excused.
 """
 
 from __future__ import annotations

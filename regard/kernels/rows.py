@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels import bundle
+from regard.kernels import bundle, rows_launch
 from regard.kernels.traits import traits_of
 from regard.normalizers import Choice
 
@@ -28,6 +28,7 @@ try:
         rows_long,
         rows_online,
         rows_pointwise,
+        rows_quick,
         rows_short,
         rows_threshold,
     )
@@ -63,6 +64,12 @@ class Plan(NamedTuple):
             return 2048
         return min(self.columns // vector, 32 * self.warps, max(512 // next_power_of_2(self.parts), 16))
 
+    def rereads(self, vector: int, order: int) -> str:
+        """What a solver's step reads again: of the longest float32 rows half, where two sums leave registers for it."""
+        if self.again and self.columns == 65536 and vector == 4 and order == 1:
+            return "half"
+        return "all" if self.again else "none"
+
 
 def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) -> Plan:
     """The launch for R rows of N columns of `size` bytes a number, by what was fastest on an H200.
@@ -86,7 +93,7 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
     longest = min((131072 if forwards else 65536) // size, 32768)
     if size < 8 and (solves or (forwards and half and family != "pointwise")):
         longest = 65536
-    if forwards and family == "pointwise" and columns > longest and not few:
+    if forwards and family == "pointwise" and columns > (16384 if half else longest) and not few:
         return Plan(1, columns, 1, 8, False, 40 if half else 32, step=4096 if half else 2048)
     if columns <= longest and not (few and columns > 8192):
         whole = _whole(1, columns, tensors, family, half)
@@ -107,9 +114,11 @@ def plan(R: int, N: int, tensors: int, size: int, family: str, processors: int) 
 
 
 def _exact(N: int, columns: int, few: bool, processors: int) -> Plan:
-    """float32 softmax, whose float64 exponentials take two registers each: one or two programs fill a multiprocessor,
-    and the tiles of those that follow wait in the L2 cache."""
-    if columns <= (8192 if few else 16384):
+    """float32 softmax: many rows the quick way; else by float64 exponentials, which take two registers each: one or two
+    programs fill a multiprocessor, and the tiles of those that follow wait in the L2 cache."""
+    if columns in (8192, 16384) and not few:
+        return Plan(1, columns, 1, columns // 1024, False, 64, step=2048)
+    if columns <= 8192:
         return Plan(1, columns, 1, columns // 1024, False, 128, ahead=16384 // columns * processors)
     parts = -(-N // 8192)
     return Plan(1, 8192, parts, 8, parts <= processors // 8, 128, ahead=2 * processors)
@@ -130,7 +139,7 @@ def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Pl
         return Plan(rows, columns, 1, min(max(total // (32 * held), 1), 32), False, 64, half)
     if tensors == 1 and half and columns == 65536 and family in ("exponential", "proportional"):
         return Plan(rows, columns, 1, 32, False, 64, pieces=4)
-    if tensors == 1 and half and columns == 32768 and family in ("exponential", "pointwise"):
+    if tensors == 1 and half and columns == 32768 and family == "exponential":
         return Plan(rows, columns, 1, 16, False, 64, True)
     registers = 64 if tensors == 1 and columns >= 8192 else None
     return Plan(rows, columns, 1, min(max(total // 1024, 1), 32), False, registers, columns == 65536)
@@ -150,9 +159,15 @@ def forward(
     if s.numel() == 0:
         return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
+    if rows_launch.takes(s, launch.family, mask, launch.traits.faint):
+        rows_launch.forward(s, p, state, F, launch.traits, scale)
+        return p, state
     plan, tensors, traits = launch.plan, (s, p, state), dict(TRAITS=launch.traits)
     vector = min(16 // s.element_size(), plan.columns)
-    if launch.exact:
+    if launch.exact and plan.step and not launch.traits.faint:
+        tile = dict(LANES=32 * plan.warps, VECTOR=vector, STEP=plan.step, SCALED=scale != 1.0)
+        launch(rows_quick.forward_quick, tensors, 0, tile)
+    elif launch.exact:
         lanes = dict(LANES=plan.lanes or plan.columns)
         tile = dict(ROWS=plan.rows, AHEAD=plan.ahead, FAINT=launch.traits.faint)
         launch(rows_exact.forward_exact, tensors, 3, lanes | tile)
@@ -167,9 +182,8 @@ def forward(
     elif F.family == "threshold":
         groups = plan.groups(vector, F.order)
         solver = dict(GROUPS=groups, VECTOR=vector, TOLERANCE=_TOLERANCE[s.dtype])
-        launch(
-            rows_threshold.forward_threshold, tensors, groups + 6, dict(ROWS=plan.rows, AGAIN=plan.again), solver=solver
-        )
+        tile = dict(ROWS=plan.rows, AGAIN=plan.rereads(vector, F.order))
+        launch(rows_threshold.forward_threshold, tensors, groups + 6, tile, solver=solver)
     else:
         tile = dict(ROWS=plan.rows, AGAIN=plan.again, AHEAD=plan.ahead)
         launch(rows_online.forward_online, tensors, 2, tile | traits)
@@ -229,7 +243,7 @@ class _Launch:
         self.traits = traits_of(choice.normalizer, scale < 1e-30)
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
         kinds = {"exponential": F.exponential, "proportional": self.traits.proportional}
-        family = next((kind for kind, holds in kinds.items() if holds), F.family)
+        family = self.family = next((kind for kind, holds in kinds.items() if holds), F.family)
         self.exact = bool(F.exponential) and s.dtype == torch.float32
         self.plan = plan(self.R, self.N, tensors, s.element_size(), family, processors)
         if s.element_size() == 8:

@@ -23,10 +23,19 @@ from regard.kernels.rows_tiles import (
 )
 
 
+@triton.constexpr_function
+def words(x):
+    """A Python float as two float32 numbers."""
+    wide = x * (2.0**29 + 1.0)
+    near = wide - (wide - x)
+    return near, x - near
+
+
 @triton.jit
 def double(x: tl.constexpr):
-    """A constant in float64, [1]: a bare one would be rounded to float32 on its way."""
-    return tl.full([1], x, tl.float64)
+    """A constant in float64, 48 bits of it: a bare one would be rounded to float32 on its way."""
+    both: tl.constexpr = words(x)
+    return tl.cast(both[0], tl.float64) + tl.cast(both[1], tl.float64)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ sum of what a lane holds and a few shuffles, and no warp waits for another.
 import triton
 import triton.language as tl
 
-from regard.kernels.rows_threshold import FINE, LIMIT, add_three, add_two, advance, sums_of
+from regard.kernels.rows_solver import FINE, LIMIT, add_three, add_two, advance, sums_of
 from regard.kernels.rows_tiles import finite, larger, load_scores, number, reciprocal, store
 
 
@@ -65,7 +65,7 @@ def sums(y, tau, theta, TOLERANCE: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def solve(y, tau, theta, gain, TOLERANCE: tl.constexpr, F: tl.constexpr):
-    """As `rows_threshold.solve`; a row that has arrived stays, whatever its neighbours do."""
+    """As `rows_solver.solve`; a row that has arrived stays, whatever its neighbours do."""
     floor = tau * 0.0 - 1.0
     total, slope, count = sums(y, tau, theta, TOLERANCE, F)
     after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)

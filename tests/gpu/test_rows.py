@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from regard import normalizers
-from regard.kernels import rows
+from regard.kernels import rows, rows_launch
 
 COUNTS, SPREADS = (1, 2, 8, 64, 128), (0.1, 0.5, 1.0, 3.0, 10.0, 50.0)
 
@@ -55,18 +55,20 @@ def test_huge_scores_are_one_hot_and_finite(top):
     assert (p[:, 0] == 0).all() and ((p.double() - exact).abs() <= 1e-7).all()
 
 
-LONG = [(name, torch.bfloat16, n) for name in ("softmax", "relu", "softpick") for n in (32768, 65536)]
-LONG += [(name, torch.float32, n) for name in ("softmax", "relu", "softpick") for n in (8192, 65536)]
+LONG = [(name, torch.bfloat16, n) for name in ("softmax", "softmax1", "relu", "softpick") for n in (32768, 65536)]
+LONG += [(name, torch.float32, n) for name in ("softmax", "relu", "softpick") for n in (8192, 16384, 32768, 65536)]
+LONG += [(name, dtype, 50256) for name in ("softmax", "softpick") for dtype in (torch.float16, torch.float32)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "n"), LONG, ids=str)
 def test_long_rows_of_any_size(name, dtype, n):
     """With nothing hidden, then with every seventh score −inf, in the lowest rows all but those the lowest float."""
     choice = normalizers.get(name)
-    sizes = torch.tensor([1e-30, 1e-3, 1.0, 30.0, 1e11, 1e38], device="cuda").repeat_interleave(12)[:, None]
-    s = (torch.randn(72, n, device="cuda").clamp(-3, 3) * sizes).to(dtype)
-    if name == "softpick" and dtype == torch.bfloat16:
-        s = s[24:].contiguous()  # exp(s) − 1 in float32
+    sizes = torch.tensor([1e-30, 1e-3, 1.0, 30.0, 1e11, 1e38], device="cuda").repeat_interleave(24)[:, None]
+    most = torch.finfo(dtype).max
+    s = (torch.randn(144, n, device="cuda").clamp(-3, 3) * sizes).clamp(-most, most).to(dtype)
+    if name == "softpick" and dtype != torch.float32:
+        s = s[48:].contiguous()  # exp(s) − 1 in float32
     for _ in range(2):
         exact = choice.reference(s.double(), None, choice.theta)
         _poisoned = torch.full_like(s, float("nan"))  # freed at once: what the kernel gets for its result
@@ -77,3 +79,33 @@ def test_long_rows_of_any_size(name, dtype, n):
         s = s.clone()
         s[::5] = torch.finfo(dtype).min
         s[:, ::7] = -float("inf")
+
+
+RING = [case for case in LONG if case[2] > 32768 and case[:2] != ("relu", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "n"), RING, ids=str)
+def test_odd_rows_through_the_ring(name, dtype, n):
+    """NaN rows are alone, an empty row is 0; gradients as the reference's; equal bits."""
+    choice = normalizers.get(name)
+    s, dp = torch.randn(2, 96, n, device="cuda").to(dtype)
+    assert rows_launch.takes(s, "ratio", None, False)
+    s[3, 5], s[4, n - 1], s[5], s[6, : n // 2] = float("nan"), float("inf"), -float("inf"), -float("inf")
+    s[7, n // 3] = 40.0
+    p, state = rows.forward(s, choice)
+    saved = p if choice.slope_of_weight is not None else s
+    ds = rows.backward(dp, saved, state, choice)
+    again, told = rows.forward(s, choice)
+    assert torch.equal(p.nan_to_num(-1), again.nan_to_num(-1)) and torch.equal(
+        state.nan_to_num(-1), told.nan_to_num(-1)
+    )
+    assert torch.equal(ds.nan_to_num(-1), rows.backward(dp, saved, state, choice).nan_to_num(-1))
+    assert p[3:5].isnan().all() and ds[3:5].isnan().all() and (p[5] == 0).all() and (ds[5] == 0).all()
+    sound = [i for i in range(96) if i not in (3, 4)]
+    wide = s[sound].double().requires_grad_()
+    exact = choice.reference(wide, None, choice.theta)
+    gradient = torch.autograd.grad(exact, wide, dp[sound].double())[0]
+    eps, size = torch.finfo(dtype).eps, exact.detach().amax(-1)
+    assert ((p[sound].double() - exact.detach()).abs().amax(-1) <= 4 * eps * size).all()
+    slopes = gradient.abs().amax(-1) + size * dp[sound].double().abs().amax(-1)
+    assert ((ds[sound].double() - gradient).abs().amax(-1) <= 8 * eps * slopes).all()

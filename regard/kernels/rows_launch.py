@@ -1,0 +1,56 @@
+"""Which rows pass through a ring in shared memory (`rows_ring.py`), and its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BYTES, SLOTS, WARPS = 32768, 6, 16  # of a chunk; chunks in the ring
+CHUNKS = 4, 2  # of a row, which leave room for half of the next; of a shared row, whose next must be there as a whole
+LONGEST = 65536  # columns
+
+
+def takes(s: Tensor, family: str, mask: Tensor | None, faint: bool) -> bool:
+    """Are these rows longer than a program can hold, many, and such that 16 bytes of them can be copied at a time?"""
+    (R, N), size = s.shape, s.element_size()
+    kinds = {2: ("exponential", "proportional", "ratio"), 4: ("exponential", "ratio")}.get(size, ())
+    if family not in kinds or not s.is_cuda or mask is not None or faint or N % 16 or s.data_ptr() % 16:
+        return False
+    device = torch.cuda.get_device_properties(s.device)
+    held = 32768 if size == 2 else 16384  # by a program of another kernel
+    return held < N <= LONGEST and device.major == 9 and device.multi_processor_count < 2 * R
+
+
+def forward(s: Tensor, p: Tensor, state: Tensor, F: Any, traits: Any, scale: float) -> None:
+    """Fill p and state."""
+    from regard.kernels.rows_ring import Ring, forward_ring
+
+    (R, N), size = s.shape, s.element_size()
+    chunk = BYTES // size
+    parts = 1 if CHUNKS[0] * chunk >= N else -(-N // (CHUNKS[1] * chunk))
+    chunks = -(-N // (parts * chunk))
+    quick = bool(F.exponential) and size == 4
+    config = Ring(
+        F=F,
+        TRAITS=traits,
+        CHUNK=chunk,
+        CHUNKS=chunks,
+        SLOTS=SLOTS,
+        PARTS=parts,
+        VECTOR=16 // size,
+        EVEN=parts * chunks * chunk == N,
+        SCALED=scale != 1.0,
+        QUICK=quick,
+        CAREFUL=quick or (size == 4 and traits.differs),
+    )
+    partial = counters = state
+    if parts > 1:
+        partial = torch.empty(R, 2, 3, parts, dtype=torch.float32, device=s.device)
+        counters = torch.zeros(R, dtype=torch.int32, device=s.device)
+    processors = torch.cuda.get_device_properties(s.device).multi_processor_count
+    programs = min(processors // parts, R) * parts
+    options = dict(num_warps=WARPS) | (dict(maxnreg=128) if quick else {})
+    with torch.cuda.device(s.device):
+        forward_ring[(programs,)](s, p, state, partial, counters, R, N, float(scale), config, **options)

@@ -142,3 +142,9 @@ def test_too_many_uses_are_read_together_and_the_report_says_so(monkeypatch):
     few = regard.examine(model[1], [x[:, :40]])
     assert [head.index for head in few.heads] == [use for use in range(5) for _ in range(4)]  # as a block in a loop has
     assert "used_too_often_to_be_layers_each" not in few.how
+
+
+def test_an_empty_batch_among_others_does_no_harm():
+    encoder = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    report = regard.examine(encoder, [torch.randn(2, 10, 32), torch.randn(0, 10, 32), torch.randn(2, 10, 32)])
+    assert [head.statistics.count("entropy") for head in report.heads] == [40] * 4

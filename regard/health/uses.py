@@ -47,10 +47,10 @@ class Uses:
         """0, 1, … up to MANY − 1, which all later ones share."""
         self.step = step
         seen = self._seen.setdefault((step, name), [])
+        if call.k.numel() == 0 or call.obstacle is not None:  # not looked at
+            return min(len(seen), MANY - 1)
         grown = (use for use, keys in enumerate(seen) if keys.grown_to(call))
         use = next(grown, min(len(seen), MANY - 1))
-        if call.k.shape[2] == 0:
-            return use
         keys = Keys(call.k.shape[2], _first(call).clone())
         if use < len(seen):
             seen[use] = keys

@@ -256,7 +256,7 @@ def forward_ring(s, p, state, partial, counters, R, N, scale: gl.float64, C: gl.
         top, z = sum_row(work, slot, C.SLOTS - C.CHUNKS, C)
         publish(top, z, 0, partial, counters, (gl.program_id(0) // C.PARTS).to(gl.int64), C)
     for at in range(gl.program_id(0) // C.PARTS, R, stride):
-        row = at.to(gl.int64)
+        row = gl.cast(at, gl.int64)
         if C.PARTS > 1:  # the next row is summed while the others tell of this one
             if at + stride < R:
                 top, z = sum_row(work, (slot + C.CHUNKS) % C.SLOTS, C.SLOTS - 2 * C.CHUNKS, C)

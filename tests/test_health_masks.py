@@ -70,6 +70,13 @@ def test_padding_does_not_count_and_a_layer_that_sees_it_is_told_of(how, options
         assert kinds["sees padding"] == ("warning", 4)
 
 
+def test_a_mask_the_wrong_way_round_is_read_on_the_text():
+    """Not on the padding, which alone is seen by anybody: the batch says which is which."""
+    rows, kinds = found(Reader(lambda mask: ~keys(mask)), batch())
+    assert rows == 7 + 4  # of the two texts with padding; the third sees nothing
+    assert kinds["sees padding"] == ("warning", 4)
+
+
 def test_what_a_batch_does_not_say_is_not_guessed():
     given = batch()
     whole = {**given, "attention_mask": torch.ones_like(given["attention_mask"])}

@@ -78,8 +78,8 @@ class Rows:
     def of(self, call: Call, name: str = "") -> tuple[Tensor | None, Shown | None]:
         """([B, M] bool, or None if every row counts; what the mask shows, if it was looked at).
 
-        A key that no query sees is padding, and in self-attention so is the query at its place, and what the batch
-        calls so. Cross-attention has its queries' padding from the self-attention before it.
+        Padding is what the batch calls so; where it does not say, a key that no query sees, and in self-attention the
+        query at its place. Cross-attention has its queries' padding from the self-attention before it.
         """
         batch, _, queries, _ = call.q.shape
         keys = call.k.shape[2]
@@ -92,9 +92,10 @@ class Rows:
             rows = before
         else:
             shown = self._shown(call, batch, queries, keys, text)
-            alive = shown.queries
-            rows = alive & before if before is not None else alive if cross or queries != keys else alive & shown.keys
-            rows = rows if text is None else rows & text
+            known = text if text is not None else before
+            if known is None and not cross and queries == keys:
+                known = shown.keys
+            rows = shown.queries if known is None else shown.queries & known
         if not cross:
             self._last[batch, queries] = rows
         return rows, shown

@@ -279,6 +279,12 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q, Q, dropout_p=0.5, return_stats=True), ValueError, "dropout"),
         (lambda: regard.attention(Q, Q, Q, normalizer="sofmax"), ValueError, "softmax"),
         (lambda: regard.attention(Q, Q, Q, temperature=0.0), ValueError, "temperature"),
+        (
+            lambda: regard.attention(Q, Q, Q, temperature=1e-45, normalizer="relu"),
+            ValueError,
+            "temperature=1e-45 is too",
+        ),
+        (lambda: regard.attention(Q, Q, Q, temperature=1e300, softcap=2.0), ValueError, "temperature must lie between"),
         (lambda: regard.attention(Q, Q, Q, temperature=torch.ones(5)), ValueError, "temperature"),
         (lambda: regard.attention(Q, Q, Q, softcap=-1.0), ValueError, "softcap"),
         (lambda: regard.attention(Q, Q, Q, window=(-1, 0)), ValueError, "window"),

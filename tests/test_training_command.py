@@ -1,6 +1,7 @@
 """regard lab train: what it prints and writes, how it goes on, how it fails."""
 
 import json
+import resource
 from dataclasses import replace
 
 import pytest
@@ -51,11 +52,26 @@ def test_a_run_writes_records_result_and_figures(tiny, tmp_path, capsys):
         "scale-gradient-gain.svg",
         "scale-loss.svg",
     ]
+    modes = {path.stat().st_mode for path in folder.iterdir() if path.suffix in (".json", ".safetensors")}
+    assert len(modes) == 1  # as the umask says
     before = (folder / "none-d16-seed0.safetensors").stat().st_mtime_ns
     assert main(["lab", "train", "scale", *chosen, "--json"]) == 0  # over already: read, not trained
     (again,) = json.loads(capsys.readouterr().out)
     assert again["records"] == result["records"]
     assert (folder / "none-d16-seed0.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_checkpoint_that_finds_no_room_is_told_in_one_line(tiny, tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        status = main(["lab", "train", "scale", "--only", "none-d16", "--out", str(tmp_path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    told = capsys.readouterr().err.splitlines()
+    assert status == 2 and len(told) == 1
+    assert "File too large" in told[0] and "none-d16-seed0.safetensors" in told[0]
+    assert not list((tmp_path / "scale" / "small").iterdir())
 
 
 def test_text_of_ones_own_and_chosen_variants(tiny, tmp_path, capsys):

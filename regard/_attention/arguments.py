@@ -161,6 +161,28 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
     return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
 
 
+def divided(scale: float, temperature: float, q: Tensor) -> float:
+    """scale / temperature, where the dtype of the scores has it."""
+    dtype = _ops.accumulator(q.dtype)
+    largest = torch.finfo(dtype).max
+    if abs(scale) > largest * temperature:
+        raise ValueError(
+            f"temperature={temperature:g} is too small beside scale={scale:g}: their quotient is beyond "
+            f"the {largest:.3g} of {str(dtype).removeprefix('torch.')}; take one of {abs(scale) / largest:.3g} or more"
+        )
+    return scale / temperature
+
+
+def check_range(temperature: float, q: Tensor) -> None:
+    dtype = _ops.accumulator(q.dtype)
+    limits = torch.finfo(dtype)
+    if not limits.tiny <= temperature <= limits.max:
+        raise ValueError(
+            f"temperature must lie between {limits.tiny:.3g} and {limits.max:.3g} beside a soft cap, an additive mask "
+            f"or a scale per head, as it is kept in {str(dtype).removeprefix('torch.')} there, got {temperature:g}"
+        )
+
+
 def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
     full = (*lead, queries, 1)
     if not fits(x.shape, full):

@@ -14,11 +14,13 @@ from regard._attention.arguments import (
     autocast,
     check_lengths,
     check_mask,
+    check_range,
     check_scale,
     check_sink,
     check_temperature,
     check_tensors,
     check_window,
+    divided,
     folded,
     leading,
     to_query_heads,
@@ -98,13 +100,15 @@ class Call:
             elif softcap is None and bias is None and backend != "torch":  # q·scale would be rounded to 16 bits
                 factor, own = folded(per_head)
                 q, own = q * factor.to(q.dtype), own.reshape(1, -1, 1)
+                check_range(number, q)
                 number, tensor = 1.0, own * number if tensor is None else own * tensor
             else:
                 q, k, v = q.float() * per_head, k.float(), v.float()
         if number != 1.0:
             if softcap is None and bias is None:
-                scale = scale / number
+                scale = divided(scale, number, q)
             else:
+                check_range(number, q)
                 tensor = q.new_full((1, 1, 1), number, dtype=_ops.accumulator(q.dtype))
         problem = Problem(
             q=q,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: dict) -> None:
     """`notes` is what JSON can hold: the step, the history so far."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save as serialized
 
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
@@ -35,8 +35,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
     tensors["random.cpu"] = torch.get_rng_state()
     if any(value.is_cuda for value in tensors.values()):
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    whole = on_cpu(tensors)
-    written_whole(path, lambda beside: save_file(whole, beside, metadata={"notes": json.dumps(notes)}))
+    whole = serialized(on_cpu(tensors), {"notes": json.dumps(notes)})
+    written_whole(path, lambda beside: beside.write_bytes(whole))  # its errors are Python's, its mode as the umask says
 
 
 def load(
@@ -100,5 +100,7 @@ def written_whole(path: Path, write) -> None:
     try:
         write(beside)
         os.replace(beside, path)
+    except OSError as wrong:
+        raise OSError(wrong.errno, wrong.strerror or str(wrong), str(path)) from wrong
     finally:
         beside.unlink(missing_ok=True)

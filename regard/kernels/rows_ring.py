@@ -22,6 +22,10 @@ from regard.kernels.rows_quick import CROWD, FAR, apart, frame_of, term, weight
 from regard.kernels.rows_terms import shift_of, suited, terms
 from regard.kernels.rows_tiles import finite, larger
 
+# Triton 3.9, 3.6
+copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 
 class Ring(NamedTuple):
     """What the kernel is compiled for."""
@@ -58,9 +62,7 @@ def call(work, chunk, slot, C: gl.constexpr):
     row = gl.program_id(0) // C.PARTS + chunk // C.CHUNKS * (gl.num_programs(0) // C.PARTS)
     columns = work.begin + chunk % C.CHUNKS * C.CHUNK
     inside = (columns < work.N) & (row < work.R)
-    async_copy.async_copy_global_to_shared(
-        work.ring.index(slot), work.s + row.to(gl.int64) * work.N + columns, mask=inside
-    )
+    copy(work.ring.index(slot), work.s + row.to(gl.int64) * work.N + columns, mask=inside)
     async_copy.commit_group()
 
 
@@ -144,7 +146,7 @@ def publish(top, z, turn: gl.constexpr, partial, counters, row, C: gl.constexpr)
     gl.store(place, top)
     gl.store(place + C.PARTS, near)
     gl.store(place + 2 * C.PARTS, rest)
-    gl.thread_barrier()
+    together()
     gl.atomic_add(counters + row, 1, sem="release", scope="gpu")
 
 
@@ -155,7 +157,7 @@ def meeting(turn: gl.constexpr, scale, partial, counters, row, C: gl.constexpr):
     arrived = gl.atomic_add(counters + row, 0, sem="acquire", scope="gpu")
     while arrived < (turn + 1) * PARTS:
         arrived = gl.atomic_add(counters + row, 0, sem="acquire", scope="gpu")
-    gl.thread_barrier()
+    together()
     place = partial + (row * 2 + turn) * (3 * PARTS)
     top = gl.load(place, cache_modifier=".cg")
     for i in gl.static_range(1, PARTS):

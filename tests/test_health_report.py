@@ -152,6 +152,19 @@ def test_the_terminal_view_says_what_the_report_says(report):
     assert "\x1b" not in text
 
 
+def test_a_terminal_without_blocks_gets_digits():
+    report = examine(model(sharp=4.0), [torch.randn(2, 24, 16)])
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii", errors="replace")
+    report.show(out)
+    out.flush()
+    lines = raw.getvalue().decode().splitlines()
+    assert "one digit per head, from 0 (0) to 1 (9); logits: the largest of the layer" in lines
+    (told,) = [line.split()[2] for line in lines if "layers.1.self_attn " in line]
+    ratios = [head.statistics["entropy_ratio"].mean for head in report.heads if head.index == 1]
+    assert told == "".join(str(int(10 * ratio)) for ratio in ratios) and len(set(told)) > 1
+
+
 def test_the_summary_names_what_was_found(report):
     said = " ".join(report.summary())
     assert "8 heads in 2 attention layers, measured on 48 rows each." in said

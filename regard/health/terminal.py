@@ -8,7 +8,7 @@ from collections.abc import Callable
 from regard.health.page.data import ITSELF
 from regard.table import Table
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
+BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # what a terminal has; the first is that of NaN
 COLUMNS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")
 LISTED = 24  # layers that were not measured
 TONES = {"critical": "red", "warning": "yellow", "note": "cyan"}
@@ -21,9 +21,11 @@ def show(report, file=None) -> None:
     for line in report.summary():
         say(printable(line))
     if report.heads:
-        table(report).show(file)
+        signs = signs_of(file)
+        table(report, signs).show(file)
+        one = "block" if signs == BLOCKS else "digit"
         print(
-            f"one block per head, from 0 ({BLOCKS[1]}) to 1 ({BLOCKS[-1]}); logits: the largest of the layer", file=file
+            f"one {one} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); logits: the largest of the layer", file=file
         )
     for finding in report.findings:
         say(
@@ -53,14 +55,23 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def table(report) -> Table:
-    """A row per layer, a block per head."""
+def signs_of(file) -> str:
+    """Blocks, or digits where the file's encoding has no blocks."""
+    try:
+        BLOCKS.encode(getattr(file, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return DIGITS
+    return BLOCKS
+
+
+def table(report, signs: str = BLOCKS) -> Table:
+    """A row per layer, a sign per head."""
     layers: dict[int, list] = {}
     for head in report.heads:
         layers.setdefault(head.index, []).append(head)
     rows = []
     for index, heads in sorted(layers.items()):
-        cells = ["".join(_block(head.statistics.mean(name)) for head in heads) for name in COLUMNS]
+        cells = ["".join(_sign(head.statistics.mean(name), signs) for head in heads) for name in COLUMNS]
         tops = [top for top in (head.statistics.max("max_logit") for head in heads) if top == top]
         top = f"{max(tops):.3g}" if tops else "–"
         rows.append([str(index), printable(heads[0].layer or ITSELF), *cells, top])
@@ -79,9 +90,10 @@ def _average(heads, name: str) -> str:
     return f"{sum(values) / len(values):.3f}" if values else "–"
 
 
-def _block(share: float) -> str:
-    """A block for a share of 1, a blank for NaN: no row of that head has the statistic."""
-    return BLOCKS[1 + min(int(8 * min(max(share, 0.0), 1.0)), 7)] if share == share else BLOCKS[0]
+def _sign(share: float, signs: str) -> str:
+    """The last sign for a share of 1, the first for NaN: no row of that head has the statistic."""
+    many = len(signs) - 1
+    return signs[1 + min(int(many * min(max(share, 0.0), 1.0)), many - 1)] if share == share else signs[0]
 
 
 def _voice(file) -> Callable:

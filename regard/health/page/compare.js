@@ -81,7 +81,7 @@
       make("th", row, name(s));
       data.keys.forEach((key, at) => [0, 1].forEach((report) => {
         const one = tables[report][state.layer][state.head];
-        make("td", row, show(one ? one[s][at] : null)).dataset.key = `${key} ${"ab"[report]}`;
+        make("td", row, show(one ? one[s][at] : null, key.startsWith("q") ? 3 : 4)).dataset.key = `${key} ${"ab"[report]}`;
       }));
     });
   };

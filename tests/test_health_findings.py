@@ -147,6 +147,14 @@ def test_all_layers_are_off_together_where_every_one_of_them_is():
     assert found(2.0, 6.0, 6.0) == found(6.0) == []
 
 
+def test_a_large_scale_with_variances_of_a_sound_model_is_asked_about():
+    """Heads of 32 as torch initialises them, weights of variance 1/3: 32/9 without 1/√d."""
+    found = narrow(32, factor=3.6**0.5 / 32**0.5, scale=1.0)["scale off"]
+    assert (found.severity, len(found.heads)) == ("note", HEADS) and "5.7/√d" in found.evidence
+    assert "scale off" not in narrow(32, factor=3.6**0.5)
+    assert "scale off" not in narrow(32, factor=1.0 / 32**0.5, scale=1.0)  # 1/√d in the queries
+
+
 def test_few_keys_do_not_make_a_variance_that_norms_explain():
     """As in grouped heads of 32, trained: 1.2 times what the norms predict, on rows of 1 to 16 keys."""
     torch.manual_seed(0)

@@ -12,7 +12,8 @@ uniform row's gain (benchmarks/sound_models.py), and less than 0.05 is asked for
 less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose: a note
 where the scale is not small, as fresh models of small weights begin so. One head alone is off from 256 on, in both
 variances. And all layers are off together where every one of them has both variances above 16 and a gain under 0.7:
-the first layer of sound models stays below 9 in one of them, whatever the others learned.
+the first layer of sound models stays below 9 in one of them, whatever the others learned. Where it is not so much, but
+above 3 in every layer, and the scale is large, nobody can see whether 1/√d is in the queries: a note asks.
 """
 
 from __future__ import annotations
@@ -27,19 +28,23 @@ HIGH, LOW = 8.0, 1.0 / 32.0
 GAIN, SUSPECTED = 0.05, 0.3  # of a uniform row's; where the scale is LARGE the second, and half of HIGH
 EVERYWHERE, KEPT = 16.0, 0.7  # variance and gain that, passed in every layer, no sound model has
 WIDE = 32  # heads from which on it tells something that the norms explain the variance
+ASKED = 3.0  # variance in every layer from which on a large scale is asked about
 ALONE = 256.0  # a single head, where its layer is in order: a standard deviation of 16; MiniLM has one at 8
 
 
 def find(heads):
-    high, low, alone = [], [], []
+    high, low, alone, asked = [], [], [], []
     layers = by_layer(heads)
     all_of_them = len(layers) > 1 and all(map(is_high, layers))
+    doubtful = all(members[0].scale > LARGE and min(variances(members)) > ASKED for members in layers)
     for members in layers:
         measured, predicted = variances(members)
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         limit = HIGH / 2 if members[0].scale > LARGE else HIGH
         if all_of_them or (min(measured, predicted) > limit and suffers(members)):
             high += numbers
+        elif doubtful:
+            asked += numbers
         elif max(measured, predicted) < LOW:
             low += numbers
         elif telling(members[0]):
@@ -64,6 +69,16 @@ def find(heads):
             threshold,
             "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=sqrt', 'qk_norm', "
             "'temperature=4'].",
+        ),
+        *finding(
+            KIND,
+            "note",
+            asked,
+            "The logits' variance is {range} where 1/√d aims at 1, and the scale of the call is "
+            f"{asked[0][0].scale if asked else 0.0:.2g}/√d.",
+            f"scale > {LARGE:g}/√d, with both variances > {ASKED:g} in every layer",
+            "If the queries are multiplied by 1/√d before the call, all is well: sound models come to such variances. "
+            "Else it was left out.",
         ),
         *finding(
             KIND,

@@ -30,7 +30,7 @@ STATISTICS = ["tests/test_statistics.py"]
 KERNELS = ["tests/test_kernel_attention.py", "-k", "not other_types"]
 LISTS = ["tests/test_kernel_lists.py", *KERNELS]
 DECODE = ["tests/test_kernel_decode.py"]
-ROWS = ["tests/test_kernel_rows.py", "-k", "not editing_a_tile and not without_triton and not from_its_file"]
+ROWS = ["tests/test_kernel_rows.py", "-k", "not editing_a_tile and not without_triton"]
 CPU = ["tests/test_cpu_attention.py"]
 
 

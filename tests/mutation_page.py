@@ -67,6 +67,9 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "at k = 0 the quotient is not the one chosen, and nobody differentiates here"
     ),
     ("c = torch.minimum(c, highest)", "torch.maximum"): "where Newton's steps begin; the first one brings it back",
+    ("return bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0)", "(np.inf)"): (
+        "an end that is not seen costs a selection, which gives the same 0"
+    ),
     ("near = w.abs() < 0.1", "(w.abs() <= 0.1)"): "at |w| = 0.1 both forms are exact",
 }
 

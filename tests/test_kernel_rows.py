@@ -290,13 +290,24 @@ normalizer = Ratio(name="squared_relu", formula="max(s, 0)² / Σ", sums_to="1 o
 """
 
 
-def test_a_ninth_normalizer_runs_from_its_file(tmp_path, plan):
+@pytest.fixture
+def ninth(tmp_path):
     (tmp_path / "squared_relu.py").write_text(NINTH)
-    try:
-        normalizers.discover(tmp_path)
-        _compare(normalizers.get("squared_relu"), *torch.randn(2, 4, 37).to(DEVICE))
-    finally:
-        normalizers._members.pop("squared_relu", None)
+    normalizers.discover(tmp_path)
+    yield normalizers.get("squared_relu")
+    normalizers._members.pop("squared_relu", None)
+
+
+def test_a_ninth_normalizer_runs_from_its_file(ninth, plan):
+    _compare(ninth, *torch.randn(2, 4, 37).to(DEVICE))
+
+
+@pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
+def test_a_ninth_normalizer_in_pieces(ninth, cut, monkeypatch):
+    _take(monkeypatch, cut)
+    s, dp = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16).to(DEVICE)
+    monkeypatch.setattr(rows, "plan", lambda R, N, n, *_: cut if n == 1 else rows.Plan(1, 512, 1, 1, False))
+    _compare(ninth, s, dp, scale=0.7)
 
 
 COMPILE = """

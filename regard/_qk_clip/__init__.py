@@ -87,6 +87,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             for tensor in tensors:
                 tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())
         result._found[name] = tops, factors
+    result._skipped |= watch.unseen
+    watch.unseen.clear()
     for name in watch.ours.keys() - result._found.keys():
         why = not_growing(modules[name])
         if why is not None:

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
 from regard._qk_clip.following import Following
+from regard.health.call import MAPPED
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception
 from regard.nn import MultiheadAttention
@@ -27,6 +28,7 @@ class Watch:
         self.lengths: dict[str, Tensor] = {}  # layer -> [2, H]: root mean squares of q and k in the last forward
         self.head_dim: dict[str, int] = {}
         self.following: dict[str, Following] = {}
+        self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be looked at
         self.forwards = 0
         self._marked: tuple[int, int] | None = None
         self.ours = {
@@ -73,7 +75,7 @@ class Watch:
 
     def check(self, model: nn.Module) -> None:
         """Forwards or steps were made and no attention was seen: say so, or nothing would ever be clipped."""
-        if self.largest or not (self.forwards or self._stepped(model)):
+        if self.largest or self.unseen or not (self.forwards or self._stepped(model)):
             return
         if self.ours and all(not_growing(module()) for module in self.ours.values()):
             return  # `skipped` says so
@@ -100,6 +102,9 @@ class Watch:
 
     def __call__(self, call, name: str, otherwise) -> Tensor:
         output = otherwise()
+        if call.obstacle == MAPPED:
+            self.unseen[name] = MAPPED
+            return output
         if self._read(name):  # the call itself has its temperature in the scale
             return output
         names = ("scale", "window", "key_lengths")

@@ -14,6 +14,7 @@ import regard
 
 CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention, or what holds them, are called
 HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
+MAPPED = "it is called under torch.vmap, where no number can be looked at"
 HIDING = -9e3  # and so it does from here on where it holds nothing else but 0: −1e4 is what older models write
 
 
@@ -75,6 +76,15 @@ def as_four(x: Tensor) -> Tensor:
     return x.flatten(0, x.ndim - 4)
 
 
+def is_mapped(x: Tensor | None) -> bool:
+    """Does it stand for many tensors, inside torch.vmap?"""
+    while x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
 def causal_rows(rows: Tensor, keys: int) -> Tensor:
     """The rows of torch's causal mask, [1, 1, rows, keys]: query i sees keys ≤ i."""
     for known, length, mask in _CAUSAL:  # layers ask for the same
@@ -99,7 +109,7 @@ def cleaned(mask: Tensor | None) -> Tensor | None:
     >>> cleaned(torch.tensor([[0.0, -1e9]]))
     tensor([[ True, False]])
     """
-    if mask is None or mask.dtype == torch.bool:
+    if mask is None or mask.dtype == torch.bool or is_mapped(mask):
         return mask
     now = None if mask.is_inference() else mask._version
     for raw, version, clean in _CLEANED:  # layers share their mask

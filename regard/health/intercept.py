@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import UserList
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from regard.health.call import Call, as_four, causal_rows, cleaned, forget_masks, rows_of
+from regard.health.call import MAPPED, Call, as_four, causal_rows, cleaned, forget_masks, is_mapped, rows_of
 from regard.health.forwards import OPENED, bury_dead, close_forward, open_forward
 from regard.health.threads import PerThread, SlowPath, lock_of
 from regard.health.uses import given_tokens
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
+SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
 PLAIN = (
     nn.Linear,
     nn.LayerNorm,
@@ -193,6 +195,8 @@ def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
             swapped = one.swap(swapped)
     if swapped is not call:
         otherwise = swapped.run
+    if any(is_mapped(x) for x in (call.q, call.k, call.v, call.mask)):
+        swapped = replace(swapped, obstacle=MAPPED)
     for one in reversed(ACTIVE):  # the first one asked has the others behind it
         if one.observe is not None and id(call.module) in one.names:
             otherwise = partial(one.observe, swapped, one.names[id(call.module)], otherwise)
@@ -214,7 +218,7 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.handlers = {
-            SDPA: lambda func, args, kwargs: _sdpa(*args, **kwargs),
+            **dict.fromkeys(SDPAS, lambda func, args, kwargs: _sdpa(*args, **kwargs)),
             F.multi_head_attention_forward: _multi_head,
             torch.ops.regard.attention.default: lambda func, args, kwargs: _regard(func, args),
         }

@@ -14,6 +14,7 @@ from regard.lab import estimate
 from regard.lab.bench import Bench
 from regard.lab.claim import Finding, Undecided, above, below, near
 from regard.lab.estimate import Estimate, exact
+from regard.lab.figure import Figure
 from regard.lab.mathematics import line
 from regard.lab.run import TRAINING, claims
 
@@ -128,6 +129,15 @@ def test_seeds_matter_and_repeat():
     lab.run("dot-mean", 1)
     assert lab.run("dot-variance", 1).measured == first
     assert not torch.equal(Bench(0, "a").normal(4), Bench(0, "b").normal(4))
+
+
+def test_ticks_are_numbers_that_somebody_chose():
+    def ticks(*x):
+        return Figure("lines", "x", "y", {"a": (x, x)}, log_x=True).spec()["layer"][0]["encoding"]["x"]["axis"]
+
+    assert ticks(16.0, 256.0, 16384.0)["values"] == [16.0, 256.0, 16384.0]
+    assert ticks(1e-7, 0.05, 1.0)["values"] == [1e-7, 0.05, 1.0]
+    assert "values" not in ticks(2.5726e-14, 2.286e-7, 0.21563)  # Vega's own then
 
 
 def test_the_rule():

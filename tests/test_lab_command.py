@@ -58,6 +58,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(capsys, monkeypatch):
     ("argv", "message"),
     [
         (["lab", "no-such-claim"], "claim 'no-such-claim' is unknown"),
+        (["lab", "Dot_Mean"], "did you mean 'dot-mean'"),
         (["lab", "not-yet"], "waits for training"),
         (["lab", "e24", "--seed", "-1"], "--seed must lie in"),
         (["lab", "e24", "--html", ""], "--html is empty"),

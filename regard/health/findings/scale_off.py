@@ -12,7 +12,7 @@ uniform row's gain (benchmarks/sound_models.py), and less than 0.05 is asked for
 less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose: a note
 where the scale is not small, as fresh models of small weights begin so. One head alone is off from 256 on, in both
 variances. And all layers are off together where every one of them has both variances above 16 and a gain under 0.6:
-the first layer of sound models stays below 9 or keeps its gain, whatever the others learned. Where it is not so much, but
+the first layer of sound models stays below 9 or keeps its gain, whatever the others learned. Where it is less, but
 above 3 in every layer, and the scale is large, nobody can see whether 1/√d is in the queries: a note asks.
 """
 

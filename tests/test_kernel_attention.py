@@ -97,6 +97,15 @@ def test_nearly_one_hot_rows_keep_their_gain_and_entropy():
         torch.testing.assert_close(stats[name].double(), truth[name].expand(2), rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("sharp", [1e-6, 300.0])
+@pytest.mark.parametrize("m", [1, 9])
+def test_support_counts_the_weights_that_underflow(m, sharp):
+    """Found by `regard bench accuracy` on a GPU: softpick's, of keys far below the maximum or next to 0."""
+    problem = make(17, "softpick", b=1, h=2, g=1, m=m, n=50, d=16, e=16, sharp=sharp, stats=("support",))
+    _, truth = reference.of_problem(problem)
+    assert torch.equal(attention.forward(problem).stats.double(), truth) and truth.max() > 5
+
+
 HIDING = (
     dict(causal=True, m=9, n=20),
     dict(left=2, right=2, m=18, n=24),

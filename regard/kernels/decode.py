@@ -167,7 +167,8 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             se += tiles.fold(tl.where(seen & below, tl.exp2((y - r.top[:, None]) * b2[:, None]), 0.0), C)
         if NEED.distance:
             far += statistics.stretch(u, i, j, start, su, False, C)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, u, C)
+    weighs = statistics.weighs(u, y, a, seen, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, weighs, C)
     r = Sums(
         r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
     )  # fmt: skip

@@ -155,7 +155,8 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             if opt.ahead is not None:
                 place = i + opt.ahead
             far += statistics.stretch(u, place, j, start, sum_u, C.BEHIND and not EDGE, C)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, u, C)
+    weighs = statistics.weighs(u, y, a, seen, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, weighs, C)
     r = Sums(
         top, frame, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
     )

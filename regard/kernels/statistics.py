@@ -133,6 +133,14 @@ def log2_or_0(u):
 
 
 @triton.jit
+def weighs(u, y, a, seen, C: tl.constexpr):
+    """Above 0 where a key has weight: of a ratio where u rises, however small exp(s − m) is."""
+    if C.F.family == "ratio" and not C.F.exponential:
+        u = tl.where(seen, C.F.numerator_slope(1.0, y * a[:, None], 1.0), 0.0)
+    return u
+
+
+@triton.jit
 def counts(r, y, seen, j, top, u, C: tl.constexpr):
     """What does not depend on the frame: (support, n, first, first_y, pivot, mean, m2) after this tile."""
     NEED: tl.constexpr = C.NEED

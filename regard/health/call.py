@@ -35,6 +35,7 @@ class Call:
     cross: bool | None = None  # do the queries come from elsewhere than the keys? None: the module's name tells
     sliceable: bool = True  # may `own` be asked for a few rows only?
     obstacle: str | None = None  # why it cannot be measured, where that is plain from the outside
+    folded: bool = False  # of three dims, which may hold heads among the sequences
     told: dict = field(default_factory=dict)  # what the model told its attention function beside all this
 
     @property

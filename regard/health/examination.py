@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.health import findings
 from regard.health.bins import LAYOUT
 from regard.health.call import forget_masks
-from regard.health.heads import heads_if, heads_of, tell_early
+from regard.health.heads import heads_if, heads_of, tell_early, uncounted
 from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
@@ -180,6 +180,7 @@ def _report(
         refused = [(layer.name, layer.refused[change.name]) for layer in layers if change.name in layer.refused]
         what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
+    unmeasured += uncounted(layers, heads)
     unmeasured += [(name, "no attention call was seen in it") for name in _silent(modules, layers)]
     interrupted = None
     if failure is not None:

@@ -75,6 +75,24 @@ def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
     return [head for heads in _heads(pairs) for head in heads]
 
 
+def uncounted(layers: Iterable[Layer], heads: Iterable[HeadReading]) -> list[tuple[str, str]]:
+    """(layer, reason) of those that were read faithfully, but have heads without a row that counts."""
+    told = {(head.index, head.head) for head in heads}
+    found = []
+    for layer in layers:
+        without = [head for head in range(layer.heads) if (layer.index, head) not in told]
+        if layer.reading is None or not without:
+            continue
+        if len(without) == layer.heads:
+            who = (
+                "none of its queries sees a key" if any(layer.blind) else "all of its rows are padding, or it has none"
+            )
+            found.append((layer.name, who))
+        else:
+            found.append((layer.name, f"in its heads {', '.join(map(str, without))} no query sees a key"))
+    return found
+
+
 def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading]]:
     """Per layer, the heads of a reading of it."""
     readings = fetched([reading for _, reading in pairs])

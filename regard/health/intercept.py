@@ -270,6 +270,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         options=dict(scale=scale),
         dropout=dropout_p,
         cross=cross,
+        folded=query.ndim == 3,
     )
     return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ class Sight:
     masks: list[Shown] = field(default_factory=list)  # what the masks of its calls show
     done: torch.cuda.Event | None = None  # when the reading has all that the batch told, if a GPU takes it aside
 
+    blind: Tensor | None = None  # [H] rows that see no key and are no padding
+
+    def misses(self, keys: Tensor, real: Tensor) -> None:
+        """Count them, of a call whose rows see so many keys, [B, H, M]."""
+        blind = ((keys == 0) & real[:, None]).sum((0, 2))
+        self.blind = blind if self.blind is None else self.blind + blind
+
     def differs(self, apart: Tensor) -> None:
         self.apart = apart if self.apart is None else torch.maximum(self.apart, apart)
 
@@ -64,6 +72,8 @@ class Layer:
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
     odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `Shown`
+    blind: list[int] = field(default_factory=list)  # per head, rows that see no key and are no padding; empty: none
+    folded: bool = False  # were its calls of three dims?
     told: tuple[LayerReading, list] | None = None  # the heads of a reading, told while the model was still at work
 
     @property
@@ -79,7 +89,13 @@ class Layer:
             self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
         self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
         self.odd |= {name for mask in sight.masks for name, so in mask.odd.items() if bool(so)}
+        if sight.blind is not None:
+            self.miss(sight.blind.tolist())
         return merged
+
+    def miss(self, blind: list[int]) -> None:
+        """Add rows that see no key, per head."""
+        self.blind = [a + b for a, b in zip_longest(self.blind, blind, fillvalue=0)]
 
     def join(self, other: Layer) -> None:
         """Add what another use told."""
@@ -92,6 +108,7 @@ class Layer:
         elif other.reading is not None:
             self.absorb(Sight(other.reading, 0.0, sampled=other.sampled, what_if=other.what_if), other.error)
             self.odd |= other.odd
+            self.miss(other.blind)
 
     def give_up(self, reason: str) -> None:
         self.reason, self.reading = reason, None
@@ -109,7 +126,7 @@ def folded(layers: Iterable[Layer]) -> list[Layer]:
         if key in told:
             told[key].join(layer)
         else:
-            told[key] = replace(layer, index=len(told), together=together) if many else layer
+            told[key] = replace(layer, index=len(told), together=together, told=None) if many else layer
     return list(told.values())
 
 
@@ -175,20 +192,22 @@ class Recorder:
         try:
             with torch.no_grad():
                 rebuilt, stats = self._measure(call)
-                rows, shown = self.rows.of(call, name)
+                rows, shown, real = self.rows.of(call, name)
         except (ValueError, TypeError, NotImplementedError) as error:
             return self._give_up(key, f"regard.attention cannot compute it: {error}", otherwise)
         known = self._batch.get(key)
         if known is not None and known.reading.heads != call.q.shape[1]:
             return self._give_up(key, HEADS_CHANGE, otherwise)
         long = call.sliceable and call.q.shape[2] > WHOLE
-        sampled = long and call is whole and not call.dropout and not call.q.requires_grad
+        sampled = long and call is whole and not call.dropout and not call.q.requires_grad and real is None
         output = rebuilt if sampled else otherwise()
         with torch.no_grad():
             sight = self._sight(key, call)
             sight.sampled |= sampled
             if shown is not None and shown.odd and not any(shown is mask for mask in sight.masks):
                 sight.masks.append(shown)
+            if real is not None:
+                sight.misses(stats["visible_keys"], real)
             start = self.standing.start(call, name)
             if start:
                 stats = {**stats, "distance": distance(call, stats, start, self.backend)}
@@ -212,7 +231,7 @@ class Recorder:
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
         if key not in self._batch:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
-            layer.heads = heads
+            layer.heads, layer.folded = heads, call.folded
             layer.kind, layer.dtype = call.kind, coarsest(call.q, call.k, call.v)
             layer.head_dim = call.q.shape[-1]
             scale = resolve_scale(call.options.get("scale"), layer.head_dim)

@@ -20,6 +20,8 @@ from regard.health.findings import Finding
 from regard.health.heads import HeadReading
 from regard.health.measure import Layer
 
+THREE_DIMS = "called with (N, L, d), where heads cannot be told from sequences: all of them are read as one head"
+
 
 @dataclass(frozen=True)
 class WhatIfReading:
@@ -145,6 +147,7 @@ def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: 
         else "on every counted row"
     )
     together = [layer.name for layer in measured if layer.together]
+    folded = [layer.name or type(model).__name__ for layer in measured if layer.folded]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return dict(
         model=type(model).__name__,
@@ -161,6 +164,7 @@ def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: 
         ),
         counted="rows of padding queries and rows that see no key are left out",
         **({"used_too_often_to_be_layers_each": together} if together else {}),
+        **({"three_dims": dict(layers=folded, means=THREE_DIMS)} if folded else {}),
         quantiles="from histograms of 512 fixed bins, within one bin's width",
         versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Which query rows count, and what a mask shows that it should not: padding, or one key too many.
+"""Which query rows count, and what a mask shows that it should not, or hides: padding, one key too many, all keys.
 
 Layers share their masks, so what was found of one is kept for a forward.
 """
@@ -24,12 +24,14 @@ class Shown:
     """What a mask shows: [B, N] keys that some query sees, [B, M] queries that see some key.
 
     `odd` answers, on the device, what can be asked of it: "padding", does a query of text see that? "ahead", "behind":
-    is it a causal mask but for one key more, or less?
+    is it a causal mask but for one key more, or less? "after": is it one upside down?
     """
 
     keys: Tensor
     queries: Tensor
     odd: dict[str, Tensor] = field(default_factory=dict)
+    blind: Tensor | None = None  # [B, M] queries that see none, in one head at least
+    real: dict[bool, Tensor | None] = field(default_factory=dict)  # by cross: see `Rows.of`
 
 
 def padding_of(batch: Any, two_sided: bool = False) -> list[Tensor]:
@@ -75,8 +77,9 @@ class Rows:
         self._masks.clear()
         self._last.clear()
 
-    def of(self, call: Call, name: str = "") -> tuple[Tensor | None, Shown | None]:
-        """([B, M] bool, or None if every row counts; what the mask shows, if it was looked at).
+    def of(self, call: Call, name: str = "") -> tuple[Tensor | None, Shown | None, Tensor | None]:
+        """([B, M] bool, or None if every row counts; what the mask shows, if it was looked at; which rows should count,
+        [B, M], if some of those see no key).
 
         Padding is what the batch calls so; where it does not say, a key that no query sees, and in self-attention the
         query at its place. Cross-attention has its queries' padding from the self-attention before it.
@@ -87,7 +90,7 @@ class Rows:
         before = self._last.get((batch, queries)) if cross else None
         text = None if cross or queries != keys else self._text(batch, queries, call.q.device)
         plain = call.mask is None and call.options.get("key_lengths") is None
-        shown = None
+        shown = real = None
         if plain and text is None:
             rows = before
         else:
@@ -96,9 +99,12 @@ class Rows:
             if known is None and not cross and queries == keys:
                 known = shown.keys
             rows = shown.queries if known is None else shown.queries & known
+            if cross not in shown.real:
+                shown.real[cross] = _unserved(shown, known, cross)
+            real = shown.real[cross]
         if not cross:
-            self._last[batch, queries] = rows
-        return rows, shown
+            self._last[batch, queries] = rows if real is None else real
+        return rows, shown, real
 
     def _text(self, batch: int, queries: int, device: torch.device) -> Tensor | None:
         """The padding of a batch as a call of that shape has it."""
@@ -123,6 +129,7 @@ class Rows:
             found = Shown(
                 torch.arange(keys, device=device) < within[:, None], (within > 0)[:, None].expand(batch, queries)
             )
+            found.blind = None if lengths is None else ~found.queries
             if text is not None and lengths is None and call.options.get("window") is None:
                 padded = (~text).cumsum(1) > 0 if call.causal else (~text).any(1, keepdim=True)  # is there some to see?
                 found.odd["padding"] = (padded & text).any()
@@ -130,22 +137,39 @@ class Rows:
         return found
 
 
+def _unserved(shown: Shown, known: Tensor | None, cross: bool) -> Tensor | None:
+    """[B, M] the queries that are no padding, if one of them sees no key."""
+    if shown.blind is None:
+        return None
+    some, blind = torch.stack([shown.queries.any(), shown.blind.any()]).tolist()
+    if not blind:
+        return None
+    if known is shown.keys and not some:  # where nothing is seen at all, that says nothing about padding
+        known = None
+    if known is None and some and not cross:  # behind a cache queries stand anywhere, and padding may be among them
+        return None
+    real = torch.ones_like(shown.queries) if known is None else known
+    return real if bool((shown.blind & real).any()) else None
+
+
 def _of_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Tensor | None) -> Shown:
     shown = mask if mask.dtype == torch.bool else mask != -math.inf
     while shown.ndim < 4:
         shown = shown[None]
+    blind = ~shown.any(3).all(1).expand(batch, queries)
     shown = shown.any(1)  # [B or 1, M or 1, N]
-    found = Shown(shown.any(1).expand(batch, keys), shown.any(2).expand(batch, queries))
+    found = Shown(shown.any(1).expand(batch, keys), shown.any(2).expand(batch, queries), blind=blind)
     if text is not None:
         each = shown.expand(batch, queries, keys)
         found.odd["padding"] = torch.stack([(each[b] & text[b, :, None] & ~text[b]).any() for b in range(batch)]).any()
     if shown.shape[1] == keys == queries >= LEAST:
-        found.odd |= dict(ahead=_triangle(shown, 1), behind=_triangle(shown, -1))
+        square = torch.ones(keys, keys, dtype=torch.bool, device=shown.device)
+        diagonals = dict(ahead=square.tril(1), behind=square.tril(-1), after=square.triu(1))
+        found.odd |= {name: _like(shown, expected) for name, expected in diagonals.items()}
     return found
 
 
-def _triangle(shown: Tensor, over: int) -> Tensor:
-    """Does query i see key j just where j ≤ i + over, but for padding?"""
-    expected = torch.ones(shown.shape[1:], dtype=torch.bool, device=shown.device).tril(over)
+def _like(shown: Tensor, expected: Tensor) -> Tensor:
+    """Does query i see key j just where it is expected to, but for padding?"""
     seen, alive = shown.any(1)[:, None], shown.any(2)[..., None]
-    return ((shown == (expected & seen)) | ~alive).all()
+    return ((shown == (expected & seen)) | ~alive).all() & alive.any()

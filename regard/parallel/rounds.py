@@ -92,7 +92,7 @@ class Rounds:
         told: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
         told["layers"] = [_told(layer) for layer in self.recorder.layers.values()]
         for layer in self.recorder.layers.values():  # the next round's readings are its own
-            layer.reading, layer.error = None, 0.0
+            layer.reading, layer.error, layer.blind = None, 0.0, []
             layer.what_if.clear()
         everyone = self._gathered(told, number)
         errors = [(rank, x["error"]) for rank, x in enumerate(everyone) if x["error"] is not None]
@@ -283,8 +283,10 @@ def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
         layer.give_up(told["reason"])
         return
     layer.heads, layer.kind = told["heads"] or layer.heads, told["kind"] or layer.kind
+    layer.folded = told["folded"]
     layer.head_dim, layer.scale = told["head_dim"] or layer.head_dim, told["scale"]
     layer.dtype = layer.dtype if told["dtype"] is None else getattr(torch, told["dtype"])
+    layer.miss(told["blind"])
     if told["reading"] is not None:
         reading = _reading(told["reading"])
         layer.reading = reading if layer.reading is None else layer.reading.merge(reading)

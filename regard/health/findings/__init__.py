@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from regard.health.findings import _not_finite, _odd_mask
+from regard.health.findings import _blind_rows, _not_finite, _odd_mask
 from regard.health.findings._finding import SEVERITIES, Finding
 
 __all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
@@ -29,11 +29,11 @@ def _modules() -> list[ModuleType]:
 
 
 def kinds() -> list[str]:
-    return sorted([_not_finite.KIND, *_odd_mask.KINDS, *(module.KIND for module in _modules())])
+    return sorted([_blind_rows.KIND, _not_finite.KIND, *_odd_mask.KINDS, *(module.KIND for module in _modules())])
 
 
 def find_all(heads: Sequence, layers: Sequence = ()) -> list[Finding]:
     """Every finding about heads that were measured, and about their layers and those that were not, gravest first."""
     found = [finding for module in _modules() for finding in module.find(heads)] if heads else []
-    found += _not_finite.find(layers) + _odd_mask.find(layers)
+    found += _not_finite.find(layers) + _odd_mask.find(layers) + _blind_rows.find(layers)
     return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), -len(finding.heads), finding.kind))

@@ -1,9 +1,9 @@
-"""Odd masks: text that sees padding, and a causal mask that is one key off. Facts about layers, not measurements.
+"""Odd masks: text that sees padding, a causal mask that is one key off, or inverted. Facts about layers.
 
 A batch says itself what is padding (`attention_mask` beside `input_ids`); a query of text to which a layer shows such a
 key gives it weight. A square mask that shows query i just the keys j ≤ i + 1 is a causal one with its diagonal wrong:
 a model that predicts the next token sees it. One that shows j ≤ i − 1 hides each token from itself, which some models
-mean, and the first sees nothing.
+mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from regard.health.findings._finding import Finding
 
-PADDING, OFF = "sees padding", "mask off by one"
-KINDS = (PADDING, OFF)
+PADDING, OFF, INVERTED = "sees padding", "mask off by one", "mask inverted"
+KINDS = (PADDING, OFF, INVERTED)
 TOLD = {
     "padding": (
         PADDING,
@@ -35,6 +35,14 @@ TOLD = {
         "Each query sees the keys before it but not its own, and the first one sees none.",
         "query i sees key j just where j ≤ i − 1, over a whole square mask",
         "Make the mask with tril(), diagonal 0, or use is_causal=True. If a token is not to see itself, all is well.",
+    ),
+    "after": (
+        INVERTED,
+        "warning",
+        "Each query sees just the keys after it, and the last one sees none: a causal mask, inverted.",
+        "query i sees key j just where j > i, over a whole square mask",
+        "True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention: use ~mask, or "
+        "is_causal=True. If a token is to see only what follows it, all is well.",
     ),
 }
 

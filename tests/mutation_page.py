@@ -70,6 +70,11 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
     ("return bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0)", "(np.inf)"): (
         "an end that is not seen costs a selection, which gives the same 0"
     ),
+    (
+        "self.width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most",
+        "(self.left + self.right - 1)",
+    ): "how many rows make a block, not which keys they see",
+    ("if 2 * count < size:", "(2)"): "when entries are packed, which drops none that can count",
     ("near = w.abs() < 0.1", "(w.abs() <= 0.1)"): "at |w| = 0.1 both forms are exact",
 }
 

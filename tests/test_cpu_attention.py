@@ -245,6 +245,22 @@ def test_what_nobody_sees_changes_nothing(how, poison, name):
         assert torch.equal(clean, poisoned) and clean.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("options", "key"), [(dict(left=2, right=0), 0), (dict(left=1, right=2), 7), (dict(causal=True), 11)]
+)
+def test_a_bad_key_reaches_the_queries_that_see_it_and_no_other(options, key):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 12, 4, generator=generator) for _ in range(3))
+    k[:, :, key] = math.nan
+    mask = torch.ones(1, 2, 12, 12, dtype=torch.bool)  # behind a mask, bad keys that nobody sees are looked for
+    problem = Problem(q, k, v, normalizers.get("softmax"), 0.5, mask=mask, **options)
+    left, right = problem.reach
+    i = torch.arange(12)
+    sees = (key >= i - (12 if left is None else left)) & (key <= i + right)
+    assert sees.any() and not sees.all()
+    assert torch.equal(attention.forward(problem).o.isfinite().all(-1), ~sees.expand(1, 2, 12))
+
+
 def test_a_row_without_keys_gives_zeros():
     problem, upstream = draw("softmax1", 0, key_lengths=None, left=None, right=None, dropout_p=0.0)
     mask = torch.ones(*problem.q.shape[:3], problem.k.shape[2], dtype=torch.bool)

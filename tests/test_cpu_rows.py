@@ -349,6 +349,47 @@ NINTH = """
 """
 
 
+BELL = """
+    import torch
+    from regard.normalizers import Pointwise
+    from regard.normalizers._language import jit, tl
+
+    def reference(scores, visible, theta):
+        p = torch.exp(-scores * scores)
+        return p if visible is None else p.masked_fill(~visible, 0.0)
+
+    @jit
+    def value(s, theta):
+        return tl.exp(-s * s)
+
+    @jit
+    def slope(s, theta):
+        return -2.0 * s * tl.exp(-s * s)
+
+    normalizer = Pointwise(
+        name="bell", formula="", sums_to="≤ n", sparse=False, paper="", reference=reference, value=value, slope=slope
+    )
+"""
+
+
+def test_a_pointwise_map_whose_slope_needs_the_score(tmp_path):
+    (tmp_path / "bell.py").write_text(textwrap.dedent(BELL))
+    try:
+        normalizers.discover(tmp_path)
+        choice = normalizers.get("bell")
+        s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
+        s[3, 5], s[4, 6], s[5, 7] = INF, NAN, -INF
+        p, ds, _ = both_ways(s, choice, dp, scale=0.7)
+        assert p[3:5].isnan().all() and ds[3:5].isnan().all() and p[5, 7] == 0 and ds[5, 7] == 0
+        clean = s.masked_fill(~s.isfinite(), 0.0)
+        exact = [x.masked_fill(s == -INF, 0.0) for x in oracle(clean, choice, dp, scale=0.7)]
+        rest = [0, 1, 2, 5, 6, 7, 8]
+        torch.testing.assert_close(p[rest].double(), exact[0][rest], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ds[rest].double(), exact[1][rest], rtol=1e-4, atol=1e-5)
+    finally:
+        normalizers._members.pop("bell", None)
+
+
 def test_a_ninth_normaliser_from_a_file_and_its_edit(tmp_path):
     try:
         for power in (1.0, 3.0):  # the second time the file has changed: no stale code

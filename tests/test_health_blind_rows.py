@@ -120,6 +120,18 @@ def test_a_causal_mask_with_true_and_false_exchanged(hidden):
     assert (told.kind, told.severity, len(told.heads)) == ("mask inverted", "warning", 2)
 
 
+def test_a_monitor_writes_no_numbers_of_heads_that_see_nothing():
+    model, rows = Reader(torch.stack([EVEN, NOTHING])), []
+    with regard.Monitor(model, every=1, log=rows.append):
+        model()
+    assert [row["head"] for row in rows] == [0] and math.isfinite(rows[0]["max_logit"])
+    model = Reader(NOTHING)
+    told = pytest.warns(regard.health.AttentionWarning, match="it is not watched: none of its queries sees a key")
+    with told, regard.Monitor(model, every=1, log=rows.append):
+        model()
+    assert len(rows) == 1
+
+
 def test_batches_and_snapshots_add_up(tmp_path):
     model = Reader(EVEN)
     masks = [EVEN, ~NOTHING]

@@ -16,6 +16,7 @@ from regard.health.spreads import Spreads
 
 LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
 LEAST_KEYS = 4
+SEES_NOTHING = "none of its queries sees a key"
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 
 
@@ -84,9 +85,7 @@ def uncounted(layers: Iterable[Layer], heads: Iterable[HeadReading]) -> list[tup
         if layer.reading is None or not without:
             continue
         if len(without) == layer.heads:
-            who = (
-                "none of its queries sees a key" if any(layer.blind) else "all of its rows are padding, or it has none"
-            )
+            who = SEES_NOTHING if any(layer.blind) else "all of its rows are padding, or it has none"
             found.append((layer.name, who))
         else:
             found.append((layer.name, f"in its heads {', '.join(map(str, without))} no query sees a key"))

@@ -11,8 +11,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from regard.health.bins import NAMES
+from regard.health.bins import NAMES, ROW
 from regard.health.forwards import close_context, close_forward, open_forward
+from regard.health.heads import SEES_NOTHING
 from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.writers import MEANS, writer
@@ -166,11 +167,16 @@ class Monitor:
         means = reading.mean.tolist()
         tops = reading.high[NAMES.index("max_logit")].tolist()
         rows = []
-        for head in range(reading.heads):
+        for head, counted in enumerate(reading.count[ROW["visible_keys"]].tolist()):
+            if not counted:  # this sample has no row of it that sees a key and is no padding
+                continue
             row = dict(step=self.step, layer=layer.label, head=head, max_logit=tops[head])
             rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
             self._follow(rows[-1])
-        self._write(rows)
+        if rows:
+            self._write(rows)
+        elif any(layer.blind):
+            self.unmeasured[layer.label] = SEES_NOTHING
 
     def _follow(self, row: dict) -> None:
         """Warn of a trend: every one of the last samples beyond the one before, and their line passes the limit.

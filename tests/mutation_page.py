@@ -75,6 +75,13 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "(self.left + self.right - 1)",
     ): "how many rows make a block, not which keys they see",
     ("if 2 * count < size:", "(2)"): "when entries are packed, which drops none that can count",
+    ("if i > 0:", "(i >= 0)"): "before the first piece the sums are 0, and what they are multiplied by is finite",
+    ("inverse = tl.minimum(1.0 / tl.where(m > 0.0, m, 1.0), 2.0**126)", "(m >= 0.0)"): "at m = 0 the other is chosen",
+    ("e = tl.where(tl.abs(y) < 0.5, y * c * q, e - c)", "(tl.abs(y) <= 0.5)"): "at |y| = 0.5 both forms are exact",
+    (
+        "return tl.where(part < parts, tl.load(x + (first + tl.minimum(part, parts - 1)) * SIZE + cell), 0.0)",
+        "(parts + 1)",
+    ): "what is read beyond the last part is not used",
     ("near = w.abs() < 0.1", "(w.abs() <= 0.1)"): "at |w| = 0.1 both forms are exact",
 }
 

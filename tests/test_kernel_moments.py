@@ -60,10 +60,14 @@ def summed(p):
 def test_statistics_of_sums(options, sharp):
     p = make(1, b=2, h=2, g=1, m=40, n=50, d=16, e=16, dtype=torch.float16, sharp=sharp, **options)
     p.k[1] += 9.0 if sharp < 1 else 0.0  # means that dwarf some of the deviations
+    p.q[0, 0, -1], p.q[0, 0, -1, 0] = 0.0, 1.0  # a query whose largest product is 0, far above the rest
+    p.k[0, 0, :, 0] = -60.0
+    p.k[0, 0, 3, 0] = 0.0
     rough, stats = summed(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
+    rough[5, 1, 0, 7] = math.inf  # a reach that no float16 product has
     attention._statistics(p, rough, stats)
     vague = rough[0] < math.inf
-    assert vague.any() and not vague.all()
+    assert vague.any() and not vague.all() and vague[0, 0, -1] and vague[1, 0, 7]
     _, truths = reference.of_problem(p)
     for name, ours, truth in zip(p.stats, stats.double(), truths, strict=True):
         assert ((ours - truth).abs() / (truth.abs() + FLOOR[name])).max() <= 3e-4, name

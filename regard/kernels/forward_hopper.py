@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard.kernels import ptx, tiles, warpgroup
-from regard.kernels.hopper_ring import Ring, Walk, barriers, fetch, pass_by, ready, start_of
+from regard.kernels.hopper_ring import Ring, barriers, fetch, pass_by, ready, rounds_of, start_of, walk_of
 from regard.kernels.hopper_rows import Targets, finish, form
 from regard.kernels.tiles import LOG2E
 from regard.kernels.warpgroup import ROWS
@@ -93,7 +93,16 @@ def operand(u, ring, C: gl.constexpr):
 
 
 @gluon.jit
-def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
+def consume(targets, ring, opt, blocks, part: gl.constexpr, C: gl.constexpr):
+    base = 0
+    for round in range(rounds_of(blocks, opt, C)):
+        walk = walk_of(round, base, opt, C)
+        consume_block(targets, ring, walk, opt, blocks, part, C)
+        base = walk.end + C.FORMS
+
+
+@gluon.jit
+def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.constexpr):
     F: gl.constexpr = C.F
     PIECES: gl.constexpr = C.PIECES
     WIDTH: gl.constexpr = C.BN // C.PIECES
@@ -102,12 +111,12 @@ def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     r0 = walk.i0 + part * ROWS
     i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE))
     last = i * 0 + opt.keys
-    begin = 0
+    begin = walk.base
     if C.BEHIND:
         last = gl.minimum(i + 1, last)
         if C.BM > C.BN:
-            begin = gl.maximum(walk.count - 1 - r0 // C.BN, 0)
-            pass_by(begin, ring, C)
+            begin = walk.base + gl.maximum(walk.count - 1 - r0 // C.BN, 0)
+            pass_by(walk.base, begin, ring, C)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
         a = 1.0 / tiles.rows_of(opt.temperature, walk.b, walk.h, i, i < opt.queries, 1.0).to(gl.float32)
@@ -115,8 +124,9 @@ def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     theta = tiles.number(opt.theta, gl.float32)
     r = warpgroup.nothing(WIDTH, PIECE, F)
     lanes = r.z + gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, r.z.type.layout)), 1)
-    q = ring.q.index(part).reshape([ROWS, C.D])
-    mbarrier.wait(ring.q_full.index(part), 0)
+    at = walk.round % 2 * C.PARTS + part
+    q = ring.q.index(at).reshape([ROWS, C.D])
+    mbarrier.wait(ring.q_full.index(at), (walk.round // 2) & 1)
     ready(begin, ring, walk, C)
     s = warpgroup_mma_wait(0, deps=[score(begin, q, ring, C)])
     mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
@@ -133,9 +143,9 @@ def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     r = warpgroup.joined(r, sums, i, start, r0, C, True)
     o = warpgroup.zeros(C.D, OUT)
     ready(begin + 1, ring, walk, C)
-    for t in range(begin + 1, walk.count):
+    for t in range(begin + 1, walk.end):
         o, p, r = step(t, o, p, r, q, ring, walk, i, lanes, theta, part, C)
-    end = walk.count - 1
+    end = walk.end - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
     values = ring.v.index(end % C.STAGES).reshape([C.BN, C.D])
     for c in gl.static_range(PIECES):
@@ -145,31 +155,22 @@ def consume(targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
     if C.SPAN != 0:
         formed = form(q, ring, walk, targets, opt, C)
     o = warpgroup_mma_wait(0, deps=[o])
-    finish(formed, o, r, q, i, a, targets, ring, walk, opt, part, C)
+    finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part, C)
 
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, form_blocks, frames, sums, rough, forms, opt, C: gl.constexpr
+    q_blocks, k_blocks, v_blocks, o_blocks, form_blocks, frames, sums, rough, forms, opt, blocks, C: gl.constexpr
 ):  # fmt: skip
     TYPE: gl.constexpr = q_blocks.dtype
     PARTS: gl.constexpr = C.PARTS
     STAGES: gl.constexpr = C.STAGES
-    blocks = gl.cdiv(opt.queries, C.BM)
-    pid = gl.program_id(0)
-    i0 = (blocks - 1 - pid % blocks) * C.BM  # the longest causal rows first
-    count = gl.cdiv(opt.keys, C.BN)
-    if C.BEHIND:
-        count = gl.minimum(count, gl.cdiv(i0 + C.BM, C.BN))
-    before = 0
-    if C.SPAN > 0:
-        before = gl.minimum(i0, opt.keys) // C.SPAN * C.SPAN
-    walk = Walk(pid // blocks // opt.heads, (pid // blocks) % opt.heads, i0, count, before)
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, ROWS, C.D], q_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [2 * PARTS, 1, 1, ROWS, C.D], q_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], k_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], v_blocks.layout),
-        barriers(PARTS, 1),
+        barriers(2 * PARTS, 1),
+        barriers(2 * PARTS, 1),
         barriers(STAGES, 1),
         barriers(STAGES, 1),
         barriers(STAGES, PARTS),
@@ -179,9 +180,9 @@ def forward_hopper(
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (consume, (targets, ring, walk, opt, 0, C)),
-                (consume, (targets, ring, walk, opt, 1, C)),
-                (fetch, (q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C)),
+                (consume, (targets, ring, opt, blocks, 0, C)),
+                (consume, (targets, ring, opt, blocks, 1, C)),
+                (fetch, (q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C)),
             ],
             [4, 1],
             [C.REGISTERS, 24],
@@ -189,10 +190,10 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (targets, ring, walk, opt, 0, C)),
-                (consume, (targets, ring, walk, opt, 1, C)),
-                (consume, (targets, ring, walk, opt, 2, C)),
-                (fetch, (q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C)),
+                (consume, (targets, ring, opt, blocks, 0, C)),
+                (consume, (targets, ring, opt, blocks, 1, C)),
+                (consume, (targets, ring, opt, blocks, 2, C)),
+                (fetch, (q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],

@@ -75,6 +75,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     if C.NEED.moments:
         off = mean / n
         spread = m2 - mean * off
-        vague = vague | (mean * off > 256.0 * spread) | (reach > 8192.0 * spread) | (reach == float("inf"))
+        sound = (mean * off <= 256.0 * spread) & (reach <= 8192.0 * spread)
+        vague = vague | ((sound == 0) & (z == z))
         tl.store(rough + 3 * rows + row, off, mask=inside & vague)
     tl.store(rough + row, tl.where(vague, top, float("inf")), mask=inside)

@@ -18,8 +18,10 @@ ROWS = 64  # queries of one warpgroup
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width
 TWO = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
+FOUR = {64: (128, 1, 2, 4, 240)}  # stages
 THREE = {64: (128, 1, 3, 3, 160)}  # warpgroups
 IN_PIECES = {64: (128, 4, 3, 3, 160)}
+SHORT = 4096  # keys
 LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
@@ -68,6 +70,11 @@ def capable(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
 
 
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def reachable(x: torch.Tensor) -> bool:
     """Can the bulk copy engine read this tensor?"""
     steps = (x.element_size() * stride for stride in x.stride()[:-1])
@@ -79,18 +86,18 @@ def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
     from regard.kernels.forward_hopper import forward_hopper
 
     C = shape_of(p)
+    blocks, programs = programs_of(p, C.BM)
     k, v = p.k, p.v
     if C.BEHIND and k.shape[-2] > p.q.shape[-2]:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
     rough = torch.empty(9, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else None
-    blocks = triton.cdiv(p.q.shape[-2], C.BM) * p.q.shape[0] * p.q.shape[1]
     blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
     forms, form_blocks = None, None
     if C.SPAN != 0:
         forms = moments.forms_of(p, C.SPAN)
         form_blocks = described(forms.products, C.BN)
-    arguments = *blocked, form_blocks, frame, z, rough, forms, options
-    launch(kind_of(p, o), forward_hopper, blocks, arguments, (C,), num_warps=4)
+    arguments = *blocked, form_blocks, frame, z, rough, forms, options, blocks
+    launch(kind_of(p, o), forward_hopper, programs, arguments, (C,), num_warps=4)
     if p.stats:
         statistics_of(rough)
 
@@ -101,6 +108,8 @@ def shape_of(p: Problem):
     d, behind = p.q.shape[-1], p.reach[1] is not None
     keys, pieces, parts, stages, registers = blocks_of(p)
     need = statistics.needs(p.stats, p.choice, False)
+    span = moments.span_of(p) if need.moments else 0
+    blocks, programs = programs_of(p, ROWS * parts)
     own = need.distance and not behind and parts == 2 and p.k.shape[-2] % keys == 0
     return Shape(
         F=bundle.of(p.choice),
@@ -114,16 +123,32 @@ def shape_of(p: Problem):
         REGISTERS=registers,
         PIECES=pieces,
         OWN=own,
-        SPAN=moments.span_of(p) if need.moments else 0,
+        PAIRS=behind and programs < blocks,
+        FORMS=triton.cdiv(3 * d, keys) if span else 0,
+        SPAN=span,
         LAZY=LAZY[p.q.dtype],
         ACC=tl.float32,
     )
 
 
+def programs_of(p: Problem, rows: int) -> tuple[int, int]:
+    """(blocks of queries, programs): one for each, or one for each multiprocessor, which fetches ahead.
+
+    The latter where rows are short and the programs' shares nearly equal.
+    """
+    blocks = triton.cdiv(p.q.shape[-2], rows)
+    heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
+    places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
+    even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
+    if p.k.shape[-2] > SHORT or (behind and blocks % 2) or not even:
+        places = heads * blocks
+    return heads * blocks, places
+
+
 def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
     """What was fastest on an H200."""
     F = bundle.of(p.choice)
-    table = TWO
+    table = FOUR if p.stats else TWO
     if not p.stats and (F.odds is not None or (F.family == "ratio" and F.exponential)):
         table = IN_PIECES
     elif not p.stats and F.signed is not None:

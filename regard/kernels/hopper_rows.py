@@ -54,13 +54,13 @@ def form(q, ring, walk, targets, opt, C: gl.constexpr):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
     turned = warpgroup.zeros(C.D, S)
     for c in gl.static_range(3):
-        t = walk.count + c * C.D // C.BN
+        t = walk.end + c * C.D // C.BN
         stage = t % C.STAGES
         mbarrier.wait(ring.k_full.index(stage), (t // C.STAGES) & 1)
         keys = ring.k.index(stage).reshape([C.BN, C.D]).slice(c * C.D % C.BN, C.D).permute((1, 0))
         turned = warpgroup_mma(q, keys, turned, use_acc=c > 0, is_async=True)
         turned = warpgroup_mma_wait(0, deps=[turned])
-        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.D % C.BN == 0)
+        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.D % C.BN == 0 or c == 2)
     wide = q.load(S).to(gl.float32)
     head, part = form_of(walk, opt, C)
     at = head
@@ -77,7 +77,7 @@ def form(q, ring, walk, targets, opt, C: gl.constexpr):
 
 
 @gluon.jit
-def finish(formed, o, r, q, i, a, targets, ring, walk, opt, part: gl.constexpr, C: gl.constexpr):
+def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.constexpr):
     """o / Z and the row's state; its sums for `forward_statistics`, whose code would not fit beside the loop's."""
     F: gl.constexpr = C.F
     NEED: gl.constexpr = C.NEED
@@ -95,13 +95,14 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, part: gl.constexpr, 
     o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)
     q.store(o.to(ring.v.dtype))  # q is not needed any more
     fence_async_shared()
-    copy_out(targets.o, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q.index(part))
+    at = walk.round % 2 * C.PARTS + part
+    copy_out(targets.o, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q.index(at))
     row = (tiles.wide(walk.b) * opt.heads + walk.h) * opt.queries + i
     natural = outer * LN2
     gl.store(targets.frames + row, natural, mask=inside)
     gl.store(targets.sums + row, total * gl.exp2(outer - natural * LOG2E), mask=inside)
     if NEED.top:
-        rows = gl.num_programs(0) // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
+        rows = blocks // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
         to = targets.rough + row
         gl.store(to, top, mask=inside)
         gl.store(to + rows, z, mask=inside)
@@ -119,6 +120,7 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, part: gl.constexpr, 
             lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
             gl.store(to + 8 * rows, whole(gl.sum(gl.where(lane == 0, r.first, 0.0), 1), i), mask=inside)
     tma.store_wait(0)
+    mbarrier.arrive(ring.q_free.index(at), count=1)
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ KEYS = 64  # at a time
 SPAN = 1024  # keys of a part where rows are causal, or twice, four times … as many,
 PARTS = 16  # so that there are at most so many
 PROGRAMS = 264  # that sum the keys, about
-LEAST = {False: 2048, True: 1 << 62}  # keys from which on it pays; causal or not
+LEAST = {False: 2048, True: 8192}  # keys from which on it pays; causal or not
 
 
 class Forms(NamedTuple):
@@ -46,8 +46,8 @@ def key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: tl.co
     """Σ k·kᵀ [D, D] and Σ k [D] of one part of the keys of one head."""
     part, head = tl.program_id(0) % tl.cdiv(keys, size), tl.program_id(0) // tl.cdiv(keys, size)
     total = tl.zeros([D, D], tl.float32)
-    along = tl.zeros([16, D], tl.float32)
-    ones = tl.full([16, N], 1.0, k.ptr.dtype.element_ty)
+    along = tl.zeros([64, D], tl.float32)
+    ones = tl.full([64, N], 1.0, k.ptr.dtype.element_ty)
     for start in range(part * size, tl.minimum(part * size + size, keys), N):
         # a tensor core cuts what it adds: few terms to a sum leave it little to cut
         here = tiles.block_of(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
@@ -56,7 +56,7 @@ def key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: tl.co
     d = tl.arange(0, D)
     at = tiles.wide(tl.program_id(0))
     tl.store(products + at * (D * D) + d[:, None] * D + d[None, :], total)
-    tl.store(sums + at * D + d, tl.sum(tl.where(tl.arange(0, 16)[:, None] == 0, along, 0.0), 0))
+    tl.store(sums + at * D + d, tl.sum(tl.where(tl.arange(0, 64)[:, None] == 0, along, 0.0), 0))
 
 
 @triton.jit
@@ -123,6 +123,6 @@ def forms_of(p: Problem, span: int) -> Forms:
         torch.empty(b * g, states, **number),
     )
     kind, k = kind_of(p), View(p.k, p.k.stride())
-    launch(kind, key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=4, num_stages=4)
+    launch(kind, key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=4, num_stages=3)
     launch(kind, key_forms, b * g * (d // 16), (products, sums, forms, parts), (d, 16, behind), num_warps=4)
     return forms

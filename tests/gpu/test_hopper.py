@@ -98,6 +98,21 @@ def test_moments_whose_digits_the_keys_lose(causal, from_keys):
     check_forward(attention, problem, slack=2.0)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
+    """Four programs for all blocks, which fetch ahead: the same bits as a program for each."""
+    for stats in (statistics.NAMES, ()):
+        problem = taken(23, b=1, h=4, g=2, m=1536, n=1536, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
+        alone = attention.forward(problem)
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper, "processors", lambda device: 4)
+            blocks, programs = hopper.programs_of(problem, hopper.shape_of(problem).BM)
+            assert programs < blocks
+            ahead = check_forward(attention, problem, slack=2.0)
+        assert torch.equal(alone.o, ahead.o) and torch.equal(alone.z, ahead.z) and torch.equal(alone.stats, ahead.stats)
+
+
 OTHERS = (
     dict(name="softmax", sink=True, temperature=True, causal=True),
     dict(name="softmax1", causal=False),

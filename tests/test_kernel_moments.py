@@ -74,7 +74,7 @@ def test_statistics_of_sums(options, sharp):
 
 
 def test_spans_double_with_the_keys(monkeypatch):
-    monkeypatch.setattr(moments, "LEAST", {False: 0, True: 0})
+    monkeypatch.setattr(moments, "LEAST_BEHIND", {1: 0})
     problems = (
         make(0, b=1, h=1, g=1, m=n, n=n, d=1, e=1, dtype=torch.bfloat16, causal=True) for n in (16384, 16385, 32769)
     )

@@ -94,11 +94,14 @@ def operand(u, ring, C: gl.constexpr):
 
 @gluon.jit
 def consume(targets, ring, opt, blocks, part: gl.constexpr, C: gl.constexpr):
-    base = 0
-    for round in range(rounds_of(blocks, opt, C)):
-        walk = walk_of(round, base, opt, C)
-        consume_block(targets, ring, walk, opt, blocks, part, C)
-        base = walk.end + C.FORMS
+    if C.AHEAD:
+        base = 0
+        for round in range(rounds_of(blocks, opt, C)):
+            walk = walk_of(round, base, opt, C)
+            consume_block(targets, ring, walk, opt, blocks, part, C)
+            base = walk.end + C.FORMS
+    else:
+        consume_block(targets, ring, walk_of(0, 0, opt, C), opt, blocks, part, C)
 
 
 @gluon.jit
@@ -165,12 +168,13 @@ def forward_hopper(
     TYPE: gl.constexpr = q_blocks.dtype
     PARTS: gl.constexpr = C.PARTS
     STAGES: gl.constexpr = C.STAGES
+    QUERIES: gl.constexpr = 2 * C.PARTS if C.AHEAD else C.PARTS
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [2 * PARTS, 1, 1, ROWS, C.D], q_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [QUERIES, 1, 1, ROWS, C.D], q_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], k_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], v_blocks.layout),
-        barriers(2 * PARTS, 1),
-        barriers(2 * PARTS, 1),
+        barriers(QUERIES, 1),
+        barriers(QUERIES, 1),
         barriers(STAGES, 1),
         barriers(STAGES, 1),
         barriers(STAGES, PARTS),

@@ -123,7 +123,7 @@ def shape_of(p: Problem):
         REGISTERS=registers,
         PIECES=pieces,
         OWN=own,
-        PAIRS=behind and programs < blocks,
+        AHEAD=programs < blocks,
         FORMS=triton.cdiv(3 * d, keys) if span else 0,
         SPAN=span,
         LAZY=LAZY[p.q.dtype],

@@ -32,7 +32,7 @@ class Shape(NamedTuple):
     REGISTERS: int  # of a thread
     PIECES: int  # of a tile: 1, 2 or 4
     OWN: bool  # is the tile around the rows themselves the first?
-    PAIRS: bool  # does a program take long and short rows by turns?
+    AHEAD: bool  # does a program take many blocks of queries, and fetch the next one's tiles while one ends?
     FORMS: int  # tiles of the ring that the keys' forms take
     SPAN: int  # Σy and Σy² of the keys before the last multiple of it come from `moments`; −1: all, 0: none
     LAZY: float  # powers of two by which a score may exceed its frame
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 class Ring(NamedTuple):
     """Shared memory and its barriers: the copy engine sets `full`, the warpgroups `free`."""
 
-    q: Any  # [2 · PARTS, 1, 1, 64, D], for the blocks of queries by turns
+    q: Any  # [PARTS, 1, 1, 64, D], where a program takes many blocks twice as many, for those by turns
     k: Any  # [STAGES, 1, 1, N, D]
     v: Any  # [STAGES, 1, 1, N, D]
     q_full: Any
@@ -77,7 +77,7 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 def number_of(round, opt, C: gl.constexpr):
     """The block of queries that this program takes in a round."""
     number = round * gl.num_programs(0) + gl.program_id(0)
-    if C.PAIRS:
+    if C.AHEAD and C.BEHIND:  # long and short rows by turns
         row = gl.cdiv(opt.queries, C.BM)
         pair = round // 2 * gl.num_programs(0) + gl.program_id(0)
         x = pair % (row // 2)
@@ -88,7 +88,7 @@ def number_of(round, opt, C: gl.constexpr):
 @gluon.jit
 def rounds_of(blocks, opt, C: gl.constexpr):
     """How many blocks of queries this program takes."""
-    each = 2 if C.PAIRS else 1
+    each = 2 if C.BEHIND else 1
     blocks = blocks // each
     programs = gl.num_programs(0)
     return each * (blocks // programs + gl.where(gl.program_id(0) < blocks % programs, 1, 0))
@@ -130,11 +130,14 @@ def form_of(walk, opt, C: gl.constexpr):
 
 @gluon.jit
 def fetch(q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C: gl.constexpr):
-    base = 0
-    for round in range(rounds_of(blocks, opt, C)):
-        walk = walk_of(round, base, opt, C)
-        fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C)
-        base = walk.end + C.FORMS
+    if C.AHEAD:
+        base = 0
+        for round in range(rounds_of(blocks, opt, C)):
+            walk = walk_of(round, base, opt, C)
+            fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C)
+            base = walk.end + C.FORMS
+    else:
+        fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk_of(0, 0, opt, C), opt, C)
 
 
 @gluon.jit
@@ -144,7 +147,8 @@ def fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C: g
     g = walk.h // opt.group
     for part in gl.static_range(PARTS):
         at = walk.round % 2 * PARTS + part
-        mbarrier.wait(ring.q_free.index(at), ((walk.round // 2) & 1) ^ 1)
+        if C.AHEAD:
+            mbarrier.wait(ring.q_free.index(at), ((walk.round // 2) & 1) ^ 1)
         mbarrier.expect(ring.q_full.index(at), ROWS * C.D * 2)
         copy_in(q_blocks, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q_full.index(at), ring.q.index(at))
     for t in range(walk.base, walk.end):

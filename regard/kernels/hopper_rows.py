@@ -120,7 +120,8 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
             lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
             gl.store(to + 8 * rows, whole(gl.sum(gl.where(lane == 0, r.first, 0.0), 1), i), mask=inside)
     tma.store_wait(0)
-    mbarrier.arrive(ring.q_free.index(at), count=1)
+    if C.AHEAD:
+        mbarrier.arrive(ring.q_free.index(at), count=1)
 
 
 @gluon.jit

@@ -22,7 +22,8 @@ KEYS = 64  # at a time
 SPAN = 1024  # keys of a part where rows are causal, or twice, four times … as many,
 PARTS = 16  # so that there are at most so many
 PROGRAMS = 264  # that sum the keys, about
-LEAST = {False: 2048, True: 8192}  # keys from which on it pays; causal or not
+LEAST = 2048  # keys from which on it pays,
+LEAST_BEHIND = {64: 8192, 128: 32768}  # by head width where rows are causal
 
 
 class Forms(NamedTuple):
@@ -36,7 +37,7 @@ class Forms(NamedTuple):
 def span_of(p: Problem) -> int:
     """For which keys of a row are moments cheaper so? −1: all, 0: none, or those before the last multiple of it."""
     behind, keys = p.reach[1] is not None, min(p.q.shape[-2], p.k.shape[-2])
-    if p.q.dtype != torch.bfloat16 or keys < LEAST[behind]:
+    if p.q.dtype != torch.bfloat16 or keys < (LEAST_BEHIND[p.q.shape[-1]] if behind else LEAST):
         return 0
     return SPAN << ((keys - 1) // (PARTS * SPAN)).bit_length() if behind else -1
 

@@ -73,7 +73,8 @@ def test_whole_tiles_of_other_lengths(m, n):
 def from_keys(monkeypatch):
     """Moments come from the keys' products at lengths that a test can afford."""
     monkeypatch.setattr(moments, "SPAN", 256)
-    monkeypatch.setattr(moments, "LEAST", {False: 64, True: 257})
+    monkeypatch.setattr(moments, "LEAST", 64)
+    monkeypatch.setattr(moments, "LEAST_BEHIND", {64: 257, 128: 257})
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -111,6 +112,14 @@ def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
             assert programs < blocks
             ahead = check_forward(attention, problem, slack=2.0)
         assert torch.equal(alone.o, ahead.o) and torch.equal(alone.z, ahead.z) and torch.equal(alone.stats, ahead.stats)
+
+
+@pytest.mark.parametrize("name", ["softmax1", "sigmoid", "relu", "softpick"])
+def test_other_maps_in_programs_that_take_many_blocks(name, monkeypatch):
+    problem = taken(24, name, b=1, h=4, g=2, m=1536, n=1536, d=64, e=64, causal=True, stats=())
+    monkeypatch.setattr(hopper, "processors", lambda device: 4)
+    assert hopper.shape_of(problem).AHEAD
+    check_forward(attention, problem, slack=2.0)
 
 
 OTHERS = (

@@ -13,7 +13,7 @@ from regard.kernels import rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = rows.Plan(1, 512, 1, 1, False, step=128)
-UNITS = 4.0 if DEVICE == "cpu" else 0.55  # in the last place; the interpreter's multiply-add rounds twice
+UNITS = 0.7  # in the last place: its own rounding, and what the terms of Z lose in rows as short as these
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, inside the interpreter
 
 

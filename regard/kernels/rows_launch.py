@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BYTES, SLOTS, WARPS = 32768, 6, 16  # of a chunk; chunks in the ring
-CHUNKS = 4, 2  # of a row, which leave room for half of the next; of a shared row, whose next must be there as a whole
+BYTES, SLOTS, CHUNKS, WARPS = 32768, 6, 4, 16  # of a chunk; in the ring; four of a row leave room for half of the next
 LONGEST = 65536  # columns
 
 
@@ -29,7 +28,7 @@ def forward(s: Tensor, p: Tensor, state: Tensor, F: Any, traits: Any, scale: flo
 
     (R, N), size = s.shape, s.element_size()
     chunk = BYTES // size
-    parts = 1 if CHUNKS[0] * chunk >= N else -(-N // (CHUNKS[1] * chunk))
+    parts = -(-N // (CHUNKS * chunk))
     chunks = -(-N // (parts * chunk))
     quick = bool(F.exponential) and size == 4
     config = Ring(
@@ -45,12 +44,11 @@ def forward(s: Tensor, p: Tensor, state: Tensor, F: Any, traits: Any, scale: flo
         QUICK=quick,
         CAREFUL=quick or (size == 4 and traits.differs),
     )
-    partial = counters = state
+    letters = state
     if parts > 1:
-        partial = torch.empty(R, 2, 3, parts, dtype=torch.float32, device=s.device)
-        counters = torch.zeros(R, dtype=torch.int32, device=s.device)
+        letters = torch.full((R, 2, parts, 3), -1, dtype=torch.int32, device=s.device)
     processors = torch.cuda.get_device_properties(s.device).multi_processor_count
     programs = min(processors // parts, R) * parts
     options = dict(num_warps=WARPS) | (dict(maxnreg=128) if quick else {})
     with torch.cuda.device(s.device):
-        forward_ring[(programs,)](s, p, state, partial, counters, R, N, float(scale), config, **options)
+        forward_ring[(programs,)](s, p, state, letters, R, N, float(scale), config, **options)

@@ -2,10 +2,10 @@
 
     e^s = 2^j·e^r,  j = ⌊s·log₂e⌉,  r = s − j·ln 2;     e^r = 1 + r + r²·Q(r);     p = A·e^r,  A = 2^(j−M)/Z
 
-r is exact up to ln 2's second word, and A·(1 + r) keeps what rounding takes from it, so that p is rounded once: it is
-the float nearest to the truth but for one in some thirty. The terms of Z are rounded, which averages out unless few of
-them make it up. Rows in which that might be (Z below CROWD times the largest term), and rows of scores too large for j,
-are told in float64, as `rows_exact` does, a step at a time from the cache.
+r is exact up to ln 2's second word, and A·(1 + r) keeps what rounding takes from it, so that p is rounded once. The
+terms of Z are rounded, which averages out unless few of them make it up. Rows in which that might be (Z below
+CROWD times the largest term), and rows of scores too large for j, are told in float64, as `rows_exact` does, a step at
+a time from the cache.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def frame_of(shift, scale):
 
 @triton.jit
 def split(x, frame, start, more, SCALED: tl.constexpr):
-    """(A, r, rest) with start·e^(x·scale − M·ln 2)·(1 + more) = A·e^(r + rest): start are the bits of a float."""
+    """(A, r, rest) with start·e^(x·scale − M·LN2)·(1 + more) = A·e^(r + rest): start are the bits of a float."""
     y = tl.maximum(x, frame.lowest)
     if SCALED:
         x = y
@@ -62,38 +62,42 @@ def split(x, frame, start, more, SCALED: tl.constexpr):
 
 
 @triton.jit
+def square_term(r):
+    """Q(r) with e^r = 1 + r + r²·Q(r), minimax: r²·Q is good to 2⁻³³."""
+    q = tl.fma(r, 0.00019945876556448638, 0.001393510028719902)
+    q = tl.fma(r, q, 0.008333206176757812)
+    q = tl.fma(r, q, 0.041666463017463684)
+    q = tl.fma(r, q, 0.1666666716337204)
+    return tl.fma(r, q, 0.5)
+
+
+@triton.jit
 def term(x, frame, SCALED: tl.constexpr):
-    """e^(x·scale − M·ln 2), rounded."""
+    """e^(x·scale − M·LN2), rounded."""
     a, r, rest = split(x, frame, 0x3F800000, 0.0, SCALED)
-    q = tl.fma(r, 0.0013940626522526145, 0.00836882833391428)  # minimax: r²·Q is good to 2⁻²⁸, its mean to 2⁻³⁴
-    q = tl.fma(r, q, 0.04166640341281891)
-    q = tl.fma(r, q, 0.1666651964187622)
-    q = tl.fma(r, q, 0.5)
-    return tl.fma(a, r + tl.fma(r * r, q, rest), a)
+    c = tl.fma(r * r, square_term(r), r)
+    if SCALED:  # `rest` is what rounding took from x·scale, too
+        rest = tl.fma(rest, c, rest)
+    return tl.fma(a, c + rest, a)
 
 
 @triton.jit
 def weight(x, frame, start, more, SCALED: tl.constexpr):
-    """start·e^(x·scale − M·ln 2)·(1 + more), correctly rounded as a rule."""
+    """start·e^(x·scale − M·LN2)·(1 + more), correctly rounded as a rule."""
     a, r, rest = split(x, frame, start, more, SCALED)
-    q = tl.fma(r, 0.00019945876556448638, 0.001393510028719902)  # minimax: 2⁻³³
-    q = tl.fma(r, q, 0.008333206176757812)
-    q = tl.fma(r, q, 0.041666463017463684)
-    q = tl.fma(r, q, 0.1666666716337204)
-    q = tl.fma(r, q, 0.5)
     p = tl.fma(a, r, a)
     lost = tl.fma(a, r, a - p)  # exactly
-    lost = tl.fma(a, r * r * q, lost)
-    all_of_it = p
-    if SCALED:  # then `rest` is what rounding took from x·scale
-        all_of_it = p + lost
-    return p + tl.fma(all_of_it, rest, lost)
+    lost = tl.fma(a, r * r * square_term(r), lost)
+    whole = p
+    if SCALED:
+        whole = p + lost
+    return p + tl.fma(whole, rest, lost)
 
 
 @triton.jit
 def apart(frame, shift, scale):
-    """e^(M·ln 2 − shift·scale) in float64: from the row's integer frame to that of its maximum."""
-    return tl.exp(frame.m.to(tl.float64) * LN2 + (frame.m.to(tl.float64) * LN2_REST - shift.to(tl.float64) * scale))
+    """e^(M·LN2 − shift·scale) in float64: from the row's integer frame to that of its maximum."""
+    return tl.exp(frame.m.to(tl.float64) * LN2 - shift.to(tl.float64) * scale)
 
 
 @triton.jit

@@ -2,12 +2,10 @@
 
 A row comes in chunks. While it is summed, the first chunks of the next one are on their way into what the ring holds
 beyond a row; as each chunk is told, the place it leaves is filled anew. So the memory never waits for arithmetic, and
-no register holds a score. As in `rows_long`, a thread measures its scores from their own maximum. Programs that share
-a row sum their part of the next one before they ask each other for the sums of this. An odd row is summed again from
-the ring, and told, with more care. Gluon, Hopper.
+no register holds a score. As in `rows_long`, a thread measures its scores from their own maximum. Two programs that
+share a row send each other their sums. An odd row is summed again from the ring, and told, with more care. Gluon,
+Hopper.
 """
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -18,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from regard.kernels.rows_exact import exponentials, halves, reciprocal, silent
 from regard.kernels.rows_long import fall_of
 from regard.kernels.rows_online import ending
-from regard.kernels.rows_quick import CROWD, FAR, apart, frame_of, term, weight
+from regard.kernels.rows_quick import CROWD, FAR, LN2_REST, apart, frame_of, term, weight
 from regard.kernels.rows_terms import shift_of, suited, terms
 from regard.kernels.rows_tiles import finite, larger
 
@@ -109,19 +107,19 @@ def fall(before, own, scale, C: gl.constexpr):
     if C.QUICK:
         m = frame_of(shift_of(finite(before), F), scale).m - frame_of(shift_of(finite(own), F), scale).m
         power = ((gl.maximum(m, -127.0).to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
-        factor = gl.where(before == float("-inf"), 0.0, power).to(gl.float64)
+        factor = gl.where(before == float("-inf"), 0.0, power).to(gl.float64) * (1.0 - m.to(gl.float64) * LN2_REST)
     else:
         factor = fall_of(before, own, scale.to(gl.float32), F, TRAITS)
     return factor
 
 
 @gluon.jit
-def sum_row(work, slot, LATER: gl.constexpr, C: gl.constexpr):
-    """(top, z) of the row that begins at a slot of the ring, its chunks taken as they come; LATER: calls after them."""
+def sum_row(work, slot, C: gl.constexpr):
+    """(top, z) of the row that begins at a slot of the ring, its chunks taken as they come."""
     LANES: gl.constexpr = 32 * gl.num_warps()
     CHUNKS: gl.constexpr = C.CHUNKS
     for i in gl.static_range(CHUNKS):
-        async_copy.wait_group(LATER + CHUNKS - 1 - i)
+        async_copy.wait_group(C.SLOTS - 1 - i)
         x = scores(work, slot, work.begin + i * C.CHUNK, C)
         x = gl.reshape(x, [C.CHUNK // (LANES * C.VECTOR), LANES, C.VECTOR])
         most = gl.reduce(gl.reduce(x, 2, larger), 0, larger)  # [LANES]
@@ -139,35 +137,60 @@ def sum_row(work, slot, LATER: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def publish(top, z, turn: gl.constexpr, partial, counters, row, C: gl.constexpr):
-    """Tell the row's other programs (top, z) of this part; z in the frame of its top, at turn 1 in the row's."""
+def publish(top, z, turn: gl.constexpr, letters, row, C: gl.constexpr):
+    """Tell the row's other programs (top, z) of this part; z in the frame of its top, at turn 1 in the row's.
+
+    A letter is three words, of which none is the −1 that stands there before: so each tells that it has come.
+    """
     near, rest = halves(z.to(gl.float64))
-    place = partial + (row * 2 + turn) * (3 * C.PARTS) + gl.program_id(0) % C.PARTS
-    gl.store(place, top)
-    gl.store(place + C.PARTS, near)
-    gl.store(place + 2 * C.PARTS, rest)
-    together()
-    gl.atomic_add(counters + row, 1, sem="release", scope="gpu")
+    place = letters + ((row * 2 + turn) * C.PARTS + gl.program_id(0) % C.PARTS) * 3
+    gl.atomic_xchg(place, word(top), sem="relaxed", scope="gpu")
+    gl.atomic_xchg(place + 1, word(near), sem="relaxed", scope="gpu")
+    gl.atomic_xchg(place + 2, word(rest), sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def meeting(turn: gl.constexpr, scale, partial, counters, row, C: gl.constexpr):
-    """(top, z) of a row from what all its programs have told, once they have."""
+def word(x):
+    """The bits of a float, which are never −1."""
+    bits = x.to(gl.int32, bitcast=True)
+    return gl.where(bits == -1, 0x7FC00000, bits)
+
+
+@gluon.jit
+def read(turn: gl.constexpr, letters, row, C: gl.constexpr):
+    """The words of all parts of a row, as far as they have come."""
+    WORDS: gl.constexpr = 3 * C.PARTS
+    words = ()
+    for i in gl.static_range(WORDS):
+        words += (gl.load(letters + (row * 2 + turn) * WORDS + i, volatile=True),)
+    return words
+
+
+@gluon.jit
+def missing(words, C: gl.constexpr):
+    WORDS: gl.constexpr = 3 * C.PARTS
+    some = words[0] == -1
+    for i in gl.static_range(1, WORDS):
+        some = some | (words[i] == -1)
+    return some
+
+
+@gluon.jit
+def meeting(turn: gl.constexpr, scale, letters, row, C: gl.constexpr):
+    """(top, z) of a row from its programs' letters, once all have come."""
     PARTS: gl.constexpr = C.PARTS
-    arrived = gl.atomic_add(counters + row, 0, sem="acquire", scope="gpu")
-    while arrived < (turn + 1) * PARTS:
-        arrived = gl.atomic_add(counters + row, 0, sem="acquire", scope="gpu")
-    together()
-    place = partial + (row * 2 + turn) * (3 * PARTS)
-    top = gl.load(place, cache_modifier=".cg")
+    words = read(turn, letters, row, C)
+    while missing(words, C):
+        words = read(turn, letters, row, C)
+    top = words[0].to(gl.float32, bitcast=True)
     for i in gl.static_range(1, PARTS):
-        top = larger(top, gl.load(place + i, cache_modifier=".cg"))
+        top = larger(top, words[3 * i].to(gl.float32, bitcast=True))
     z = finite(top).to(gl.float64) * 0.0
     for i in gl.static_range(PARTS):
-        near = gl.load(place + PARTS + i, cache_modifier=".cg").to(gl.float64)
-        one = near + gl.load(place + 2 * PARTS + i, cache_modifier=".cg").to(gl.float64)
+        one = words[3 * i + 1].to(gl.float32, bitcast=True).to(gl.float64)
+        one += words[3 * i + 2].to(gl.float32, bitcast=True).to(gl.float64)
         if turn == 0:
-            one = one * fall(gl.load(place + i, cache_modifier=".cg"), top, scale, C).to(gl.float64)
+            one = one * fall(words[3 * i].to(gl.float32, bitcast=True), top, scale, C).to(gl.float64)
         z += one
     if not C.QUICK:
         z = z.to(gl.float32)
@@ -237,7 +260,7 @@ def tell(work, row, slot, coming, shift, pace, inverse, rest, C: gl.constexpr):
 
 
 @gluon.jit
-def forward_ring(s, p, state, partial, counters, R, N, scale: gl.float64, C: gl.constexpr):
+def forward_ring(s, p, state, letters, R, N, scale: gl.float64, C: gl.constexpr):
     """Every (programs / PARTS)-th row; the scale is not faint."""
     F: gl.constexpr = C.F
     TRAITS: gl.constexpr = C.TRAITS
@@ -254,18 +277,12 @@ def forward_ring(s, p, state, partial, counters, R, N, scale: gl.float64, C: gl.
     coming = gl.to_tensor(C.SLOTS)  # the next chunk to call
     slot = gl.to_tensor(0)
     stride = gl.num_programs(0) // C.PARTS
-    if C.PARTS > 1:
-        top, z = sum_row(work, slot, C.SLOTS - C.CHUNKS, C)
-        publish(top, z, 0, partial, counters, (gl.program_id(0) // C.PARTS).to(gl.int64), C)
     for at in range(gl.program_id(0) // C.PARTS, R, stride):
         row = gl.cast(at, gl.int64)
-        if C.PARTS > 1:  # the next row is summed while the others tell of this one
-            if at + stride < R:
-                top, z = sum_row(work, (slot + C.CHUNKS) % C.SLOTS, C.SLOTS - 2 * C.CHUNKS, C)
-                publish(top, z, 0, partial, counters, row + stride, C)
-            top, z = meeting(0, scale, partial, counters, row, C)
-        else:
-            top, z = sum_row(work, slot, C.SLOTS - C.CHUNKS, C)
+        top, z = sum_row(work, slot, C)
+        if C.PARTS > 1:
+            publish(top, z, 0, letters, row, C)
+            top, z = meeting(0, scale, letters, row, C)
         shift = shift_of(finite(top), F)
         pace = suited(top, slow, F, TRAITS)
         gap = z
@@ -277,8 +294,8 @@ def forward_ring(s, p, state, partial, counters, R, N, scale: gl.float64, C: gl.
         if C.CAREFUL and odd:
             z = sum_again(work, slot, shift, pace, C)
             if C.PARTS > 1:
-                publish(top, z, 1, partial, counters, row, C)
-                _top, z = meeting(1, scale, partial, counters, row, C)
+                publish(top, z, 1, letters, row, C)
+                _top, z = meeting(1, scale, letters, row, C)
             if C.QUICK:
                 z = gl.where(top == float("-inf"), 0.0, z + F.rest(silent(shift, scale, F)))
                 inverse = gl.where(top < float("inf"), reciprocal(z), float("nan"))

@@ -20,7 +20,6 @@ from regard.kernels.rows_tiles import finite, gather, larger, load_scores, meet,
 
 LIMIT = tl.constexpr(40)  # steps; rows of random scores take 3 to 8
 FINE = tl.constexpr(1e-5)  # coarser solutions take Newton's steps alone: a step more, but no support to count
-PIECES = tl.constexpr(2)  # in which the half of a row is read that is not held
 
 
 @triton.jit
@@ -128,13 +127,11 @@ def scores_of(row, top, factor, HAS_MASK: tl.constexpr, ACC: tl.constexpr, AGAIN
 def sums_over(row, top, factor, tau, theta, TOLERANCE: tl.constexpr, F: tl.constexpr, HAS_MASK: tl.constexpr,
               ACC: tl.constexpr, AGAIN: tl.constexpr):  # fmt: skip
     """`sums` of all of a program's scores."""
-    total, slope, count = sums(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, TOLERANCE, F)
+    value, slope, count = sums_of(scores_of(row, top, factor, HAS_MASK, ACC, AGAIN), tau, theta, F)
     if AGAIN == "half":
-        for i in tl.static_range(PIECES):
-            others = row.others + i * row.others.shape[1]
-            more = sums(read_again(row, others, top, factor, HAS_MASK, ACC), tau, theta, TOLERANCE, F)
-            total, slope, count = total + more[0], slope + more[1], count + more[2]
-    return total, slope, count
+        more = sums_of(read_again(row, row.others, top, factor, HAS_MASK, ACC), tau, theta, F)
+        value, slope, count = value + more[0], slope + more[1], count + more[2]
+    return reduced(value, slope, count, TOLERANCE, F)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.kernels.rows_solver import LIMIT, PIECES, Row, advance, maxima, read_again, scores_of, solve, start, sums
+from regard.kernels.rows_solver import LIMIT, Row, advance, maxima, read_again, scores_of, solve, start, sums
 from regard.kernels.rows_tiles import (
     finite,
     gather,
@@ -50,8 +50,7 @@ def forward_threshold(
     ACC: tl.constexpr = state.dtype.element_ty
     HALVES: tl.constexpr = 2 if AGAIN == "half" else 1
     rows, columns, row, part = place(parts, ROWS, COLUMNS // HALVES)
-    PIECE: tl.constexpr = COLUMNS // (2 * PIECES)
-    others = COLUMNS // 2 + tl.arange(0, PIECE)[None, :]
+    others = columns + COLUMNS // HALVES
     theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
     factor = number(scale, ACC) * gain
@@ -67,9 +66,8 @@ def forward_threshold(
         elif GROUPS > 0:
             few = maxima(x, GROUPS, VECTOR)
             if AGAIN == "half":
-                for i in tl.static_range(PIECES):
-                    y = load_scores(s, mask, rows, others + i * PIECE, R, N, mask_row, mask_column, HAS_MASK, ACC)
-                    few = larger(few, maxima(y, GROUPS, VECTOR))
+                y = load_scores(s, mask, rows, others, R, N, mask_row, mask_column, HAS_MASK, ACC)
+                few = larger(few, maxima(y, GROUPS, VECTOR))
             top, tau = start(few, theta, gain, factor, partial, F)
         else:
             top, tau = highest(x), tl.full([1, 1], -1.0, ACC)
@@ -88,9 +86,8 @@ def forward_threshold(
         inverse = tl.where(top < float("inf"), reciprocal(total), float("nan"))
         store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, columns, R, N)
         if AGAIN == "half":
-            for i in tl.static_range(PIECES):
-                y = read_again(held, others + i * PIECE, top, factor, HAS_MASK, ACC)
-                store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, others + i * PIECE, R, N)
+            y = read_again(held, others, top, factor, HAS_MASK, ACC)
+            store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, others, R, N)
         frame = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
         store_state(state, frame, tl.where(top < float("inf"), slope, float("nan")), rows, part, R)
 

@@ -21,7 +21,7 @@ TWO = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
 FOUR = {64: (128, 1, 2, 4, 240)}  # stages
 THREE = {64: (128, 1, 3, 3, 160)}  # warpgroups
 IN_PIECES = {64: (128, 4, 3, 3, 160)}
-SHORT = 4096  # keys
+SHORT = 6144  # keys
 LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
@@ -140,7 +140,7 @@ def programs_of(p: Problem, rows: int) -> tuple[int, int]:
     heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
     places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
     even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
-    if p.k.shape[-2] > SHORT or (behind and blocks % 2) or not even:
+    if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even:
         places = heads * blocks
     return heads * blocks, places
 

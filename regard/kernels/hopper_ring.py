@@ -77,11 +77,11 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 def number_of(round, opt, C: gl.constexpr):
     """The block of queries that this program takes in a round."""
     number = round * gl.num_programs(0) + gl.program_id(0)
-    if C.AHEAD and C.BEHIND:  # long and short rows by turns
+    if C.AHEAD and C.BEHIND:  # long and short rows by turns, of two heads at a time
         row = gl.cdiv(opt.queries, C.BM)
         pair = round // 2 * gl.num_programs(0) + gl.program_id(0)
-        x = pair % (row // 2)
-        number = pair // (row // 2) * row + gl.where(round % 2 == 0, x, row - 1 - x)
+        place = gl.where(round % 2 == 0, pair % row, 2 * row - 1 - pair % row)
+        number = (pair // row * 2 + place % 2) * row + place // 2
     return number
 
 

@@ -102,16 +102,16 @@ def test_moments_whose_digits_the_keys_lose(causal, from_keys):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
 def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
-    """Four programs for all blocks, which fetch ahead: the same bits as a program for each."""
-    for stats in (statistics.NAMES, ()):
-        problem = taken(23, b=1, h=4, g=2, m=1536, n=1536, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
-        alone = attention.forward(problem)
-        with monkeypatch.context() as patch:
-            patch.setattr(hopper, "processors", lambda device: 4)
-            blocks, programs = hopper.programs_of(problem, hopper.shape_of(problem).BM)
-            assert programs < blocks
-            ahead = check_forward(attention, problem, slack=2.0)
-        assert torch.equal(alone.o, ahead.o) and torch.equal(alone.z, ahead.z) and torch.equal(alone.stats, ahead.stats)
+    """Few programs for all blocks, which fetch ahead: the same bits as a program for each."""
+    for length, places in ((1536, 4), (1360, 2)) if causal else ((1536, 4),):  # of causal rows an odd number of blocks
+        for stats in (statistics.NAMES, ()):
+            problem = taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
+            alone = attention.forward(problem)
+            with monkeypatch.context() as patch:
+                patch.setattr(hopper, "processors", lambda device, places=places: places)
+                assert hopper.shape_of(problem).AHEAD
+                ahead = check_forward(attention, problem, slack=2.0)
+            assert all(torch.equal(getattr(alone, x), getattr(ahead, x)) for x in ("o", "frame", "z", "stats"))
 
 
 @pytest.mark.parametrize("name", ["softmax1", "sigmoid", "relu", "softpick"])

@@ -189,3 +189,18 @@ def test_weights_that_the_logits_do_not_follow_are_given_back(norm):
     else:
         assert clipped.skipped == {} and model.q.weight.norm() < 0.5 * before.norm()
         assert max(clipped.max_logit[""]) <= 1.0 + 1e-4
+
+
+@pytest.mark.parametrize("frozen", ["q", "k"])
+def test_the_side_that_may_change_follows_by_itself(frozen):
+    torch.manual_seed(0)
+    model = Normalised(False).train()
+    getattr(model, frozen).requires_grad_(False)
+    x = torch.randn(4, 32, 32)
+    for _ in range(6):
+        with torch.no_grad():
+            (model.k if frozen == "q" else model.q).weight.mul_(4.0)  # by hand, after a clip
+        model(x)
+        clipped = regard.qk_clip(model, threshold=0.5)
+    regard.qk_clip.stop(model)
+    assert clipped.skipped == {} and len(clipped.heads) == 4

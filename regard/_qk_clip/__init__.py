@@ -11,7 +11,7 @@ from torch import nn
 from regard._qk_clip.clipped import Clip, Clipped
 from regard._qk_clip.following import Following
 from regard._qk_clip.watch import WATCHES, Watch, unhook
-from regard._qk_clip.weights import parts, places, shrinking
+from regard._qk_clip.weights import parts, places, shrinking, sizes_of
 from regard.nn.projections import NotFound, not_growing, projections
 
 __all__ = ["Clip", "Clipped", "qk_clip", "stop"]
@@ -70,7 +70,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     watch.check(model)
     modules, held = dict(model.named_modules()), places(model)
     result = Clipped()
-    for name, (tops, *lengths) in watch.take(group).items():
+    for name, (tops, q_length, k_length) in watch.take(group).items():
         factors = None
         try:
             shrunk = shrinking(*projections(modules[name], len(tops), watch.head_dim[name]))
@@ -79,10 +79,13 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             result._skipped[name] = str(reason)
         else:
             factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
-            sizes = math.prod(one.sizes().to(tops.device) for one in shrunk)
-            moved = lengths[0] if len(shrunk) == 1 and shrunk[0].heads == len(tops) else math.prod(lengths)
-            following = watch.following.setdefault(name, Following(moved, sizes))
-            factors = following.judge(moved, sizes, factors)
+            lengths = q_length * k_length
+            sizes = watch.sizes.pop(name, None)  # as that forward used them
+            if name not in watch.following:
+                sizes = sizes_of(shrunk, tops.device)
+                watch.following[name] = Following(lengths, sizes)
+            following = watch.following[name]
+            factors = following.judge(lengths, sizes, factors)
             result._given_up[name] = following.given_up
             for tensor in tensors:
                 tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 
@@ -11,11 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
 from regard._qk_clip.following import Following
+from regard._qk_clip.weights import shrinking, sizes_of
 from regard.health.call import MAPPED
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception
 from regard.nn import MultiheadAttention
-from regard.nn.projections import not_growing
+from regard.nn.projections import NotFound, not_growing, projections
 
 
 class Watch:
@@ -28,6 +30,7 @@ class Watch:
         self.lengths: dict[str, Tensor] = {}  # layer -> [2, H]: root mean squares of q and k in the last forward
         self.head_dim: dict[str, int] = {}
         self.following: dict[str, Following] = {}
+        self.sizes: dict[str, Tensor] = {}  # layer -> [H]: of the weights that the last forward used
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be looked at
         self.forwards = 0
         self._marked: tuple[int, int] | None = None
@@ -135,7 +138,16 @@ class Watch:
         bury_dead()
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
+            self._weigh(module)
             open_forward(Interception(module, observe=self).in_forward())
+
+    def _weigh(self, model: nn.Module) -> None:
+        """The sizes of the weights that may shrink, as the forward that begins will use them."""
+        modules = dict(model.named_modules()) if self.following else {}
+        for name, following in self.following.items():
+            with contextlib.suppress(NotFound):
+                shrunk = shrinking(*projections(modules[name], len(following.lengths), self.head_dim[name]))
+                self.sizes[name] = sizes_of(shrunk, following.lengths.device)
 
     def _after(self, module, inputs, output) -> None:
         if not torch.compiler.is_compiling():

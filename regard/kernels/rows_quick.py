@@ -75,10 +75,10 @@ def square_term(r):
 def term(x, frame, SCALED: tl.constexpr):
     """e^(x·scale − M·LN2), rounded."""
     a, r, rest = split(x, frame, 0x3F800000, 0.0, SCALED)
-    c = tl.fma(r * r, square_term(r), r)
+    q = square_term(r)
     if SCALED:  # `rest` is what rounding took from x·scale, too
-        rest = tl.fma(rest, c, rest)
-    return tl.fma(a, c + rest, a)
+        rest = tl.fma(rest, tl.fma(r * r, q, r), rest)
+    return tl.fma(a, r + tl.fma(r * r, q, rest), a)  # the least first: beside r it would be lost
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from regard.kernels.letters import missing, publish, read
 from regard.kernels.rows_exact import exponentials, halves, reciprocal, silent
 from regard.kernels.rows_long import fall_of
 from regard.kernels.rows_online import ending
@@ -22,7 +23,6 @@ from regard.kernels.rows_tiles import finite, larger
 
 # Triton 3.9, 3.6
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 class Ring(NamedTuple):
@@ -137,47 +137,9 @@ def sum_row(work, slot, C: gl.constexpr):
 
 
 @gluon.jit
-def publish(top, z, turn: gl.constexpr, letters, row, C: gl.constexpr):
-    """Tell the row's other programs (top, z) of this part; z in the frame of its top, at turn 1 in the row's.
-
-    A letter is three words, of which none is the −1 that stands there before: so each tells that it has come.
-    """
-    near, rest = halves(z.to(gl.float64))
-    place = letters + ((row * 2 + turn) * C.PARTS + gl.program_id(0) % C.PARTS) * 3
-    gl.atomic_xchg(place, word(top), sem="relaxed", scope="gpu")
-    gl.atomic_xchg(place + 1, word(near), sem="relaxed", scope="gpu")
-    gl.atomic_xchg(place + 2, word(rest), sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def word(x):
-    """The bits of a float, which are never −1."""
-    bits = x.to(gl.int32, bitcast=True)
-    return gl.where(bits == -1, 0x7FC00000, bits)
-
-
-@gluon.jit
-def read(turn: gl.constexpr, letters, row, C: gl.constexpr):
-    """The words of all parts of a row, as far as they have come."""
-    WORDS: gl.constexpr = 3 * C.PARTS
-    words = ()
-    for i in gl.static_range(WORDS):
-        words += (gl.load(letters + (row * 2 + turn) * WORDS + i, volatile=True),)
-    return words
-
-
-@gluon.jit
-def missing(words, C: gl.constexpr):
-    WORDS: gl.constexpr = 3 * C.PARTS
-    some = words[0] == -1
-    for i in gl.static_range(1, WORDS):
-        some = some | (words[i] == -1)
-    return some
-
-
-@gluon.jit
 def meeting(turn: gl.constexpr, scale, letters, row, C: gl.constexpr):
-    """(top, z) of a row from its programs' letters, once all have come."""
+    """(top, z) of a row from its programs' letters, once all have come: z in the frames of their tops, or (turn 1) in
+    the row's."""
     PARTS: gl.constexpr = C.PARTS
     words = read(turn, letters, row, C)
     while missing(words, C):

@@ -372,6 +372,62 @@ BELL = """
 """
 
 
+MIXED = """
+    import torch
+    from regard.normalizers import Threshold
+    from regard.normalizers._language import jit, tl
+
+    def reference(scores, visible, theta):
+        x = 0.7 * (scores if visible is None else scores.masked_fill(~visible, float("-inf")))
+        high = x.detach().amax(-1, keepdim=True)
+        low = high - 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            t = (x.detach() - middle).clamp_min(0.0)
+            above = ((t + t * t) / 2).sum(-1, keepdim=True) >= 1.0
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        t = (x - low).clamp_min(0.0)
+        fall = torch.where(t > 0, 0.5 + t, 0.0).sum(-1, keepdim=True)
+        t = (x - (low + (((t + t * t) / 2).sum(-1, keepdim=True) - 1.0) / fall.detach())).clamp_min(0.0)
+        return (t + t * t) / 2
+
+    @jit
+    def gain(theta):
+        return 0.7
+
+    @jit
+    def value(t, theta):
+        return 0.5 * (t + t * t)
+
+    @jit
+    def slope(t, theta):
+        return tl.where(t > 0.0, 0.7 * (0.5 + t), 0.0)
+
+    @jit
+    def slope_of_weight(p, theta):
+        return tl.where(p > 0.0, 0.35 * tl.sqrt(1.0 + 8.0 * p), 0.0)
+
+    normalizer = Threshold(
+        name="mixed", formula="", sums_to="1", sparse=True, paper="", reference=reference,
+        gain=gain, value=value, slope=slope, slope_of_weight=slope_of_weight,
+    )
+"""
+
+
+def test_a_threshold_map_that_is_no_power(tmp_path):
+    (tmp_path / "mixed.py").write_text(textwrap.dedent(MIXED))
+    try:
+        normalizers.discover(tmp_path)
+        choice = normalizers.get("mixed")
+        s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
+        p, ds, _ = both_ways(s, choice, dp)
+        exact = oracle(s, choice, dp)
+        torch.testing.assert_close(p.double(), exact[0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ds.double(), exact[1], rtol=1e-3, atol=1e-4)
+    finally:
+        normalizers._members.pop("mixed", None)
+
+
 def test_a_pointwise_map_whose_slope_needs_the_score(tmp_path):
     (tmp_path / "bell.py").write_text(textwrap.dedent(BELL))
     try:

@@ -47,6 +47,25 @@ def test_rows_beyond_a_block_of_the_reference():
     torch.testing.assert_close(*penalties, rtol=1e-8, atol=1e-10)
 
 
+def test_a_bias_that_hangs_on_the_queries_counts_once():
+    (x, k, v), w = heads(1, 2, 4, 4), torch.randn(4, 4, dtype=torch.float64)
+    grads = []
+    for create_graph in (False, True):
+        given = x.clone().requires_grad_()
+        bias = given.tanh()
+        out = regard.attention(bias @ w, k, v, attn_mask=bias, normalizer="entmax15")
+        grads += torch.autograd.grad(out.square().sum(), given, create_graph=create_graph)
+    torch.testing.assert_close(*grads)
+
+
+def test_entropy_alone_and_values_alone():
+    q, k, v = heads(1, 2, 4, 3)
+    v.requires_grad_()
+    _, stats = regard.attention(q, k, v, return_stats=("entropy",))
+    (slope,) = torch.autograd.grad(stats.entropy.sum(), v, create_graph=True, allow_unused=True)
+    assert slope is None or not slope.any()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 def test_tangents_and_hessians(name):

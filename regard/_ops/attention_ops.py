@@ -180,16 +180,20 @@ def _once_more(ctx, tensors, do, dstats):
     """The same gradients as a graph that has gradients itself: through the float64 reference, block by block."""
     from regard import reference
 
-    problem = problem_of(*tensors, *ctx.options)
+    own = [None if x is None else x.view_as(x) for x in tensors]  # one may hang on another: each counts for itself
+    problem = problem_of(*own, *ctx.options)
     out, stats = reference.of_problem(problem)
     pairs = [(out, do)]
     if dstats is not None:
         pairs += [(stats[k], dstats[k]) for k, name in enumerate(problem.stats) if name in DIFFERENTIABLE]
     pairs = [(x, upstream.to(x.dtype)) for x, upstream in pairs if upstream is not None and x.requires_grad]
-    asked = [x for x, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed]
+    needs = ctx.needs_input_grad[:TENSORS]
+    asked = [x for x, needed in zip(own, needs, strict=True) if needed]
+    if not pairs:
+        return *(torch.zeros_like(x) if needed else None for x, needed in zip(own, needs, strict=True)), *[None] * 9
     outputs, upstreams = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(outputs, asked, upstreams, create_graph=True, allow_unused=True))
-    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:TENSORS]), *[None] * 9
+    return *(next(found) if needed else None for needed in needs), *[None] * 9
 
 
 attention.register_autograd(_backward, setup_context=_setup)

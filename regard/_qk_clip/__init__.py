@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from regard._qk_clip.clipped import Clip, Clipped
-from regard._qk_clip.following import Following
 from regard._qk_clip.watch import WATCHES, Watch, unhook
-from regard._qk_clip.weights import parts, places, shrinking, sizes_of
+from regard._qk_clip.weights import parts, places, shrinking
 from regard.nn.projections import NotFound, not_growing, projections
 
 __all__ = ["Clip", "Clipped", "qk_clip", "stop"]
@@ -48,9 +47,9 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     factor τ/m there. So does the other side of frozen weights (`requires_grad` False), which stay as they are. Heads
     below the threshold keep their weights to the bit. A head whose logit is not finite is left alone. Scores that do
     not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason; so are weights that something
-    else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs. A
-    head whose queries and keys stay as long while its weights shrink (normalised inside a forward, which no name of the
-    module tells) gets its weights back and is skipped from then on.
+    else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs.
+    Where normalising is written inside a forward, and no name tells of it, the lengths of queries and keys do: they
+    no longer vary with the tokens as the projections' outputs do.
 
     Args:
         model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
@@ -70,7 +69,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     watch.check(model)
     modules, held = dict(model.named_modules()), places(model)
     result = Clipped()
-    for name, (tops, q_length, k_length) in watch.take(group).items():
+    for name, (tops, normalised) in watch.take(group).items():
         factors = None
         try:
             shrunk = shrinking(*projections(modules[name], len(tops), watch.head_dim[name]))
@@ -79,14 +78,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             result._skipped[name] = str(reason)
         else:
             factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
-            lengths = q_length * k_length
-            sizes = watch.sizes.pop(name, None)  # as that forward used them
-            if name not in watch.following:
-                sizes = sizes_of(shrunk, tops.device)
-                watch.following[name] = Following(lengths, sizes)
-            following = watch.following[name]
-            factors = following.judge(lengths, sizes, factors)
-            result._given_up[name] = following.given_up
+            factors = torch.where(normalised > 0, 1.0, factors)
+            result._normalised[name] = normalised
             for tensor in tensors:
                 tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())
         result._found[name] = tops, factors

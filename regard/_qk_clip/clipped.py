@@ -26,16 +26,18 @@ class Clipped:
     def __init__(self) -> None:
         self._skipped: dict[str, str] = {}
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
-        self._given_up: dict[str, Tensor] = {}  # layer -> heads that do not follow their weights
+        self._normalised: dict[str, Tensor] = {}  # layer -> 1 for heads whose logits do not follow their weights
 
     @property
     def skipped(self) -> dict[str, str]:
         told = dict(self._skipped)
-        for name, given_up in self._given_up.items():
-            heads = given_up.nonzero().flatten().tolist()
+        for name, normalised in self._normalised.items():
+            heads = normalised.nonzero().flatten().tolist()
             if heads:
                 which = ", ".join(map(str, heads))
-                told[name] = f"the logits of its heads {which} do not fall with the weights: they were given back"
+                told[name] = (
+                    f"the queries or keys of its heads {which} are normalised: they do not grow with the weights"
+                )
         return told
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
-from regard._qk_clip.following import Following
-from regard._qk_clip.weights import shrinking, sizes_of
+from regard._qk_clip.normalised import Outputs
 from regard.health.call import MAPPED
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception
 from regard.nn import MultiheadAttention
-from regard.nn.projections import NotFound, not_growing, projections
+from regard.nn.projections import not_growing
 
 
 class Watch:
@@ -27,10 +25,10 @@ class Watch:
         unhook(model)
         _count_steps()
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
-        self.lengths: dict[str, Tensor] = {}  # layer -> [2, H]: root mean squares of q and k in the last forward
+        self.normalised: dict[str, Tensor] = {}  # layer -> [H]: 1.0 where queries or keys came normalised
         self.head_dim: dict[str, int] = {}
-        self.following: dict[str, Following] = {}
-        self.sizes: dict[str, Tensor] = {}  # layer -> [H]: of the weights that the last forward used
+        self._shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
+        self._outputs = Outputs()
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be looked at
         self.forwards = 0
         self._marked: tuple[int, int] | None = None
@@ -53,6 +51,7 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._outputs.close()
 
     def read_modules(self) -> None:
         """What `regard.nn` modules remember of a training call that was not watched."""
@@ -93,9 +92,9 @@ class Watch:
         )
 
     def take(self, group) -> dict[str, Tensor]:
-        """Layer → [3, H], the same on every rank: largest logits, lengths of q and k; then forget. Nothing waits."""
-        found = {name: torch.stack([tops, *self.lengths[name]]) for name, tops in self.largest.items()}
-        self.largest, self.lengths, self.forwards = {}, {}, 0
+        """Layer → [2, H], the same on every rank: largest logits, 1 where normalised; then forget. Nothing waits."""
+        found = {name: torch.stack([tops, self.normalised[name]]) for name, tops in self.largest.items()}
+        self.largest, self.normalised, self.forwards = {}, {}, 0
         if found and torch.distributed.is_available() and torch.distributed.is_initialized():
             widths = [numbers.shape[1] for numbers in found.values()]
             joined = torch.cat([numbers.to(next(iter(found.values())).device) for numbers in found.values()], 1)
@@ -124,12 +123,11 @@ class Watch:
             if q.numel() and k.numel():
                 stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
                 tops = stats.max_logit.amax((0, 2)).float()
-                lengths = [x.float().square().mean((0, 2, 3)).sqrt() for x in (q, k)]
-                lengths[1] = lengths[1].repeat_interleave(q.shape[1] // k.shape[1])
             else:  # an empty batch has no logits, and counts as seen
                 tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
-                lengths = [torch.zeros_like(tops)] * 2
-        self.lengths[name] = torch.stack(lengths)
+            normalised = self._outputs.normalised(name, q, k)
+        self._shapes[name] = q.shape[1], q.shape[-1]
+        self.normalised[name] = torch.maximum(self.normalised.get(name, normalised), normalised)
         self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:
@@ -138,19 +136,12 @@ class Watch:
         bury_dead()
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            self._weigh(module)
+            self._outputs.open(module, self._shapes)
             open_forward(Interception(module, observe=self).in_forward())
-
-    def _weigh(self, model: nn.Module) -> None:
-        """The sizes of the weights that may shrink, as the forward that begins will use them."""
-        modules = dict(model.named_modules()) if self.following else {}
-        for name, following in self.following.items():
-            with contextlib.suppress(NotFound):
-                shrunk = shrinking(*projections(modules[name], len(following.lengths), self.head_dim[name]))
-                self.sizes[name] = sizes_of(shrunk, following.lengths.device)
 
     def _after(self, module, inputs, output) -> None:
         if not torch.compiler.is_compiling():
+            self._outputs.close()
             close_forward()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from regard.nn.projections import NotFound, Projection
@@ -22,11 +20,6 @@ def shrinking(query: Projection, key: Projection) -> list[Projection]:
         which = "query and key weights are" if _frozen(key) else "query weights are"
         raise NotFound(f"its {which} frozen (requires_grad is False): they stay as they are")
     return free
-
-
-def sizes_of(shrunk: list[Projection], device: torch.device) -> Tensor:
-    """What the factors of a layer's heads multiply, as one number per head [H]."""
-    return math.prod((one.sizes().to(device) for one in shrunk), start=torch.ones((), device=device))
 
 
 def _frozen(one: Projection) -> bool:

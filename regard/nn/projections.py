@@ -45,15 +45,6 @@ class Projection:
             part = self.bias.narrow(0, self.start, self.width)
             part.copy_(part * each)
 
-    @torch.no_grad()
-    def sizes(self) -> Tensor:
-        """The norm of each head's weights, bias included: [heads]."""
-        rows = self.weight.narrow(self.dim, self.start, self.width).float()
-        squares = rows.square().sum(1 - self.dim)
-        if self.bias is not None:
-            squares = squares + self.bias.narrow(0, self.start, self.width).float().square()
-        return squares.reshape(self.heads, -1).sum(1).sqrt()
-
 
 def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
     """(of the queries, of the keys) of an attention module with so many query heads of that width.
@@ -80,6 +71,16 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
             return _of_stack(layer, name, heads, head_dim)
     known = ", ".join(f"{q}/{k}" for q, k in SEPARATE) + ", " + ", ".join(STACKED)
     raise NotFound(f"{type(module).__name__} has no linear layers named {known}")
+
+
+def sources(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """The layers whose outputs hold the queries and the keys; None where there are none of a usual name."""
+    for names in SEPARATE:
+        query, key = (getattr(module, name, None) for name in names)
+        if isinstance(query, nn.Module) and isinstance(key, nn.Module):
+            return query, key
+    stacked = (getattr(module, name, None) for name in STACKED)
+    return next(((layer, layer) for layer in stacked if isinstance(layer, nn.Module)), None)
 
 
 def not_growing(module: nn.Module) -> str | None:

@@ -82,6 +82,10 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "return tl.where(part < parts, tl.load(x + (first + tl.minimum(part, parts - 1)) * SIZE + cell), 0.0)",
         "(parts + 1)",
     ): "what is read beyond the last part is not used",
+    (
+        "moved, near = real(tau + newton_step(value, slope, gain)), value - 1 < (1e-4 if tile.lanes == 16 else 1e-8)",
+        "(value + 1)",
+    ): "one more step, which moves nothing",
     ("near = w.abs() < 0.1", "(w.abs() <= 0.1)"): "at |w| = 0.1 both forms are exact",
 }
 

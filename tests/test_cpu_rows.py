@@ -372,6 +372,16 @@ BELL = """
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "gain", "power"), [("sparsemax", 1.0, 1.0), ("entmax15", 0.5, 2.0), ("entmax", 0.5, 2.0)]
+)
+@pytest.mark.parametrize("n", [9, 700])
+def test_the_state_of_a_threshold_map_holds_its_threshold(name, gain, power, n):
+    s = scores(9, n, torch.float64)
+    p, state = rows.forward(s, normalizers.get(name))
+    torch.testing.assert_close((gain * s - state[0][:, None]).clamp_min(0.0) ** power, p, rtol=1e-9, atol=1e-12)
+
+
 MIXED = """
     import torch
     from regard.normalizers import Threshold

@@ -9,6 +9,7 @@ import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -370,6 +371,28 @@ BELL = """
         name="bell", formula="", sums_to="≤ n", sparse=False, paper="", reference=reference, value=value, slope=slope
     )
 """
+
+
+def test_the_words_are_right_to_their_last_digits():
+    from numba import njit
+
+    from regard.cpu import words
+
+    @njit
+    def speak(x, small, out):
+        for i in range(x.size):
+            out[0, i], out[1, i] = words.log(x[i]), words.log2(x[i])
+            out[2, i], out[3, i] = words.exp(small[i]), words.exp2(small[i])
+            out[4, i] = words.growth(small[i] / small.dtype.type(300.0))
+
+    x, small = np.geomspace(1e-37, 1e37, 999), np.linspace(-80.0, 80.0, 999)
+    out = np.empty((5, 999), np.float32)
+    x, small = x.astype(np.float32), small.astype(np.float32)
+    speak(x, small, out)
+    wide, tiny = small.astype(np.float64), (small / np.float32(300.0)).astype(np.float64)
+    right = np.log(x.astype(np.float64)), np.log2(x.astype(np.float64)), np.exp(wide), np.exp2(wide), np.expm1(tiny)
+    for ours, theirs in zip(out, right, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=4e-7, atol=1e-7 if abs(theirs[499]) < 1 else 0.0)
 
 
 @pytest.mark.parametrize(

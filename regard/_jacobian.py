@@ -62,7 +62,8 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     else:
         a = terms(y, solve_frame(s, seen, choice))[2].masked_fill(~seen, 0.0)
         if choice.family == "pointwise":
-            return torch.diag_embed(a / t).to(z.dtype)
+            poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)
+            return torch.diag_embed(a / t).masked_fill(poisoned[..., None], math.nan).to(z.dtype)
         if careful(z, choice, "")[1] == "series":
             a = choice.reference(s, seen, choice.theta) ** (2.0 - choice.theta)
         b, c = a, a / a.sum(-1, keepdim=True).clamp_min(1e-300)

@@ -1,5 +1,7 @@
 """Derivatives of derivatives, and the transforms of torch.func: what the fused rows' own backward must not lose."""
 
+import math
+
 import pytest
 import torch
 
@@ -159,3 +161,10 @@ def test_the_jacobian_of_large_scores_does_not_round_by_their_size(name, tempera
     else:
         want = regard.jacobian(here, alike, temperature)
     torch.testing.assert_close(regard.jacobian(z, name, temperature), want, rtol=1e-12, atol=1e-15 * want.abs().max())
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "entmax15", "relu"])
+def test_the_jacobian_of_a_sick_row_says_nan(name):
+    z = torch.tensor([[math.nan, 0.0, 1.0], [math.inf, 0.0, 1.0], [1.0, 2.0, 3.0]])
+    whole = regard.jacobian(z, name)
+    assert whole[:2].isnan().all() and whole[2].isfinite().all()

@@ -109,3 +109,12 @@ def test_what_a_batch_does_not_say_is_not_guessed():
 def test_a_causal_mask_that_is_one_key_off(how, kind):
     _, kinds = found(Reader(how), batch())
     assert kinds.get("mask off by one") == kind
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_texts_of_two_tokens_cannot_tell_a_triangle(left):
+    text = (torch.arange(LENGTH) < 2).expand(3, LENGTH)
+    text = text.flip(1) if left else text
+    given = dict(input_ids=torch.randint(30, text.shape), attention_mask=text.long())
+    model = Reader(lambda mask: keys(mask).expand(-1, -1, LENGTH, -1))
+    assert "mask off by one" not in found(model, given)[1]

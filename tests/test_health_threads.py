@@ -64,6 +64,22 @@ def test_a_monitor_watches_one_while_another_is_examined():
     monitor.close()
 
 
+class Twice(Model):
+    """A block that is run again on what it gave."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+def test_what_another_thread_runs_beside_does_not_count():
+    model, x = Twice(6).eval(), torch.randn(2, 24, 16)
+    alone = [(head.layer, head.statistics["entropy"].count) for head in regard.examine(model, [x] * 4).heads]
+    report, _ = at_once(
+        lambda: regard.examine(model, [x] * 4), lambda: [model(torch.randn(1, 9, 16)) for _ in range(40)]
+    )
+    assert [(head.layer, head.statistics["entropy"].count) for head in report.heads] == alone
+
+
 def test_torchs_fast_path_is_as_it_was():
     assert torch.backends.mha.get_fastpath_enabled()
     encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -83,7 +84,13 @@ def examine(
     if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None):
         raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
     training = [module for _, module in modules if module.training]
-    opened = model.register_forward_pre_hook(lambda *_: recorder.begin(), prepend=True)
+    here = threading.get_ident()  # others may run the model beside
+
+    def begin(*_) -> None:
+        if threading.get_ident() == here:
+            recorder.begin()
+
+    opened = model.register_forward_pre_hook(begin, prepend=True)
     started, done, size, failure, two_sided = time.perf_counter(), 0, 0, None, is_two_sided(model)
     try:
         for module in training:

@@ -56,8 +56,12 @@ class Interception:
         self.modules = list(getattr(model, "_orig_mod", model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
+        self.thread: int | None = None  # whose calls an observer sees
         self._hooks: list = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()
+
+    def sees(self, module: nn.Module) -> bool:
+        return id(module) in self.names and self.thread in (None, threading.get_ident())
 
     def _every(self) -> list[nn.Module]:
         modules = [module for _, module in self.modules]
@@ -67,6 +71,7 @@ class Interception:
         bury_dead()
         if self.observe is not None:
             lock_of(self.model).acquire()
+            self.thread = threading.get_ident()
         with _DOORS:
             self._start()
 
@@ -175,7 +180,7 @@ def _pushed(mode: TorchFunctionMode):
 
 
 def watched(module: nn.Module | None) -> list[Interception]:
-    return [] if _BUSY[0] or module is None else [one for one in ACTIVE if id(module) in one.names]
+    return [] if _BUSY[0] or module is None else [one for one in ACTIVE if one.sees(module)]
 
 
 def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
@@ -191,14 +196,14 @@ def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
 def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
     swapped = call
     for one in ACTIVE:
-        if one.swap is not None and id(call.module) in one.names:
+        if one.swap is not None and one.sees(call.module):
             swapped = one.swap(swapped)
     if swapped is not call:
         otherwise = swapped.run
     if any(is_mapped(x) for x in (call.q, call.k, call.v, call.mask)):
         swapped = replace(swapped, obstacle=MAPPED)
     for one in reversed(ACTIVE):  # the first one asked has the others behind it
-        if one.observe is not None and id(call.module) in one.names:
+        if one.observe is not None and one.sees(call.module):
             otherwise = partial(one.observe, swapped, one.names[id(call.module)], otherwise)
     return otherwise()
 

@@ -108,9 +108,10 @@ def test_a_scale_per_head_is_not_rounded_to_16_bits(scale, options):
     torch.testing.assert_close(plain.double(), out, rtol=0.02, atol=0.02)
 
 
-def test_its_gradient_also_at_zero():
+@pytest.mark.parametrize("tiny", [0.0, 1e-20])
+def test_its_gradient_also_at_zero(tiny):
     q, k, v = heads(1, 2, 17, 16, dtype=torch.float16)
-    scale = torch.tensor([0.2, 0.0])
+    scale = torch.tensor([0.2, tiny])
     grads = []
     for run, given in (
         (regard.attention, scale),

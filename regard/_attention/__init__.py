@@ -56,6 +56,9 @@ def attention(
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
         return_stats: True for all statistics, or names; the result is then (out, stats).
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
+
+    With `create_graph=True` gradients come from the float64 reference, block by block, and have gradients themselves:
+    exact, and slow. torch's own kernels, which serve plain softmax, have none: name another backend.
     """
     if any(map(_dtensor.is_dtensor, (q, k, v))):
         options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,

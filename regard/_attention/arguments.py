@@ -94,8 +94,11 @@ def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
 
 
 def folded(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """scale = factor / temperature, where factor is ±1 (or 0) and so exact in 16 bits; both have its gradient."""
-    none = scale == 0.0
+    """scale = factor / temperature, where factor is ±1 and so exact in 16 bits; both have its gradient.
+
+    A scale next to 0, whose inverse has none, stays a factor: what it loses in 16 bits no logit shows.
+    """
+    none = scale.abs() < 1e-12
     sign = torch.where(scale < 0.0, -1.0, 1.0).to(scale.dtype)
     return torch.where(none, scale, sign), torch.where(none, 1.0, 1.0 / scale.abs().masked_fill(none, 1.0))
 

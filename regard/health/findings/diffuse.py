@@ -2,9 +2,9 @@
 
 For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a standard deviation of the logits under 0.3.
 A lone head of a layer that averages is often by design (it counts what came before): that is a note, unless its logits
-are all the same to the last digit. So it is in a model that has learned nothing yet, and says so in every layer: its
-scale is not small, and the variance of its logits is under 2 and what the norms of q and k alone predict, where those
-of a trained model know of each other. A head whose variance is far below that of its layer is not excused.
+are all the same to the last digit. So it is in a model that has learned nothing yet: in no layer is the scale small or
+the variance of the logits 2 and more, and in half of the layers at least it is what the norms of q and k alone predict,
+where those of a trained model know of each other. A head whose variance is far below its layer's is not excused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMEDY = (
     "If the model is trained: the scale is too small or the head is unused; try what_if=['temperature=0.5', 'ssmax'] "
     "or prune it. If it is freshly initialised, this is how it starts."
 )
-BEGINS = THRESHOLD + "; in no layer do queries and keys know of each other: the model is as it was initialised"
+BEGINS = THRESHOLD + "; in few layers do queries and keys know of each other: the model is as it was initialised"
 
 
 def find(heads):
@@ -54,9 +54,10 @@ def beginners(heads) -> list:
     """The heads of a model that has learned nothing yet, but for those that fall far behind their layer."""
     layers = by_layer(heads)
     for members in layers:
-        small = members[0].scale < 1.0 / LARGE
-        if small or not 0.0 < variances(members)[0] < BEGUN or not by_norms(members, LEARNED):
+        if members[0].scale < 1.0 / LARGE or not 0.0 < variances(members)[0] < BEGUN:
             return []
+    if 2 * sum(not by_norms(members, LEARNED) for members in layers) > len(layers):
+        return []
     return [
         head
         for members in layers

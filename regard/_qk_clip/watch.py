@@ -48,10 +48,11 @@ class Watch:
 
     def close(self) -> None:
         bury_dead()
+        if self._hooks:
+            self._outputs.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._outputs.close()
 
     def read_modules(self) -> None:
         """What `regard.nn` modules remember of a training call that was not watched."""
@@ -141,7 +142,8 @@ class Watch:
 
     def _after(self, module, inputs, output) -> None:
         if not torch.compiler.is_compiling():
-            self._outputs.close()
+            if self._hooks:
+                self._outputs.close()
             close_forward()
 
 

@@ -70,7 +70,7 @@ def draw(path: Path, copy: float, product: float, points: list[Point]) -> None:
     for these in shared.values():
         label, at = " and ".join(p.label for p in these), (these[0].intensity, these[0].speed)
         place = dict(xytext=(6, -5), textcoords="offset points", va="top")
-        axes.annotate(label.replace(", 4", ",\n4"), at, fontsize=6.5, **place)
+        axes.annotate(label.replace(", 4", ",\n4").replace(" to a", "\nto a"), at, fontsize=6.5, **place)
     for i, p in enumerate(crowd):  # attention, all in one place: a list beside it, with a line to each
         height = product * 0.8 * 1.17 ** (i + 1 - len(crowd))
         line = dict(arrowstyle="-", color="gray", linewidth=0.4, relpos=(1.0, 0.5))

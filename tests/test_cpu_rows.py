@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -447,25 +448,28 @@ MIXED = """
 """
 
 
-def test_a_threshold_map_that_is_no_power(tmp_path):
-    (tmp_path / "mixed.py").write_text(textwrap.dedent(MIXED))
+@contextlib.contextmanager
+def discovered(folder, name, text):
+    """A normaliser from a file, for a while."""
+    (folder / f"{name}.py").write_text(textwrap.dedent(text))
     try:
-        normalizers.discover(tmp_path)
-        choice = normalizers.get("mixed")
+        normalizers.discover(folder)
+        yield normalizers.get(name)
+    finally:
+        normalizers._members.pop(name, None)
+
+
+def test_a_threshold_map_that_is_no_power(tmp_path):
+    with discovered(tmp_path, "mixed", MIXED) as choice:
         s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
         p, ds, _ = both_ways(s, choice, dp)
         exact = oracle(s, choice, dp)
         torch.testing.assert_close(p.double(), exact[0], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(ds.double(), exact[1], rtol=1e-3, atol=1e-4)
-    finally:
-        normalizers._members.pop("mixed", None)
 
 
 def test_a_pointwise_map_whose_slope_needs_the_score(tmp_path):
-    (tmp_path / "bell.py").write_text(textwrap.dedent(BELL))
-    try:
-        normalizers.discover(tmp_path)
-        choice = normalizers.get("bell")
+    with discovered(tmp_path, "bell", BELL) as choice:
         s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
         s[3, 5], s[4, 6], s[5, 7] = INF, NAN, -INF
         p, ds, _ = both_ways(s, choice, dp, scale=0.7)
@@ -475,20 +479,13 @@ def test_a_pointwise_map_whose_slope_needs_the_score(tmp_path):
         rest = [0, 1, 2, 5, 6, 7, 8]
         torch.testing.assert_close(p[rest].double(), exact[0][rest], rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(ds[rest].double(), exact[1][rest], rtol=1e-4, atol=1e-5)
-    finally:
-        normalizers._members.pop("bell", None)
 
 
 def test_a_ninth_normaliser_from_a_file_and_its_edit(tmp_path):
-    try:
-        for power in (1.0, 3.0):  # the second time the file has changed: no stale code
-            (tmp_path / "ninth.py").write_text(textwrap.dedent(NINTH.format(power=power)))
-            normalizers.discover(tmp_path)
-            choice = normalizers.get("ninth")
+    for power in (1.0, 3.0):  # the second time the file has changed: no stale code
+        with discovered(tmp_path, "ninth", NINTH.format(power=power)) as choice:
             s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
             p, ds, _ = both_ways(s, choice, dp)
             exact = oracle(s, choice, dp)
             torch.testing.assert_close(p.double(), exact[0], rtol=1e-5, atol=1e-7)
             torch.testing.assert_close(ds.double(), exact[1], rtol=1e-4, atol=1e-5)
-    finally:
-        normalizers._members.pop("ninth", None)

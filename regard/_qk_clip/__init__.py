@@ -72,7 +72,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     for name, (tops, normalised) in watch.take(group).items():
         factors = None
         try:
-            shrunk = shrinking(*projections(modules[name], len(tops), watch.head_dim[name]))
+            shrunk = shrinking(*projections(modules[name], *watch.shapes[name]))
             tensors = parts(shrunk, held, modules[name])
         except NotFound as reason:
             result._skipped[name] = str(reason)

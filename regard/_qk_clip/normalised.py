@@ -28,12 +28,12 @@ class Outputs:
         """Look at the layers of that name, with so many query heads of that width, from now on."""
         self.close()
         modules = dict(model.named_modules()) if shapes else {}
-        for name, (heads, head_dim) in shapes.items():
-            layers = sources(modules[name])
+        for name, shape in shapes.items():
+            layers = sources(modules[name]) if name in modules else None  # it may have been taken out since
             if layers is None:
                 continue
             try:
-                made = projections(modules[name], heads, head_dim)
+                made = projections(modules[name], *shape)
             except NotFound:
                 continue
             for side, (layer, one) in enumerate(zip(layers, made, strict=True)):

@@ -26,8 +26,7 @@ class Watch:
         _count_steps()
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
         self.normalised: dict[str, Tensor] = {}  # layer -> [H]: 1.0 where queries or keys came normalised
-        self.head_dim: dict[str, int] = {}
-        self._shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
+        self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
         self._outputs = Outputs()
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be looked at
         self.forwards = 0
@@ -117,7 +116,6 @@ class Watch:
 
     def _add(self, name: str, q: Tensor, k: Tensor, attn_mask=None, **options) -> None:
         """The largest logit per head of one call, [B, H, M, D] with [B, G, N, D]."""
-        self.head_dim[name] = q.shape[-1]
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask != -math.inf
         with torch.no_grad():
@@ -127,7 +125,7 @@ class Watch:
             else:  # an empty batch has no logits, and counts as seen
                 tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
             normalised = self._outputs.normalised(name, q, k)
-        self._shapes[name] = q.shape[1], q.shape[-1]
+        self.shapes[name] = q.shape[1], q.shape[-1]
         self.normalised[name] = torch.maximum(self.normalised.get(name, normalised), normalised)
         self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
@@ -137,7 +135,7 @@ class Watch:
         bury_dead()
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            self._outputs.open(module, self._shapes)
+            self._outputs.open(module, self.shapes)
             open_forward(Interception(module, observe=self).in_forward())
 
     def _after(self, module, inputs, output) -> None:

@@ -77,7 +77,7 @@ def as_four(x: Tensor) -> Tensor:
     return x.flatten(0, x.ndim - 4)
 
 
-def is_mapped(x: Tensor | None) -> bool:
+def is_vmapped(x: Tensor | None) -> bool:
     """Does it stand for many tensors, inside torch.vmap?"""
     while x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
@@ -110,7 +110,7 @@ def cleaned(mask: Tensor | None) -> Tensor | None:
     >>> cleaned(torch.tensor([[0.0, -1e9]]))
     tensor([[ True, False]])
     """
-    if mask is None or mask.dtype == torch.bool or is_mapped(mask):
+    if mask is None or mask.dtype == torch.bool or is_vmapped(mask):
         return mask
     now = None if mask.is_inference() else mask._version
     for raw, version, clean in _CLEANED:  # layers share their mask

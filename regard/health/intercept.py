@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from regard.health.call import MAPPED, Call, as_four, causal_rows, cleaned, forget_masks, is_mapped, rows_of
+from regard.health.call import MAPPED, Call, as_four, causal_rows, cleaned, forget_masks, is_vmapped, rows_of
 from regard.health.forwards import OPENED, bury_dead, close_forward, open_forward
 from regard.health.threads import PerThread, SlowPath, lock_of
 from regard.health.uses import given_tokens
@@ -200,7 +200,7 @@ def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
             swapped = one.swap(swapped)
     if swapped is not call:
         otherwise = swapped.run
-    if any(is_mapped(x) for x in (call.q, call.k, call.v, call.mask)):
+    if any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
         swapped = replace(swapped, obstacle=MAPPED)
     for one in reversed(ACTIVE):  # the first one asked has the others behind it
         if one.observe is not None and one.sees(call.module):

@@ -1,7 +1,8 @@
 """What can be wrong with a head: one file each, found by looking at this folder.
 
-A file has `find(heads) -> list[Finding]`. Its thresholds stand in it, with where they come from; docs/health.md tells
-how often they cry wolf.
+A file has its `KINDS`, or one `KIND`, and `find(heads) -> list[Finding]`, or `find_in_layers(layers)` where it asks for
+what was seen beside the heads that were measured. Its thresholds stand in it, with where they come from; docs/health.md
+tells how often they cry wolf.
 
 >>> from regard.health import findings
 >>> findings.kinds()[:4]
@@ -16,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from regard.health.findings import _blind_rows, _not_finite, _odd_mask
 from regard.health.findings._finding import SEVERITIES, Finding
 
 __all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
@@ -29,11 +29,15 @@ def _modules() -> list[ModuleType]:
 
 
 def kinds() -> list[str]:
-    return sorted([_blind_rows.KIND, _not_finite.KIND, *_odd_mask.KINDS, *(module.KIND for module in _modules())])
+    return sorted(kind for module in _modules() for kind in getattr(module, "KINDS", None) or (module.KIND,))
 
 
 def find_all(heads: Sequence, layers: Sequence = ()) -> list[Finding]:
     """Every finding about heads that were measured, and about their layers and those that were not, gravest first."""
-    found = [finding for module in _modules() for finding in module.find(heads)] if heads else []
-    found += _not_finite.find(layers) + _odd_mask.find(layers) + _blind_rows.find(layers)
+    found: list[Finding] = []
+    for module in _modules():
+        if hasattr(module, "find_in_layers"):
+            found += module.find_in_layers(layers)
+        elif heads:
+            found += module.find(heads)
     return sorted(found, key=lambda finding: (SEVERITIES.index(finding.severity), -len(finding.heads), finding.kind))

@@ -47,7 +47,7 @@ TOLD = {
 }
 
 
-def find(layers: Sequence) -> list[Finding]:
+def find_in_layers(layers: Sequence) -> list[Finding]:
     found = []
     for odd, (kind, severity, evidence, threshold, remedy) in TOLD.items():
         such = [layer for layer in layers if odd in layer.odd and layer.reading is not None]

@@ -10,7 +10,7 @@ from regard.health.findings._finding import Finding
 KIND = "not finite"
 
 
-def find(layers: Sequence) -> list[Finding]:
+def find_in_layers(layers: Sequence) -> list[Finding]:
     """About layers, unlike the others: these have no readings."""
     sick = [layer for layer in layers if layer.reason == NOT_FINITE]
     if not sick:

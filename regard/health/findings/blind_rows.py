@@ -16,7 +16,7 @@ KIND = "rows that see no key"
 TOLD = {"behind", "after"}  # odd masks that leave one such row, and are findings of their own
 
 
-def find(layers: Sequence) -> list[Finding]:
+def find_in_layers(layers: Sequence) -> list[Finding]:
     found = [
         (layer, head, blind / (blind + seeing))
         for layer in layers

@@ -97,6 +97,17 @@ def test_nearly_one_hot_rows_keep_their_gain_and_entropy():
         torch.testing.assert_close(stats[name].double(), truth[name].expand(2), rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.parametrize("name", ["softmax", "softmax1"])
+def test_rows_far_below_a_sink_have_a_finite_gain(name):
+    """What the keys have beside the sink ends in float32's subnormals; 1/that overflows."""
+    depth = torch.tensor([0.0, 20.0, 85.0, 88.0, 90.0, 96.0, 103.0, 110.0, 1000.0])
+    problem = make(19, name, b=1, h=1, g=1, m=len(depth), n=5, stats=("gradient_gain", "mass"))
+    top = problem.scale * (problem.q @ problem.k.mT).amax(-1)
+    problem = dataclasses.replace(problem, sink=top + depth)
+    _, truth = reference.of_problem(problem)
+    torch.testing.assert_close(attention.forward(problem).stats.double(), truth, rtol=1e-4, atol=2e-38)
+
+
 @pytest.mark.parametrize("sharp", [1e-6, 300.0])
 @pytest.mark.parametrize("m", [1, 9])
 def test_support_counts_the_weights_that_underflow(m, sharp):

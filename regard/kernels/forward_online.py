@@ -251,7 +251,7 @@ def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: 
 
 @triton.jit
 def ending(r, scene, inside, opt, C: tl.constexpr):
-    """(frame, rest, 1/Z, Z): the sink and the silent key join. rest and 1/Z are in the loop's frame, Z in `frame`."""
+    """(frame, rest, 1/Z, Z): the sink and the silent key join, rest their share of Z. 1/Z is in the loop's frame."""
     F: tl.constexpr = C.F
     frame = r.frame
     if F.family == "pointwise":
@@ -270,6 +270,7 @@ def ending(r, scene, inside, opt, C: tl.constexpr):
         if opt.sink.ptr is not None:
             extra += tl.exp2(sink - frame)
         z = r.z * fade + extra
-        inverse = tl.where(z == 0.0, 0.0, fade / tl.where(z == 0.0, 1.0, z))
-        rest = extra / tl.where(fade > 0.0, fade, 1.0)
+        some = tl.where(z == 0.0, 1.0, z)
+        inverse = tl.where(z == 0.0, 0.0, fade / some)
+        rest = extra / some  # a share: extra / fade overflows where the sink is far above
     return frame, rest, inverse, z

@@ -191,6 +191,7 @@ def finish(
 ):  # fmt: skip
     """Store every statistic asked for. u1, v1, d1, x1 are u, v, u′ and cross at the maximum, p = u·inverse.
 
+    `rest` is a ratio's 1 − Σv·inverse, what no key has: the sink's share and the silent key's.
     `rows` of the whole call are what lies between two statistics; None where each program has one block of C.BM.
     """
     SLOT: tl.constexpr = C.SLOT
@@ -237,7 +238,7 @@ def finish(
             alike = d1 * v1 - x1  # 0 where v′ = u′, before anything is rounded
             d1 = d1 * inverse
             v1 = v1 * inverse
-            others = rest * inverse + (ties - 1.0) * v1 + r.v * inverse  # 1 − v1, without the cancellation
+            others = rest + (ties - 1.0) * v1 + r.v * inverse  # 1 − v1, without the cancellation
             at_top = ties * (d1 * others + alike * inverse * inverse)
             gain = at_top + r.slope * inverse - r.cross * inverse * inverse
         elif C.F.family == "threshold":

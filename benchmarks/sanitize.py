@@ -1,7 +1,7 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py [rows attention lists]     # all kinds, or these; exit code 0 if clean
-    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2                # every second call, without the tool
+    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]            # rows attention lists moments; exit code 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2         # every second call, without the tool
 
 torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs
 once without the tool first, so that it watches kernels and not a compiler; then two processes per tool share the calls.
@@ -10,19 +10,22 @@ once without the tool first, so that it watches kernels and not a compiler; then
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from unittest.mock import patch
 
 TOOLS = ("memcheck", "racecheck")
 SHARES = 2
+KINDS = ["rows", "attention", "lists", "moments"]
 
 
 def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
-    "lists" is "attention" with lists at any length, forward and backward.
+    "lists" is "attention" with lists at any length, forward and backward; "moments" with the keys' forms at any.
     """
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
@@ -32,6 +35,7 @@ def cases() -> list[tuple]:
     found += [(name, "attention", 300, 300, 128, every) for name in ("softmax", "entmax15") for every in (False, True)]
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
+    found += [("softmax", "moments", 600, 600, 64, True), ("softmax", "moments", 300, 700, 128, True)]
     return [*found, ("softmax", "attention", 1, 2080, 128, True)]
 
 
@@ -39,7 +43,7 @@ def call(name: str, kind: str, *sizes) -> None:
     import torch
 
     from regard import normalizers, statistics
-    from regard.kernels import attention, rows, sparse
+    from regard.kernels import attention, moments, rows, sparse
     from regard.problem import Problem, Upstream
 
     def draw(*shape, dtype=torch.bfloat16):
@@ -55,13 +59,16 @@ def call(name: str, kind: str, *sizes) -> None:
         m, n, d, every = sizes
         q, k, v = draw(1, 2, m, d), draw(1, 2, n, d), draw(1, 2, n, d)
         problem = Problem(q, k, v, choice, d**-0.5, causal=m == n, stats=statistics.NAMES if every else ())
-        long = sparse.LENGTHS
-        if kind == "lists":
-            sparse.LENGTHS = dict.fromkeys(long, range(256, 2**31))
-        answer = attention.forward(problem)
-        if not every or kind == "lists":
-            attention.backward(problem, answer, Upstream(torch.randn_like(answer.o)))
-        sparse.LENGTHS = long
+        with contextlib.ExitStack() as small:
+            if kind == "lists":
+                lengths = dict.fromkeys(sparse.LENGTHS, range(256, 2**31))
+                small.enter_context(patch.object(sparse, "LENGTHS", lengths))
+            if kind == "moments":
+                behind = dict.fromkeys(moments.LEAST_BEHIND, 256)
+                small.enter_context(patch.multiple(moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
+            answer = attention.forward(problem)
+            if not every or kind == "lists":
+                attention.backward(problem, answer, Upstream(torch.randn_like(answer.o)))
     torch.cuda.synchronize()
 
 
@@ -103,8 +110,8 @@ def main(kinds: list[str]) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", help="of calls: rows, attention, lists (default: all)")
+    parser.add_argument("kinds", nargs="*", help=f"of calls: {', '.join(KINDS)} (default: all)")
     parser.add_argument("--calls", nargs=2, type=int, metavar=("SHARE", "SHARES"), help="run these, without the tool")
     options = parser.parse_args()
-    kinds = options.kinds or ["rows", "attention", "lists"]
+    kinds = options.kinds or KINDS
     raise SystemExit(run(kinds, *options.calls) if options.calls else main(kinds))

@@ -7,7 +7,7 @@ import math
 import torch
 import triton
 
-from regard.kernels import decode, hopper, sparse
+from regard.kernels import backward_stored, decode, hopper, sparse
 from regard.kernels.backward import State, backward_dkv, backward_dq, backward_rows
 from regard.kernels.backward_bias import backward_bias
 from regard.kernels.config import config_of, described, key_blocks, linear, options, view
@@ -98,29 +98,19 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     product = delta = torch.empty(shape, **like)
     state = State(frame, inverse, delta, None, None, None)
     inputs = view(p.q), view(p.k), view(p.v), view(do)
-    if tilted:
-        config, how = config_of(p, "backward_rows")
+    stored = backward_stored.takes(p, do, heat is not None)
+    if tilted or stored:
+        config, how = config_of(p, "backward_rows", FOLDED=folded)
         arguments = inputs[0], view(forward.o), inputs[3], forward.frame, forward.z, state, opt
         launch(kind, backward_rows, triton.cdiv(shape[-1], config.BM) * rows, arguments, (config,), **how)
+    if tilted:
         product = delta.clone()
         state = state._replace(**_tilt(p, forward, upstream, delta))
     flags = dict(TILTED=tilted, HEAT=heat is not None, FOLDED=folded, others=(do,))
-    config, how = config_of(p, "backward_dq", **flags)
-    blocks = triton.cdiv(shape[-1], config.BM) * rows
-    left = None, None
-    if sparse.takes(p, "backward") and heat is None and not tilted:
-        outputs = view(grads.q), view(grads.k), view(grads.v)
-        left = sparse.backward(p, kind, inputs, forward.frame, forward.z, outputs, delta, opt, config)
-    left = iter(left)
-    queries = view(forward.o), inputs[3], view(grads.q), heat, forward.frame, forward.z, state
-    arguments = *inputs[:3], *key_blocks(p, config), *queries, next(left), opt
-    launch(kind, backward_dq, blocks, arguments, (config,), **how)
-    config, how = config_of(p, "backward_dkv", **flags)
-    queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
-    blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
-    outputs = view(grads.k), view(grads.v)
-    arguments = *inputs, *queries, *outputs, state, next(left), opt
-    launch(kind, backward_dkv, blocks, arguments, (config,), **how)
+    if stored:
+        backward_stored.backward(p, do, state, grads, flags)
+    else:
+        _sweep_twice(p, forward, do, state, grads, heat, opt, kind, flags)
     if upstream.bias and p.bias is not None:
         grads.bias = _bias_gradient(p, inputs, state, opt, *config_of(p, "backward_bias", **flags))
     grads.temperature = heat
@@ -129,6 +119,26 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         through = upstream.stats.get("logsumexp", 0.0) - product
         grads.sink = torch.where(forward.z > 0, share * through, 0.0)
     return grads
+
+
+def _sweep_twice(p: Problem, forward: Forward, do, state: State, grads: Gradients, heat, opt, kind, flags) -> None:
+    """dq, which finds δ on its way, then dk and dv."""
+    inputs = view(p.q), view(p.k), view(p.v), view(do)
+    config, how = config_of(p, "backward_dq", **flags)
+    left = None, None
+    if sparse.takes(p, "backward") and heat is None and not config.TILTED:
+        outputs = view(grads.q), view(grads.k), view(grads.v)
+        left = sparse.backward(p, kind, inputs, forward.frame, forward.z, outputs, state.delta, opt, config)
+    left = iter(left)
+    queries = view(forward.o), inputs[3], view(grads.q), heat, forward.frame, forward.z, state
+    arguments = *inputs[:3], *key_blocks(p, config), *queries, next(left), opt
+    blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
+    launch(kind, backward_dq, blocks, arguments, (config,), **how)
+    config, how = config_of(p, "backward_dkv", **flags)
+    queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
+    blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
+    arguments = *inputs, *queries, None, view(grads.k), view(grads.v), state, next(left), opt
+    launch(kind, backward_dkv, blocks, arguments, (config,), **how)
 
 
 def _bias_gradient(p: Problem, inputs, state, opt, config: Config, how: dict) -> torch.Tensor:

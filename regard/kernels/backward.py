@@ -232,10 +232,10 @@ def backward_dq(
 
 @triton.jit
 def dkv_tile(
-    dk, dv, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt,
+    dk, dv, keys, values, q, do, q_blocks, do_blocks, slopes, state, b, h, j, j0, start, n, seed, opt,
     C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One query block, keys first: dv += pᵀ·do, dk += dsᵀ·q."""
+    """One query block, keys first: dv += pᵀ·do, dk += dsᵀ·q; where `slopes` is given, ds is left there."""
     i = start + tl.arange(0, C.BM)
     if C.BULK and not EDGE:
         q_rows = tiles.bulk_of(q_blocks, b, h, start, C.BM, C.BD)
@@ -260,12 +260,17 @@ def dkv_tile(
         ds = tl.where(seen, ds * tiles.cap_slope(x, opt), 0.0)
     if opt.temperature.ptr is not None:
         ds = ds * r.a  # LINEAR carries the scale along
-    dk = tiles.dot(ds.to(q_rows.dtype), q_rows, dk, C)
+    ds = ds.to(q_rows.dtype)
+    if slopes is not None:
+        slopes.store([b * opt.heads + h, j0, start], tl.reshape(ds, [1, C.BN, C.BM]))
+    dk = tiles.dot(ds, q_rows, dk, C)
     return dk, dv
 
 
 @triton.jit
-def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, failed, opt, C: tl.constexpr):
+def backward_dkv(
+    q, k, v, do, q_blocks, do_blocks, slopes, dk, dv, state, failed, opt, C: tl.constexpr
+):  # fmt: skip
     blocks = tl.cdiv(opt.keys, C.BN)
     pid = tl.program_id(0)
     j0 = pid % blocks * C.BN  # the first keys have the most causal queries
@@ -291,34 +296,20 @@ def backward_dkv(q, k, v, do, q_blocks, do_blocks, dk, dv, state, failed, opt, C
         elif opt.right is not None:
             for start in tl.range(begin, tl.minimum(inner, end), C.BM):
                 acc_k, acc_v = dkv_tile(
-                    acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True
-                )
+                    acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, slopes, state, b, h, j, j0, start, n, seed,
+                    opt, C, True,
+                )  # fmt: skip
         if not DENSE:
             for start in tl.range(inner, outer, C.BM):
                 acc_k, acc_v = dkv_tile(
-                    acc_k,
-                    acc_v,
-                    keys,
-                    values,
-                    q,
-                    do,
-                    q_blocks,
-                    do_blocks,
-                    state,
-                    b,
-                    h,
-                    j,
-                    start,
-                    n,
-                    seed,
-                    opt,
-                    C,
-                    False,
-                )
+                    acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, slopes, state, b, h, j, j0, start, n, seed,
+                    opt, C, False,
+                )  # fmt: skip
         for start in tl.range(tl.maximum(inner, outer), end, C.BM):
             acc_k, acc_v = dkv_tile(
-                acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, state, b, h, j, start, n, seed, opt, C, True
-            )
+                acc_k, acc_v, keys, values, q, do, q_blocks, do_blocks, slopes, state, b, h, j, j0, start, n, seed,
+                opt, C, True,
+            )  # fmt: skip
     if not (C.LINEAR and opt.temperature.ptr is not None):
         acc_k = acc_k * tiles.number(opt.scale, C.ACC)
     tiles.store_block(dk, b, g, j0, opt.keys, acc_k, C.BN, C.D, C.BD)

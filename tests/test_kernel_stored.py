@@ -1,0 +1,99 @@
+"""Backward through stored ds under Triton's interpreter, on small odd shapes, against the float64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from attention_data import Poisoned, check_backward, check_forward, make
+
+from regard import statistics
+from regard.kernels import attention, backward_stored
+from regard.problem import Upstream
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+HALF = dict(dtype=torch.float16, stats=())
+
+
+@pytest.fixture(autouse=True)
+def stored(monkeypatch):
+    """Every call takes this road, scratch holds NaN, and blocks of queries are two of `backward_dkv`'s."""
+    made, found = backward_stored.config_of, []
+
+    def config_of(p, kernel, **flags):
+        config, how = made(p, kernel, **flags)
+        return (config._replace(BM=32) if kernel == "backward_product" else config), how
+
+    monkeypatch.setattr(attention, "torch", Poisoned())
+    monkeypatch.setattr(backward_stored, "torch", Poisoned())
+    monkeypatch.setattr(backward_stored, "config_of", config_of)
+    monkeypatch.setattr(backward_stored, "takes", lambda p, do, warm: found.append(not warm) or not warm)
+    for name, number in dict(QUERIES=32, KEYS=16, MOST=2**15).items():
+        monkeypatch.setattr(backward_stored, name, number)
+    return found
+
+
+CASES = [
+    ("softmax", dict(b=1, h=2, g=1, m=50, n=60, causal=True)),
+    ("softmax1", dict(b=2, h=2, g=2, m=33, n=20, lengths=True)),
+    ("sigmoid", dict(b=1, h=2, g=1, m=20, n=50, causal=True)),
+    ("softpick", dict(b=1, h=1, g=1, m=35, n=35, softcap=2.0, sharp=3.0)),
+    ("softmax", dict(b=1, h=2, g=2, m=17, n=40, left=20, right=5, sink=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_stored_slopes_give_what_the_oracle_gives(name, options, stored):
+    problem = make(1, name, **HALF | options, d=8, e=16)
+    check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
+    assert stored == [True]
+
+
+def test_gradients_of_statistics():
+    problem = make(2, b=1, h=2, g=1, m=33, n=30, causal=True, dtype=torch.float16, sink=True)
+    check_backward(attention, problem, check_forward(attention, problem), stats=statistics.DIFFERENTIABLE, slack=2.0)
+
+
+@pytest.mark.parametrize(
+    ("most", "pieces"), [(2**30, 1), (2 * 32 * 32 * 2, 4), (5 * 32 * 32 * 2, 2), (6 * 32 * 32 * 2, 2)]
+)
+def test_pieces_are_the_whole(monkeypatch, most, pieces):
+    """Four entries with one group of two heads each: one at a time, and two where five or six heads would fit."""
+    problem = make(3, **HALF, b=4, h=2, g=1, m=20, n=25, d=8, e=8, temperature=True)
+    answer = attention.forward(problem)
+    upstream = Upstream(torch.randn_like(answer.o))
+    truth = attention.backward(problem, answer, upstream)
+    monkeypatch.setattr(backward_stored, "MOST", most)
+    assert len(list(backward_stored.pieces(problem))) == pieces
+    grads = attention.backward(problem, answer, upstream)
+    for name in ("q", "k", "v"):
+        assert torch.equal(getattr(grads, name), getattr(truth, name)), name
+
+
+def test_heads_of_one_entry_in_parts(monkeypatch):
+    problem = make(4, **HALF, b=2, h=6, g=3, m=10, n=12, d=8, e=8)
+    monkeypatch.setattr(backward_stored, "MOST", 5 * 32 * 16 * 2)  # two of the three groups; never more than asked
+    cut = list(backward_stored.pieces(problem))
+    assert [(b.start, h.start, h.stop, g.start, g.stop) for b, h, g in cut] == [
+        (0, 0, 4, 0, 2), (0, 4, 8, 2, 4), (1, 0, 4, 0, 2), (1, 4, 8, 2, 4),
+    ]  # fmt: skip
+    check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
+
+
+def test_hidden_keys_may_hold_anything():
+    problem = make(5, **HALF, b=1, h=2, g=1, m=20, n=40, d=8, e=8, causal=True)
+    clean = dataclasses.replace(problem, key_lengths=torch.tensor([18]))
+    answer = attention.forward(clean)
+    upstream = Upstream(torch.ones_like(answer.o))
+    truth = attention.backward(clean, answer, upstream)
+    for x in (problem.k, problem.v):
+        x[:, :, 18:] = math.nan
+    grads = attention.backward(clean, attention.forward(clean), upstream)
+    assert torch.equal(grads.q, truth.q) and torch.equal(grads.k, truth.k) and torch.equal(grads.v, truth.v)

@@ -107,6 +107,27 @@ def test_gradcheck(name):
     assert torch.autograd.gradcheck(out, (q, k, v, *policy.parameters()))
 
 
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e-36])
+@pytest.mark.parametrize("normalizer", regard.normalizers.names())
+def test_temperatures_next_to_zero(normalizer, size):
+    """Logits that no float32 holds weigh as at T → 0; those that one holds weigh as ever."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 2, 6, 8, generator=generator) for _ in range(3))
+    q = (q * size).requires_grad_()
+    for t in (1e-8, 1e-36, 1e-38, 1e-40, 1e-44):
+        temperature = torch.tensor([[1.0], [t]])[..., None].requires_grad_()
+        out = regard.attention(q, k, v, normalizer=normalizer, temperature=temperature, backend="cpu")
+        exact = q.detach().double().requires_grad_()
+        truth, _ = regard.reference.attention(exact, k, v, normalizer=normalizer, temperature=temperature.double())
+        torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=3e-6)
+        upstream = torch.randn(out.shape, generator=generator)
+        own, of_t = torch.autograd.grad(out, (q, temperature), upstream)
+        (right,) = torch.autograd.grad(truth, exact, upstream.double())
+        if right.abs().max() < 1e30:
+            torch.testing.assert_close(own.double(), right, rtol=1e-3, atol=1e-5 * right.abs().max().item() + 1e-30)
+            assert of_t.isfinite().all()
+
+
 def test_scalable_softmax_as_published():
     """arXiv 2501.19399: one score +3 among −2, s = 0.43."""
     for n, plain, scalable in ((10, 0.943, 0.940), (100, 0.600, 0.9951), (1000, 0.129, 0.9996), (10_000, 0.0146, 1.0)):

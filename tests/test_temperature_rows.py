@@ -56,6 +56,15 @@ def test_large_scores_are_not_rounded_by_a_tensor_temperature(name):
     assert torch.allclose(p.double(), exact(z, name, 3.0), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_of_a_subnormal_temperature(name):
+    z = torch.tensor([[1e-38, 2e-38, -3e-38]])
+    t = torch.tensor([[1e-40]], requires_grad=True)
+    p = regard.normalize(z, name, temperature=t)
+    assert torch.allclose(p.double(), exact(z, name, t.detach().double()), atol=1e-6)
+    assert not torch.autograd.grad(p[0, 1], t)[0].isnan()
+
+
 def test_relu_knows_no_temperature():
     z = torch.tensor([1e-30, 3e-30, -1.0], requires_grad=True)
     right = torch.tensor([0.25, 0.75, 0.0])

@@ -50,6 +50,7 @@ def attention(
         scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor per head.
         normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
         temperature: a positive number, a tensor that broadcasts to (…, Hq, Lq, 1), or a policy of `regard.temperature`.
+            Rows whose logits s/T overflow weigh as T → 0 does on the CPU, and are NaN on a GPU.
         softcap: c in c·tanh(x/c), before bias and temperature.
         sink: a logit per head that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.

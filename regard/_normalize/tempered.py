@@ -91,8 +91,10 @@ def _row_quotient(wide: Tensor, choice: Choice, t: Tensor, visible: Tensor | Non
     moves, pointwise = moves_with_its_scores(choice), choice.family == "pointwise"
     if readable(wide) and readable(t):
         low, high = wide.detach().aminmax()
-        most = FAR if moves else EXTREME if pointwise else NEAR
-        if torch.maximum(high, -low) < most * t.detach().amin():  # not so if one is NaN
+        most, least = FAR if moves else EXTREME if pointwise else NEAR, t.detach().amin()
+        if least * least == 0.0:  # 1/t², which is in the gradient of t, would overflow
+            t = t.double()
+        if torch.maximum(high, -low) < most * least:  # not so if one is NaN
             return (wide / t).to(wide.dtype)
     if moves:
         return quotient(wide.masked_fill(wide <= -FAR * t, -math.inf), t, visible)  # far below: no weight, no overflow

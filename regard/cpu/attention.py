@@ -41,7 +41,7 @@ ROWS = 4096  # whose statistics are finished together
 
 def forward(problem: Problem) -> Forward:
     """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard.problem`."""
-    problem = detached(problem)
+    problem = in_range(detached(problem))
     o, (frame, z), sums = weighed(problem, problem.q.dtype)
     return Forward(o, frame.clone(), z.clone(), _statistics(problem, sums))
 
@@ -85,7 +85,7 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
 
     Those of temperature and sink are in the accumulator's type. The bias's has size 1 where the bias has stride 0.
     """
-    problem = detached(problem)
+    problem = in_range(detached(problem))
     rows = Rows(problem, forward, upstream)
     grads = pulled(problem, upstream, rows, problem.q.dtype)
     grads.temperature = (
@@ -249,3 +249,26 @@ def detached(problem: Problem) -> Problem:
     names = ("q", "k", "v", "bias", "mask", "temperature", "sink")
     given = {name: getattr(problem, name) for name in names}
     return replace(problem, **{name: x.detach() for name, x in given.items() if x is not None})
+
+
+def in_range(problem: Problem) -> Problem:
+    """Temperatures raised to where no logit s/T overflows: the weights of such rows are those of T → 0 either way.
+
+    |s| is bounded by the norms of q and k, the soft cap and the bias; what is not finite is the row's own affair.
+    """
+    t = problem.temperature
+    if t is None or not t.numel() or bool(t.amin() > 1e-20):
+        return problem
+
+    def largest(x: Tensor) -> Tensor:
+        return x.where(x < math.inf, 0.0).amax(-1) if x.shape[-1] else x.sum(-1)
+
+    q, k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (problem.q, problem.k))
+    keys = largest(k).repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None]  # [B, H, 1]
+    bound = abs(problem.scale) * q * keys
+    if problem.softcap is not None:
+        bound = bound.clamp_max(problem.softcap)
+    if problem.bias is not None:
+        bound = bound + largest(problem.bias).abs()
+    least = (bound / torch.finfo(problem.accumulator).max * 2.0**8).to(t.dtype)
+    return replace(problem, temperature=torch.where((least > t) & (t > 0.0), least, t))

@@ -112,8 +112,8 @@ def entropy_of(x, top):
 
 
 def framed(x, frame, theta):
-    """(m, c) of the tile functions. Threshold maps: the maximum and τ − maximum, set right by one Newton step where
-    τ's own rounding, in the scores' magnitude, would show in the weights."""
+    """(m, c) of the tile functions. Threshold maps: the maximum and τ − maximum, set right by Newton steps where
+    τ's own rounding, in the scores' magnitude, would show in the weights: one, unless little is left of τ."""
     if tile.ratio or not tile.coupled:
         return frame, words.exp(-frame)
     top = maximum_of(x)
@@ -121,17 +121,28 @@ def framed(x, frame, theta):
         return real(0.0), frame
     tau = frame - tile.level(top, theta)
     if abs(frame) > 4.0:
-        values, slopes = np.float64(0.0), np.float64(0.0)
-        for start in range(0, len(x), CHUNK):
-            chunk = x[start : start + CHUNK]
-            value, slope = real(0.0), real(0.0)
-            for j in range(len(chunk)):
-                value = words.accumulate(value, tile.weight(chunk[j], top, tau, theta))
-                slope = words.accumulate(slope, tile.rise(chunk[j], top, tau, theta))
-            values += value
-            slopes += slope
-        tau = real(tau + (values - 1.0) * tile.level(1.0, theta) / slopes)
+        if not (real(-1.0) <= tau < real(0.0)):
+            tau = real(-1.0)  # from where the steps rise to the root
+        for _ in range(20):
+            step = newton_step(x, top, tau, theta)
+            tau = real(max(tau + step, -1.0))
+            if abs(step) <= -1e-4 * tau:
+                break
     return top, tau
+
+
+def newton_step(x, top, tau, theta):
+    """(Σp − 1) / |d Σp/dτ|."""
+    values, slopes = np.float64(0.0), np.float64(0.0)
+    for start in range(0, len(x), CHUNK):
+        chunk = x[start : start + CHUNK]
+        value, slope = real(0.0), real(0.0)
+        for j in range(len(chunk)):
+            value = words.accumulate(value, tile.weight(chunk[j], top, tau, theta))
+            slope = words.accumulate(slope, tile.rise(chunk[j], top, tau, theta))
+        values += value
+        slopes += slope
+    return (values - 1.0) * tile.level(1.0, theta) / slopes
 
 
 def share_of_score(y, m, c, theta, inverse):

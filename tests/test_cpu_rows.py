@@ -158,6 +158,15 @@ def test_softpick_of_small_scores_does_not_cancel(size, dtype):
     assert (error[fits] <= 4 * bound).all() and (fits.all() or size < 1e-4)
 
 
+@pytest.mark.parametrize("top", [0.33, 0.36, 2.0, 30.0])
+def test_softpick_keeps_the_digits_of_small_scores_beside_a_large_one(top):
+    s = 1e-3 * torch.randn(20, 300, generator=torch.Generator().manual_seed(5))
+    s[:, 7] = top
+    p = rows.forward(s, normalizers.get("softpick"))[0]
+    exact = normalizers.get("softpick").reference(s.double(), None, None)
+    torch.testing.assert_close(p.double(), exact, rtol=1e-6 * max(1.0, top), atol=0.0)
+
+
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("shape", [(0, 5), (4, 0), (0, 0)], ids=str)
 def test_empty(name, shape):

@@ -36,7 +36,7 @@ def grown(e, y, c):
     return words.where(words.abs(y) < NEAR, words.growth(y) * c, e - c)
 
 
-def weigh(x, u, highest, factor, c, near):
+def weigh(x, u, highest, factor, c):
     """u ← the row's numerators; Σv."""
     total = np.float64(0)
     for start in range(0, x.size, CHUNK):
@@ -44,7 +44,7 @@ def weigh(x, u, highest, factor, c, near):
         for j in range(chunk.size):
             y = chunk[j] * factor
             e, low = words.decay((chunk[j] - highest) * factor), c
-            if near:
+            if tile.differs:
                 e, low = grown(e, y, c), 0.0
             seen = tile.exponential or chunk[j] > -INF  # exp(−inf) is 0 already
             chunk_u[j] = words.where(seen, tile.numerator(e, y, low), 0.0)
@@ -72,11 +72,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         m = highest * factor
         c = words.minimum(words.exp(-m), HUGE)
         u = tile.work(p[i], scratch[1, :n])
-        total = np.float64(tile.rest(c))
-        if tile.differs and m < NEAR:
-            total += weigh(x, u, highest, factor, c, True)
-        else:
-            total += weigh(x, u, highest, factor, c, False)
+        total = tile.rest(c) + weigh(x, u, highest, factor, c)
         state[0, i] = m
         state[1, i] = total * (real(scale) / factor)
         if (tile.shift == 2 or tile.differs) and total < LEAST and total > 0:  # 1/Z overflows

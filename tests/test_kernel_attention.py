@@ -117,6 +117,28 @@ def test_support_counts_the_weights_that_underflow(m, sharp):
     assert torch.equal(attention.forward(problem).stats.double(), truth) and truth.max() > 5
 
 
+@pytest.mark.parametrize("m", [1, 9])
+def test_softpick_of_logits_near_0_does_not_cancel(m):
+    names = ("mass", "entropy", "max_weight", "gradient_gain")
+    for sharp in (1e-5, 1e-3):
+        problem = make(23, "softpick", b=1, h=2, g=1, m=m, n=50, sharp=sharp, stats=names)
+        answer, (out, truth) = attention.forward(problem), reference.of_problem(problem)
+        torch.testing.assert_close(answer.stats.double(), truth, rtol=2e-6, atol=0.0)
+        assert (answer.o.double() - out).abs().max() < 1e-6 * out.abs().max()
+        v, do = problem.v.detach().double().requires_grad_(), torch.randn_like(answer.o)
+        reference.of_problem(dataclasses.replace(problem, v=v))[0].backward(do.double())
+        dv = attention.backward(problem, answer, Upstream(do)).v
+        assert (dv.double() - v.grad).abs().max() < 1e-6 * v.grad.abs().max()
+
+
+@pytest.mark.parametrize("m", [1, 9])
+def test_participation_of_sigmoid_rows_whose_weights_are_tiny(m):
+    for low in (-20.0, -50.0, -60.0):
+        problem = make(29, f"sigmoid(bias={low})", b=1, h=2, g=1, m=m, n=50, sharp=3.0, stats=("participation",))
+        _, truth = reference.of_problem(problem)
+        torch.testing.assert_close(attention.forward(problem).stats.double(), truth, rtol=1e-5, atol=0.0)
+
+
 HIDING = (
     dict(causal=True, m=9, n=20),
     dict(left=2, right=2, m=18, n=24),

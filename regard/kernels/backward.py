@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from regard.kernels import gather, support, sweeps, tiles
+from regard.kernels.rows_terms import grown
 from regard.kernels.tiles import LOG2E
 
 
@@ -106,7 +107,8 @@ def weigh(y, seen, r, theta, C: tl.constexpr):
     else:
         e = tl.exp2(power)
         c = tiles.unshift(r.frame)
-        p = tl.where(seen, F.numerator(e, y * r.a, c) * r.inverse, 0.0)
+        near, low = grown(e, y * r.a, c, F.differs and C.PRECISION == "tf32x3")  # 16 bits do not show it
+        p = tl.where(seen, F.numerator(near, y * r.a, low) * r.inverse, 0.0)
         up = tl.where(seen, F.numerator_slope(e, y * r.a, c) * r.inverse, 0.0)
         down = tl.where(seen, F.denominator_slope(e, y * r.a, c) * r.inverse, 0.0)
     return p, up, down, power

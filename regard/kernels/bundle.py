@@ -44,6 +44,7 @@ class Bundle(NamedTuple):
     shift: str | None = None
     exponential: bool | None = None
     order: int | None = None
+    differs: bool = False  # follows from the functions: no part of the key
 
     def __repr__(self) -> str:
         return f"Bundle({self.family}, {self.cache_key})"
@@ -71,7 +72,7 @@ def _bundle(normalizer: Normalizer) -> Bundle:
     if not normalizer.fused:
         raise ValueError(f"normalizer {normalizer.name!r} has no fused kernels; use the reference")
     members, keys = {}, [normalizer.family]
-    for name in Bundle._fields[2:]:
+    for name in Bundle._fields[2:-1]:
         member = getattr(normalizer, "value" if name == "weigh" else name, None)
         if callable(member) and knobs.runtime.interpret:
             member = speak(member, tl)  # plain Python, with triton.language in scope whether its file imports it or not
@@ -80,4 +81,4 @@ def _bundle(normalizer: Normalizer) -> Bundle:
             keys.append(f"{name}={getattr(member, 'cache_key', member)}")
         members[name] = member
     key = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-    return Bundle(family=normalizer.family, cache_key=key, **members)
+    return Bundle(normalizer.family, key, **members, differs=getattr(normalizer, "differs", False))

@@ -157,7 +157,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             log_u = tl.where(seen, power, 0.0) if F.exponential else statistics.log2_or_0(under)
             sl += tiles.fold(under * log_u, C)
         if NEED.square:
-            sq += tiles.fold(under * under, C)
+            sq += tiles.fold(statistics.squared(under, F), C)
         if NEED.slope:
             d, cross = slopes(y, a[:, None], b2[:, None], r.frame[:, None], u, theta, F)
             sv += tiles.fold(tl.where(seen & below, v, 0.0), C)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from regard.kernels import statistics, sweeps, tiles
+from regard.kernels.rows_terms import grown
 from regard.kernels.statistics import Sums
 from regard.kernels.tiles import HIDDEN, LN2, LOG2E
 
@@ -44,8 +45,7 @@ def terms(y, a, b2, frame, theta, F: tl.constexpr):
         u = F.weigh(y * a, theta)
         v = u
     else:
-        e = tl.exp2(power)
-        c = tiles.unshift(frame)
+        e, c = grown(tl.exp2(power), y * a, tiles.unshift(frame), F.differs and y.dtype == tl.float32)
         u = F.numerator(e, y * a, c)
         v = F.denominator(e, y * a, c)
     return u, v, power
@@ -81,7 +81,7 @@ def moved(r, top, frame, a, b2, theta, F: tl.constexpr):
         r.u * fade + tl.where(some, folded * u, 0.0),
         r.v * fade + tl.where(some, folded * v, 0.0),
         fade * (r.log_u + shift * r.u) + tl.where(some, folded * u * statistics.log2_or_0(u), 0.0),
-        r.square * fade * fade + tl.where(some, folded * u * u, 0.0),
+        r.square * fade * fade + tl.where(some, folded * statistics.squared(u, F), 0.0),
         r.slope * fade + tl.where(some, folded * d, 0.0),
         r.cross * fade * fade + tl.where(some, folded * x, 0.0),
         r.lse * fall + tl.where(some, folded * fall, 0.0),
@@ -149,7 +149,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.log_u:
             sl += tiles.fold(under * log_u, C)
         if NEED.square:
-            sq += tiles.fold(under * under, C)
+            sq += tiles.fold(statistics.squared(under, F), C)
         if NEED.distance:
             place = i
             if opt.ahead is not None:

@@ -78,7 +78,7 @@ class Sums(NamedTuple):
     u: Any  # Σ' u
     v: Any  # Σ' v
     log_u: Any  # Σ' u·log2 u
-    square: Any  # Σ' u²
+    square: Any  # Σ' u², see `squared`
     slope: Any  # Σ' u′
     cross: Any  # Σ' v′·u, threshold: Σ' g′²
     lse: Any  # Σ' exp(s − top)
@@ -130,6 +130,14 @@ def first_scores(scene, opt, C: tl.constexpr):
 @triton.jit
 def log2_or_0(u):
     return tl.log2(tl.where(u > 0.0, u, 1.0))
+
+
+@triton.jit
+def squared(u, F: tl.constexpr):
+    """u²; of a map without a frame, whose weights may all be tiny, in units of 2⁻⁸⁰."""
+    if F.family == "pointwise":
+        u = u * 2.0**40
+    return u * u
 
 
 @triton.jit
@@ -222,7 +230,8 @@ def finish(
         put(ptr, row, rows, entropy, dead, 0.0, seen, SLOT.entropy)
         put(ptr, row, rows, tl.where(alive, tl.exp(entropy), 0.0), dead, 0.0, seen, SLOT.effective_keys)
     if SLOT.participation >= 0:
-        spread = count * count / tl.maximum(ties + r.square / unit / unit, 1.0)
+        whole = unit * 2.0**40 if C.F.family == "pointwise" else unit
+        spread = count * count / tl.maximum(ties + r.square / whole / whole, 1.0)
         put(ptr, row, rows, tl.where(alive, spread, 0.0), dead, 0.0, seen, SLOT.participation)
     put(ptr, row, rows, tl.where(alive, u1 * inverse, 0.0), dead, 0.0, seen, SLOT.max_weight)
     if C.SPARSE:

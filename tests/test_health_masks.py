@@ -91,7 +91,8 @@ def test_what_a_batch_does_not_say_is_not_guessed():
     (same,) = padding_of({**given, "labels": given["input_ids"]})
     assert torch.equal(one, same) and torch.equal(one, given["attention_mask"].bool())
     assert padding_of(given["input_ids"]) == padding_of(len) == []
-    assert is_two_sided(nn.Transformer(8, 2, 1, 1, 8, batch_first=True)) and not is_two_sided(Reader(ignored))
+    for model, both in ((nn.Transformer(8, 2, 1, 1, 8, batch_first=True), True), (Reader(ignored), False)):
+        assert is_two_sided(model, (name for name, _ in model.named_modules())) is both
 
 
 @pytest.mark.parametrize(

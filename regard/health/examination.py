@@ -91,7 +91,8 @@ def examine(
             recorder.begin()
 
     opened = model.register_forward_pre_hook(begin, prepend=True)
-    started, done, size, failure, two_sided = time.perf_counter(), 0, 0, None, is_two_sided(model)
+    started, done, size, failure = time.perf_counter(), 0, 0, None
+    two_sided = is_two_sided(model, (name for name, _ in modules))
     try:
         for module in training:
             module.training = False

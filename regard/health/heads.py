@@ -64,10 +64,18 @@ def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
 
 
 def tell_early(recorder: Recorder) -> None:
-    """The heads of every layer that a GPU is done with, while it is at work on the layers after."""
-    for layer, sight in recorder.under_way():
-        with behind(sight.done, sight.reading.flat.device):
-            layer.told = sight.reading, _heads([(layer, sight.reading)])[0]
+    """The heads of the layers that a GPU is done with, all at once, while it is at work on the layers after."""
+    waiting = recorder.under_way()
+    while waiting:
+        device = waiting[0][1].reading.flat.device
+        ready = [pair for pair in waiting if pair[1].reading.flat.device == device and pair[1].done.query()]
+        ready = ready or waiting[:1]
+        pairs = [(layer, sight.reading) for layer, sight in ready]
+        with behind(ready[-1][1].done, device):
+            for (layer, reading), heads in zip(pairs, _heads(pairs), strict=True):
+                layer.told = reading, heads
+        done = {id(layer) for layer, _ in ready}
+        waiting = [pair for pair in waiting if id(pair[0]) not in done]
 
 
 def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:

@@ -6,7 +6,7 @@ Layers share their masks, so what was found of one is kept for a forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,10 +59,11 @@ def padding_of(batch: Any, two_sided: bool = False) -> list[Tensor]:
     return found
 
 
-def is_two_sided(model: nn.Module) -> bool:
-    """Is there an encoder and a decoder in it?"""
-    named = {part for name, _ in model.named_modules() for part in name.split(".")}
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)) or {"encoder", "decoder"} <= named
+def is_two_sided(model: nn.Module, names: Iterable[str]) -> bool:
+    """Is there an encoder and a decoder in it, by its configuration or among the names of its modules?"""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return True
+    return {"encoder", "decoder"} <= {part for name in names for part in name.split(".")}
 
 
 class Rows:

@@ -42,7 +42,8 @@ def find(heads):
     count = Counter(head.index for head, _ in found)
     enough = {index: min(size, max(2, size * CROWD)) for index, size in sizes.items()}
     many = [one for one in found if count[one[0].index] >= enough[one[0].index] or says_nothing(one[0])]
-    lone = [one for one in found if not any(one is other for other in many)]
+    told = {id(head) for head, _ in many}
+    lone = [one for one in found if id(one[0]) not in told]
     return [
         *finding(KIND, "warning", many, TOLD, THRESHOLD, REMEDY),
         *finding(KIND, "note", lone, TOLD, THRESHOLD + "; alone in its layer", REMEDY),
@@ -53,16 +54,17 @@ def find(heads):
 def beginners(heads) -> list:
     """The heads of a model that has learned nothing yet, but for those that fall far behind their layer."""
     layers = by_layer(heads)
-    for members in layers:
-        if members[0].scale < 1.0 / LARGE or not 0.0 < variances(members)[0] < BEGUN:
+    measured = [variances(members)[0] for members in layers]
+    for members, variance in zip(layers, measured, strict=True):
+        if members[0].scale < 1.0 / LARGE or not 0.0 < variance < BEGUN:
             return []
     if 2 * sum(not by_norms(members, LEARNED) for members in layers) > len(layers):
         return []
     return [
         head
-        for members in layers
+        for members, variance in zip(layers, measured, strict=True)
         for head in members
-        if head.statistics.mean("logit_variance") > BEHIND * variances(members)[0]
+        if head.statistics.mean("logit_variance") > BEHIND * variance
     ]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
+import pytest
 import torch
 from torch import nn
 
 import regard
+from regard.health import intercept
 
 
 class Model(nn.Module):
@@ -78,6 +81,48 @@ def test_what_another_thread_runs_beside_does_not_count():
         lambda: regard.examine(model, [x] * 4), lambda: [model(torch.randn(1, 9, 16)) for _ in range(40)]
     )
     assert [(head.layer, head.statistics["entropy"].count) for head in report.heads] == alone
+
+
+class Meeting(Model):
+    """Two forwards in two threads that wait for each other, after the first layer and before the last."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.gate = threading.Barrier(2)
+        for layer in (self.layers[0], self.layers[2]):
+            layer.register_forward_hook(self.meet)
+
+    def meet(self, *_) -> None:
+        self.gate.wait(timeout=10.0)
+
+
+def test_a_monitor_of_forwards_that_wait_for_each_other():
+    inputs, rows = [torch.randn(2, n, 16) for n in (24, 9)], []
+    model = Meeting(7).train()
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor:
+        monitor.budget = math.inf  # two threads spend more than the time that passes
+        for _ in range(3):
+            told = at_once(*(lambda x=x: model(x).sum().item() for x in inputs))
+            assert all(isinstance(x, float) for x in told), told
+    assert monitor.samples == monitor.step == 6 and not monitor.unmeasured and not intercept.ACTIVE
+    report = [regard.examine(Model(7).eval(), [x]) for x in inputs]
+    alone = {round(head.statistics["logit_variance"].mean, 9) for one in report for head in one.heads}
+    assert {round(row["logit_variance"], 9) for row in rows} == alone
+
+
+def test_qk_clip_of_forwards_that_wait_for_each_other():
+    inputs = [scale * torch.randn(2, 9, 16) for scale in (1.0, 30.0)]
+    model = Meeting(8).train()
+    regard.qk_clip(model)
+    for _ in range(3):
+        told = at_once(*(lambda x=x: model(x).sum().backward() for x in inputs))
+        assert told == [None, None]
+        clipped = regard.qk_clip(model, threshold=1e9)
+        alone = [head for x in inputs for head in regard.examine(Model(8), [x]).heads]
+        largest = [max(head.statistics["max_logit"].max for head in alone if head.head == at) for at in range(2)]
+        assert clipped.max_logit[""] == pytest.approx(largest, rel=1e-4)
+    regard.qk_clip.stop(model)
+    assert not intercept.ACTIVE
 
 
 def test_torchs_fast_path_is_as_it_was():

@@ -6,6 +6,7 @@ norm takes it away:  sd log|q| < ½ · sd log|x·W_q|,  over the tokens of one f
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import torch
@@ -18,9 +19,10 @@ ENOUGH = 0.02  # lengths that differ by less than 2 % tell nothing
 
 
 class Outputs:
-    """How much the lengths of projected queries and keys vary, layer by layer, in the forward that runs."""
+    """How much the lengths of projected queries and keys vary, layer by layer, in the forward that this thread runs."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.found: dict[tuple[str, int], Tensor] = {}  # layer, 0 for q and 1 for k -> [heads + 1]
         self._hooks: list = []
 
@@ -46,7 +48,8 @@ class Outputs:
         self.found.clear()
 
     def _look(self, key: tuple[str, int], one: Projection, layer, inputs, output) -> None:
-        if isinstance(output, Tensor) and output.shape[-1] >= one.start + one.width:
+        own = self.thread == threading.get_ident() and isinstance(output, Tensor)
+        if own and output.shape[-1] >= one.start + one.width:
             heads = output.detach().narrow(-1, one.start, one.width).unflatten(-1, (one.heads, -1))
             self.found[key] = variation(heads.flatten(0, -3).transpose(0, 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 
 import torch
@@ -19,7 +20,7 @@ from regard.nn.projections import not_growing
 
 
 class Watch:
-    """The largest logit of every head over the training forwards since it was last asked."""
+    """The largest logit of every head over the training forwards, in any thread, since it was last asked."""
 
     def __init__(self, model: nn.Module) -> None:
         unhook(model)
@@ -27,7 +28,8 @@ class Watch:
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
         self.normalised: dict[str, Tensor] = {}  # layer -> [H]: 1.0 where queries or keys came normalised
         self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
-        self._outputs = Outputs()
+        self._outputs: dict[int, Outputs] = {}  # by thread
+        self._told = threading.Lock()  # of the numbers above, while a thread adds to them; never over a forward
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be looked at
         self.forwards = 0
         self._marked: tuple[int, int] | None = None
@@ -48,7 +50,7 @@ class Watch:
     def close(self) -> None:
         bury_dead()
         if self._hooks:
-            self._outputs.close()
+            self._close_outputs(*self._outputs)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -61,9 +63,10 @@ class Watch:
 
     def _read(self, name: str) -> bool:
         module = self.ours[name]() if name in self.ours else None
-        if module is None or module._last is None:
+        last = None if module is None else module._last
+        if last is None:
             return False
-        (q, k, scale, options), module._last = module._last, None
+        (q, k, scale, options), module._last = last, None
         self._add(name, q, k, scale=scale, **options)
         return True
 
@@ -93,8 +96,9 @@ class Watch:
 
     def take(self, group) -> dict[str, Tensor]:
         """Layer → [2, H], the same on every rank: largest logits, 1 where normalised; then forget. Nothing waits."""
-        found = {name: torch.stack([tops, self.normalised[name]]) for name, tops in self.largest.items()}
-        self.largest, self.normalised, self.forwards = {}, {}, 0
+        with self._told:
+            found = {name: torch.stack([tops, self.normalised[name]]) for name, tops in self.largest.items()}
+            self.largest, self.normalised, self.forwards = {}, {}, 0
         if found and torch.distributed.is_available() and torch.distributed.is_initialized():
             widths = [numbers.shape[1] for numbers in found.values()]
             joined = torch.cat([numbers.to(next(iter(found.values())).device) for numbers in found.values()], 1)
@@ -124,25 +128,33 @@ class Watch:
                 tops = stats.max_logit.amax((0, 2)).float()
             else:  # an empty batch has no logits, and counts as seen
                 tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
-            normalised = self._outputs.normalised(name, q, k)
-        self.shapes[name] = q.shape[1], q.shape[-1]
-        self.normalised[name] = torch.maximum(self.normalised.get(name, normalised), normalised)
-        self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
+            outputs = self._outputs.get(threading.get_ident())
+            normalised = torch.zeros_like(tops) if outputs is None else outputs.normalised(name, q, k)
+        with self._told:
+            self.shapes[name] = q.shape[1], q.shape[-1]
+            self.normalised[name] = torch.maximum(self.normalised.get(name, normalised), normalised)
+            self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:
         if torch.compiler.is_compiling() or not self._hooks:
             return
         bury_dead()
         if module.training and torch.is_grad_enabled():
-            self.forwards += 1
-            self._outputs.open(module, self.shapes)
+            with self._told:
+                self.forwards, shapes = self.forwards + 1, dict(self.shapes)
+            self._outputs.setdefault(threading.get_ident(), Outputs()).open(module, shapes)
             open_forward(Interception(module, observe=self).in_forward())
 
     def _after(self, module, inputs, output) -> None:
         if not torch.compiler.is_compiling():
             if self._hooks:
-                self._outputs.close()
+                self._close_outputs(threading.get_ident())
             close_forward()
+
+    def _close_outputs(self, *threads: int) -> None:
+        for thread in threads:
+            if (outputs := self._outputs.pop(thread, None)) is not None:
+                outputs.close()
 
 
 def unhook(model: nn.Module) -> None:

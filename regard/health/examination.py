@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.rows import is_two_sided, padding_of
+from regard.health.threads import turn_of
 from regard.health.what_if import parse_all
 
 Modules = list[tuple[str, nn.Module]]
@@ -83,7 +85,6 @@ def examine(
     modules = interception.modules
     if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None):
         raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
-    training = [module for _, module in modules if module.training]
     here = threading.get_ident()  # others may run the model beside
 
     def begin(*_) -> None:
@@ -94,9 +95,7 @@ def examine(
     started, done, size, failure = time.perf_counter(), 0, 0, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
     try:
-        for module in training:
-            module.training = False
-        with interception, torch.no_grad(), interception.torch_calls():
+        with _evaluating(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
                 if rounds is not None:
                     rounds.saw(done, batch)
@@ -123,8 +122,6 @@ def examine(
     finally:
         opened.remove()
         forget_masks()
-        for module in training:
-            module.training = True
     layers = list(recorder.layers.values())
     if rounds is not None:
         layers = rounds.finish(done) if failure is None else rounds.layers()
@@ -140,6 +137,20 @@ def examine(
         )
     with recorder.beside():
         return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, modules: Modules) -> Iterator[None]:
+    """In evaluation mode, then as it was; another thread's turn comes after."""
+    with turn_of(model):
+        training = [module for _, module in modules if module.training]
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
 
 
 def positions(model: nn.Module) -> int:

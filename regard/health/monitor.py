@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -72,7 +73,8 @@ class Monitor:
         self._begun: float | None = None
         self._given_step: int | None = None
         self._sampled_step: int | None = None
-        self._sample: tuple | None = None
+        self._samples: dict[int, tuple] = {}  # under way, by thread
+        self._turn = threading.RLock()  # of the numbers above; never held over a forward
         self._trends: dict[tuple[str, int], deque] = {}
         self._warned: set[tuple] = set()
         self._hooks = [
@@ -114,12 +116,13 @@ class Monitor:
         if not module.training:
             return
         now = time.perf_counter()
-        self._begun = now if self._begun is None else self._begun
-        self.step = self.step + 1 if self._given_step is None else self._given_step
-        due = (self.step - 1) % self.every == 0 and self.step != self._sampled_step
-        if not due or self.spent > self.budget * (now - self._begun):
-            return
-        self._sampled_step = self.step
+        with self._turn:
+            self._begun = now if self._begun is None else self._begun
+            self.step = step = self.step + 1 if self._given_step is None else self._given_step
+            due = (step - 1) % self.every == 0 and step != self._sampled_step
+            if not due or self.spent > self.budget * (now - self._begun):
+                return
+            self._sampled_step = step
         if _in_compiled_code():
             told = "it runs inside what torch.compile made of it; give the monitor that instead. Nothing is watched"
             self._warn("the model", None, "compiled", told)
@@ -127,33 +130,35 @@ class Monitor:
         recorder = _Timed(sequences=self.sequences)
         context = Interception(self.model, observe=recorder).in_forward()
         open_forward(context)
-        self._sample = recorder, context, time.perf_counter() - now
+        self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
 
     def _end_sample(self) -> None:
         """Close what is still open, of a forward that Ctrl-C ended: torch calls no hook then."""
-        if self._sample is not None:
-            close_context(self._sample[1])
-            self._sample = None
+        if (sample := self._samples.pop(threading.get_ident(), None)) is not None:
+            close_context(sample[1])
 
     def _after(self, module, inputs, output) -> None:
         started = time.perf_counter()
-        if self._sample is None:
+        if (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
-        recorder, _, opening = self._sample
-        self._sample = None
+        recorder, _, step, opening = sample
         close_forward()
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: what it told is not a sample
             return
         recorder.settle()
+        with self._turn:
+            self._tell(recorder, step, started - opening)
+
+    def _tell(self, recorder: _Timed, step: int, began: float) -> None:
         layers = folded(recorder.layers.values())
         for layer in layers:
             if layer.reading is not None:
-                self._record(layer)
+                self._record(layer, step)
             else:
                 self.unmeasured[layer.label] = layer.reason or "it was not reached"
         self._tell_unmeasured(len(layers))
         if self.samples:  # the first one compiles kernels, which is not held against the budget
-            self.spent += opening + recorder.seconds + time.perf_counter() - started
+            self.spent += recorder.seconds + time.perf_counter() - began
         self.samples += 1
 
     def _tell_unmeasured(self, layers: int) -> None:
@@ -162,7 +167,7 @@ class Monitor:
         for label, reason in self.unmeasured.items():
             self._warn(label, None, "unmeasured", f"it is not watched: {reason}")
 
-    def _record(self, layer: Layer) -> None:
+    def _record(self, layer: Layer, step: int) -> None:
         reading = layer.reading.cpu()
         means = reading.mean.tolist()
         tops = reading.high[NAMES.index("max_logit")].tolist()
@@ -170,7 +175,7 @@ class Monitor:
         for head, counted in enumerate(reading.count[ROW["visible_keys"]].tolist()):
             if not counted:  # this sample has no row of it that sees a key and is no padding
                 continue
-            row = dict(step=self.step, layer=layer.label, head=head, max_logit=tops[head])
+            row = dict(step=step, layer=layer.label, head=head, max_logit=tops[head])
             rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
             self._follow(rows[-1])
         if rows:

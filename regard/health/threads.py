@@ -47,7 +47,7 @@ _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyD
 _ASKING = threading.Lock()
 
 
-def lock_of(model: nn.Module) -> threading.RLock:
-    """Who observes a model's calls has it for himself: two threads take turns."""
+def turn_of(model: nn.Module) -> threading.RLock:
+    """Who examines a model puts it into evaluation mode and back: two threads take turns."""
     with _ASKING:
         return _LOCKS.setdefault(model, threading.RLock())

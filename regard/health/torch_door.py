@@ -1,0 +1,139 @@
+"""The door to torch: its `scaled_dot_product_attention`, its `multi_head_attention_forward`, and regard's own op.
+
+A torch function mode catches them inside a watched module's forward, whatever name they were imported under.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
+from regard.health.intercept import SDPA, Catching, attend, running, watched
+
+SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
+
+
+class Mode(Catching):
+    """While it lasts, attention functions of torch become `Call`s, in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handlers = {
+            **dict.fromkeys(SDPAS, lambda func, args, kwargs: _sdpa(*args, **kwargs)),
+            F.multi_head_attention_forward: _multi_head,
+            torch.ops.regard.attention.default: lambda func, args, kwargs: _regard(func, args),
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        handler = self.handlers.get(func)
+        if handler is None:  # as it mostly is: a forward calls hundreds of functions
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return handler(func, args, kwargs or {})
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, cross=None):
+    def run(q, mask, causal, dropout):
+        return SDPA(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
+
+    def otherwise():
+        return run(query, attn_mask, is_causal, dropout_p)
+
+    module = running()
+    if not watched(module) or query.is_nested:
+        return otherwise()
+
+    blind = getattr(attn_mask, "sees_nothing", None)  # rows that regard.attention opened, and blanks afterwards
+
+    def own(rows):
+        if rows is None:
+            return blanked(as_four(run(query, attn_mask, is_causal, 0.0)), blind)
+        mask = causal_rows(rows, key.shape[-2])[0, 0] if is_causal else rows_of(attn_mask, rows)
+        return blanked(as_four(run(query.index_select(-2, rows), mask, False, 0.0)), rows_of(blind, rows))
+
+    call = Call(
+        module=module,
+        q=as_four(query),
+        k=as_four(key),
+        v=as_four(value),
+        own=own,
+        kind="sdpa",
+        mask=cleaned(_mask_like(hidden_again(attn_mask, blind), query)),
+        causal=is_causal,
+        options=dict(scale=scale),
+        dropout=dropout_p,
+        cross=cross,
+        folded=query.ndim == 3,
+    )
+    return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def blanked(o: Tensor, blind: Tensor | None) -> Tensor:
+    return o if blind is None else o.masked_fill(blind, 0.0)
+
+
+def hidden_again(mask: Tensor | None, blind: Tensor | None) -> Tensor | None:
+    """The mask before its rows that see nothing were opened."""
+    if mask is None or blind is None:
+        return mask
+    return mask & ~blind if mask.dtype == torch.bool else mask.masked_fill(blind, -math.inf)
+
+
+def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask of (…, L, S) beside a query of (…, L, D), as one that broadcasts to [B, H, L, S]."""
+    if mask is None or mask.ndim == 4 or query.ndim == 4:
+        return mask
+    if mask.ndim == 3 and query.ndim == 3:
+        return mask[:, None]
+    return mask if mask.ndim <= 2 else mask.expand(*query.shape[:-2], *mask.shape[-2:]).flatten(0, query.ndim - 4)
+
+
+def _multi_head(func, args, kwargs):
+    """torch's multi-head function looks its sdpa up by name: hand it ours; keep its own result if it gives weights."""
+    if not watched(running()):
+        return func(*args, **kwargs)
+    wants_weights = kwargs.get("need_weights", True)
+    swapped = any(one.swap is not None for one in watched(running()))
+    if wants_weights and swapped:
+        raise ValueError(
+            "need_weights=True cannot be served under regard.using; call the module with need_weights=False"
+        )
+    result = func(*args, **kwargs) if wants_weights else None
+    query, key = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key")))
+    F.scaled_dot_product_attention = partial(_sdpa, cross=query is not key)
+    try:
+        measured = func(*args, **{**kwargs, "need_weights": False})
+    finally:
+        F.scaled_dot_product_attention = SDPA
+    return measured if result is None else result
+
+
+def _regard(func, args):
+    """regard's own op: [o, frame, z, stats] of exactly the distribution it names."""
+    module = running()
+    if not watched(module):
+        return func(*args)
+    q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
+    results: list = []
+
+    def own(rows=None):
+        if not results:
+            results.extend(func(*args))
+        return results[0] if rows is None else results[0].index_select(-2, rows)
+
+    joint = mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
+    options["temperature"] = None if temperature is None else temperature[..., None]
+    options["sink"] = None if sink is None else sink[..., None]
+    options["window"] = None if left < 0 and right < 0 else tuple(None if side < 0 else side for side in (left, right))
+    call = Call(
+        module, q, k, v, own=own, kind="regard", mask=joint, causal=causal, options=options,
+        obstacle="it drops weights at random (dropout in training)" if dropout else None,
+    )  # fmt: skip
+    output = attend(call, own)
+    own()  # the rows' state and statistics, which a swapped output has not
+    return [output, *results[1:]]

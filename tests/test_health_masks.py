@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.health.rows import is_two_sided, padding_of
+from regard.health.rows import is_inverted, is_two_sided, padding_of
 
 LENGTH = 12
 
@@ -75,6 +75,37 @@ def test_a_mask_the_wrong_way_round_is_read_on_the_text():
     rows, kinds = found(Reader(lambda mask: ~keys(mask)), batch())
     assert rows == 7 + 4  # of the two texts with padding; the third sees nothing
     assert kinds["sees padding"] == ("warning", 4)
+
+
+def padded(left=False):
+    """The same texts with padding of one id, 29."""
+    given = batch(left)
+    ids = torch.where(given["attention_mask"].bool(), given["input_ids"] % 29, 29)
+    return dict(input_ids=ids, attention_mask=given["attention_mask"])
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("how", [ignored, keys, lambda mask: torch.where(keys(mask), 0.0, -1e9)])
+def test_a_batch_that_shows_its_padding_is_told_of(how, left):
+    given = padded(left)
+    assert "mask inverted" not in found(Reader(how), given)[1]
+    other = {**given, "attention_mask": 1 - given["attention_mask"]}
+    assert found(Reader(how), other)[1]["mask inverted"] == ("warning", 4)
+
+
+def test_what_may_be_text_is_not_called_padding():
+    ids = torch.tensor([[7, 8, 9, 10, 29, 29, 29, 29]])
+
+    def inverted(*shown, ids=ids, pad=None):
+        return is_inverted(dict(input_ids=ids, attention_mask=torch.tensor([shown])), pad)
+
+    assert inverted(0, 0, 0, 0, 1, 1, 1, 1) and not inverted(1, 1, 1, 1, 0, 0, 0, 0)
+    assert not inverted(1, 0, 0, 0, 0, 0, 0, 0)  # one token is shown: of one id, and no wonder
+    assert not inverted(0, 0, 0, 0, 0, 0, 1, 1) and inverted(0, 0, 0, 0, 0, 0, 1, 1, pad=29)
+    assert not inverted(0, 0, 0, 1, 1, 1, 1, 1)
+    same = torch.full((1, 8), 5)
+    assert not inverted(1, 1, 1, 1, 0, 0, 0, 0, ids=same) and not inverted(0, 0, 0, 0, 0, 0, 0, 0)
+    assert not is_inverted(ids) and not is_inverted(dict(input_ids=ids))
 
 
 def test_what_a_batch_does_not_say_is_not_guessed():

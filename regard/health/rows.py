@@ -17,6 +17,7 @@ from regard.health.call import Call, named_cross
 
 TEXTS = (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask"))  # as transformers calls them
 LEAST = 8  # queries from which on a triangle is one
+SEVERAL = 3  # tokens from which on it is no chance that all are of one id, and ids that no padding has
 
 
 @dataclass
@@ -24,7 +25,8 @@ class Shown:
     """What a mask shows: [B, N] keys that some query sees, [B, M] queries that see some key.
 
     `odd` answers, on the device, what can be asked of it: "padding", does a query of text see that? "ahead", "behind":
-    is it a causal mask but for one key more, or less? "after": is it one upside down?
+    is it a causal mask but for one key more, or less? "after": is it one upside down? "text": does the batch itself
+    show its padding and hide its text?
     """
 
     keys: Tensor
@@ -46,16 +48,44 @@ def padding_of(batch: Any, two_sided: bool = False) -> list[Tensor]:
     """
     if not isinstance(batch, Mapping) or any(isinstance(x, Tensor) and x.is_floating_point() for x in batch.values()):
         return []
-    given = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim == 2}
+    given = _matrices(batch)
     sides = [given[name].shape for name in ("input_ids", "decoder_input_ids", "labels") if name in given]
     if (two_sided or "decoder_input_ids" in given) and (len(sides) < 2 or sides[0] in sides[1:]):
         return []
+    return [shown for _, shown in _texts(given)]
+
+
+def is_inverted(batch: Any, pad: int | None = None) -> bool:
+    """Does a batch's mask show one token id alone, as padding has it, and hide several others: 1 for 0, 0 for 1?
+
+    One id is no chance where it is the model's `pad` or stands three times; sound padding has one id, or two.
+
+    >>> from regard.health.rows import is_inverted
+    >>> is_inverted(dict(input_ids=torch.tensor([[5, 6, 7, 0]]), attention_mask=torch.tensor([[0, 0, 0, 1]])), pad=0)
+    True
+    """
+    if not isinstance(batch, Mapping):
+        return False
+    for ids, shown in _texts(_matrices(batch)):
+        seen, hidden = ids[shown], ids[~shown]
+        if len(seen) and bool((seen == seen[0]).all()) and (len(seen) >= SEVERAL or int(seen[0]) == pad):
+            if len(hidden.unique()) >= SEVERAL:
+                return True
+    return False
+
+
+def _matrices(batch: Mapping) -> dict[str, Tensor]:
+    return {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim == 2}
+
+
+def _texts(given: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """(token ids, which of them their mask shows), where it is one of 0 and 1 and hides some."""
     found = []
     for ids, mask in TEXTS:
         if ids in given and mask in given and given[ids].shape == given[mask].shape:
             shown = given[mask] != 0
             if not bool(shown.all()) and bool((shown == given[mask]).all()):
-                found.append(shown)
+                found.append((given[ids].to(shown.device), shown))
     return found
 
 
@@ -71,6 +101,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.padding: list[Tensor] = []  # of the batch: see `padding_of`
+        self.inverted = False  # is it? See `is_inverted`
         self._masks: list[tuple[Any, Shown]] = []
         self._last: dict[tuple[int, int], Tensor | None] = {}
 
@@ -134,6 +165,8 @@ class Rows:
             if text is not None and lengths is None and call.options.get("window") is None:
                 padded = (~text).cumsum(1) > 0 if call.causal else (~text).any(1, keepdim=True)  # is there some to see?
                 found.odd["padding"] = (padded & text).any()
+        if text is not None:
+            found.odd["text"] = torch.tensor(self.inverted)
         self._masks.append((sign, found))
         return found
 

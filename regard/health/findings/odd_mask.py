@@ -1,9 +1,10 @@
-"""Odd masks: text that sees padding, a causal mask that is one key off, or inverted. Facts about layers.
+"""Odd masks: text that sees padding, a causal mask that is one key off, or a mask that is inverted. Facts about layers.
 
 A batch says itself what is padding (`attention_mask` beside `input_ids`); a query of text to which a layer shows such a
 key gives it weight. A square mask that shows query i just the keys j ≤ i + 1 is a causal one with its diagonal wrong:
 a model that predicts the next token sees it. One that shows j ≤ i − 1 hides each token from itself, which some models
-mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged.
+mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged. And a batch whose
+`attention_mask` shows one token id alone, and hides many, shows its padding.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ TOLD = {
         "query i sees key j just where j > i, over a whole square mask",
         "True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention: use ~mask, or "
         "is_causal=True. If a token is to see only what follows it, all is well.",
+    ),
+    "text": (
+        INVERTED,
+        "warning",
+        "The batch's attention_mask shows nothing but one token id, as padding has it, and hides the text.",
+        "every shown token is of one id, the model's pad_token_id or there three times; the hidden ones of three or more",
+        "1 is text and 0 padding there: give 1 - attention_mask. What was measured here is the padding.",
     ),
 }
 

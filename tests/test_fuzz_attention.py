@@ -51,6 +51,7 @@ def calls(draw):
         shown = torch.rand(sizes, generator=generator) < pick(0.0, 0.5, 0.9)
         bias = torch.randn(sizes, generator=generator).to(dtype).masked_fill(~shown, -math.inf)
         options["attn_mask"] = shown if kind == "bool" else bias
+        options["is_causal"] = pick(False, False, True)
     if pick(False, False, True):
         options["window"] = (pick(None, 0, 3, 40), pick(None, 0, 2))
     if rank == 4 and pick(False, False, True):

@@ -77,6 +77,19 @@ def test_a_mask_the_wrong_way_round_is_read_on_the_text():
     assert kinds["sees padding"] == ("warning", 4)
 
 
+@pytest.mark.parametrize("length", [LENGTH, 300])
+def test_a_mask_beside_torchs_causal_order(length):
+    """Where torch takes both, both hide; long calls are held against the model's own output on sampled rows."""
+    ids = torch.randint(30, (2, length))
+    shown = torch.rand(1, 1, length, length, generator=torch.Generator().manual_seed(1)) < 0.7
+    shown[..., 0] = True
+    report = regard.examine(Reader(lambda mask: shown, is_causal=True), [dict(input_ids=ids)])
+    assert report.unmeasured == []
+    both = regard.examine(Reader(lambda mask: shown & torch.ones(length, length).bool().tril()), [dict(input_ids=ids)])
+    for head, other in zip(report.heads, both.heads, strict=True):
+        assert head.statistics["entropy"].mean == pytest.approx(other.statistics["entropy"].mean, rel=1e-6)
+
+
 def padded(left=False):
     """The same texts with padding of one id, 29."""
     given = batch(left)

@@ -68,8 +68,6 @@ class Call:
                 "a random part of them; measure with dropout_p=0.0 (evaluation mode)"
             )
         is_causal, enable_gqa = check_flag(is_causal, "is_causal"), check_flag(enable_gqa, "enable_gqa")
-        if is_causal and attn_mask is not None:
-            raise ValueError("attn_mask and is_causal=True cannot go together; fold the causal order into attn_mask")
         if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
             k, v = to_query_heads(k, "k", q), to_query_heads(v, "v", q)
         lead, batch, heads, kv_heads = leading(q, k, v, enable_gqa, key_lengths, sink)

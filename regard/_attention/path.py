@@ -62,6 +62,7 @@ def _not_for_torch(problem: Problem, policy) -> str | None:
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
         (problem.temperature is not None or policy is not None, "a temperature per query"),
+        ((problem.mask is not None or problem.bias is not None) and problem.causal, "a mask beside causal order"),
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
         (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
     ):

@@ -139,7 +139,7 @@ def forget_masks() -> None:
 def joined(
     mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int, keys: int
 ) -> tuple[Tensor | None, bool]:
-    """A clean mask, a bias and causal order as one (mask, causal) pair, since regard takes one of them at a time."""
+    """A clean mask, a bias and causal order as one (mask, causal) pair; a mask of transformers has the order in it."""
     if bias is None:
         return mask, causal and mask is None
     if causal and mask is None:

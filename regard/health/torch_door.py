@@ -52,7 +52,10 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     def own(rows):
         if rows is None:
             return blanked(as_four(run(query, attn_mask, is_causal, 0.0)), blind)
-        mask = causal_rows(rows, key.shape[-2])[0, 0] if is_causal else rows_of(attn_mask, rows)
+        mask = rows_of(attn_mask, rows)
+        if is_causal:
+            order = causal_rows(rows, key.shape[-2])[0, 0]
+            mask = order if mask is None else hidden_too(mask, ~order)
         return blanked(as_four(run(query.index_select(-2, rows), mask, False, 0.0)), rows_of(blind, rows))
 
     call = Call(
@@ -78,9 +81,12 @@ def blanked(o: Tensor, blind: Tensor | None) -> Tensor:
 
 def hidden_again(mask: Tensor | None, blind: Tensor | None) -> Tensor | None:
     """The mask before its rows that see nothing were opened."""
-    if mask is None or blind is None:
-        return mask
-    return mask & ~blind if mask.dtype == torch.bool else mask.masked_fill(blind, -math.inf)
+    return mask if mask is None or blind is None else hidden_too(mask, blind)
+
+
+def hidden_too(mask: Tensor, hidden: Tensor) -> Tensor:
+    """A mask that hides this too."""
+    return mask & ~hidden if mask.dtype == torch.bool else torch.where(hidden, -math.inf, mask)
 
 
 def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:

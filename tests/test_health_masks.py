@@ -82,7 +82,7 @@ def test_a_mask_beside_torchs_causal_order(length):
     """Where torch takes both, both hide; long calls are held against the model's own output on sampled rows."""
     ids = torch.randint(30, (2, length))
     shown = torch.rand(1, 1, length, length, generator=torch.Generator().manual_seed(1)) < 0.7
-    shown[..., 0] = True
+    shown |= torch.eye(length, dtype=torch.bool)
     report = regard.examine(Reader(lambda mask: shown, is_causal=True), [dict(input_ids=ids)])
     assert report.unmeasured == []
     both = regard.examine(Reader(lambda mask: shown & torch.ones(length, length).bool().tril()), [dict(input_ids=ids)])

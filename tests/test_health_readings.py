@@ -8,7 +8,8 @@ import torch
 
 import regard
 from regard.health import bins
-from regard.health.readings import LayerReading, likeness, position_bin, position_of
+from regard.health.layout import position_bin, position_of
+from regard.health.readings import LayerReading, likeness
 
 
 def statistics(batch=3, heads=2, queries=40, seed=0, sharp=1.0):

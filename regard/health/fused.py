@@ -21,17 +21,9 @@ from torch import Tensor
 
 from regard import statistics
 from regard.health.bins import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
+from regard.health.layout import CURVES, POSITIONS, places, position_bin, position_of
 from regard.health.quick import Packed
-from regard.health.readings import (
-    COMPARED,
-    CURVES,
-    LEAST_KEYS,
-    POSITIONS,
-    LayerReading,
-    places,
-    position_bin,
-    position_of,
-)
+from regard.health.readings import COMPARED, LEAST_KEYS, LayerReading
 
 KEPT = statistics.NAMES  # what a call returns; the derived ones follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from regard.health.call import Call
-from regard.health.readings import LayerReading, places
+from regard.health.layout import places
+from regard.health.readings import LayerReading
 from regard.scores import resolve_scale
 
 SAMPLED = 1024  # rows and keys whose norms are taken, at least

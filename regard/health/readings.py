@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,11 +26,9 @@ from torch import Tensor
 
 from regard.health import bins
 from regard.health.bins import BINS, DERIVED, NAMES, ROW
+from regard.health.layout import CURVES, empty, places, position_bins, position_of
 from regard.health.spreads import Spread, Spreads
 
-CURVES = ("entropy_ratio", "max_weight", "distance")  # followed over the query's position
-POSITIONS = 144  # bins of positions: 16 single ones, then 8 per octave, up to 2²⁰
-FINGERPRINT = 4  # features per row that tell one head's distribution from another's
 COMPARED = 1024  # rows of a call that are compared, at least
 ADDED = ("histogram", "curve", "curve_count", "products", "totals", "compared", "predicted", "calls")  # merge by adding
 CONSTANT = 1e-8  # variance of a feature below which it counts as that
@@ -41,7 +38,7 @@ LEAST_KEYS = 4  # a fingerprint needs a row that has a choice
 class LayerReading:
     """The sums of one layer, [S, H] and [S, H, 512] on the device of its batches."""
 
-    count: Tensor  # the parts of `flat`, as `_shapes` has them
+    count: Tensor  # the parts of `flat`, as `layout` has them
     mean: Tensor
     square: Tensor
     low: Tensor
@@ -56,7 +53,7 @@ class LayerReading:
 
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads
-        self.flat = _empty(heads, torch.device(device)).clone()  # every sum but the histogram: it travels at once
+        self.flat = empty(heads, torch.device(device)).clone()  # every sum but the histogram: it travels at once
         self.histogram = torch.zeros((len(NAMES), heads, BINS), dtype=torch.int64, device=device)
 
     def __getattr__(self, name: str) -> Tensor:
@@ -96,7 +93,7 @@ class LayerReading:
         partial = DERIVED  # statistics that some rows do not have: NaN there
         if bool(dead.any()):
             x, partial = x.masked_fill(dead, math.nan), slice(None)
-        position, every = _position_bins(start, queries, batch, x.device), max(1, x.shape[-1] // COMPARED)
+        position, every = position_bins(start, queries, batch, x.device), max(1, x.shape[-1] // COMPARED)
         sample = x[..., ::every]
         if rows is not None:
             kept = rows.flatten().nonzero().squeeze(-1)
@@ -240,9 +237,9 @@ def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:
     for at, reading in enumerate(readings):
         together.setdefault((reading.heads, reading.flat.device), []).append(at)
     landed = {}
-    for (heads, device), places in together.items():
+    for (heads, device), own in together.items():
         if device.type == "cuda":
-            stacks = (torch.stack([getattr(readings[at], name) for at in places]) for name in ("flat", "histogram"))
+            stacks = (torch.stack([getattr(readings[at], name) for at in own]) for name in ("flat", "histogram"))
             landed[heads, device] = [_landing(stack) for stack in stacks]
     for device in {device for _, device in landed}:
         torch.cuda.current_stream(device).synchronize()
@@ -259,61 +256,9 @@ def _landing(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def _shapes(heads: int) -> dict[str, tuple[int, ...]]:
-    """What a reading holds beside its histogram."""
-    rows, places = (len(NAMES), heads), (len(CURVES), heads, POSITIONS)
-    return dict(
-        count=rows,
-        mean=rows,
-        square=rows,  # Σ (x − mean)²
-        low=rows,
-        high=rows,
-        curve=places,
-        curve_count=places,
-        products=(FINGERPRINT, heads, heads),  # Σ f_g·f_h over rows
-        totals=(FINGERPRINT, heads),
-        compared=(heads,),  # rows behind products
-        predicted=(heads,),  # Σ over calls of the logit variance that the norms predict
-        calls=(),  # behind predicted
-    )
-
-
-@lru_cache(maxsize=64)
-def places(heads: int) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-    """Per name, (start, end, shape) within `flat`."""
-    found, start = {}, 0
-    for name, shape in _shapes(heads).items():
-        found[name] = start, start + math.prod(shape), shape
-        start += math.prod(shape)
-    return found
-
-
-@lru_cache(maxsize=16)
-def _empty(heads: int, device: torch.device) -> Tensor:
-    """The sums of a reading of nothing."""
-    extremes = dict(low=math.inf, high=-math.inf)
-    parts = [torch.full((math.prod(shape),), extremes.get(name, 0.0)) for name, shape in _shapes(heads).items()]
-    return torch.cat(parts).double().to(device)
-
-
 def _derived(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """entropy / ln n and gain / (1 − 1/n); NaN, so not counted, where one key leaves no choice."""
     alone = stats["visible_keys"] < 2
     n = stats["visible_keys"].masked_fill(alone, 2.0)
     ratio, gain = stats["entropy"] / torch.log(n), stats["gradient_gain"] / (1.0 - 1.0 / n)
     return dict(entropy_ratio=ratio.masked_fill_(alone, math.nan), gain_ratio=gain.masked_fill_(alone, math.nan))
-
-
-def position_bin(position: Tensor) -> Tensor:
-    log = 16 + torch.floor(8.0 * torch.log2(position.clamp_min(1).double() / 16.0) + 1e-9)
-    return torch.where(position < 16, position.double(), log).clamp_max(POSITIONS - 1).long()
-
-
-@lru_cache(maxsize=4)
-def _position_bins(start: int, queries: int, batch: int, device: torch.device) -> Tensor:
-    return position_bin(torch.arange(start, start + queries, device=device)).repeat(batch)
-
-
-def position_of(at: int) -> int:
-    """The first position of a bin."""
-    return at if at < 16 else math.ceil(16 * 2 ** ((at - 16) / 8) - 1e-6)

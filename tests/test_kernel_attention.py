@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from attention_data import Poisoned, check_backward, check_forward, make, random_problem
 
 from regard import normalizers, philox, reference, statistics
-from regard.kernels import attention
+from regard.kernels import attention, keys_first
 from regard.problem import Upstream
 
 pytestmark = [
@@ -39,7 +39,8 @@ class Watched:
 def poisoned(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     for name in KERNELS:
-        monkeypatch.setattr(attention, name, Watched(getattr(attention, name)))
+        module = keys_first if name == "backward_dkv" else attention
+        monkeypatch.setattr(module, name, Watched(getattr(module, name)))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 8, 11, 13, 14, 16, 19, 24, 27, 29, 32])

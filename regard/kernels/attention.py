@@ -7,10 +7,10 @@ import math
 import torch
 import triton
 
-from regard.kernels import backward_stored, decode, hopper, sparse
-from regard.kernels.backward import State, backward_dkv, backward_dq, backward_rows
+from regard.kernels import backward_stored, decode, hopper, keys_first, sparse
+from regard.kernels.backward import State, backward_dq, backward_rows
 from regard.kernels.backward_bias import backward_bias
-from regard.kernels.config import config_of, described, key_blocks, linear, options, view
+from regard.kernels.config import config_of, key_blocks, linear, options, view
 from regard.kernels.forward_lesser import forward_lesser
 from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_statistics import ROWS, forward_statistics
@@ -134,11 +134,7 @@ def _sweep_twice(p: Problem, forward: Forward, do, state: State, grads: Gradient
     arguments = *inputs[:3], *key_blocks(p, config), *queries, next(left), opt
     blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
     launch(kind, backward_dq, blocks, arguments, (config,), **how)
-    config, how = config_of(p, "backward_dkv", **flags)
-    queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
-    blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
-    arguments = *inputs, *queries, None, view(grads.k), view(grads.v), state, next(left), opt
-    launch(kind, backward_dkv, blocks, arguments, (config,), **how)
+    keys_first.run(p, do, state, None, grads.k, grads.v, next(left), flags)
 
 
 def _bias_gradient(p: Problem, inputs, state, opt, config: Config, how: dict) -> torch.Tensor:

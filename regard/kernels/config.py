@@ -24,7 +24,7 @@ HALF = {
     "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
     "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
     "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
-    "backward_product": ((256, 64, 8, 4, True), (256, 64, 8, 4, True)),
+    "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
 DOUBLE = {"backward_dq": (64, 64, 4, 2, True)}  # heads of 65 to 128 and a threshold map, which takes two sums for dq

@@ -1,0 +1,138 @@
+"""Backward of long rows, ds stored and in Gluon, against the float64 oracle on the same GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from attention_data import Poisoned, check_backward, check_forward, make
+
+from regard import statistics
+from regard.kernels import attention, backward_stored, hopper, keys_first
+from regard.problem import Upstream
+
+pytestmark = pytest.mark.filterwarnings("default")
+WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", stats=())
+
+
+@pytest.fixture(autouse=True)
+def roads(monkeypatch):
+    """Which road the calls took: (ds stored?, in Gluon?). Short rows take the long ones' road."""
+    taken = []
+    takes, serves = backward_stored.takes, keys_first.serves
+
+    def stored(p, do, warm):
+        taken.append([takes(p, do, warm), None])
+        return taken[-1][0]
+
+    def gluon(*call):
+        taken[-1][1] = serves(*call)
+        return taken[-1][1]
+
+    for module in (attention, backward_stored):
+        monkeypatch.setattr(module, "torch", Poisoned())
+    monkeypatch.setattr(backward_stored, "takes", stored)
+    monkeypatch.setattr(keys_first, "serves", gluon)
+    for module, name, number in (
+        (backward_stored, "SHORT", 64),
+        (backward_stored, "FILL", 1),
+        (keys_first, "SHORT", 64),
+    ):
+        monkeypatch.setattr(module, name, number)
+    return taken
+
+
+def on_hopper() -> bool:
+    return hopper.capable(torch.device("cuda", torch.cuda.current_device()))
+
+
+def check(problem, stats=()):
+    check_backward(attention, problem, check_forward(attention, problem, slack=2.0), stats, slack=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax", dict(m=320, n=320, causal=True)),
+        ("softmax", dict(m=320, n=448, dtype=torch.float16)),
+        ("softmax", dict(m=300, n=333, h=4, g=2, b=2, sharp=8.0)),
+        ("softmax", dict(m=332, n=200, h=3, causal=True)),
+        ("softmax1", dict(m=100, n=450, causal=True, sharp=0.1)),
+        ("sigmoid", dict(m=200, n=256, causal=True)),
+        ("relu", dict(m=256, n=190)),
+        ("softpick", dict(m=260, n=260, causal=True, sharp=3.0)),
+    ],
+)
+def test_stored_in_gluon(name, options, roads):
+    check(make(1, name, **WIDE | options))
+    assert roads == [[True, on_hopper()]]
+
+
+@pytest.mark.parametrize("options", [dict(m=320, n=320, causal=True), dict(m=300, n=333, h=4, g=2), dict(m=256, n=70)])
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+def test_threshold_maps_in_gluon(name, options, roads):
+    check(make(2, name, **WIDE | options))
+    assert roads == [[False, on_hopper()]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(softcap=2.0), dict(b=2, lengths=True), dict(m=301, n=299, causal=True), dict(d=96, e=80), dict(sink=True)],
+)
+def test_stored_in_triton(options, roads):
+    check(make(3, **WIDE | dict(m=300, n=280) | options))
+    assert roads == [[True, on_hopper() and "sink" in options]]
+
+
+def test_gradients_of_statistics(roads):
+    check(make(4, **WIDE | dict(m=300, n=290, causal=True, stats=statistics.NAMES)), statistics.DIFFERENTIABLE)
+    assert roads == [[True, False]]
+
+
+def test_a_temperature_without_a_gradient(roads):
+    problem = make(5, **WIDE | dict(m=200, n=210, temperature=True))
+    answer = attention.forward(problem)
+    upstream = Upstream(torch.randn_like(answer.o))
+    ours = attention.backward(problem, answer, upstream)
+    warm = attention.backward(problem, answer, dataclasses.replace(upstream, temperature=True))
+    assert [road[0] for road in roads] == [True, False]
+    for name in ("q", "k", "v"):
+        torch.testing.assert_close(getattr(ours, name), getattr(warm, name), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_pieces_and_runs_agree_to_the_bit(monkeypatch, causal):
+    problem = make(6, **WIDE | dict(b=2, h=4, g=2, m=512, n=512, causal=causal))
+    answer = attention.forward(problem)
+    upstream = Upstream(torch.randn_like(answer.o))
+    truth = attention.backward(problem, answer, upstream)
+    for most in (2**30, 5 * 512 * 512 * 2, 2 * 512 * 512 * 2):
+        monkeypatch.setattr(backward_stored, "MOST", most)
+        grads = attention.backward(problem, answer, upstream)
+        for name in ("q", "k", "v"):
+            assert torch.equal(getattr(grads, name), getattr(truth, name)), (most, name)
+
+
+def test_what_no_query_sees_may_hold_anything():
+    problem = make(7, **WIDE | dict(m=200, n=300, causal=True))
+    answer = attention.forward(problem)
+    upstream = Upstream(torch.ones_like(answer.o))
+    truth = attention.backward(problem, answer, upstream)
+    for x in (problem.k, problem.v):
+        x[:, :, 200:] = math.nan
+    grads = attention.backward(problem, answer, upstream)
+    for name in ("q", "k", "v"):
+        assert torch.equal(getattr(grads, name), getattr(truth, name)), name
+    assert not grads.k[:, :, 200:].any() and not grads.v[:, :, 200:].any()
+
+
+def test_scratch_is_bounded():
+    problem = make(8, **WIDE | dict(h=8, g=8, m=8192, n=8192, causal=True))
+    answer = attention.forward(problem)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
+    scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
+    assert 0.9 * backward_stored.MOST < scratch < 1.1 * backward_stored.MOST

@@ -161,7 +161,8 @@ def _real(value: float) -> ast.Call:
 
 @functools.cache
 def _dialect() -> str:
-    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("words.py", "_vectors.py"))
+    names = "words.py", "_intrinsics.py", "_vectors.py"
+    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
 
 
 def _module(template: FunctionType, content: str) -> ModuleType:

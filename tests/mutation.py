@@ -50,7 +50,7 @@ TESTS = {  # what is mutated, and what must notice
     **of("cpu", "_rows_ratio", ["tests/test_cpu_rows.py", "-k", "softmax or relu or softpick or mask_of_any"]),
     **of("cpu", "_rows_threshold _rows_side", ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax or mask_of_any"]),
     **of("cpu", "_rows_pointwise", ["tests/test_cpu_rows.py", "-k", "sigmoid or mask_of_any"]),
-    **of("cpu", "_rows_parts words", ["tests/test_cpu_rows.py"]),
+    **of("cpu", "_rows_parts words _intrinsics", ["tests/test_cpu_rows.py"]),
     **of("cpu", "attention attention_tiles attention_rows attention_rows_backward attention_blocks", CPU),
     **of("kernels", "tiles sweeps statistics forward_online forward_threshold", KERNELS),
     **of("kernels", "forward_statistics forward_lesser moments", ["tests/test_kernel_moments.py"]),

@@ -31,7 +31,7 @@ KERNELS = ["tests/test_kernel_attention.py", "-k", "not other_types"]
 LISTS = ["tests/test_kernel_lists.py", *KERNELS]
 DECODE = ["tests/test_kernel_decode.py"]
 ROWS = ["tests/test_kernel_rows.py", "-k", "not editing_a_tile and not without_triton"]
-CPU = ["tests/test_cpu_attention.py"]
+CPU = ["tests/test_cpu_attention.py", "tests/test_cpu_attention_blocks.py"]
 
 
 def of(folder: str, names: str, tests: list[str]) -> dict[str, list[str]]:

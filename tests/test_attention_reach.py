@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -25,6 +28,49 @@ def test_a_gradient_has_gradients(name):
         return regard.attention(q, k, v, is_causal=True, normalizer=name, backend="cpu")
 
     assert torch.autograd.gradgradcheck(run, given, fast_mode=True)
+
+
+SOFTMAX = {
+    "full": {},
+    "causal": dict(is_causal=True),
+    "mask": dict(attn_mask=torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]]).bool()),
+    "bias": dict(attn_mask=torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)),
+    "groups": dict(enable_gqa=True),
+    "lengths": dict(key_lengths=torch.tensor([3])),
+}
+
+
+@pytest.mark.parametrize("options", SOFTMAX.values(), ids=SOFTMAX)
+def test_so_has_that_of_torchs_own_softmax(options):
+    q, k, v = heads(1, 2, 4, 3)
+    given = [x.requires_grad_() for x in ((q, k[:, :1], v[:, :1]) if "enable_gqa" in options else (q, k, v))]
+    assert regard.attention_path(*given, **options).backend == "torch"
+    assert torch.autograd.gradgradcheck(lambda *x: regard.attention(*x, **options), given, fast_mode=True)
+    for at in range(3):  # of one alone
+        alone = [x.detach().requires_grad_(place == at) for place, x in enumerate(given)]
+        assert torch.autograd.gradgradcheck(lambda *x: regard.attention(*x, **options), alone, fast_mode=True)
+
+
+def test_inputs_of_torchs_own_softmax_are_let_go():
+    """A loss that somebody keeps does not keep its queries, once backward has run."""
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    q = x * 2.0
+    seen = weakref.ref(q)
+    loss = regard.attention(q, q, q).square().sum()
+    del q
+    assert seen() is not None
+    loss.backward()
+    gc.collect()
+    assert seen() is None and loss.grad_fn is not None
+
+
+def test_queries_that_are_keys_count_for_themselves():
+    x, grads = heads(1, 2, 4, 3)[0], []
+    for attend in (regard.attention, lambda *args, **options: reference.attention(*args, **options)[0]):
+        y = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(attend(y, y, y, is_causal=True).square().sum(), y, create_graph=True)
+        grads.append((slope.detach(), *torch.autograd.grad(slope.square().sum(), y)))
+    torch.testing.assert_close(*grads)
 
 
 def test_so_have_those_of_statistics_biases_and_temperatures():

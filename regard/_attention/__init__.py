@@ -58,8 +58,8 @@ def attention(
         return_stats: True for all statistics, or names; the result is then (out, stats).
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
-    With `create_graph=True` gradients come from the float64 reference, block by block, and have gradients themselves:
-    exact, and slow. torch's own kernels, which serve plain softmax, have none: name another backend.
+    With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,
+    exact and slow, or, of plain softmax, from torch's plain products. With dropout plain softmax has none.
     """
     if any(map(_dtensor.is_dtensor, (q, k, v))):
         options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
 from regard._attention.path import is_hopper
+from regard._attention.twice import differentiable_twice
 from regard._normalize.arguments import fits, is_mapped
 from regard._normalize.run import transformed
 from regard.problem import Problem
@@ -54,14 +55,20 @@ def _run_torch(call: Call):
     grouped = q.shape[1] != k.shape[1]
     options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale)
     options["enable_gqa"] = grouped
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, **options)
+
     if transformed(q, k, v):  # torch's fused kernels know neither tangents nor second derivatives
         with sdpa_kernel(SDPBackend.MATH):
-            out = scaled_dot_product_attention(q, k, v, **options)
+            out = attend(q, k, v)
     elif q.device.type == "cuda" and is_hopper(q.device):
         with sdpa_kernel(HOPPER_ORDER, set_priority=True):
-            out = scaled_dot_product_attention(q, k, v, **options)
+            out = attend(q, k, v)
     else:
-        out = scaled_dot_product_attention(q, k, v, **options)
+        out = attend(q, k, v)
+    if not problem.dropout_p and not torch.compiler.is_compiling() and not is_mapped(out):
+        out = differentiable_twice(out, (q, k, v), attend)
     return (out if dead is None else out.masked_fill(dead, 0.0)), {}
 
 

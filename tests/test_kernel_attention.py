@@ -250,6 +250,21 @@ def test_sparse_weights_are_exact_zeros_and_ties_equal():
     assert ((answer.o.sum(-1) - 1).abs() <= 2e-6).all()
 
 
+@pytest.mark.parametrize("name", ["softmax", "softpick"])
+def test_rows_without_a_sum_are_done_again(name):
+    problem = make(37, name, m=85, n=77, d=16, e=16, causal=True)
+    answer = attention.forward(problem)
+    truth = [x.clone() for x in (answer.o, answer.frame, answer.z, answer.stats)]
+    for b, h, i in ((0, 1, 40), (1, 3, 84)):
+        answer.z[b, h, i] = math.nan
+        for x in (answer.o, answer.frame, answer.stats[0]):
+            x[b, h, i] = 7.0
+    answer.o[0, 2, 40] = 7.0  # in no block with such a row
+    truth[0][0, 2, 40] = 7.0
+    attention._again(problem, answer.o, answer.frame, answer.z, answer.stats)
+    assert all(map(torch.equal, truth, (answer.o, answer.frame, answer.z, answer.stats)))
+
+
 def test_same_inputs_same_bits():
     problem = make(37, "softmax", **SMALL, causal=True, bias="bh")
     first, second = (attention.forward(problem) for _ in range(2))

@@ -11,6 +11,7 @@ from regard.kernels import backward_stored, decode, hopper, keys_first, sparse
 from regard.kernels.backward import State, backward_dq, backward_rows
 from regard.kernels.backward_bias import backward_bias
 from regard.kernels.config import config_of, key_blocks, linear, options, view
+from regard.kernels.forward_again import forward_again
 from regard.kernels.forward_lesser import forward_lesser
 from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_statistics import ROWS, forward_statistics
@@ -49,6 +50,8 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
         return Forward(o, frame, z, stats)
     if hopper.takes(p):
         hopper.forward(p, o, frame, z, options(p), lambda rough: _statistics(p, rough, stats))
+        if hopper.still(p):
+            _again(p, o, frame, z, stats)
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     kind, opt = kind_of(p, o), options(p)
@@ -66,6 +69,16 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
         arguments, constants = (*arguments, opt), (config,)
     launch(kind, kernel, blocks, arguments, constants, **how)
     return Forward(o, frame, z, stats)
+
+
+def _again(p: Problem, o: torch.Tensor, frame: torch.Tensor, z: torch.Tensor, stats: torch.Tensor) -> None:
+    """Rows that the Hopper kernel could not hold in one frame."""
+    config, how = config_of(p, "forward_online")
+    heads, many = p.q.shape[0] * p.q.shape[1], 16
+    programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, many)
+    outputs = view(o), frame, z, stats, heads * p.q.shape[-2]
+    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, options(p)
+    launch(kind_of(p, o), forward_again, programs, arguments, (config, many), **how)
 
 
 def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ class Bundle(NamedTuple):
     denominator_slope: Any = None
     rest: Any = None
     gain: Any = None
-    odds: Any = None
+    log_odds: Any = None
     signed: Any = None
     shift: str | None = None
     exponential: bool | None = None

@@ -56,7 +56,8 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
     o = mix(0, o, p, values, C)
     s = warpgroup_mma_wait(1, deps=[s])
     start = start_of(t, walk, C)
-    fade, r = warpgroup.raised(s, r, a * LOG2E, start, C)
+    fade, r = warpgroup.raised(s, r, a * LOG2E, start, C, C.STILL)
+    way = warpgroup.manner(s, r, a, theta, ring.v.dtype, C)
     y = warpgroup.pieces(s, PIECES)
     sums = warpgroup.blank(y[0])
     near = True
@@ -66,10 +67,13 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
     for c in gl.static_range(PIECES):
         if c + 1 < PIECES:
             o = mix(c + 1, o, p, values, C)
-        u, sums = warpgroup.weigh(
-            y[c], r, sums, i, a, theta, start, walk.i0 + part * ROWS, near, c * (C.BN // PIECES), C, False
-        )
-        new = new + (operand(u, ring, C),)  # noqa: RUF005 (Triton knows no star)
+        if F.log_odds is not None:
+            u, sums = warpgroup.weigh_odds(y[c], sums, a, theta, way, ring.v.dtype, C)
+        else:
+            u, sums = warpgroup.weigh(
+                y[c], r, sums, i, a, theta, start, walk.i0 + part * ROWS, near, c * (C.BN // PIECES), C, False
+            )
+        new = new + (u,)  # noqa: RUF005 (Triton knows no star)
     r = warpgroup.pinned(warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False))
     ready(t + 1, ring, walk, C)  # before the wait below: its branches, too, keep that wait in its place
     if PIECES == 1:
@@ -78,10 +82,13 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
         o, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1]])
     else:
         o, _, _, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1], p[2], p[3]])
+    p = ()
+    for c in gl.static_range(PIECES):
+        p = p + (operand(new[c], ring, C),)  # noqa: RUF005
     mbarrier.arrive(ring.free.index(stage), count=1)
-    if F.family == "ratio" and F.shift != "none":
+    if F.family == "ratio" and F.shift != "none" and not C.STILL:
         o = ptx.faded(o, fade)
-    return o, new, r
+    return o, p, r
 
 
 @gluon.jit
@@ -89,7 +96,7 @@ def operand(u, ring, C: gl.constexpr):
     """Weights in 16 bits, as the tensor cores take them."""
     F: gl.constexpr = C.F
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
-    return gl.convert_layout(ptx.rounded(u, ring.v.dtype, F), LAYOUT)
+    return gl.convert_layout(ptx.rounded(u, ring.v.dtype, F, C.PARTS == 3 and C.PIECES == 1), LAYOUT)
 
 
 @gluon.jit
@@ -136,7 +143,7 @@ def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.co
     start = start_of(begin, walk, C)
     if not C.OWN:
         s = warpgroup.shown(s, last, start)
-    _, r = warpgroup.raised(s, r, lanes * LOG2E, start, C)
+    _, r = warpgroup.raised(s, r, lanes * LOG2E, start, C, False)
     y = warpgroup.pieces(s, PIECES)
     sums = warpgroup.blank(y[0])
     p = ()

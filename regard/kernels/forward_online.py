@@ -212,8 +212,14 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
 
 @triton.jit
 def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr):
+    serve(tl.program_id(0), q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C)
+
+
+@triton.jit
+def serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr):
+    """One block of queries."""
     F: tl.constexpr = C.F
-    scene, i0 = sweeps.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+    scene, i0 = sweeps.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
     acc, r = sweeps.sweep((acc, statistics.nothing(first_frame(F, C), C)), scene, i0, opt, tile, C)
     r = statistics.gathered(r)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +21,7 @@ FOUR = {64: (128, 1, 2, 4, 240)}  # stages
 THREE = {64: (128, 1, 3, 3, 160)}  # warpgroups
 IN_PIECES = {64: (128, 4, 3, 3, 160)}
 SHORT = 6144  # keys
+LARGE = 2**29  # scores
 LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
@@ -55,10 +55,9 @@ def suits(p: Problem) -> bool:
         return True
     if p.choice.family == "threshold":
         return False
-    if p.choice.family == "pointwise" and p.choice.odds is not None:
-        with np.errstate(over="ignore"):
-            if speak(p.choice.odds)(0.0, p.choice.theta or 0.0) > 2.0**30:
-                return False
+    if p.choice.family == "pointwise" and p.choice.log_odds is not None:
+        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:
+            return False
     bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
     return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
 
@@ -82,7 +81,10 @@ def reachable(x: torch.Tensor) -> bool:
 
 
 def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
-    """Fill o, frame and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds."""
+    """Fill o, frame and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds.
+
+    Where the frame is `still`, z is NaN in rows that are to be done again.
+    """
     from regard.kernels.forward_hopper import forward_hopper
 
     C = shape_of(p)
@@ -127,8 +129,20 @@ def shape_of(p: Problem):
         FORMS=triton.cdiv(3 * d, keys) if span else 0,
         SPAN=span,
         LAZY=LAZY[p.q.dtype],
+        STILL=still(p),
         ACC=tl.float32,
     )
+
+
+def still(p: Problem) -> bool:
+    """Does the frame stay where the first tile sets it? Then tiles need no maximum.
+
+    Rows whose weights outgrow that are done again, which costs a launch even if there are none; with statistics, which
+    want the maximum all the same, only long rows gain.
+    """
+    (batch, heads, queries, _), keys = p.q.shape, p.k.shape[-2]
+    framed = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
+    return framed and batch * heads * queries * keys >= LARGE and (keys > SHORT or not p.stats)
 
 
 def programs_of(p: Problem, rows: int) -> tuple[int, int]:
@@ -149,9 +163,9 @@ def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
     """What was fastest on an H200."""
     F = bundle.of(p.choice)
     table = FOUR if p.stats else TWO
-    if not p.stats and (F.odds is not None or (F.family == "ratio" and F.exponential)):
+    if not p.stats and F.family == "ratio" and F.exponential and not still(p):
         table = IN_PIECES
-    elif not p.stats and F.signed is not None:
+    elif not p.stats and (F.log_odds is not None or F.signed is not None or F.exponential):
         table = THREE
     return table.get(p.q.shape[-1], TWO[p.q.shape[-1]])
 

@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     FORMS: int  # tiles of the ring that the keys' forms take
     SPAN: int  # Σy and Σy² of the keys before the last multiple of it come from `moments`; −1: all, 0: none
     LAZY: float  # powers of two by which a score may exceed its frame
+    STILL: bool  # does the frame stay where the first tile set it? Rows that outgrow it are marked
     ACC: Any
 
 

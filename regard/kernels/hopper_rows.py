@@ -20,6 +20,8 @@ from regard.kernels.hopper_ring import form_of
 from regard.kernels.tiles import LN2, LOG2E
 from regard.kernels.warpgroup import ROWS
 
+MOST = gl.constexpr(2.0**40)  # that the weights of a row may sum to in a frame which stays
+
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
@@ -85,13 +87,15 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
     top = whole(gl.max(r.top, 1), i)
     behind = whole(gl.max(r.frame, 1), i)
     frame = behind
-    if F.family == "ratio" and F.shift != "none":
+    if F.family == "ratio" and F.shift != "none" and (NEED.top or not C.STILL):
         frame = frame_of(top, a * LOG2E, F)
     shift = behind - frame
     fade = gl.exp2(shift)
     bare = whole(gl.sum(r.z, 1), i)
     z = bare * fade
     outer, _, inverse, total = ending(Told(frame, z), Place(walk.b, walk.h, i), inside, opt, C)
+    if C.STILL:
+        total = gl.where(bare <= MOST, total, float("nan"))
     o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)
     q.store(o.to(ring.v.dtype))  # q is not needed any more
     fence_async_shared()

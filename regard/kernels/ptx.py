@@ -125,43 +125,20 @@ def faded(o, fade):
 
 
 @gluon.constexpr_function
-def sharing(n):
-    """$k = 1/(1 + $k) of a thread's n numbers ≥ 0, of two rows by turns of two: one reciprocal for four of a row.
-
-    With a′ = min((1 + a)·2⁻⁶³, 1), where the multiply-add saturates by itself, neither a′b′ nor (a′b′·2⁶³)·(c′d′·2⁶³)
-    leaves float32's range. So no weight comes below 2⁻⁶³; a NaN makes its whole four NaN, or its neighbour's.
-    """
-    code = ".reg .b32 x, y, r;"
-    for k in range(n):
-        code += f" fma.rn.sat.f32 ${k}, ${k}, 0f20000000, 0f20000000;"
-    for k in range(0, n, 8):
-        for a, b, c, d in ((k, k + 1, k + 4, k + 5), (k + 2, k + 3, k + 6, k + 7)):
-            code += f" mul.f32 x, ${a}, ${b}; mul.f32 x, x, 0f5F000000;"
-            code += f" mul.f32 y, ${c}, ${d}; mul.f32 y, y, 0f5F000000;"
-            code += " mul.f32 r, x, y; rcp.approx.ftz.f32 r, r; mul.f32 y, y, r; mul.f32 x, x, r;"
-            code += f" mul.f32 r, y, ${b}; mul.f32 ${b}, y, ${a}; mov.b32 ${a}, r;"
-            code += f" mul.f32 r, x, ${d}; mul.f32 ${d}, x, ${c}; mov.b32 ${c}, r;"
-    return f"{{ {code} }}"
-
-
-@gluon.constexpr_function
-def in_place(n):
-    return ",".join(["=r"] * n + [str(k) for k in range(n)])
+def rounding(dtype, clipped):
+    """$0: $1 and $2 in 16 bits."""
+    kind = "bf16" if dtype == gl.bfloat16 else "f16"
+    return f"cvt.rn.{'relu.' if clipped else ''}{kind}x2.f32 $0, $2, $1;"
 
 
 @gluon.jit
-def shared(odds):
-    N: gl.constexpr = odds.shape[0] * odds.shape[1] * 8 // 128
-    return gl.inline_asm_elementwise(sharing(N), in_place(N), [odds], gl.float32, True, N)
-
-
-@gluon.jit
-def rounded(u, dtype: gl.constexpr, F: gl.constexpr):
-    """u in 16 bits; a signed one clipped at 0."""
-    if F.signed is None:
+def rounded(u, dtype: gl.constexpr, F: gl.constexpr, HERE: gl.constexpr):
+    """u in 16 bits; a signed one clipped at 0. HERE: in this place, where ptxas would else move numbers around."""
+    CODE: gl.constexpr = rounding(dtype, F.signed is not None)
+    if F.signed is None and not HERE:
         p = u.to(dtype)
     elif dtype == gl.bfloat16:
-        p = gl.inline_asm_elementwise("cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.bfloat16, True, 2)
+        p = gl.inline_asm_elementwise(CODE, "=r,r,r", [u], gl.bfloat16, False, 2)
     else:
-        p = gl.inline_asm_elementwise("cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.float16, True, 2)
+        p = gl.inline_asm_elementwise(CODE, "=r,r,r", [u], gl.float16, False, 2)
     return p

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from regard.kernels import tiles
+from regard.kernels import logistic, tiles
 from regard.kernels.forward_online import frame_of, terms
-from regard.kernels.ptx import cells, first_octet, following, following_registers, largest, per_lane, shared
+from regard.kernels.ptx import cells, first_octet, following, following_registers, largest, per_lane
 from regard.kernels.tiles import HIDDEN, LOG2E
 
 ROWS = gl.constexpr(64)
@@ -30,7 +30,7 @@ class Tally(NamedTuple):
 
     top: Any  # max y
     frame: Any  # the same in all four
-    z: Any
+    z: Any  # of maps with odds: `logistic`'s margin
     log_u: Any
     square: Any
     distance: Any
@@ -97,8 +97,8 @@ def shown(s, last, start):
 
 
 @gluon.jit
-def raised(s, r, b2, start, C: gl.constexpr):
-    """(fade, tally) before a tile s is weighed: the frame follows where a score lies too far above it."""
+def raised(s, r, b2, start, C: gl.constexpr, STILL: gl.constexpr):
+    """(fade, tally) before a tile s is weighed: unless it stays, the frame follows a score too far above it."""
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
     LAZY: gl.constexpr = C.LAZY
@@ -106,10 +106,11 @@ def raised(s, r, b2, start, C: gl.constexpr):
     y = cells(s)
     top, frame, z, log_u, square, distance = r.top, r.frame, r.z, r.log_u, r.square, r.distance
     fade = z * 0.0 + 1.0
-    if NEED.top or (F.family == "ratio" and F.shift != "none"):
+    FOLLOWS: gl.constexpr = F.family == "ratio" and F.shift != "none" and not STILL
+    if NEED.top or FOLLOWS:
         most = gl.convert_layout(largest(y), z.type.layout)
         top = gl.maximum(top, most)
-        if F.family == "ratio" and F.shift != "none":
+        if FOLLOWS:
             if NEED.log_u or NEED.square or NEED.distance:
                 frame, fade, z, log_u, square, distance = gl.inline_asm_elementwise(
                     following(4, LAZY, FLOOR), following_registers(4),
@@ -180,7 +181,7 @@ def weigh(y, r, x, i, a, theta, start, r0, near, BASE: gl.constexpr, C: gl.const
     if F.exponential:
         sum_u = onto(u, sum_u, FIRST)
         sum_v = sum_u
-    elif F.family == "ratio":
+    elif F.family == "ratio" or F.log_odds is not None:
         sum_v = onto(v, sum_v, FIRST)
     if NEED.distance:
         octets = stretch(u, octets, per_row(i - start, y) - within(y), start, r0, BASE, C, EDGE)
@@ -196,7 +197,7 @@ def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
     """The tally with a tile's sums."""
     NEED: gl.constexpr = C.NEED
     z, log_u, square, distance, mean, m2 = r.z, r.log_u, r.square, r.distance, r.mean, r.m2
-    if C.F.family == "ratio":
+    if C.F.family == "ratio" or C.F.log_odds is not None:
         z += gl.sum(x.v, 2)
     if NEED.log_u:
         log_u += gl.sum(x.log_u, 2)
@@ -213,8 +214,8 @@ def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
 @gluon.jit
 def weights(y, a, b2, frame, theta, F: gl.constexpr):
     """(u, v, log2 e) of scores y in a frame, in the map's cheapest form; u may come signed, for `rounded` to clip."""
-    if F.odds is not None:
-        u = shared(F.odds(y * b2, theta))
+    if F.log_odds is not None:
+        u = logistic.quotient(gl.exp2(F.log_odds(y * b2, theta)))
         v = u
         power = u
     elif F.signed is not None:
@@ -224,6 +225,35 @@ def weights(y, a, b2, frame, theta, F: gl.constexpr):
     else:
         u, v, power = terms(y, a, b2, frame, theta, F)
     return u, v, power
+
+
+@gluon.jit
+def manner(s, r, a, theta, dtype: gl.constexpr, C: gl.constexpr):
+    """How the weights of a map with odds are found in a tile s."""
+    F: gl.constexpr = C.F
+    way = 0
+    if F.log_odds is not None:
+        b, g = line(a, theta, F)
+        way = logistic.manner(cells(s), b, g, r.z, dtype == gl.float16)
+    return way
+
+
+@gluon.jit
+def weigh_odds(y, x, a, theta, way, dtype: gl.constexpr, C: gl.constexpr):
+    """`weigh` of maps with odds, without statistics."""
+    F: gl.constexpr = C.F
+    b, g = line(a, theta, F)
+    u, met = logistic.weighed(y, b, g, way, dtype == gl.float16)
+    met = gl.convert_layout(met, gl.SliceLayout(2, x.v.type.layout))
+    both = x.v + 0.5 * gl.expand_dims(met, 2)  # of a pair, whose sum is taken
+    return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(x.u, both, x.octets, x.log_u, x.square, x.mean, x.m2)
+
+
+@gluon.jit
+def line(a, theta, F: gl.constexpr):
+    """−log2 odds = y·b + g of a score y."""
+    g = -F.log_odds(0.0, theta)
+    return a * (LOG2E * (-F.log_odds(1.0, theta) - g)), g
 
 
 @gluon.jit

@@ -118,20 +118,22 @@ class Normalizer:
 class Pointwise(Normalizer):
     """p = value(s, θ), each entry alone. `slope_of_weight(p, θ)`, if given, spares keeping the scores for backward.
 
-    `odds(s·log2 e, θ)` = 1/p − 1 ≥ 0, if given, is for kernels that share a reciprocal between several weights.
+    `log_odds(s·log2 e, θ)` = log2(1/p − 1), linear in s, if given, is for kernels that spare reciprocals by it.
     """
 
     value: Any = None
     slope: Any = None
     slope_of_weight: Any = None
-    odds: Any = None
+    log_odds: Any = None
     family: ClassVar[str] = "pointwise"
 
     def _tiles_forward(self, s, theta):
         p = speak(self.value)(s, theta or 0.0)
-        if self.odds is not None:
-            odds = speak(self.odds)(s * np.log2(np.e), theta or 0.0)
-            self._must((odds >= 0).all() and np.allclose(p * (1 + odds), 1.0), "odds ≠ 1 / value − 1, or below 0")
+        if self.log_odds is not None:
+            power = s * np.log2(np.e)
+            odds, start, step = (speak(self.log_odds)(x, theta or 0.0) for x in (power, 0.0, 1.0))
+            self._must(np.allclose(p * (1 + np.exp2(odds)), 1.0), "log_odds ≠ log2(1 / value − 1)")
+            self._must(np.allclose(odds, start + (step - start) * power), "log_odds is not linear")
         return p
 
     def _tiles_slopes(self, s, p, theta):

@@ -22,8 +22,8 @@ def value(s, bias):
 
 
 @jit
-def odds(power, bias):
-    return tl.exp2(bias * -1.4426950408889634 - power)
+def log_odds(power, bias):
+    return bias * -1.4426950408889634 - power
 
 
 @jit
@@ -56,5 +56,5 @@ normalizer = Sigmoid(
     value=value,
     slope=slope,
     slope_of_weight=slope_of_weight,
-    odds=odds,
+    log_odds=log_odds,
 )

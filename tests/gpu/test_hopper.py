@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_data import Poisoned, check_forward, make
 
 import regard
@@ -143,6 +145,71 @@ def test_small_sigmoids_keep_their_digits(bias):
     """A reciprocal is shared by four weights, which may differ by many powers of two."""
     for seed, sizes in enumerate(SHAPES):
         check_forward(attention, taken(seed, f"sigmoid(bias={bias})", d=64, e=64, stats=(), causal=True, **sizes), 2.0)
+
+
+def rows_of(problem):
+    """The largest error of a row, over its length."""
+    answer = attention.forward(problem).o.double()
+    truth = reference.of_problem(problem)[0].double()
+    return float(((answer - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(1e-9)).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128])
+def test_every_way_to_a_sigmoid(d, dtype):
+    """By tanh where weights are large, by a series where all are small, by quotients between; rows of all kinds."""
+    for bias in (0, -3, -6, -9, 5) if dtype == torch.bfloat16 else (0, -3, 5):  # smaller ones are subnormal there
+        for sharp in (0.05, 1.0, 6.0):
+            options = dict(b=1, h=4, g=2, m=1000, n=1000, d=d, e=d, dtype=dtype, stats=(), causal=True, sharp=sharp)
+            problem = taken(26, f"sigmoid(bias={bias})", **options)
+            problem.q[0, 1, ::3] *= 4.0
+            problem.k[0, 0, 100:400] -= 1.0
+            assert rows_of(problem) < (8e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+def test_tanh_is_as_exact_as_sigmoids_by_it_ask():
+    x = torch.linspace(-40.0, 40.0, 1 << 22, device="cuda")
+    y = torch.full_like(x, math.nan)
+    half_tanh[(x.numel() // 1024,)](x, y, 1024)
+    assert float((y.double() - torch.sigmoid(2.0 * x.double())).abs().max()) < 4e-6
+
+
+@triton.jit
+def half_tanh(x, y, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [tl.load(x + i)], tl.float32, True, 1)
+    tl.store(y + i, 0.5 + 0.5 * t)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", ["softmax", "softmax1", "softpick"])
+def test_a_frame_that_stays(name, d, causal, monkeypatch):
+    """Large calls keep the frame of their first tile; rows that outgrow it, or whose weights do, are done again."""
+    monkeypatch.setattr(hopper, "LARGE", 0)
+    for seed, sizes in enumerate(SHAPES):
+        problem = taken(seed, name, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes)
+        assert hopper.shape_of(problem).STILL
+        assert rows_of(problem) < 1e-2
+        problem.k[:, :1, 0] *= 60.0  # keys are walked from the last on
+        problem.k[:, 1:, 1] *= 1000.0
+        assert rows_of(problem) < 1e-2
+    monkeypatch.setattr(hopper, "SHORT", 0)
+    if name != "softpick":
+        problem = taken(28, name, d=d, e=d, causal=causal, b=1, h=4, g=2, m=500, n=700)
+        check_forward(attention, problem, slack=2.0)
+        problem.k[:, :, 3] *= 60.0
+        check_forward(attention, problem, slack=2.0)
+
+
+def test_a_frame_that_stays_with_other_options(monkeypatch):
+    monkeypatch.setattr(hopper, "LARGE", 0)
+    problem = taken(27, d=64, e=64, causal=True, stats=(), sink=True, temperature=True, **SHAPES[0])
+    problem.k[:, :, 3] *= 60.0
+    assert rows_of(problem) < 1e-2
+    problem.q[0, 1, 500, 7] = math.nan
+    lost = attention.forward(problem).o.isnan().any(-1).nonzero()
+    assert lost.tolist() == [[0, 1, 500]]
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softpick"])

@@ -22,7 +22,7 @@ def forward_again(
     if unheld(start + tl.arange(0, MANY)[:, None], end, sums, opt, C):
         for block in range(start, end):
             if unheld(block, end, sums, opt, C):
-                serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C)
+                serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C, tiles.wide(rows))
 
 
 @triton.jit

@@ -216,8 +216,8 @@ def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: 
 
 
 @triton.jit
-def serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr):
-    """One block of queries."""
+def serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr, rows=None):
+    """One block of queries; `rows` as in `statistics.finish`."""
     F: tl.constexpr = C.F
     scene, i0 = sweeps.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
@@ -251,7 +251,7 @@ def serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl
             y = r.first_y if C.NEED.track_first else statistics.first_scores(scene, opt, C)
             first_u, _, _ = terms(y, a, b2, r.frame, scene.theta, F)
         statistics.finish(
-            stats, row, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
+            stats, row, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C, rows
         )
 
 

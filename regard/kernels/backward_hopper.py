@@ -61,7 +61,6 @@ class Ring(NamedTuple):
     k_full: Any
     full: Any
     free: Any
-    turn: Any  # whose the tensor cores are, of two
 
 
 class Blocks(NamedTuple):
@@ -136,27 +135,38 @@ def number(stage, at: gl.constexpr, ring, LAYOUT: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def rows_of(stage, ring, opt, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """What `weigh` asks of the rows of a tile."""
     frame = number(stage, 0, ring, LAYOUT, C)
-    delta = number(stage, 1, ring, LAYOUT, C)
-    inverse = delta
+    inverse = frame
     if C.NUMBERS == 3:
         inverse = number(stage, 2, ring, LAYOUT, C)
-    return Rows(tiles.number(opt.scale, gl.float32), frame, inverse, delta, frame, frame, delta, delta, delta)
+    return Rows(tiles.number(opt.scale, gl.float32), frame, inverse, frame, frame, frame, frame, frame, frame)
+
+
+@gluon.jit
+def with_delta(r, stage, ring, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """And what `slope_tile` asks: read when it is needed, as registers are few."""
+    delta = number(stage, 1, ring, LAYOUT, C)
+    return Rows(r.a, r.frame, r.inverse, delta, r.first, r.last, delta, delta, delta)
 
 
 @gluon.jit
 def step(
-    t, dk, dv, blocks, keys, values, ring, head, i0, j0, opt, part: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
+    t, pending, blocks, keys, values, ring, head, i0, j0, opt, part: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
 ):
-    """One tile of queries: dv += p·do, dk += ds·q; ds is left in scratch, if there is one."""
+    """One tile of queries: dv += p·do at once; dk += ds·q of the tile before, while this one is weighed."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
+    dk, dv, last = pending
     stage = t % C.STAGES
+    before = gl.where(last < 0, stage, last % C.STAGES)  # of the first tile: its own, times 0
     mbarrier.wait(ring.full.index(stage), (t // C.STAGES) & 1)
     q = ring.q.index(stage).reshape([ROWS, C.D])
     do = ring.do.index(stage).reshape([ROWS, C.D])
+    left = ring.ds.index(part).reshape([KEYS, ROWS])
     x = warpgroup_mma(keys, q.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
     dp = warpgroup_mma(values, do.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
+    dk = warpgroup_mma(left, ring.q.index(before).reshape([ROWS, C.D]), dk, is_async=True)
     r = rows_of(stage, ring, opt, S, C)
     seen = gl.full([KEYS, ROWS], 1, gl.int1, S)
     if EDGE:
@@ -165,49 +175,38 @@ def step(
         seen = j < opt.keys
         if C.BEHIND:
             seen = seen & (j <= i)
-    x, dp = warpgroup_mma_wait(0, deps=[x, dp])
-    hand_over(ring, part)
+    x = warpgroup_mma_wait(2, deps=[x])
     p, up, down, power = weigh(x, seen, r, tiles.number(opt.theta, gl.float32), C)
+    u = gl.convert_layout(p.to(ring.k.dtype), OPERAND)
+    r = with_delta(r, stage, ring, S, C)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    dv = warpgroup_mma(u, do, dv, is_async=True)
     ds = slope_tile(x, seen, dp, p, up, down, power, r, C).to(ring.k.dtype)
-    p = gl.convert_layout(p.to(ring.k.dtype), OPERAND)
-    e = gl.convert_layout(ds, OPERAND)
+    dk = warpgroup_mma_wait(1, deps=[dk])
     if blocks.slopes is not None:
         tma.store_wait(0)
-        ring.ds.index(part).reshape([KEYS, ROWS]).store(ds)
-        fence_async_shared()
+    left.store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ring.free.index(before), count=1, pred=last >= 0)
+    if blocks.slopes is not None:
         copy_out(blocks.slopes, [head, j0, i0], ring.ds.index(part))
-    take_over(t + part, ring, part)
-    dv = warpgroup_mma(p, do, dv, is_async=True)
-    dk = warpgroup_mma(e, q, dk, is_async=True)
-    dv, dk, _, _ = warpgroup_mma_wait(0, deps=[dv, dk, p, e])
-    mbarrier.arrive(ring.free.index(stage), count=1)
-    return dk, dv
-
-
-@gluon.jit
-def hand_over(ring, part: gl.constexpr):
-    """Now the tensor cores are another warpgroup's: while one multiplies, the other weighs."""
-    mbarrier.arrive(ring.turn.index(1 - part), count=1)
-
-
-@gluon.jit
-def take_over(n, ring, part: gl.constexpr):
-    """Wait for the n-th time that they are handed over to this one."""
-    mbarrier.wait(ring.turn.index(part), n & 1)
+    dv, _ = warpgroup_mma_wait(0, deps=[dv, u])
+    return dk, dv, t
 
 
 @gluon.jit
 def consume(blocks, ring, opt, part: gl.constexpr, C: gl.constexpr):
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
     walk = walk_of(opt, C)
     j0 = walk.j0 + part * KEYS
-    dk = zeros(C.D, OUT)
-    dv = zeros(C.D, OUT)
     keys = ring.k.index(part).reshape([KEYS, C.D])
     values = ring.v.index(part).reshape([KEYS, C.D])
+    left = ring.ds.index(part).reshape([KEYS, ROWS])
+    left.store(zeros(ROWS, S).to(ring.k.dtype))
+    fence_async_shared()
+    pending = (zeros(C.D, OUT), zeros(C.D, OUT), walk.begin * 0 - 1)
     mbarrier.wait(ring.k_full.index(part), 0)
-    if part == 1:
-        take_over(0, ring, part)
     for h in range(opt.group):
         head = (walk.b * (opt.heads // opt.group) + walk.g) * opt.group + h
         begin = h * walk.tiles
@@ -220,16 +219,17 @@ def consume(blocks, ring, opt, part: gl.constexpr, C: gl.constexpr):
             for t in range(begin, first):
                 mbarrier.wait(ring.full.index(t % C.STAGES), (t // C.STAGES) & 1)
                 mbarrier.arrive(ring.free.index(t % C.STAGES), count=1)
-                hand_over(ring, part)
-                take_over(t + part, ring, part)
         if j0 + KEYS > opt.keys:
             inner = end
         i0 = (walk.begin - begin) * ROWS
         for t in range(first, inner):
-            dk, dv = step(t, dk, dv, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, part, C, True)
+            pending = step(t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, part, C, True)
         for t in range(inner, end):
-            dk, dv = step(t, dk, dv, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, part, C, False)
-    hand_over(ring, part)
+            pending = step(t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, part, C, False)
+    dk, dv, last = pending
+    if last >= 0:
+        dk = warpgroup_mma(left, ring.q.index(last % C.STAGES).reshape([ROWS, C.D]), dk, is_async=True)
+        dk = warpgroup_mma_wait(0, deps=[dk])
     keys.store((dk * tiles.number(opt.scale, gl.float32)).to(ring.k.dtype))  # keys and values are not needed any more
     values.store(dv.to(ring.k.dtype))
     fence_async_shared()
@@ -246,20 +246,16 @@ def backward_hopper(k, v, q, do, frame, delta, inverse, slopes, dk, dv, opt, C: 
     STAGES: gl.constexpr = C.STAGES
     NUMBERS: gl.constexpr = C.NUMBERS
     blocks = Blocks(k, v, q, do, frame, delta, inverse, slopes, dk, dv)
-    ds = None
-    if slopes is not None:
-        ds = gl.allocate_shared_memory(TYPE, [PARTS, 1, KEYS, ROWS], slopes.layout)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, KEYS, C.D], k.layout),
         gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, KEYS, C.D], v.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, ROWS, C.D], q.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, ROWS, C.D], do.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES * NUMBERS, 1, ROWS], frame.layout),
-        ds,
+        gl.allocate_shared_memory(TYPE, [PARTS, 1, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 3)),
         barriers(PARTS, 1),
         barriers(STAGES, 1),
         barriers(STAGES, PARTS),
-        barriers(PARTS, 1),
     )
     fence_async_shared()
     gl.warp_specialize(

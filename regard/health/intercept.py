@@ -78,8 +78,8 @@ class Interception:
                 self._compiled.append((module, module._compiled_call_impl))
                 module._compiled_call_impl = None
             if module._modules or not (isinstance(module, PLAIN) or type(module).__name__.endswith(SMALL)):
-                self._hooks.append(module.register_forward_pre_hook(_enter, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(_leave, always_call=True))
+                self._hooks.append(module.register_forward_pre_hook(partial(_enter, self.thread), with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(partial(_leave, self.thread), always_call=True))
         if "transformers" in sys.modules:
             from regard.health import huggingface
 
@@ -151,7 +151,9 @@ _STACK: UserList[tuple[nn.Module, Any]] = (
 _BUSY = PerThread([False])  # inside a caught call: what it calls is not caught again
 
 
-def _enter(module, inputs, named) -> None:
+def _enter(thread: int | None, module, inputs, named) -> None:
+    if thread not in (None, threading.get_ident()):  # the forwards of others are theirs
+        return
     if OPENED and any(module is one.model for one in ACTIVE[:]):
         bury_dead()
     if not OPENED:
@@ -162,7 +164,9 @@ def _enter(module, inputs, named) -> None:
     _STACK.append((module, object() if given_tokens(inputs, named) else step()))
 
 
-def _leave(module, inputs, output) -> None:
+def _leave(thread: int | None, module, inputs, output) -> None:
+    if thread not in (None, threading.get_ident()):
+        return
     if _STACK and _STACK[-1][0] is module:
         _STACK.pop()
     close_forward()

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import regard
 from regard import reference
@@ -62,6 +63,22 @@ def test_inputs_of_torchs_own_softmax_are_let_go():
     loss.backward()
     gc.collect()
     assert seen() is None and loss.grad_fn is not None
+
+
+def test_inputs_of_torchs_own_softmax_are_not_kept_from_checkpointing():
+    seen = []
+
+    def block(x):
+        q = x * 2.0
+        seen.append(weakref.ref(q))
+        return regard.attention(q, q, q)
+
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    gc.collect()
+    assert seen[0]() is None
+    (ours,) = torch.autograd.grad(out.square().sum(), x)
+    torch.testing.assert_close(ours, torch.autograd.grad(block(x).square().sum(), x)[0])
 
 
 def test_queries_that_are_keys_count_for_themselves():

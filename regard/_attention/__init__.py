@@ -59,7 +59,7 @@ def attention(
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
     With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,
-    exact and slow, or, of plain softmax, from torch's plain products. With dropout plain softmax has none.
+    exact and slow, or, of plain softmax, from torch's plain products, but not with dropout or inside checkpointing.
     """
     if any(map(_dtensor.is_dtensor, (q, k, v))):
         options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,

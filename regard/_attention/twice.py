@@ -15,10 +15,12 @@ FUSED = "ScaledDotProduct"  # how torch calls the backward nodes of its fused ke
 def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callable[..., Tensor]) -> Tensor:
     """out = attend(*inputs), whose gradients have gradients now; inputs are q, k and v.
 
-    They are remembered until the first backward, which frees what torch has saved too.
+    They are remembered until the first backward, which frees what torch has saved too; not at all where somebody else
+    decides what is saved (checkpointing, offloading).
     """
     node = out.grad_fn
-    if node is None or not node.name().startswith(FUSED):
+    elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    if node is None or elsewhere or not node.name().startswith(FUSED):
         return out
     kept = list(inputs)
 

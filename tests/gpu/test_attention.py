@@ -57,6 +57,34 @@ def test_gradients_of_statistics():
     check_backward(attention, problem, check_forward(attention, problem), stats=statistics.DIFFERENTIABLE, slack=2.0)
 
 
+@pytest.mark.parametrize(("dtype", "m", "d"), [(torch.float32, 9, 16), (torch.bfloat16, 288, 64)])
+def test_rows_far_below_a_sink_have_a_finite_gain(dtype, m, d):
+    depth = torch.tensor([0.0, 20.0, 80.0, 88.0, 90.0, 96.0, 103.0, 110.0, 1000.0], device="cuda").repeat(m // 9)
+    problem = make(19, b=1, h=1, g=1, m=m, n=300, d=d, e=d, dtype=dtype, device="cuda", stats=("gradient_gain", "mass"))
+    top = problem.scale * (problem.q.double() @ problem.k.double().mT).amax(-1)
+    problem = dataclasses.replace(problem, sink=(top + depth).float())
+    _, truth = reference.of_problem(problem)
+    found = attention.forward(problem).stats.double()
+    torch.testing.assert_close(found, truth, rtol=1e-2 if d == 64 else 1e-4, atol=300 * 1.2e-38)  # subnormals are 0
+
+
+@pytest.mark.parametrize("sharp", [1e-5, 1e-3])
+def test_softpick_of_logits_near_0_does_not_cancel(sharp):
+    sizes = dict(b=1, h=2, g=1, m=70, n=90, d=32, e=32, device="cuda")
+    problem = make(23, "softpick", **sizes, sharp=sharp, stats=("mass", "entropy", "max_weight"))
+    answer, (out, truth) = attention.forward(problem), reference.of_problem(problem)
+    torch.testing.assert_close(answer.stats.double(), truth, rtol=1e-5, atol=0.0)
+    assert (answer.o.double() - out).abs().max() < 1e-5 * out.abs().max()
+
+
+@pytest.mark.parametrize("m", [1, 70])
+def test_participation_of_sigmoid_rows_whose_weights_are_tiny(m):
+    sizes = dict(b=1, h=2, g=1, m=m, n=2100, d=32, e=32, device="cuda")
+    problem = make(29, "sigmoid(bias=-60)", **sizes, sharp=3.0, stats=("participation",))
+    _, truth = reference.of_problem(problem)
+    torch.testing.assert_close(attention.forward(problem).stats.double(), truth, rtol=1e-4, atol=0.0)
+
+
 def test_sharp_and_flat_rows_of_a_long_sequence():
     for sharp in (0.02, 12.0):
         for name in ("softmax", "entmax15", "sparsemax"):

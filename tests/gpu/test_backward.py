@@ -56,13 +56,10 @@ def check(problem, stats=()):
     ("name", "options"),
     [
         ("softmax", dict(m=320, n=320, causal=True)),
-        ("softmax", dict(m=320, n=448, dtype=torch.float16)),
-        ("softmax", dict(m=300, n=333, h=4, g=2, b=2, sharp=8.0)),
-        ("softmax", dict(m=332, n=200, h=3, causal=True)),
-        ("softmax1", dict(m=100, n=450, causal=True, sharp=0.1)),
+        ("softmax", dict(m=300, n=333, h=4, g=2, b=2, sharp=8.0, dtype=torch.float16)),
+        ("softmax1", dict(m=332, n=200, h=3, causal=True, sharp=0.1)),
         ("sigmoid", dict(m=200, n=256, causal=True)),
-        ("relu", dict(m=256, n=190)),
-        ("softpick", dict(m=260, n=260, causal=True, sharp=3.0)),
+        ("softpick", dict(m=260, n=190, sharp=3.0)),
     ],
 )
 def test_stored_in_gluon(name, options, roads):
@@ -70,20 +67,30 @@ def test_stored_in_gluon(name, options, roads):
     assert roads == [[True, on_hopper()]]
 
 
-@pytest.mark.parametrize("options", [dict(m=320, n=320, causal=True), dict(m=300, n=333, h=4, g=2), dict(m=256, n=70)])
-@pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("entmax15", dict(m=320, n=320, causal=True)), ("sparsemax", dict(m=300, n=333, h=4, g=2))]
+)
 def test_threshold_maps_in_gluon(name, options, roads):
     check(make(2, name, **WIDE | options))
     assert roads == [[False, on_hopper()]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(softcap=2.0), dict(b=2, lengths=True), dict(m=301, n=299, causal=True), dict(d=96, e=80), dict(sink=True)],
-)
+@pytest.mark.parametrize("options", [dict(softcap=2.0, d=96, e=80), dict(b=2, lengths=True), dict(m=301, causal=True)])
 def test_stored_in_triton(options, roads):
     check(make(3, **WIDE | dict(m=300, n=280) | options))
-    assert roads == [[True, on_hopper() and "sink" in options]]
+    assert roads == [[True, False]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax", dict(m=320, n=333, h=4, g=2, causal=True)),
+        ("entmax15", dict(m=332, n=200, dtype=torch.float16)),
+    ],
+)
+def test_narrow_heads_in_gluon(name, options, roads):
+    check(make(9, name, **WIDE | dict(d=64, e=64) | options))
+    assert roads == [[False, on_hopper()]]
 
 
 def test_gradients_of_statistics(roads):
@@ -102,9 +109,8 @@ def test_a_temperature_without_a_gradient(roads):
         torch.testing.assert_close(getattr(ours, name), getattr(warm, name), rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_pieces_and_runs_agree_to_the_bit(monkeypatch, causal):
-    problem = make(6, **WIDE | dict(b=2, h=4, g=2, m=512, n=512, causal=causal))
+def test_pieces_and_runs_agree_to_the_bit(monkeypatch):
+    problem = make(6, **WIDE | dict(b=2, h=4, g=2, m=512, n=512, causal=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)

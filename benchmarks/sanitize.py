@@ -1,7 +1,7 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]            # rows attention lists moments stored; exit code 0 if clean
-    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2         # every second call, without the tool
+    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]       # rows attention lists moments stored; exits 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2    # every second call, without the tool
 
 torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs
 once without the tool first, so that it watches kernels and not a compiler; then two processes per tool share the calls.

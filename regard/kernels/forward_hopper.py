@@ -48,7 +48,9 @@ def mix(c: gl.constexpr, o, p, values, C: gl.constexpr):
 def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.constexpr):
     """Tile t is scored and weighed while o takes tile t − 1."""
     F: gl.constexpr = C.F
+    NEED: gl.constexpr = C.NEED
     PIECES: gl.constexpr = C.PIECES
+    FOLLOWS: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.STILL
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
     s = score(t, q, ring, C)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
@@ -74,7 +76,9 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
                 y[c], r, sums, i, a, theta, start, walk.i0 + part * ROWS, near, c * (C.BN // PIECES), C, False
             )
         new = new + (u,)  # noqa: RUF005 (Triton knows no star)
-    r = warpgroup.pinned(warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False))
+    r = warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False)
+    if NEED.top or FOLLOWS:
+        r = warpgroup.pinned(r)
     ready(t + 1, ring, walk, C)  # before the wait below: its branches, too, keep that wait in its place
     if PIECES == 1:
         o, _ = warpgroup_mma_wait(0, deps=[o, p[0]])
@@ -86,7 +90,7 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
     for c in gl.static_range(PIECES):
         p = p + (operand(new[c], ring, C),)  # noqa: RUF005
     mbarrier.arrive(ring.free.index(stage), count=1)
-    if F.family == "ratio" and F.shift != "none" and not C.STILL:
+    if FOLLOWS:
         o = ptx.faded(o, fade)
     return o, p, r
 

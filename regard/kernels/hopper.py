@@ -148,13 +148,14 @@ def still(p: Problem) -> bool:
 def programs_of(p: Problem, rows: int) -> tuple[int, int]:
     """(blocks of queries, programs): one for each, or one for each multiprocessor, which fetches ahead.
 
-    The latter where rows are short and the programs' shares nearly equal.
+    The latter where rows are short, the programs' shares nearly equal and registers left.
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
     heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
     places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
     even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
-    if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even:
+    crowded = rows > 2 * ROWS and not behind and bundle.of(p.choice).log_odds is not None
+    if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even or crowded:
         places = heads * blocks
     return heads * blocks, places
 

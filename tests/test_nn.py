@@ -165,7 +165,7 @@ def test_copies_and_files_do_not_carry_activations(tmp_path):
     layer(torch.randn(2, 5, 8))
     torch.save(layer, tmp_path / "layer.pt")
     for other in (copy.deepcopy(layer), torch.load(tmp_path / "layer.pt", weights_only=False)):
-        assert other._last is None and torch.equal(other.q_proj.weight, layer.q_proj.weight)
+        assert not other._last and torch.equal(other.q_proj.weight, layer.q_proj.weight)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kdim": 6, "vdim": 16}])

@@ -58,15 +58,16 @@ class Watch:
     def read_modules(self) -> None:
         """What `regard.nn` modules remember of a training call that was not watched."""
         bury_dead()
-        for name in self.ours:
-            self._read(name)
+        for name, module in self.ours.items():
+            for thread in list(getattr(module(), "_last", ())):
+                self._read(name, thread)
 
-    def _read(self, name: str) -> bool:
+    def _read(self, name: str, thread: int) -> bool:
         module = self.ours[name]() if name in self.ours else None
-        last = None if module is None else module._last
+        last = None if module is None else module._last.pop(thread, None)
         if last is None:
             return False
-        (q, k, scale, options), module._last = last, None
+        q, k, scale, options = last
         self._add(name, q, k, scale=scale, **options)
         return True
 
@@ -111,7 +112,7 @@ class Watch:
         if call.obstacle == MAPPED:
             self.unseen[name] = MAPPED
             return output
-        if self._read(name):  # the call itself has its temperature in the scale
+        if self._read(name, threading.get_ident()):  # the call itself has its temperature in the scale
             return output
         names = ("scale", "window", "key_lengths")
         options = {key: call.options[key] for key in names if call.options.get(key) is not None}

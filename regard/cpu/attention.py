@@ -261,7 +261,7 @@ def in_range(problem: Problem) -> Problem:
         return problem
 
     def largest(x: Tensor) -> Tensor:
-        return x.where(x < math.inf, 0.0).amax(-1) if x.shape[-1] else x.sum(-1)
+        return x.where(x.abs() < math.inf, 0.0).amax(-1) if x.shape[-1] else x.sum(-1)
 
     q, k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (problem.q, problem.k))
     keys = largest(k).repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None]  # [B, H, 1]

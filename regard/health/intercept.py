@@ -151,7 +151,7 @@ _STACK: UserList[tuple[nn.Module, Any]] = (
 _BUSY = PerThread([False])  # inside a caught call: what it calls is not caught again
 
 
-def _enter(thread: int | None, module, inputs, named) -> None:
+def _enter(thread: int | None, module, inputs, named=None) -> None:  # None: its hook was just taken off elsewhere
     if thread not in (None, threading.get_ident()):  # the forwards of others are theirs
         return
     if OPENED and any(module is one.model for one in ACTIVE[:]):
@@ -161,7 +161,7 @@ def _enter(thread: int | None, module, inputs, named) -> None:
             if one.opens and id(module) in one.names:
                 open_forward(one.torch_calls())
                 break
-    _STACK.append((module, object() if given_tokens(inputs, named) else step()))
+    _STACK.append((module, object() if given_tokens(inputs, named or {}) else step()))
 
 
 def _leave(thread: int | None, module, inputs, output) -> None:

@@ -6,7 +6,8 @@ A torch function mode catches them inside a watched module's forward, whatever n
 from __future__ import annotations
 
 import math
-from functools import partial
+import threading
+from collections import UserList
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
 from regard.health.intercept import SDPA, Catching, attend, running, watched
+from regard.health.threads import PerThread
 
 SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
 
@@ -110,12 +112,39 @@ def _multi_head(func, args, kwargs):
         )
     result = func(*args, **kwargs) if wants_weights else None
     query, key = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key")))
-    F.scaled_dot_product_attention = partial(_sdpa, cross=query is not key)
-    try:
-        measured = func(*args, **{**kwargs, "need_weights": False})
-    finally:
-        F.scaled_dot_product_attention = SDPA
+    with _BY_NAME:
+        _CROSS.append(query is not key)
+        try:
+            measured = func(*args, **{**kwargs, "need_weights": False})
+        finally:
+            _CROSS.pop()
     return measured if result is None else result
+
+
+class ByName:
+    """While any thread is in here, torch's sdpa by its name is ours, for those threads."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.inside += 1
+            F.scaled_dot_product_attention = _by_name
+
+    def __exit__(self, *_) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                F.scaled_dot_product_attention = SDPA
+
+
+def _by_name(*args, **kwargs):
+    return _sdpa(*args, **kwargs, cross=_CROSS[-1]) if _CROSS else SDPA(*args, **kwargs)
+
+
+_BY_NAME = ByName()
+_CROSS: UserList[bool] = PerThread()  # of the multi-head calls that this thread is in
 
 
 def _regard(func, args):

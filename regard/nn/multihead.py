@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import threading
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class MultiheadAttention(nn.Module):
             self.additive = nn.Parameter(torch.randn(num_heads, self.head_dim, **place) / math.sqrt(self.head_dim))
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
         self.temperature = _temperature(temperature, num_heads, self.head_dim, place)
-        self._last: tuple | None = None
+        self._last: dict[int, tuple] = {}  # by thread
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options) -> MultiheadAttention:
@@ -219,10 +220,11 @@ class MultiheadAttention(nn.Module):
         if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():
             return
         if torch.compiler.is_compiling() or not is_mapped(q):  # what torch.func wraps is gone after the call
-            self._last = (q.detach(), k.detach(), scale, options)
+            thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+            self._last[thread] = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self):
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": {}}
 
     def _check_inputs(self, query, key, value) -> None:
         widths = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)

@@ -1,14 +1,13 @@
-"""dk = Σ dsᵀ·q and dv = Σ pᵀ·do on Hopper, in Gluon: warpgroups of 64 keys each, and a warp that fetches for all.
+"""dk = Σ dsᵀ·q and dv = Σ pᵀ·do on Hopper, in Gluon: two warpgroups of 64 keys each, and a warp that fetches for both.
 
     fetch    q, do and what is known of their rows → ring of shared memory
-    each     x = k·qᵀ, dp = v·doᵀ                  keys first, a tile of 64 keys
-             p and ds of them                      while the tensor cores multiply for another warpgroup
-             dv += p·do, dk += ds·q                p and ds in registers, as the tensor cores leave them
-             ds → scratch                          where `product_hopper` makes dq of it
+    each     x = k·qᵀ, dp = v·doᵀ (tile t), dk += ds·q (tile t − 1)        keys first
+             p of x                                                         while dp and dk are under way
+             dv += p·do, ds of p and dp
+             ds → shared memory, and on to scratch                          where `backward_product` makes dq of it
 
 A tile of queries that reaches over the end comes as zeros, and so do the numbers of its rows: p = 1 meets do = 0, and
-dp = δ = 0. ds leaves the registers as they hold it, in matrices of 8 × 8 that lie side by side: every store of a warp
-fills 128 bytes, and the tensor cores read such matrices as they are.
+dp = δ = 0.
 """
 
 from __future__ import annotations
@@ -186,7 +185,7 @@ def step(
     if blocks.slopes is not None:
         tma.store_wait(0)
     left.store(ds)
-    fence_async_shared()
+    fence_async_shared()  # and the arrival after it: in the other order ptxas 12.9 ends in a fault where nothing is stored
     mbarrier.arrive(ring.free.index(before), count=1, pred=last >= 0)
     if blocks.slopes is not None:
         copy_out(blocks.slopes, [head, j0, i0], ring.ds.index(part))

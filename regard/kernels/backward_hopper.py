@@ -185,7 +185,7 @@ def step(
     if blocks.slopes is not None:
         tma.store_wait(0)
     left.store(ds)
-    fence_async_shared()  # and the arrival after it: in the other order ptxas 12.9 ends in a fault where nothing is stored
+    fence_async_shared()  # before the arrival: the other way round ptxas 12.8 fails where nothing is stored
     mbarrier.arrive(ring.free.index(before), count=1, pred=last >= 0)
     if blocks.slopes is not None:
         copy_out(blocks.slopes, [head, j0, i0], ring.ds.index(part))

@@ -147,6 +147,12 @@ def of_whole(problem: Problem) -> tuple[Tensor, Tensor]:
     return _of_block(problem, 0, problem.q.shape[2])
 
 
+def of_rows(problem: Problem, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """The same for the queries first … last − 1 alone, at their places among all of them."""
+    total = problem.q.shape[2]
+    return _of_block(problem.block(first, min(last, total)), first, total)
+
+
 def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]:
     window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
     result = attention(

@@ -74,7 +74,7 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
 def _again(p: Problem, o: torch.Tensor, frame: torch.Tensor, z: torch.Tensor, stats: torch.Tensor) -> None:
     """Rows that the Hopper kernel could not hold in one frame."""
     config, how = config_of(p, "forward_online")
-    heads, many = p.q.shape[0] * p.q.shape[1], 16
+    heads, many = p.q.shape[0] * p.q.shape[1], 4
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, many)
     outputs = view(o), frame, z, stats, heads * p.q.shape[-2]
     arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, options(p)

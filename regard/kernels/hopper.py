@@ -137,12 +137,12 @@ def shape_of(p: Problem):
 def still(p: Problem) -> bool:
     """Does the frame stay where the first tile sets it? Then tiles need no maximum.
 
-    Rows whose weights outgrow that are done again, which costs a launch even if there are none; with statistics, which
-    want the maximum all the same, only long rows gain.
+    Rows whose weights outgrow that are done again, which costs a launch even if there are none. Not with statistics:
+    they want the maximum all the same, and are asked of models whose rows may be sharp.
     """
-    (batch, heads, queries, _), keys = p.q.shape, p.k.shape[-2]
+    batch, heads, queries, _ = p.q.shape
     framed = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    return framed and batch * heads * queries * keys >= LARGE and (keys > SHORT or not p.stats)
+    return framed and not p.stats and batch * heads * queries * p.k.shape[-2] >= LARGE
 
 
 def programs_of(p: Problem, rows: int) -> tuple[int, int]:

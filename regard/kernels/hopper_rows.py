@@ -87,7 +87,7 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
     top = whole(gl.max(r.top, 1), i)
     behind = whole(gl.max(r.frame, 1), i)
     frame = behind
-    if F.family == "ratio" and F.shift != "none" and (NEED.top or not C.STILL):
+    if F.family == "ratio" and F.shift != "none" and not C.STILL:
         frame = frame_of(top, a * LOG2E, F)
     shift = behind - frame
     fade = gl.exp2(shift)

@@ -39,7 +39,7 @@ def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv
 
 
 def serves(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Does the Gluon kernel take this call? Heads of 64 or 128 in 16 bits, scores that are bare products, no statistics."""
+    """Does the Gluon kernel take this call? Heads of 64 or 128 in 16 bits, scores that are bare products."""
     none = p.softcap, p.bias, p.mask, p.temperature, p.key_lengths, rows.beta
     return (
         p.q.is_cuda

@@ -194,12 +194,7 @@ def test_a_frame_that_stays(name, d, causal, monkeypatch):
         problem.k[:, :1, 0] *= 60.0  # keys are walked from the last on
         problem.k[:, 1:, 1] *= 1000.0
         assert rows_of(problem) < 1e-2
-    if name == "softmax" and causal:
-        monkeypatch.setattr(hopper, "SHORT", 0)
-        problem = taken(28, name, d=d, e=d, causal=causal, b=1, h=4, g=2, m=500, n=700)
-        check_forward(attention, problem, slack=2.0)
-        problem.k[:, :, 3] *= 60.0
-        check_forward(attention, problem, slack=2.0)
+    assert not hopper.still(taken(28, d=d, e=d, causal=causal, **SHAPES[0]))  # statistics are asked of sharp rows, too
 
 
 def test_a_frame_that_stays_with_other_options(monkeypatch):

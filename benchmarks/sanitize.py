@@ -1,6 +1,6 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]       # rows attention lists moments stored; exits 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]       # rows attention lists moments still stored; exits 0 if clean
     PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2    # every second call, without the tool
 
 torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs
@@ -19,14 +19,14 @@ from unittest.mock import patch
 
 TOOLS = ("memcheck", "racecheck")
 SHARES = 2
-KINDS = ["rows", "attention", "lists", "moments", "stored"]
+KINDS = ["rows", "attention", "lists", "moments", "still", "stored"]
 
 
 def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
     "lists" is "attention" with lists at any length, forward and backward; "moments" with the keys' forms at any; in
-    "stored" backward takes the road of long rows.
+    "still" the frame stays and rows outgrow it; in "stored" backward takes the road of long rows.
     """
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
@@ -37,6 +37,8 @@ def cases() -> list[tuple]:
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
     found += [("softmax", "moments", 600, 600, 64, True), ("softmax", "moments", 300, 700, 128, True)]
+    found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "still", 300, 300, 64, False)]
+    found += [("softpick", "still", 300, 333, 128, False)]
     found += [("softmax", "stored", 300, 300, 128, False), ("softpick", "stored", 200, 333, 128, False)]
     found += [("entmax15", "stored", 300, 300, 128, False), ("softmax", "stored", 204, 333, 64, False)]
     return [*found, ("softmax", "attention", 1, 2080, 128, True)]
@@ -46,7 +48,7 @@ def call(name: str, kind: str, *sizes) -> None:
     import torch
 
     from regard import normalizers, statistics
-    from regard.kernels import attention, backward_stored, keys_first, moments, rows, sparse
+    from regard.kernels import attention, backward_stored, hopper, keys_first, moments, rows, sparse
     from regard.problem import Problem, Upstream
 
     def draw(*shape, dtype=torch.bfloat16):
@@ -69,6 +71,9 @@ def call(name: str, kind: str, *sizes) -> None:
             if kind == "moments":
                 behind = dict.fromkeys(moments.LEAST_BEHIND, 256)
                 small.enter_context(patch.multiple(moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
+            if kind == "still":
+                small.enter_context(patch.object(hopper, "LARGE", 0))
+                k[:, :, 3] *= 60.0
             if kind == "stored":
                 small.enter_context(patch.multiple(backward_stored, SHORT=64, FILL=1))
                 small.enter_context(patch.object(keys_first, "SHORT", 64))

@@ -1,6 +1,6 @@
 """The kernels on small shapes under compute-sanitizer: bad accesses (memcheck) and races (racecheck).
 
-    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]       # rows attention lists moments still stored; exits 0 if clean
+    PYTHONPATH=. python3 benchmarks/sanitize.py [KIND …]      # rows attention lists moments still stored; 0 if clean
     PYTHONPATH=. python3 benchmarks/sanitize.py --calls 0 2    # every second call, without the tool
 
 torch's caching of memory is switched off, so that an access past a tensor is one past an allocation. Every call runs

@@ -154,7 +154,7 @@ def programs_of(p: Problem, rows: int) -> tuple[int, int]:
     heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
     places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
     even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
-    crowded = rows > 2 * ROWS and not behind and bundle.of(p.choice).log_odds is not None
+    crowded = rows > 2 * ROWS and not behind and not (still(p) or bundle.of(p.choice).exponential)
     if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even or crowded:
         places = heads * blocks
     return heads * blocks, places

@@ -40,7 +40,7 @@ def cases() -> list[tuple]:
     found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "still", 300, 300, 64, False)]
     found += [("softpick", "still", 300, 333, 128, False)]
     found += [("softmax", "stored", 300, 300, 128, False), ("softpick", "stored", 200, 333, 128, False)]
-    found += [("entmax15", "stored", 300, 300, 128, False), ("softmax", "stored", 204, 333, 64, False)]
+    found += [("entmax15", "stored", 300, 300, 128, False), ("softmax", "stored", 204, 333, 128, False)]
     return [*found, ("softmax", "attention", 1, 2080, 128, True)]
 
 

@@ -39,13 +39,12 @@ def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv
 
 
 def serves(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Does the Gluon kernel take this call? Heads of 64 or 128 in 16 bits, scores that are bare products."""
+    """Does the Gluon kernel take this call? Heads of 128 in 16 bits, scores that are bare products."""
     none = p.softcap, p.bias, p.mask, p.temperature, p.key_lengths, rows.beta
     return (
         p.q.is_cuda
         and p.q.dtype in hopper.KINDS
-        and p.q.shape[-1] == p.v.shape[-1]
-        and p.q.shape[-1] in (64, 128)
+        and p.q.shape[-1] == p.v.shape[-1] == 128
         and linear(p)
         and all(x is None for x in none)
         and p.dropout_p == 0.0

@@ -81,18 +81,6 @@ def test_stored_in_triton(options, roads):
     assert roads == [[True, False]]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("softmax", dict(m=320, n=333, h=4, g=2, causal=True)),
-        ("entmax15", dict(m=332, n=200, dtype=torch.float16)),
-    ],
-)
-def test_narrow_heads_in_gluon(name, options, roads):
-    check(make(9, name, **WIDE | dict(d=64, e=64) | options))
-    assert roads == [[False, on_hopper()]]
-
-
 def test_gradients_of_statistics(roads):
     check(make(4, **WIDE | dict(m=300, n=290, causal=True, stats=statistics.NAMES)), statistics.DIFFERENTIABLE)
     assert roads == [[True, False]]

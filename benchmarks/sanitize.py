@@ -75,7 +75,7 @@ def call(name: str, kind: str, *sizes) -> None:
                 small.enter_context(patch.object(hopper, "LARGE", 0))
                 k[:, :, 3] *= 60.0
             if kind == "stored":
-                small.enter_context(patch.multiple(backward_stored, SHORT=64, FILL=1))
+                small.enter_context(patch.multiple(backward_stored, SHORT=64, FILL=0))
                 small.enter_context(patch.object(keys_first, "SHORT", 64))
             answer = attention.forward(problem)
             if not every or kind == "lists":

@@ -6,6 +6,7 @@ in scratch, [heads, keys, queries] in 16 bits, at most `MOST` bytes whatever the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from regard.kernels import keys_first
+from regard.kernels import hopper, keys_first
 from regard.kernels.backward import State
 from regard.kernels.backward_product import backward_product
 from regard.kernels.config import bulky, config_of, described, options, view
@@ -24,7 +25,7 @@ MOST = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
 WIDTHS = range(65, 129)  # of heads; narrower ones read and write as much ds for half of the products
 SHORT = 1024  # queries or keys, below which ds is found twice
-FILL = 256  # programs that fill the multiprocessors of an H200, two to each
+FILL = 0.9  # of the multiprocessors' time, if not all heads fit at once
 
 
 def takes(p: Problem, do: torch.Tensor, warm: bool) -> bool:
@@ -39,13 +40,17 @@ def takes(p: Problem, do: torch.Tensor, warm: bool) -> bool:
         and max(p.q.shape[-1], p.v.shape[-1]) in WIDTHS
         and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
         and bulky(p.q, p.k, p.v, do)
-        and programs_at_a_time(p) >= FILL
+        and filled(p) >= FILL
     )
 
 
-def programs_at_a_time(p: Problem) -> int:
-    """Programs of `backward_dkv` that one piece of the heads has."""
-    return min(heads_at_a_time(p), p.k.shape[0] * p.k.shape[1]) * triton.cdiv(p.k.shape[-2], KEYS)
+def filled(p: Problem) -> float:
+    """The share of the multiprocessors' time that the keys' side of one piece fills, 128 keys to a program."""
+    most = heads_at_a_time(p)
+    if most >= p.k.shape[0] * p.k.shape[1]:
+        return 1.0
+    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / hopper.processors(p.q.device)
+    return min(waves / 2, 1.0) if p.reach[1] is not None else waves / max(math.ceil(waves), 1)
 
 
 def heads_at_a_time(p: Problem) -> int:

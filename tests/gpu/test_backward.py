@@ -37,7 +37,7 @@ def roads(monkeypatch):
     monkeypatch.setattr(keys_first, "serves", gluon)
     for module, name, number in (
         (backward_stored, "SHORT", 64),
-        (backward_stored, "FILL", 1),
+        (backward_stored, "FILL", 0),
         (keys_first, "SHORT", 64),
     ):
         monkeypatch.setattr(module, name, number)

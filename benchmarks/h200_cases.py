@@ -156,3 +156,9 @@ def off(case: Case, o, stats, truth, truths) -> str:
         if not error < (6e-3 if loose else 2e-3):
             return f"{name} off by {error:.1e}"
     return ""
+
+
+def flops(shape: str, causal: bool, products: int) -> float:
+    """Of `products` matrix products of queries × keys × width; a causal call does half of them."""
+    b, h, _, m, n, d = SIZES[shape]
+    return products * 2 * b * h * m * n * d / (2 if causal else 1)

@@ -26,7 +26,7 @@ import torch
 import triton
 from h200_cases import SHAPES, SIZES, Case, cases, check, problem, run_of
 from h200_first_call import both_processes
-from h200_rivals import Flex, bench, ceilings, torch_backend
+from h200_rivals import Flex, bench, ceilings, torch_runs
 from h200_roofline import draw, points
 from h200_tables import ALL, ORDER, decode_table, grid, lengths_table, others_table, softmax_table, sparse_table
 
@@ -71,25 +71,23 @@ def checked(every: list[Case], limit: float) -> tuple[set[Case], str]:
     )
 
 
-def timed(right: set[Case]) -> dict[Case, float]:
-    """The calls of one shape by turns, thrice: a clock that sinks on the way sinks for all of them."""
-    found: dict[Case, float] = {}
-    for shape in SIZES:
-        runs = {case: run_of(case) for case in cases(PARTS) if case in right and case.shape == shape}
+def timed(right: set[Case]) -> tuple[dict[Case, float], dict[tuple[str, str, bool], tuple[float, float]]]:
+    """Our calls, and torch's (forward, backward) by (who, shape, causal), in ms.
+
+    Those of one shape by turns, thrice: a clock that sinks on the way sinks for all of them.
+    """
+    ours, theirs = {}, {}
+    for shape, sizes in SIZES.items():
+        runs: dict = {case: run_of(case) for case in cases(PARTS) if case in right and case.shape == shape}
+        if runs and shape in SHAPES:
+            p = problem(sizes)
+            runs |= torch_runs(p.q, p.k, p.v)
         turns = [[bench(run) for run in runs.values()] for _ in range(3)]
-        found |= {case: sorted(times)[1] for case, times in zip(runs, zip(*turns, strict=True), strict=True)}
-    return found
-
-
-def rivals() -> dict[tuple[str, str, bool], tuple[float, float]]:
-    """(forward, backward) ms by (who, shape, causal)."""
-    found = {}
-    for shape, sizes in SHAPES.items():
-        p = problem(sizes)
-        for causal in (True, False):
-            for name in ("cuDNN", "flash"):
-                found[name, shape, causal] = torch_backend(name, p.q, p.k, p.v, causal)
-    return found
+        found = {key: sorted(times)[1] for key, times in zip(runs, zip(*turns, strict=True), strict=True)}
+        ours |= {key: ms for key, ms in found.items() if isinstance(key, Case)}
+        for who, causal, _ in found.keys() - ours.keys():
+            theirs[who, shape, causal] = found[who, causal, False], found[who, causal, True]
+    return ours, theirs
 
 
 def flex_table(flex: Flex, theirs) -> list[str]:
@@ -170,7 +168,7 @@ def main(folder: Path, parts: list[str]) -> None:
         f"bf16 product {product:.0f} TFLOP/s. {told}"
     )
     say("checked; timing")
-    theirs, ours = rivals() if "attention" in parts else {}, timed(right)
+    ours, theirs = timed(right)
     if "decode" in parts:
         Report(folder / "h200-decode.md", "Few queries over many keys on the H200", told).add(decode_table(ours, copy))
     if "attention" in parts:

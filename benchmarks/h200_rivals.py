@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 
 import torch
 import triton
@@ -28,18 +29,27 @@ def bench(run) -> float:
     return triton.testing.do_bench(run, warmup=8, rep=40, return_mode="median")
 
 
-def both(run, leaves) -> tuple[float, float]:
-    """(forward, backward) in ms of a function of leaves that require gradients."""
-    forward = bench(run)
+def ways(run, leaves):
+    """Forward and backward of a function of leaves that require gradients, to be timed."""
     o = run()
     do = torch.randn_like(o)
-    return forward, bench(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True))
+    return run, lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
 
 
-def torch_backend(name: str, q, k, v, causal: bool) -> tuple[float, float]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+def torch_runs(q, k, v) -> dict:
+    """torch's forward and backward of both backends by (who, causal, backward?)."""
+    found = {}
+    for name in BACKENDS:
+        for causal in (True, False):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            run = partial(torch_attention, name, leaves, causal)
+            found |= {(name, causal, bool(way)): call for way, call in enumerate(ways(run, leaves))}
+    return found
+
+
+def torch_attention(name: str, leaves, causal: bool) -> torch.Tensor:
     with sdpa_kernel(BACKENDS[name]):
-        return both(lambda: sdpa(*leaves, is_causal=causal), leaves)
+        return sdpa(*leaves, is_causal=causal)
 
 
 class Flex:
@@ -74,7 +84,8 @@ def flex() -> tuple[float, float]:
     torch.autograd.grad(o, leaves, torch.randn_like(o))
     torch.cuda.synchronize()
     sys.stdin.readline()
-    return both(lambda: compiled(*leaves, block_mask=visible), leaves)
+    forward, backward = ways(lambda: compiled(*leaves, block_mask=visible), leaves)
+    return bench(forward), bench(backward)
 
 
 def ceilings() -> tuple[float, float, float]:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import regard
@@ -110,16 +111,35 @@ def test_a_monitor_of_forwards_that_wait_for_each_other():
     assert {round(row["logit_variance"], 9) for row in rows} == alone
 
 
-class Child(nn.Module):
-    """A projection in which each thread does its task."""
+class Overlap:
+    """Two forwards: the second comes to a place while the first is there, and goes on when that has ended."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.projection, self.tasks = nn.Linear(16, 48), {}
+        self.within, self.entered, self.ended = (threading.Event() for _ in range(3))
+        self.tasks = {}
 
-    def forward(self, x):
-        self.tasks[threading.get_ident()]()
-        return self.projection(x)
+    def here(self, *_) -> None:
+        """The place."""
+        self.tasks.pop(threading.get_ident(), lambda: None)()
+
+    def of(self, first, second) -> list:
+        """What each gave."""
+
+        def one():
+            self.tasks[threading.get_ident()] = lambda: (self.within.set(), self.entered.wait(10.0))
+            try:
+                return first()
+            finally:
+                self.ended.set()
+
+        def other():
+            assert self.within.wait(10.0)
+            self.tasks[threading.get_ident()] = lambda: (self.entered.set(), self.ended.wait(10.0))
+            return second()
+
+        given = at_once(one, other)
+        assert self.entered.is_set() and not self.tasks
+        return given
 
 
 class Parent(nn.Module):
@@ -127,7 +147,7 @@ class Parent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.child = Child()
+        self.child = nn.Sequential(nn.Linear(16, 48))
 
     def forward(self, x):
         q, k, v = self.child(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -135,26 +155,84 @@ class Parent(nn.Module):
 
 
 def test_a_call_belongs_to_its_module_though_another_thread_stops_watching_meanwhile():
-    model, x, rows = Parent().train(), torch.randn(1, 9, 16), []
-    within, entered, ended = (threading.Event() for _ in range(3))
-
-    def run(before, task, after):
-        assert before()
-        model.child.tasks[threading.get_ident()] = task
-        model(x)
-        after()
-
-    def first():
-        run(lambda: True, lambda: (within.set(), entered.wait(10.0)), ended.set)
-
-    def second():
-        run(lambda: within.wait(10.0), lambda: (entered.set(), ended.wait(10.0)), lambda: None)
-
+    model, x, rows, overlap = Parent().train(), torch.randn(1, 9, 16), [], Overlap()
+    model.child[0].register_forward_pre_hook(overlap.here)
     with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor:
         monitor.budget = math.inf
-        assert at_once(first, second) == [None, None]
-    assert entered.is_set() and ended.is_set()
+        for told in overlap.of(lambda: model(x), lambda: model(x)):
+            assert isinstance(told, torch.Tensor), told
     assert [row["layer"] for row in rows] == [""] * 4
+
+
+def largest(model, *inputs) -> list[float]:
+    """The largest logit of each of two heads, by examining a model of one layer."""
+    heads = [head for x in inputs for head in regard.examine(model, [x]).heads]
+    return [max(head.statistics["max_logit"].max for head in heads if head.head == at) for at in range(2)]
+
+
+@pytest.mark.parametrize("large", [0, 1])
+def test_hooks_that_another_thread_takes_off_while_a_users_own_is_running(large):
+    """torch then calls them without the keyword arguments that they were registered for."""
+    model, overlap = nn.Sequential(Parent()).train(), Overlap()
+    inputs = [(30.0 if at == large else 1.0) * torch.randn(1, 9, 16) for at in range(2)]
+    right = largest(model, *inputs)
+    model[0].register_forward_pre_hook(overlap.here)
+    regard.qk_clip(model)
+    for told in overlap.of(*(lambda x=x: model(x) for x in inputs)):
+        assert isinstance(told, torch.Tensor), told
+    assert regard.qk_clip(model, threshold=1e9).max_logit["0"] == pytest.approx(right, rel=1e-4)
+    regard.qk_clip.stop(model)
+
+
+class Torchs(nn.Module):
+    """torch's multi-head function, which looks its sdpa up by name, with a place between the projections and that."""
+
+    def __init__(self, monkeypatch) -> None:
+        super().__init__()
+        self.inner, self.overlap, linear = nn.MultiheadAttention(16, 2, batch_first=True), Overlap(), F.linear
+        monkeypatch.setattr(F, "linear", lambda *args: (linear(*args), self.overlap.here())[0])
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("large", [0, 1])
+def test_torchs_multi_head_function_in_two_threads_is_seen_by_qk_clip(large, monkeypatch):
+    model = Torchs(monkeypatch).train()
+    inputs = [(30.0 if at == large else 1.0) * torch.randn(1, 9, 16) for at in range(2)]
+    right = largest(model, *inputs)
+    regard.qk_clip(model)
+    for told in model.overlap.of(*(lambda x=x: model(x) for x in inputs)):
+        assert isinstance(told, torch.Tensor), told
+    assert regard.qk_clip(model, threshold=1e9).max_logit["inner"] == pytest.approx(right, rel=1e-4)
+    regard.qk_clip.stop(model)
+    assert F.scaled_dot_product_attention is intercept.SDPA
+
+
+def test_torchs_multi_head_function_in_two_threads_is_swapped(monkeypatch):
+    model, inputs = Torchs(monkeypatch).eval(), [3.0 * torch.randn(2, n, 16) for n in (17, 9)]
+    with regard.using(model, normalizer="sparsemax"), torch.no_grad():
+        alone = [model(x) for x in inputs]
+        for told, right in zip(model.overlap.of(*(lambda x=x: model(x) for x in inputs)), alone, strict=True):
+            assert isinstance(told, torch.Tensor) and torch.equal(told, right), told
+    assert F.scaled_dot_product_attention is intercept.SDPA
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("large", [0, 1])
+def test_what_regards_own_layer_remembers_is_its_threads(large, watched):
+    """The policy is asked after the layer has put its queries and keys aside, before a watch reads them."""
+    overlap = Overlap()
+    one = torch.ones(1, 1, 1)
+    model = regard.nn.MultiheadAttention(16, 2, temperature=lambda visible_keys, rows: overlap.here() or one).train()
+    inputs = [(30.0 if at == large else 1.0) * torch.randn(1, 9, 16) for at in range(2)]
+    right = largest(model, *inputs)
+    if watched:
+        regard.qk_clip(model)
+    for told in overlap.of(*(lambda x=x: model(x) for x in inputs)):
+        assert isinstance(told, torch.Tensor), told
+    assert regard.qk_clip(model, threshold=1e9).max_logit[""] == pytest.approx(right, rel=1e-4)
+    regard.qk_clip.stop(model)
 
 
 def test_qk_clip_of_forwards_that_wait_for_each_other():

@@ -128,6 +128,23 @@ def test_temperatures_next_to_zero(normalizer, size):
             assert of_t.isfinite().all()
 
 
+@pytest.mark.parametrize("normalizer", regard.normalizers.names())
+def test_hidden_rows_beside_a_temperature_next_to_zero(normalizer):
+    """A row whose bias is −inf throughout has no bound for its logits, and needs none."""
+    generator = torch.Generator().manual_seed(6)
+    q, k, v = torch.randn(3, 1, 1, 4, 8, generator=generator).unbind()
+    mask, temperature = torch.zeros(4, 4), torch.ones(1, 1, 4, 1)
+    mask[2], temperature[..., 0, 0] = -math.inf, 1e-25
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    given = dict(normalizer=normalizer, temperature=temperature)
+    out = regard.attention(q, k, v, mask, **given, backend="cpu")
+    truth, _ = regard.reference.attention(q, k, v, mask, **given)
+    assert not out[0, 0, 2].any()
+    torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=3e-6)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+
+
 def test_scalable_softmax_as_published():
     """arXiv 2501.19399: one score +3 among −2, s = 0.43."""
     for n, plain, scalable in ((10, 0.943, 0.940), (100, 0.600, 0.9951), (1000, 0.129, 0.9996), (10_000, 0.0146, 1.0)):

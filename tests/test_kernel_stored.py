@@ -87,13 +87,15 @@ def test_heads_of_one_entry_in_parts(monkeypatch):
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
 
 
-def test_hidden_keys_may_hold_anything():
+@pytest.mark.parametrize("seen", [18, 20])
+def test_hidden_keys_may_hold_anything(seen):
+    """Those behind the length, and those behind the last query."""
     problem = make(5, **HALF, b=1, h=2, g=1, m=20, n=40, d=8, e=8, causal=True)
-    clean = dataclasses.replace(problem, key_lengths=torch.tensor([18]))
+    clean = dataclasses.replace(problem, key_lengths=torch.tensor([seen]) if seen < 20 else None)
     answer = attention.forward(clean)
     upstream = Upstream(torch.ones_like(answer.o))
     truth = attention.backward(clean, answer, upstream)
     for x in (problem.k, problem.v):
-        x[:, :, 18:] = math.nan
+        x[:, :, seen:] = math.nan
     grads = attention.backward(clean, attention.forward(clean), upstream)
     assert torch.equal(grads.q, truth.q) and torch.equal(grads.k, truth.k) and torch.equal(grads.v, truth.v)

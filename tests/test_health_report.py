@@ -53,6 +53,12 @@ def test_json_follows_its_schema(report, tmp_path):
     assert told["what_if"].keys() == {"temperature=2", "normalizer=sparsemax"}
 
 
+def test_a_report_says_itself_in_a_line(report):
+    said = repr(report)
+    assert report.title in said and report.summary()[0] in said and ".show()" in said
+    assert "\n" not in said and len(said) < 600
+
+
 def test_html_needs_nothing_and_admits_nothing(report):
     html = page.render(report)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html)

@@ -39,7 +39,7 @@ class WhatIfReading:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The result of `regard.examine`."""
 
@@ -87,6 +87,9 @@ class Report:
     def summary(self) -> list[str]:
         """The report in a few sentences."""
         return summarize(self)
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.title}: {' '.join(self.summary())} .show() prints it, .save('report.html') draws it.>"
 
 
 def summarize(report: Report) -> list[str]:

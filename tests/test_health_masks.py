@@ -1,5 +1,7 @@
 """What a mask shows: padding that a batch names, causal masks that are one key off; and which rows count."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +121,31 @@ def test_what_may_be_text_is_not_called_padding():
     same = torch.full((1, 8), 5)
     assert not inverted(1, 1, 1, 1, 0, 0, 0, 0, ids=same) and not inverted(0, 0, 0, 0, 0, 0, 0, 0)
     assert not is_inverted(ids) and not is_inverted(dict(input_ids=ids))
+
+
+@pytest.mark.parametrize(
+    ("others", "once"),
+    [
+        ({}, True),
+        (dict(bos_token_id=5, eos_token_id=[5, 6]), True),
+        (dict(bos_token_id=29), False),
+        (dict(eos_token_id=29), False),
+        (dict(eos_token_id=[5, 29]), False),
+        (dict(decoder_start_token_id=29), False),
+    ],
+)
+def test_an_id_that_also_begins_or_ends_texts_is_padding_if_it_stands_three_times(others, once):
+    """One BOS before ids that are left over from a longer text is no inverted mask."""
+    model = Reader(keys)
+    model.config = SimpleNamespace(pad_token_id=29, **others)
+
+    def told(*ids, shown, texts=1):
+        given = dict(input_ids=torch.tensor([ids] * texts), attention_mask=torch.tensor([shown] * texts))
+        return "mask inverted" in found(model, given)[1]
+
+    for texts in (1, 3):
+        assert told(29, 7, 8, 9, shown=[1, 0, 0, 0], texts=texts) == once
+    assert told(7, 8, 9, 29, 29, 29, shown=[0, 0, 0, 1, 1, 1])
 
 
 def test_what_a_batch_does_not_say_is_not_guessed():

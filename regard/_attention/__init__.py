@@ -50,7 +50,8 @@ def attention(
         scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor per head.
         normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
         temperature: a positive number, a tensor that broadcasts to (…, Hq, Lq, 1), or a policy of `regard.temperature`.
-            Rows whose logits s/T overflow weigh as T → 0 does on the CPU, and are NaN on a GPU.
+            Rows whose logits s/T overflow, or nearly, weigh as T → 0 does on the CPU; their `max_logit`, `mean_logit`
+            and `logsumexp` are those of a larger T. On a GPU rows whose logits overflow are NaN.
         softcap: c in c·tanh(x/c), before bias and temperature.
         sink: a logit per head that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
@@ -59,7 +60,8 @@ def attention(
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
     With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,
-    exact and slow, or, of plain softmax, from torch's plain products, but not with dropout or inside checkpointing.
+    exact and slow, or, of plain softmax, from torch's plain products (unless another backward with
+    `retain_graph=True` came before), but not with dropout or inside checkpointing.
     """
     if any(map(_dtensor.is_dtensor, (q, k, v))):
         options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,

@@ -254,7 +254,8 @@ def detached(problem: Problem) -> Problem:
 def in_range(problem: Problem) -> Problem:
     """Temperatures raised to where no logit s/T overflows: the weights of such rows are those of T → 0 either way.
 
-    |s| is bounded by the norms of q and k, the soft cap and the bias; what is not finite is the row's own affair.
+    |s| is bounded by the norms of q and k, the soft cap and the bias; what is not finite is the row's own affair. The
+    rows' largest and mean logit and their logsumexp are those at the temperature as raised.
     """
     t = problem.temperature
     if t is None or not t.numel() or bool(t.amin() > 1e-20):

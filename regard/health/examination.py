@@ -19,7 +19,7 @@ from regard.health.heads import heads_if, heads_of, tell_early, uncounted
 from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
-from regard.health.rows import is_inverted, is_two_sided, padding_of
+from regard.health.rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.threads import turn_of
 from regard.health.what_if import parse_all
 
@@ -94,7 +94,7 @@ def examine(
     opened = model.register_forward_pre_hook(begin, prepend=True)
     started, done, size, failure = time.perf_counter(), 0, 0, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
-    pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+    pad = pad_of(model)
     try:
         with _evaluating(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:

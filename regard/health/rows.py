@@ -58,7 +58,8 @@ def padding_of(batch: Any, two_sided: bool = False) -> list[Tensor]:
 def is_inverted(batch: Any, pad: int | None = None) -> bool:
     """Does a batch's mask show one token id alone, as padding has it, and hide several others: 1 for 0, 0 for 1?
 
-    One id is no chance where it is the model's `pad` or stands three times; sound padding has one id, or two.
+    One id is no chance where it is the model's `pad` (see `pad_of`) or stands three times in a text, where a BOS stands
+    once; sound padding has one id, or two.
 
     >>> from regard.health.rows import is_inverted
     >>> is_inverted(dict(input_ids=torch.tensor([[5, 6, 7, 0]]), attention_mask=torch.tensor([[0, 0, 0, 1]])), pad=0)
@@ -68,10 +69,18 @@ def is_inverted(batch: Any, pad: int | None = None) -> bool:
         return False
     for ids, shown in _texts(_matrices(batch)):
         seen, hidden = ids[shown], ids[~shown]
-        if len(seen) and bool((seen == seen[0]).all()) and (len(seen) >= SEVERAL or int(seen[0]) == pad):
+        many = len(seen) and int(shown.sum(-1).amax()) >= SEVERAL
+        if len(seen) and bool((seen == seen[0]).all()) and (many or int(seen[0]) == pad):
             if len(hidden.unique()) >= SEVERAL:
                 return True
     return False
+
+
+def pad_of(model: nn.Module) -> int | None:
+    """The id that pads a model's texts and does nothing else, by its configuration; many pad with what ends a text."""
+    config = getattr(model, "config", None)
+    pad, *others = (getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "decoder_start"))
+    return None if any(pad in (x if isinstance(x, list | tuple) else (x,)) for x in others) else pad
 
 
 def _matrices(batch: Mapping) -> dict[str, Tensor]:

@@ -252,17 +252,20 @@ def test_sparse_weights_are_exact_zeros_and_ties_equal():
 
 @pytest.mark.parametrize("name", ["softmax", "softpick"])
 def test_rows_without_a_sum_are_done_again(name):
-    problem = make(37, name, m=85, n=77, d=16, e=16, causal=True)
+    """Blocks of 16 queries, four to a program, from each head's last on: 18 of them, of which three have such a row."""
+    problem = make(37, name, b=1, h=3, g=1, m=85, n=77, d=16, e=16, causal=True)
     answer = attention.forward(problem)
-    truth = [x.clone() for x in (answer.o, answer.frame, answer.z, answer.stats)]
-    for b, h, i in ((0, 1, 40), (1, 3, 84), (1, 2, 0)):
-        answer.z[b, h, i] = math.nan
-        for x in (answer.o, answer.frame, answer.stats[0]):
-            x[b, h, i] = 7.0
-    for o in (answer.o, truth[0]):
-        o[0, 2, 40] = o[1, 1, 84] = 7.0  # in no block with such a row
-    attention._again(problem, answer.o, answer.frame, answer.z, answer.stats)
-    assert all(map(torch.equal, truth, (answer.o, answer.frame, answer.z, answer.stats)))
+    truth = [answer.o, answer.frame, answer.z, answer.stats.clone()]
+    rooms = [torch.cat([x.flatten(), torch.full_like(x.flatten(), math.nan)]) for x in truth[:3]]  # NaN behind
+    o, frame, z = (room[: x.numel()].view_as(x) for room, x in zip(rooms, truth, strict=False))
+    for h, i in ((0, 84), (1, 40), (2, 0)):
+        z[0, h, i] = math.nan
+        o[0, h, i] = frame[0, h, i] = answer.stats[0][0, h, i] = 7.0
+    for x in (o, truth[0]):
+        x[0, 1, 50] = x[0, 1, 84] = 7.0  # in no block with such a row
+    attention._again(problem, o, frame, z, answer.stats)
+    assert all(map(torch.equal, truth, (o, frame, z, answer.stats)))
+    assert all(room[room.numel() // 2 :].isnan().all() for room in rooms)
 
 
 def test_same_inputs_same_bits():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from attention_data import Poisoned, check_backward, check_forward, make
+from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make
 
-from regard import statistics
+from regard import reference, statistics
 from regard.kernels import attention, backward_stored
 from regard.problem import Upstream
 
@@ -46,6 +46,7 @@ CASES = [
     ("sigmoid", dict(b=1, h=2, g=1, m=20, n=50, causal=True)),
     ("softpick", dict(b=1, h=1, g=1, m=35, n=35, softcap=2.0, sharp=3.0)),
     ("softmax", dict(b=1, h=2, g=2, m=17, n=40, left=20, right=5, sink=True)),
+    ("softmax", dict(b=1, h=1, g=1, m=70, n=75, left=20, right=5)),
 ]
 
 
@@ -54,6 +55,19 @@ def test_stored_slopes_give_what_the_oracle_gives(name, options, stored):
     problem = make(1, name, **HALF | options, d=8, e=16)
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
     assert stored == [True]
+
+
+def test_a_temperature_whose_gradient_nobody_asks_for(stored):
+    problem = make(7, **HALF, b=1, h=2, g=1, m=20, n=25, d=8, e=16, temperature=True, scale=0.7)
+    answer = attention.forward(problem)
+    do = torch.randn_like(answer.o)
+    grads = attention.backward(problem, answer, Upstream(do))
+    assert stored == [True]
+    leaves = {name: getattr(problem, name).double().requires_grad_() for name in ("q", "k", "v")}
+    o, _ = reference.of_problem(dataclasses.replace(problem, **leaves))
+    for name, truth in zip(leaves, torch.autograd.grad(o, leaves.values(), do.double()), strict=True):
+        error = (getattr(grads, name).double() - truth).norm() / truth.norm()
+        assert error <= 8 * ROUNDING[torch.float16], name
 
 
 def test_gradients_of_statistics():
@@ -99,3 +113,12 @@ def test_hidden_keys_may_hold_anything(seen):
         x[:, :, seen:] = math.nan
     grads = attention.backward(clean, attention.forward(clean), upstream)
     assert torch.equal(grads.q, truth.q) and torch.equal(grads.k, truth.k) and torch.equal(grads.v, truth.v)
+
+
+def test_a_bad_key_reaches_no_block_of_queries_that_does_not_see_it():
+    problem = make(6, **HALF, b=1, h=1, g=1, m=70, n=75, d=8, e=8, left=20, right=5)
+    upstream = Upstream(torch.ones(1, 1, 70, 8, dtype=torch.float16))
+    truth = attention.backward(problem, attention.forward(problem), upstream)
+    problem.k[:, :, 5] = math.nan  # blocks of 32 queries; the second sees keys from 12 on
+    grads = attention.backward(problem, attention.forward(problem), upstream)
+    assert grads.q[:, :, 25].isnan().all() and torch.equal(grads.q[:, :, 32:], truth.q[:, :, 32:])

@@ -268,6 +268,47 @@ def test_a_record_checks_its_own_mathematics(tmp_path, broken, complaint):
     assert "wrong" not in normalizers.names()
 
 
+FALLING = """
+import torch
+from regard.normalizers._families import Pointwise
+from regard.normalizers._language import jit, tl
+
+
+def reference(scores, visible, theta):
+    p = torch.sigmoid(-scores)
+    return p if visible is None else p.masked_fill(~visible, 0.0)
+
+
+@jit
+def value(s, theta):
+    return 1.0 / (1.0 + tl.exp(s))
+
+
+@jit
+def slope(s, theta):
+    return -tl.exp(s) / ((1.0 + tl.exp(s)) * (1.0 + tl.exp(s)))
+
+
+@jit
+def log_odds(power, theta):
+    return RETURNED
+
+
+normalizer = Pointwise(
+    name="falling", formula="σ(−s)", sums_to="n at most", sparse=False, paper="none", reference=reference,
+    value=value, slope=slope, log_odds=log_odds,
+)
+"""
+
+
+@pytest.mark.parametrize(("odds", "complaint"), [("power", "log_odds rises"), ("2.0 * power", "log_odds ≠ log2")])
+def test_odds_tell_the_weights_and_fall_as_scores_rise(tmp_path, odds, complaint):
+    (tmp_path / "falling.py").write_text(FALLING.replace("RETURNED", odds))
+    with pytest.raises(ValueError, match=complaint):
+        normalizers.discover(tmp_path)
+    assert "falling" not in normalizers.names()
+
+
 def test_a_name_that_is_taken_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("from regard.normalizers.relu import normalizer")
     before = normalizers.get("relu").normalizer

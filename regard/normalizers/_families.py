@@ -118,7 +118,7 @@ class Normalizer:
 class Pointwise(Normalizer):
     """p = value(s, θ), each entry alone. `slope_of_weight(p, θ)`, if given, spares keeping the scores for backward.
 
-    `log_odds(s·log2 e, θ)` = log2(1/p − 1), linear in s, if given, is for kernels that spare reciprocals by it.
+    `log_odds(s·log2 e, θ)` = log2(1/p − 1), linear, not rising, if given, is for kernels that spare reciprocals by it.
     """
 
     value: Any = None
@@ -134,6 +134,7 @@ class Pointwise(Normalizer):
             odds, start, step = (speak(self.log_odds)(x, theta or 0.0) for x in (power, 0.0, 1.0))
             self._must(np.allclose(p * (1 + np.exp2(odds)), 1.0), "log_odds ≠ log2(1 / value − 1)")
             self._must(np.allclose(odds, start + (step - start) * power), "log_odds is not linear")
+            self._must(step <= start, "log_odds rises: kernels take a tile's largest score for its largest weight")
         return p
 
     def _tiles_slopes(self, s, p, theta):

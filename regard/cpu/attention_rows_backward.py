@@ -133,16 +133,22 @@ def framed(x, frame, theta):
 
 def newton_step(x, top, tau, theta):
     """(Σp − 1) / |d Σp/dτ|."""
+    values, slopes = sums_at(x, top, tau, theta)
+    return (values - 1.0) * tile.level(1.0, theta) / slopes
+
+
+def sums_at(x, m, c, theta):
+    """(Σp, Σg′) of scores at a threshold."""
     values, slopes = np.float64(0.0), np.float64(0.0)
     for start in range(0, len(x), CHUNK):
         chunk = x[start : start + CHUNK]
         value, slope = real(0.0), real(0.0)
         for j in range(len(chunk)):
-            value = words.accumulate(value, tile.weight(chunk[j], top, tau, theta))
-            slope = words.accumulate(slope, tile.rise(chunk[j], top, tau, theta))
+            value = words.accumulate(value, tile.weight(chunk[j], m, c, theta))
+            slope = words.accumulate(slope, tile.rise(chunk[j], m, c, theta))
         values += value
         slopes += slope
-    return (values - 1.0) * tile.level(1.0, theta) / slopes
+    return values, slopes
 
 
 def share_of_score(y, m, c, theta, inverse):

@@ -12,7 +12,7 @@ import numpy as np
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_threshold import solve
 from regard.cpu.attention_rows import CHUNK, FRAME, TOP, general_row, interval, maximum_of, opened
-from regard.cpu.attention_rows_backward import inverted, scaled
+from regard.cpu.attention_rows_backward import inverted, scaled, sums_at
 
 
 def solve_part(s, i0, rows, j0, left, right, limit, parameter, first_column, high, c, counts, support, places):
@@ -90,19 +90,6 @@ def measure_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values
     for r in range(s.shape[0]):
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
         values[r], slopes[r] = sums_at(s[r][first:last], tile.score(high[r], theta), c[r], theta)
-
-
-def sums_at(x, m, c, theta):
-    values, slopes = np.float64(0.0), np.float64(0.0)
-    for start in range(0, len(x), CHUNK):
-        chunk = x[start : start + CHUNK]
-        value, slope = real(0.0), real(0.0)
-        for j in range(len(chunk)):
-            value = words.accumulate(value, tile.weight(chunk[j], m, c, theta))
-            slope = words.accumulate(slope, tile.rise(chunk[j], m, c, theta))
-        values += value
-        slopes += slope
-    return values, slopes
 
 
 def weigh_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, slopes, sums):

@@ -5,8 +5,8 @@
               leaves them
     quotient  one reciprocal for four weights, always right
 
-A warp takes one of them for a tile. A row's `margin` is the weight of every eighth key that it has met, less 2⁻¹⁰
-(float16: 2⁻⁸) for each key that it weighed by tanh. While it is not negative, the errors are below 2⁻¹¹ (2⁻¹³) of all
+A warp takes one of them for a tile. A row's `margin` is the weight of every eighth key (in its first tile of all),
+less 2⁻¹⁰ (float16: 2⁻⁸) for each key weighed by tanh. While it is not negative, the errors are below 2⁻¹¹ (2⁻¹³) of all
 weight if those keys are like the others, and below 2⁻⁸ (2⁻¹⁰) whatever the others are.
 """
 

@@ -49,7 +49,7 @@ TOLD = {
         INVERTED,
         "warning",
         "The batch's attention_mask shows nothing but one token id, as padding has it, and hides the text.",
-        "all shown tokens are of one id, pad_token_id or there three times, and the hidden ones of three or more",
+        "all shown tokens are of one id, a pad_token_id or three times in a text; the hidden ones of three or more",
         "1 is text and 0 padding there: give 1 - attention_mask. What was measured here is the padding.",
     ),
 }

@@ -28,7 +28,17 @@ from h200_cases import SHAPES, SIZES, Case, cases, check, problem, run_of
 from h200_first_call import both_processes
 from h200_rivals import Flex, bench, ceilings, torch_runs
 from h200_roofline import draw, points
-from h200_tables import ALL, ORDER, decode_table, grid, lengths_table, others_table, softmax_table, sparse_table
+from h200_tables import (
+    ALL,
+    ORDER,
+    decode_table,
+    grid,
+    lengths_table,
+    others_table,
+    softmax_table,
+    some_table,
+    sparse_table,
+)
 
 from regard.kernels import attention
 from regard.problem import Upstream
@@ -178,6 +188,7 @@ def main(folder: Path, parts: list[str]) -> None:
     if "attention" in parts:
         report = Report(folder / "h200-attention.md", "Attention on the H200", told)
         report.add(softmax_table(ours, theirs))
+        report.add(some_table(ours, theirs))
         report.add(others_table(ours))
         report.add(sparse_table(ours, theirs))
         report.add(lengths_table(ours))

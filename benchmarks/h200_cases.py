@@ -33,6 +33,14 @@ SIZES = SHAPES | DECODE | RAGGED
 PLAIN = ("softmax", "softmax1", "sigmoid", "relu", "softpick")
 SPARSE = ("entmax15", "sparsemax")
 ROWS = 256  # of a block that is compared
+# what somebody may want who does not want all
+SOME = (
+    ("max_logit",),
+    ("entropy",),
+    ("entropy", "max_weight", "first_key_mass"),
+    ("distance",),
+    ("mean_logit", "logit_variance"),
+)
 
 
 class Case(NamedTuple):
@@ -67,6 +75,7 @@ def _attention() -> list[Case]:
                 if name in ("softmax", "entmax15"):
                     found.append(Case(shape, name, causal, statistics.NAMES))
                     found.append(Case(shape, name, causal, (), backward=True))
+    found += [Case(shape, "softmax", True, some) for shape in SHAPES for some in SOME]
     for shape in RAGGED:
         found += [Case(shape, "softmax", True, statistics.NAMES), Case(shape, "entmax15", True, ())]
     return sorted(found, key=lambda case: "16384" in case.shape)  # last: by then their kernels are compiled

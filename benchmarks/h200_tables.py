@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h200_cases import DECODE, PLAIN, RAGGED, SHAPES, SPARSE, Case, flops
+from h200_cases import DECODE, PLAIN, RAGGED, SHAPES, SOME, SPARSE, Case, flops
 from h200_rivals import ADASPLASH
 
 from regard import statistics
@@ -41,6 +41,18 @@ def softmax_table(ours, theirs) -> list[str]:
     head = ["work", "cuDNN", "torch default (flash)", "ours, no statistics", "all 14 statistics",
             "their cost", "× cuDNN", "backward", "× cuDNN"]  # fmt: skip
     return ["## Softmax: ms (TFLOP/s); others forward / backward", "", *grid(head, rows)]
+
+
+def some_table(ours, theirs) -> list[str]:
+    rows = []
+    for shape in SHAPES:
+        anchor, cells = theirs["cuDNN", shape, True][0], []
+        for some in ((), *SOME, ALL):
+            ms = ours.get(Case(shape, "softmax", True, some))
+            cells.append("failed" if ms is None else f"{ms:.3f} ({anchor / ms:.2f})")
+        rows.append([f"{shape} causal", *cells])
+    head = ["work", "none", *(", ".join(some) for some in SOME), f"all {len(ALL)}"]
+    return ["## Softmax with some statistics: ms (× cuDNN's speed without any)", "", *grid(head, rows)]
 
 
 def others_table(ours) -> list[str]:

@@ -192,3 +192,14 @@ def test_torch_itself_with_a_scale_per_head():
     out = regard.attention(q, k, v, scale=scale, backend="torch")
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), reference.attention(q, k, v, scale=scale)[0], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_that_is_not_positive_beside_causal_order(scale):
+    """torch's own CPU kernel multiplies the hidden −inf by it."""
+    q, k, v = (torch.randn(1, 2, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    o = regard.attention(q, k, v, is_causal=True, scale=scale)
+    truth, _ = regard.reference.attention(q, k, v, is_causal=True, scale=scale)
+    torch.testing.assert_close(o, truth)
+    ours, right = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, truth))
+    torch.testing.assert_close(ours, right)

@@ -64,6 +64,7 @@ def _not_for_torch(problem: Problem, policy) -> str | None:
         (problem.temperature is not None or policy is not None, "a temperature per query"),
         ((problem.mask is not None or problem.bias is not None) and problem.causal, "a mask beside causal order"),
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
+        (problem.scale <= 0 and problem.causal, "a scale that is not positive beside causal order"),  # NaN on a CPU
         (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
     ):
         if given:

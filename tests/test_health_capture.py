@@ -9,7 +9,9 @@ from torch import nn
 
 import regard
 from regard.health import faithful, intercept, measure
+from regard.health.call import Call
 from regard.health.examination import examine
+from regard.health.what_if import parse
 
 
 def dense(q, k, v, mask=None, scale=None, causal=False):
@@ -287,10 +289,42 @@ def test_bad_input_is_told(model, batches, error, match):
 
 
 def test_a_bad_what_if_is_told_before_any_work():
-    with pytest.raises(ValueError, match=r"did you mean 'temperature'"):
-        examine(Own(), [torch.randn(1, 5, 12)], what_if=["temprature=2"])
-    with pytest.raises(ValueError, match="positive number"):
-        examine(Own(), [torch.randn(1, 5, 12)], what_if=["softcap=-1"])
+    for what_if, error, words in (
+        (["temprature=2"], ValueError, "did you mean 'temperature=2'"),
+        ("temperature", ValueError, "did you mean 'temperature=2'"),
+        ("sparsemax", ValueError, "did you mean 'normalizer=sparsemax'"),
+        ("entmax15", ValueError, "did you mean 'normalizer=entmax15'"),
+        (["softcap=-1"], ValueError, "positive number"),
+        (None, TypeError, "what_if must be strings such as 'temperature=2', got NoneType"),
+        (5, TypeError, "got int"),
+        ([["qk_norm"]], TypeError, "what_if must hold strings such as 'temperature=2', got list"),
+    ):
+        with pytest.raises(error, match=words):
+            examine(Own(), [torch.randn(1, 5, 12)], what_if=what_if)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ssmax+temperature=2", "sets temperature twice, for ssmax is one"),
+        ("temperature=2+ssmax", "sets temperature twice"),
+        ("temperature=2+temperature=3", "sets temperature twice"),
+        ("scale=sqrt+qk_norm+scale=2", "sets scale twice"),
+        ("qk_norm+qk_norm", "sets qk_norm twice"),
+    ],
+)
+def test_a_what_if_that_says_one_thing_twice_is_refused(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse(text)
+
+
+def test_the_parts_of_a_what_if_stand_in_any_order():
+    call = Call(Own(), *torch.randn(3, 1, 2, 5, 8), own=lambda rows: torch.zeros(()), kind="sdpa")
+    one, other, alone = (parse(text)(call) for text in ("qk_norm+scale = 0.5", "scale=0.5 + qk_norm", "qk_norm"))
+    assert one.options == other.options == dict(scale=0.5)
+    assert alone.options == dict(scale=None)
+    for changed in (one, other, alone):
+        torch.testing.assert_close(changed.q.square().mean(-1), torch.ones(1, 2, 5), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def test_what_cannot_be_examined_is_told_in_a_line(folder, tmp_path, capsys):
     refused(capsys, folder, "--text", "blank.txt", words="tokenises to nothing")
     refused(capsys, folder, "--text", "none.txt", words="cannot be read")
     refused(capsys, folder, "--length", 65, words="more than the model's 64 positions")
-    refused(capsys, folder, "--what-if", "warmth=2", words="not understood")
+    assert refused(capsys, folder, "--what-if", "warmth=2", words="not understood") == 2
+    assert refused(capsys, folder, "--what-if", "normalizer=max", words="normalizer 'max' is unknown") == 2
     assert refused(capsys, folder, "--out", "report.pdf", words=".html, .json or .png") == 2
     assert refused(capsys, folder, "--out", "none/report.html", words="there is no folder") == 2
     assert refused(capsys, folder, "--batch", 0, words="--batch must be at least 1") == 2

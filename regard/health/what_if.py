@@ -38,35 +38,35 @@ class WhatIf:
 
 
 def parse_all(wanted: str | Iterable[str]) -> list[WhatIf]:
-    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
-    return [parse(one) for one in dict.fromkeys(wanted)]  # the same twice is one
+    if not isinstance(wanted, Iterable):
+        raise TypeError(f"what_if must be strings such as {FORMS[0]!r}, got {type(wanted).__name__}")
+    changes = [parse(one) for one in ([wanted] if isinstance(wanted, str) else wanted)]
+    return list({change.name: change for change in changes}.values())  # the same twice is one
 
 
 def parse(text: str) -> WhatIf:
-    """`name=value`, or a bare name; several joined by + are one change."""
+    """`name=value`, or a bare name; several joined by + are one change, in whatever order."""
     if not isinstance(text, str):
         raise TypeError(f"what_if must hold strings such as {FORMS[0]!r}, got {type(text).__name__}")
     parts = [_one(part.strip(), text) for part in text.split("+")]
     options: dict = {}
+    of_call = None
     for part in parts:
+        twice = "qk_norm" if of_call and part.of_call else next((key for key in part.options if key in options), None)
+        if twice:
+            why = ", for ssmax is one" if twice == "temperature" and "ssmax" in text else ""
+            raise ValueError(f"what_if: {text!r} sets {twice} twice{why}; give one, or each in a what-if of its own")
         options.update(part.options)
-    steps = [part.of_call for part in parts if part.of_call]
-    return WhatIf(text, options, _composed(steps) if steps else None)
-
-
-def _composed(steps):
-    def of_call(call):
-        for step in steps:
-            call = step(call)
-        return call
-
-    return of_call
+        of_call = of_call or part.of_call
+    if of_call:
+        options.setdefault("scale", None)  # of normalised q and k it is 1/√d, whatever the model's was
+    return WhatIf(text, options, of_call)
 
 
 def _one(part: str, text: str) -> WhatIf:
-    key, _, value = part.partition("=")
+    key, _, value = map(str.strip, part.partition("="))
     if key == "qk_norm" and not value:
-        return WhatIf(part, dict(scale=None), with_qk_norm)
+        return WhatIf(part, of_call=with_qk_norm)
     if key == "ssmax":
         return WhatIf(part, dict(temperature=SSMax(_number(value, text)) if value else SSMax()))
     if key in ("temperature", "softcap") and value:
@@ -75,9 +75,10 @@ def _one(part: str, text: str) -> WhatIf:
         return WhatIf(part, dict(scale=value if value in SCALES else _number(value, text)))
     if key == "normalizer" and value:
         return WhatIf(part, dict(normalizer=normalizers.get(value).spec))
-    known = [form.partition("=")[0] for form in FORMS]
+    known = {form.partition("=")[0]: form for form in FORMS}
+    known = {**{name: f"normalizer={name}" for name in normalizers.names()}, **known}
     near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near and near[0] != key else ""
+    hint = f"did you mean {known[near[0]]!r}? " if near else ""
     raise ValueError(f"what_if: {text!r} is not understood; {hint}known forms: {', '.join(FORMS)}")
 
 

@@ -66,9 +66,12 @@ def main(options) -> int:
         if path is not None:
             check(options, path, suffix)
     _check_device(options)
-    ranks, subject = crew.join(options.timeout), None
     try:
         parse_all(options.what_if)
+    except ValueError as error:
+        options.fail(str(error))
+    ranks, subject = crew.join(options.timeout), None
+    try:
         subject = load(
             options.model,
             _text(options),

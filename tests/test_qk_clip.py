@@ -171,10 +171,11 @@ class Normalised(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize("norm", [True, False])
-def test_what_is_normalised_inside_a_forward_is_left_alone(norm):
+@pytest.mark.parametrize(("norm", "compiled"), [(True, False), (False, False), (True, True)])
+def test_what_is_normalised_inside_a_forward_is_left_alone(norm, compiled):
     torch.manual_seed(0)
     model = Normalised(norm).train()
+    model = torch.compile(model, backend="eager") if compiled else model
     with torch.no_grad():
         model.q.weight.mul_(6.0)
     x = torch.randn(4, 32, 32)

@@ -107,6 +107,21 @@ def test_forwards_that_no_hook_sees(way):
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("attention", [ours, Self])
+def test_what_torch_compile_returned_is_clipped_under_the_names_of_what_was_written(attention):
+    model, optimizer = exploded(attention)
+    compiled, x, found = torch.compile(model, backend="eager"), torch.randn(2, 6, 16), []
+    for _ in range(3):
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        found.append(regard.qk_clip(compiled, 50.0))
+    name = "1" if attention is ours else "1.inner"
+    assert found[1].max_logit.keys() == {name}
+    assert found[2].max_logit[name][0] == pytest.approx(50.0, rel=1e-3) and found[2].skipped == {}
+    regard.qk_clip.stop(compiled)
+    torch._dynamo.reset()
+
+
 def test_calls_under_vmap_do_not_count():
     model, _ = exploded(ours)
     values = dict(model.named_parameters())

@@ -11,6 +11,7 @@ from torch import nn
 from regard._qk_clip.clipped import Clip, Clipped
 from regard._qk_clip.watch import WATCHES, Watch, unhook
 from regard._qk_clip.weights import parts, places, shrinking
+from regard.health.intercept import as_written
 from regard.nn.projections import NotFound, not_growing, projections
 
 __all__ = ["Clip", "Clipped", "qk_clip", "stop"]
@@ -39,9 +40,10 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     Watching costs one fused pass over q and k per forward; nothing waits for the GPU. `regard.qk_clip.stop(model)` ends
     it.
 
-    It watches the forward of `model` itself. Where that runs compiled, or only a part of the model is called, the last
-    forward of each `regard.nn` module counts; other attentions cannot be seen then, and a call after an optimizer's
-    step in which none was seen raises.
+    It watches the forward of `model` itself. What `torch.compile` returned may be given too: its training forwards then
+    run uncompiled, and layers have the names of the model as written. Where the model given was compiled and the
+    compiled one runs, or only a part of it is called, the last forward of each `regard.nn` module counts; other
+    attentions cannot be seen then, and a call after an optimizer's step in which none was seen raises.
 
     Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
     factor τ/m there. So does the other side of frozen weights (`requires_grad` False), which stay as they are. Heads
@@ -67,7 +69,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
         watch = WATCHES[model] = Watch(model)
     watch.read_modules()
     watch.check(model)
-    modules, held = dict(model.named_modules()), places(model)
+    modules, held = dict(as_written(model).named_modules()), places(model)
     result = Clipped()
     for name, (tops, normalised) in watch.take(group).items():
         factors = None

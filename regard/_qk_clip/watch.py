@@ -14,7 +14,7 @@ from regard._attention import attention
 from regard._qk_clip.normalised import Outputs
 from regard.health.call import MAPPED
 from regard.health.forwards import bury_dead, close_forward, open_forward
-from regard.health.intercept import Interception
+from regard.health.intercept import Interception, as_written
 from regard.nn import MultiheadAttention
 from regard.nn.projections import not_growing
 
@@ -35,7 +35,7 @@ class Watch:
         self._marked: tuple[int, int] | None = None
         self.ours = {
             name: weakref.ref(module)
-            for name, module in model.named_modules()
+            for name, module in as_written(model).named_modules()
             if isinstance(module, MultiheadAttention)
         }
         self._hooks = [
@@ -92,7 +92,7 @@ class Watch:
             f"qk_clip: since the last call for this model, it saw {seen}. It catches regard.nn, torch's "
             "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers, in forwards "
             "of the module it is given; where that runs compiled, or only a part of it is called, regard.nn alone. "
-            "Give it the module that is called, not compiled"
+            "Give it the module that is called: what torch.compile returned, if it is that, and none compiled in place"
         )
 
     def take(self, group) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class Watch:
         if module.training and torch.is_grad_enabled():
             with self._told:
                 self.forwards, shapes = self.forwards + 1, dict(self.shapes)
-            self._outputs.setdefault(threading.get_ident(), Outputs()).open(module, shapes)
+            self._outputs.setdefault(threading.get_ident(), Outputs()).open(as_written(module), shapes)
             open_forward(Interception(module, observe=self).in_forward())
 
     def _after(self, module, inputs, output) -> None:

@@ -39,6 +39,11 @@ PLAIN = (
 SMALL = ("Norm", "Embedding", "Activation")  # nor in what is called so; if there were, it would go by the name above
 
 
+def as_written(model: nn.Module) -> nn.Module:
+    """What torch.compile was given, where `model` is what it returned: layers have the names they have there."""
+    return getattr(model, "_orig_mod", model)
+
+
 class Interception:
     """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output).
 
@@ -50,7 +55,7 @@ class Interception:
         self, model: nn.Module, *, swap: Callable | None = None, observe: Callable | None = None, opens: bool = False
     ) -> None:
         self.model, self.swap, self.observe, self.opens = model, swap, observe, opens
-        self.modules = list(getattr(model, "_orig_mod", model).named_modules())
+        self.modules = list(as_written(model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
         self.thread: int | None = None  # whose calls an observer sees
@@ -130,7 +135,7 @@ class Interception:
             for hook in [hook for hook in self._hooks if hook.id in own]:
                 hook.remove()
             with self.torch_calls():
-                _STACK.append((getattr(self.model, "_orig_mod", self.model), object()))  # in the place of its own hooks
+                _STACK.append((as_written(self.model), object()))  # in the place of its own hooks
                 yield
         forget_masks()
 

@@ -173,9 +173,13 @@ def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
 
 def described(x: torch.Tensor, rows: int):
     """Blocks [rows, D] of x for the bulk copy engine, laid out in shared memory as the tensor cores read them."""
+    return descriptor(x, (1, 1, rows, x.shape[-1]))
+
+
+def descriptor(x: torch.Tensor, block: tuple[int, ...]):
+    """Blocks of any shape; float32 ones, which no product reads, as they lie in memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = (1, 1, rows, x.shape[-1])
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout_of(block, x.dtype))
 
 
@@ -183,4 +187,6 @@ def described(x: torch.Tensor, rows: int):
 def layout_of(block: tuple[int, ...], dtype: torch.dtype):
     from triton.experimental.gluon import language as gl
 
+    if dtype == torch.float32:
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, KINDS[dtype]))

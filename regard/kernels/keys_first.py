@@ -5,8 +5,6 @@ Both leave ds in scratch [heads, keys, queries], if there is one.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -62,7 +60,8 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, kind, flags) 
     behind, many = p.reach[1] is not None, p.q.shape[0] * p.q.shape[1]
     inverse = rows.inverse if p.choice.family == "ratio" else None  # no other map asks
     numbers = [
-        x if x is None else _blocks(x.reshape(many, -1), (1, KEYS.value)) for x in (rows.frame, rows.delta, inverse)
+        x if x is None else hopper.descriptor(x.reshape(many, -1), (1, KEYS.value))
+        for x in (rows.frame, rows.delta, inverse)
     ]
     C = Shape(
         F=bundle.of(p.choice),
@@ -80,22 +79,7 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, kind, flags) 
     if behind and k.shape[-2] > m:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, :m], v[:, :, :m]
     blocked = [hopper.described(x, KEYS.value) for x in (k, v, p.q, do)]
-    slopes = None if scratch is None else _blocks(scratch, (1, KEYS.value, KEYS.value))
+    slopes = None if scratch is None else hopper.descriptor(scratch, (1, KEYS.value, KEYS.value))
     outputs = hopper.described(dk, KEYS.value), hopper.described(dv, KEYS.value)
     programs = triton.cdiv(p.k.shape[-2], PARTS * KEYS.value) * p.k.shape[0] * p.k.shape[1]
     launch(kind, backward_hopper, programs, (*blocked, *numbers, slopes, *outputs, opt), (C,), num_warps=4)
-
-
-def _blocks(x: torch.Tensor, block: tuple[int, ...]):
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Blocks
-
-    return Blocks(x, list(x.shape), list(x.stride()), list(block), _layout(block, x.dtype))
-
-
-@cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype):
-    from triton.experimental.gluon import language as gl
-
-    if dtype == torch.float32:
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    return hopper.layout_of(block, dtype)

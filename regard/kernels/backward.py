@@ -84,10 +84,11 @@ def across(r, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def weigh(y, seen, r, theta, C: tl.constexpr):
-    """(p, a, b, log2 e): the weights again, and the two slopes of ds = a·dp − b·δ."""
-    F: tl.constexpr = C.F
-    FOLDED: tl.constexpr = C.FOLDED
+def weigh(y, seen, r, theta, F: tl.constexpr, FOLDED: tl.constexpr, NEAR: tl.constexpr):
+    """(p, a, b, log2 e): the weights again, and the two slopes of ds = a·dp − b·δ.
+
+    NEAR: a numerator that is a difference keeps its digits near 0; 16 bits do not show it.
+    """
     power = y * (r.a * LOG2E) - r.frame
     if F.family == "pointwise":
         p = tl.where(seen, F.weigh(y * r.a, theta), 0.0)
@@ -107,7 +108,7 @@ def weigh(y, seen, r, theta, C: tl.constexpr):
     else:
         e = tl.exp2(power)
         c = tiles.unshift(r.frame)
-        near, low = grown(e, y * r.a, c, F.differs and C.PRECISION == "tf32x3")  # 16 bits do not show it
+        near, low = grown(e, y * r.a, c, F.differs and NEAR)
         p = tl.where(seen, F.numerator(near, y * r.a, low) * r.inverse, 0.0)
         up = tl.where(seen, F.numerator_slope(e, y * r.a, c) * r.inverse, 0.0)
         down = tl.where(seen, F.denominator_slope(e, y * r.a, c) * r.inverse, 0.0)
@@ -115,13 +116,13 @@ def weigh(y, seen, r, theta, C: tl.constexpr):
 
 
 @triton.jit
-def slope_tile(y, seen, dp, p, up, down, power, r, C: tl.constexpr):
+def slope_tile(y, seen, dp, p, up, down, power, r, F: tl.constexpr, TILTED: tl.constexpr):
     """ds of a tile, 0 where a key is not seen."""
-    if C.F.family == "threshold" or (C.F.family == "ratio" and C.F.exponential):
+    if F.family == "threshold" or (F.family == "ratio" and F.exponential):
         ds = up * (dp - r.delta)
     else:
         ds = up * dp - down * r.delta
-    if C.TILTED:
+    if TILTED:
         ds += p * (r.beta * power) + (r.gamma * y + r.epsilon)
     return tl.where(seen, ds, 0.0)
 
@@ -170,7 +171,7 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     F: tl.constexpr = C.F
     keys, x, y, seen, j = sweeps.look(scene, start, opt, C, EDGE)
     r = across(rows, False)
-    p, up, down, power = weigh(y, seen, r, scene.theta, C)
+    p, up, down, power = weigh(y, seen, r, scene.theta, F, C.FOLDED, C.PRECISION == "tf32x3")
     values = sweeps.values_of(scene, start, seen, opt, C, EDGE)
     dp = tiles.dot(d_out, tl.trans(values), None, C)
     if opt.seed is not None:
@@ -189,7 +190,7 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             up = tl.where(seen, up * bent, 0.0)
         dq1 = tiles.dot(up.to(keys.dtype), keys, dq1, C)
     else:
-        ds = slope_tile(y, seen, dp, p, up, down, power, r, C)
+        ds = slope_tile(y, seen, dp, p, up, down, power, r, F, C.TILTED)
         if C.HEAT:
             s_heat += tl.sum(ds * y, 1)
         if opt.cap is not None:
@@ -249,7 +250,7 @@ def dkv_tile(
     r = across(rows_at(state, b, h, i, n, opt, C, not EDGE), True)
     i = i[None, :]
     y, seen = tiles.scores(x, b, h, i, j, r.first, r.last, opt, C.LINEAR, EDGE)
-    p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
+    p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C.F, C.FOLDED, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
     if opt.seed is not None:
@@ -257,7 +258,7 @@ def dkv_tile(
         dp = tl.where(kept > 0.0, dp * kept, 0.0)
         passed = p * kept
     dv = tiles.dot(passed.to(d_out.dtype), d_out, dv, C)
-    ds = slope_tile(y, seen, dp, p, up, down, power, r, C)
+    ds = slope_tile(y, seen, dp, p, up, down, power, r, C.F, C.TILTED)
     if opt.cap is not None:
         ds = tl.where(seen, ds * tiles.cap_slope(x, opt), 0.0)
     if opt.temperature.ptr is not None:

@@ -74,9 +74,11 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         dp = tiles.dot(d_out, tl.trans(values), None, C)
         r = backward.across(backward.rows_at(state, b, h, i, n, opt, C, False), False)
         y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
-        p, up, down, power = backward.weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C)
+        p, up, down, power = backward.weigh(
+            y, seen, r, tiles.number(opt.theta, C.ACC), C.F, C.FOLDED, C.PRECISION == "tf32x3"
+        )
         if opt.seed is not None:
             kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
             dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
-        acc += backward.slope_tile(y, seen, dp, p, up, down, power, r, C) * r.a
+        acc += backward.slope_tile(y, seen, dp, p, up, down, power, r, C.F, C.TILTED) * r.a
     return acc

@@ -38,10 +38,8 @@ class Shape(NamedTuple):
 
     F: Any
     FOLDED: bool
-    TILTED: bool  # never: the sums of statistics' gradients do not fit the registers
     BEHIND: bool
     D: int
-    PRECISION: str
     NUMBERS: int  # of a row
     PARTS: int  # warpgroups, two
     STAGES: int  # of the ring
@@ -175,12 +173,13 @@ def step(
         if C.BEHIND:
             seen = seen & (j <= i)
     x = warpgroup_mma_wait(2, deps=[x])
-    p, up, down, power = weigh(x, seen, r, tiles.number(opt.theta, gl.float32), C)
+    p, up, down, power = weigh(x, seen, r, tiles.number(opt.theta, gl.float32), C.F, C.FOLDED, False)
     u = gl.convert_layout(p.to(ring.k.dtype), OPERAND)
     r = with_delta(r, stage, ring, S, C)
     dp = warpgroup_mma_wait(1, deps=[dp])
     dv = warpgroup_mma(u, do, dv, is_async=True)
-    ds = slope_tile(x, seen, dp, p, up, down, power, r, C).to(ring.k.dtype)
+    # no statistics' gradients: their sums do not fit the registers
+    ds = slope_tile(x, seen, dp, p, up, down, power, r, C.F, False).to(ring.k.dtype)
     dk = warpgroup_mma_wait(1, deps=[dk])
     if blocks.slopes is not None:
         tma.store_wait(0)

@@ -66,10 +66,8 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, kind, flags) 
     C = Shape(
         F=bundle.of(p.choice),
         FOLDED=flags["FOLDED"],
-        TILTED=False,
         BEHIND=behind,
         D=p.q.shape[-1],
-        PRECISION="ieee",
         NUMBERS=2 if inverse is None else 3,
         PARTS=PARTS,
         STAGES=STAGES,

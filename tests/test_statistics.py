@@ -78,12 +78,12 @@ def test_states_merge_over_any_split(seed, name, size):
     sink = torch.randn(4, 1, generator=generator, dtype=torch.float64) if name in ("softmax", "softmax1") else None
     position = torch.arange(4.0, dtype=torch.float64)[:, None]
     whole = of_scores(s, visible, name, sink=sink)
-    frame = solve_frame(s, visible, choice, sink=sink)
+    frame = solve_frame(s, visible, choice)
     owner = torch.randint(0, 4, (24,), generator=generator)
     parts = []
     for part in range(4):
         at = (owner == part).nonzero().squeeze(-1)
-        own = frame if choice.family == "threshold" else solve_frame(s[:, at], visible[:, at], choice, sink=sink)
+        own = frame if choice.family == "threshold" else solve_frame(s[:, at], visible[:, at], choice)
         parts.append(State.of(s[:, at], visible[:, at], choice, own, position, at.double()))
     merged = parts[0].merge(parts[1], choice).merge(parts[3].merge(parts[2], choice), choice).finish(choice, sink)
     for key in whole:

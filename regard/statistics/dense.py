@@ -34,7 +34,7 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
         sink = sink if isinstance(sink, Tensor) or not isinstance(sink, numbers.Real) else torch.tensor(float(sink))
         sink = _fitting(sink, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
     rows = first + _positions(scores)
-    frame = solve_frame(scores, seen, choice, theta, sink)
+    frame = solve_frame(scores, seen, choice, theta)
     return State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
 
 
@@ -84,7 +84,7 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
         support=((p > 0) if choice.sparse else seen).sum(-1).to(p.dtype),
         distance=(share * (_positions(p) - keys).abs()).sum(-1),
         first_key_mass=torch.where(keys == first, share, 0.0).sum(-1),
-        gradient_gain=_gain_of_weights(p, choice, scores, seen),
+        gradient_gain=_gain_of_weights(p, choice, seen),
     )
     if stats["gradient_gain"] is None:
         del stats["gradient_gain"]
@@ -124,7 +124,7 @@ def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> T
         raise ValueError(f"{name} must broadcast to {tuple(shape)}, got {tuple(x.shape)}") from None
 
 
-def _gain_of_weights(p: Tensor, choice, scores, seen) -> Tensor | None:
+def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
     if choice.family == "ratio" and not choice.exponential:
         return None

@@ -57,7 +57,7 @@ class Terms:
         return self.tile["rest"](torch.exp((-frame).clamp_max(limit)))
 
 
-def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None, sink: Tensor | None = None) -> Tensor:
+def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
     """What the whole row must tell its parts before they are summed: the shift m (ratio) or τ (threshold), (…, 1).
 
     Threshold maps are solved in (α−1)·s. Pointwise maps need nothing (0).

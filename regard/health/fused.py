@@ -200,7 +200,7 @@ def follow(
 
 @triton.jit
 def fingerprint(
-    f, h, stats, rows, features, totals, compared, plane, B, H, M, EVERY, SAMPLED,
+    f, h, stats, rows, features, totals, compared, plane, H, M, EVERY, SAMPLED,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.where(f < 2, tl.where(f == 0, SLOTS[0], SLOTS[1]), tl.where(f == 2, SLOTS[2], SLOTS[3]))
@@ -253,6 +253,6 @@ def account(
     else:
         f = work - STATISTICS - CURVES * BINS_OF_CURVE
         fingerprint(
-            f, h, stats, rows, features, flat + PLACES[7], flat + PLACES[8], plane, B, H, M, EVERY, SAMPLED,
+            f, h, stats, rows, features, flat + PLACES[7], flat + PLACES[8], plane, H, M, EVERY, SAMPLED,
             SLOTS, KEYS, LEAST, HAS_ROWS, BLOCK,
         )  # fmt: skip

@@ -107,7 +107,7 @@ def operand(u, ring, C: gl.constexpr):
 def consume(targets, ring, opt, blocks, part: gl.constexpr, C: gl.constexpr):
     if C.AHEAD:
         base = 0
-        for round in range(rounds_of(blocks, opt, C)):
+        for round in range(rounds_of(blocks, C)):
             walk = walk_of(round, base, opt, C)
             consume_block(targets, ring, walk, opt, blocks, part, C)
             base = walk.end + C.FORMS

@@ -87,7 +87,7 @@ def number_of(round, opt, C: gl.constexpr):
 
 
 @gluon.jit
-def rounds_of(blocks, opt, C: gl.constexpr):
+def rounds_of(blocks, C: gl.constexpr):
     """How many blocks of queries this program takes."""
     each = 2 if C.BEHIND else 1
     blocks = blocks // each
@@ -133,7 +133,7 @@ def form_of(walk, opt, C: gl.constexpr):
 def fetch(q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C: gl.constexpr):
     if C.AHEAD:
         base = 0
-        for round in range(rounds_of(blocks, opt, C)):
+        for round in range(rounds_of(blocks, C)):
             walk = walk_of(round, base, opt, C)
             fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C)
             base = walk.end + C.FORMS

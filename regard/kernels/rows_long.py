@@ -35,7 +35,7 @@ def load_raw(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK: tl.c
 def fall_of(before, after, scale, F: tl.constexpr, TRAITS: tl.constexpr):
     """What terms are multiplied by when the maximum of their scores rises; 0 if there were none."""
     if TRAITS.proportional:
-        fall = suited(after, scale, F, TRAITS) / suited(before, scale, F, TRAITS)
+        fall = suited(after, scale, TRAITS) / suited(before, scale, TRAITS)
     elif F.shift == "none":
         fall = scale * 0.0 + 1.0
     else:
@@ -67,7 +67,7 @@ def forward_long(
         x = tl.reshape(pieces[i].to(ACC), [PIECE // (LANES * VECTOR), LANES, VECTOR])
         before = own
         own = larger(own, tl.reduce(tl.reduce(x, 2, larger), 0, larger)[None, :])
-        shift, pace = shift_of(finite(own), F), suited(own, scale, F, TRAITS)
+        shift, pace = shift_of(finite(own), F), suited(own, scale, TRAITS)
         _u, v = terms(x, shift[:, :, None], pace[:, :, None], 0.0, F, TRAITS, HALF, False)
         if i > 0:
             sums = sums * fall_of(before, own, scale, F, TRAITS)
@@ -79,7 +79,7 @@ def forward_long(
     top, z, shift, _fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
     if STAGE != "publish":
         z, inverse = ending(top, z, shift, scale, F, TRAITS, HALF)
-        pace = suited(top, scale, F, TRAITS)
+        pace = suited(top, scale, TRAITS)
         tl.debug_barrier()
         for i in tl.static_range(PIECES):
             x = load_raw(s, mask, rows, columns + i * PIECE, R, N, mask_row, mask_column, HAS_MASK).to(ACC)

@@ -63,9 +63,9 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
                 falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
                 fall = tl.exp((shift - common) * scale)
                 if TRAITS.proportional:
-                    pace = suited(top, scale, F, TRAITS)
-                    falls = falls * (tl.sum(pace) / suited(tops, tl.sum(scale), F, TRAITS))
-                    fall = fall * (pace / suited(own, scale, F, TRAITS))
+                    pace = suited(top, scale, TRAITS)
+                    falls = falls * (tl.sum(pace) / suited(tops, tl.sum(scale), TRAITS))
+                    fall = fall * (pace / suited(own, scale, TRAITS))
                 z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
                 fall = tl.where(own == float("-inf"), 0.0, fall)
                 shift = common
@@ -80,7 +80,7 @@ def ending(top, z, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl
         z = tl.where(top == float("-inf"), 0.0, z + F.rest(silence(shift, scale, HALF)))
         inverse = reciprocal(z)
         if TRAITS.proportional:
-            z = z * (scale / suited(top, scale, F, TRAITS))
+            z = z * (scale / suited(top, scale, TRAITS))
     else:
         inverse = z + 1.0
     return tl.where(top < float("inf"), z, float("nan")), tl.where(top < float("inf"), inverse, float("nan"))
@@ -108,7 +108,7 @@ def forward_online(
     if AGAIN and F.family == "ratio":
         tl.debug_barrier()
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-    pace = suited(top, scale, F, TRAITS)
+    pace = suited(top, scale, TRAITS)
     if F.family == "ratio":
         z = total(x, shift, pace, F, TRAITS, HALF)
     top, z, frame, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
@@ -117,7 +117,7 @@ def forward_online(
         if AGAIN:  # told anew, in the row's frame
             tl.debug_barrier()
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            shift, pace = frame, suited(top, scale, F, TRAITS)
+            shift, pace = frame, suited(top, scale, TRAITS)
         elif STAGE != "whole":
             inverse = inverse * fall
             if TRAITS.proportional:  # a part without weight, told in a far smaller row's scale: not 0·∞

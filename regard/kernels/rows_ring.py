@@ -93,7 +93,7 @@ def summed(x, own, scale, C: gl.constexpr):
         z = gl.sum(gl.sum(term(x, frame_of(wide(shift), scale), C.SCALED), 2).to(gl.float64), 0)
         z = gl.where(gl.abs(frame_of(shift, scale).m) < FAR, z, float("nan"))
     else:
-        pace = suited(own, scale.to(gl.float32) + finite(own) * 0.0, F, TRAITS)
+        pace = suited(own, scale.to(gl.float32) + finite(own) * 0.0, TRAITS)
         _u, v = terms(x, wide(shift), wide(pace), 0.0, F, TRAITS, C.VECTOR == 8, False)
         z = gl.sum(gl.sum(v, 2), 0)
     return z
@@ -246,7 +246,7 @@ def forward_ring(s, p, state, letters, R, N, scale: gl.float64, C: gl.constexpr)
             publish(top, z, 0, letters, row, C)
             top, z = meeting(0, scale, letters, row, C)
         shift = shift_of(finite(top), F)
-        pace = suited(top, slow, F, TRAITS)
+        pace = suited(top, slow, TRAITS)
         gap = z
         odd = shift * slow < 0.25
         if C.QUICK:

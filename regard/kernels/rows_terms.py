@@ -21,7 +21,7 @@ def shift_of(m, F: tl.constexpr):
 
 
 @triton.jit
-def suited(top, scale, F: tl.constexpr, TRAITS: tl.constexpr):
+def suited(top, scale, TRAITS: tl.constexpr):
     """What scores are multiplied by: the scale; or about 1/max, for a map proportional to them where their sum, or its
     inverse, could overflow. At most 1e37 times the scale, so that a part of a row can be told in the row's."""
     if TRAITS.proportional:

@@ -269,6 +269,12 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q[:, :2], Q[:, :2]), ValueError, "enable_gqa"),
         (lambda: regard.attention(Q, Q.double(), Q), TypeError, "dtype"),
         (lambda: regard.attention(Q, Q.to("meta"), Q), ValueError, "device"),
+        (
+            lambda: regard.attention(Q, Q, Q, torch.ones(6, 6, device="meta")),
+            ValueError,
+            "attn_mask must be on q's device",
+        ),
+        (lambda: regard.attention(Q, Q, Q, softcap=5.0, temperature=1e-40), ValueError, "temperature must lie between"),
         (lambda: regard.attention(Q.long(), Q.long(), Q.long()), TypeError, "float"),
         (
             lambda: regard.attention(Q, Q, Q, attn_mask=torch.ones(6, 6).bool(), is_causal=True, backend="torch"),

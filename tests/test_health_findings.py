@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import regard
 from regard.health import examine, findings
 from regard.health.findings.exploding_logits import limit
 
@@ -192,6 +193,19 @@ def test_sink_dormant():
     found = kinds(q, k)["sink-dormant"]
     assert found.heads == (("0", 6),)
     assert found.severity == "note"
+
+
+def test_weight_left_to_a_learned_sink_is_dormant_too():
+    q, k = healthy()
+    sink = torch.full((HEADS,), -30.0)
+    sink[6] = 30.0
+
+    class Sunk(Fixed):
+        def forward(self, x):
+            return regard.attention(self.q, self.k, self.k, sink=sink)
+
+    found = {finding.kind: finding for finding in examine(nn.Sequential(Sunk(q, k)), [torch.zeros(1)]).findings}
+    assert found["sink-dormant"].heads == (("0", 6),)
 
 
 def positions_only(offset, heads):

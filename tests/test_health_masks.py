@@ -1,5 +1,6 @@
 """What a mask shows: padding that a batch names, causal masks that are one key off; and which rows count."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
+from regard.health.call import cleaned, joined
 from regard.health.rows import is_inverted, is_two_sided, padding_of
 
 LENGTH = 12
@@ -190,3 +192,11 @@ def test_texts_of_two_tokens_cannot_tell_a_triangle(left):
     given = dict(input_ids=torch.randint(30, text.shape), attention_mask=text.long())
     model = Reader(lambda mask: keys(mask).expand(-1, -1, LENGTH, -1))
     assert "mask off by one" not in found(model, given)[1]
+
+
+def test_masks_of_older_models_hide_and_biases_add():
+    assert cleaned(torch.tensor([[0.0, -1e4]])).tolist() == [[True, False]]
+    bias = torch.tensor([[0.5, -1e4]])  # not only 0 beside it: a bias
+    assert torch.equal(cleaned(bias), bias)
+    both, causal = joined(torch.tensor([[1.0, -math.inf]]), torch.tensor([[0.5, 0.5]]), False, 1, 2)
+    assert both.tolist() == [[1.5, -math.inf]] and not causal

@@ -137,11 +137,11 @@ def test_a_rising_logit_is_told_before_it_is_there():
         for _ in range(SAMPLES):
             model(x)
             with torch.no_grad():
-                model.self_attn.in_proj_weight[:32] *= 1.4
+                model.self_attn.in_proj_weight[:32] *= 1.25
     told = [str(one.message) for one in seen if issubclass(one.category, AttentionWarning)]
     assert any("largest logit" in text and "self_attn, head" in text for text in told)
     top = regard.examine(model, [x]).heads[0].statistics["max_logit"].max
-    assert top < 100.0 or any("on its way" in text for text in told)
+    assert top < 100.0
     assert len(told) == len(set(told))
 
 

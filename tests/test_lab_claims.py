@@ -200,3 +200,9 @@ def test_unknown_and_waiting_claims_are_named(monkeypatch):
 def test_claims_stand_in_the_order_of_the_notes():
     notes = [claim.note[:3] for claim in claims().values()]
     assert all(a <= b for a, b in pairwise(notes))
+
+
+def test_a_share_of_nothing_has_an_interval_all_the_same():
+    assert estimate.share(torch.zeros(100, dtype=torch.bool)).high == pytest.approx(
+        estimate.Z**2 / (100 + estimate.Z**2)
+    )

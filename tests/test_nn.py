@@ -241,3 +241,13 @@ def test_compiled_whole():
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(x, is_causal=True), layer(x, is_causal=True), atol=1e-6)
     torch._dynamo.reset()
+
+
+def test_key_lengths_that_end_before_the_window_behind_a_cache():
+    layer = regard.nn.MultiheadAttention(8, 2).eval()
+    x = torch.randn(2, 12, 8)
+    _, cache = layer(x[:, :10], cache=True)
+    out, _ = layer(x[:, 10:], cache=cache, window=(2, 0), key_lengths=[3, 12])
+    whole = layer(x, window=(2, 0), key_lengths=[3, 12])[:, 10:]
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(out[0], layer.out_proj.bias.expand(2, 8))  # it sees no key

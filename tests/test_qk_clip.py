@@ -9,6 +9,7 @@ from qk_clip_data import Self, exploded, logits, ours, step
 from torch import nn
 
 import regard
+from regard._qk_clip.normalised import Outputs
 from regard.health import intercept
 from regard.nn.projections import NotFound, projections
 
@@ -194,6 +195,13 @@ def test_what_is_normalised_inside_a_forward_is_left_alone(norm, compiled):
     else:
         assert clipped.skipped == {} and model.q.weight.norm() < 0.8 * before.norm()
         assert max(clipped.max_logit[""]) <= 0.5 + 1e-4
+
+
+@pytest.mark.parametrize(("varied", "answer"), [(0.01, 0.0), (0.1, 1.0)])
+def test_lengths_that_hardly_varied_before_tell_nothing(varied, answer):
+    outputs, q = Outputs(), torch.ones(1, 1, 4, 2)
+    outputs.found["a", 0] = torch.full((2,), varied)
+    assert outputs.normalised("a", q, q).tolist() == [answer]
 
 
 @pytest.mark.parametrize("frozen", ["q", "k"])

@@ -11,6 +11,7 @@ from rows_data import rows
 
 import regard
 from regard import normalizers, statistics
+from regard.parallel import mixture
 from regard.statistics import State, of_scores, of_weights, solve_frame
 
 
@@ -257,3 +258,18 @@ def test_the_gain_of_tied_maxima_beside_lesser_keys(name, ties):
     p = regard.normalize(s, name, backend="reference")
     found = regard.statistics.of_scores(s[None], normalizer=name)["gradient_gain"]
     assert torch.allclose(found, (p * (1.0 - p)).sum(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_parts_that_an_engine_finished_mix_to_the_row(name):
+    s = 3.0 * torch.randn(4, 12, dtype=torch.float64)
+    here = (torch.arange(12) < 5).expand_as(s)
+    whole, parts = of_scores(s, normalizer=name), [of_scores(s, seen, name) for seen in (here, ~here)]
+    pointwise = name == "sigmoid"
+    weigh = (lambda part: part.mass) if pointwise else (lambda part: torch.exp(part.logsumexp))
+    first, second = (mixture.started(part, at) for part, at in zip(parts, (0, 5), strict=True))
+    mixed = mixture.mixed(first, second, *map(weigh, parts), pointwise)
+    m, silent = whole.max_logit, None if pointwise else torch.zeros(4, dtype=torch.float64)
+    found = mixture.finished(mixed, statistics.NAMES, m, torch.exp(whole.logsumexp - m), silent)
+    for statistic in statistics.NAMES:
+        torch.testing.assert_close(found[statistic], whole[statistic], msg=statistic)

@@ -55,7 +55,7 @@ TESTS = {  # what is mutated, and what must notice
     **of("kernels", "tiles sweeps statistics forward_online forward_threshold", KERNELS),
     **of("kernels", "forward_statistics forward_lesser moments", ["tests/test_kernel_moments.py"]),
     **of("kernels", "backward backward_bias", LISTS),
-    **of("kernels", "gather support survey", LISTS),
+    **of("kernels", "gather levels support survey", LISTS),
     **of("kernels", "backward_product", ["tests/test_kernel_stored.py"]),
     **of("kernels", "forward_again", ["tests/test_kernel_attention.py", "-k", "done_again"]),
     **of("kernels", "decode", DECODE),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from regard.kernels import gather, statistics, support
+from regard.kernels import gather, levels, statistics, support
 from regard.kernels.hopper import KINDS, capable, described, reachable
 from regard.kernels.launch import launch
 from regard.kernels.tiles import Config, Options
@@ -103,11 +103,11 @@ def forward(p: Problem, kind, views, o, frame, z, stats, opt: Options, config: C
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
     constants = bare, CAP - SPARE, STRIDE
-    launch(kind, support.first_level, blocks, (q, k, level, opt), constants, num_warps=8, num_stages=3)
+    launch(kind, levels.first_level, blocks, (q, k, level, opt), constants, num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
         slope = torch.empty_like(frame)
-        launch(kind, support.steepness, triton.cdiv(rows, 1024), (slope, rows, opt), (bare, 1024))
+        launch(kind, levels.steepness, triton.cdiv(rows, 1024), (slope, rows, opt), (bare, 1024))
     lists, failed = Lists(p, slope is not None, False), flags_of(p.q, support.FLAGGED)
     for first, programs in chunks(blocks):
         lists.fill(kind, level, slope, first, programs, opt)
@@ -129,7 +129,7 @@ def backward(p: Problem, kind, inputs, frame, z, grads, delta, opt: Options, con
     q, k, v, do = inputs
     dq, dk, dv = grads
     rows, level = frame.numel(), torch.empty_like(frame)
-    launch(kind, support.last_level, triton.cdiv(rows, 1024), (frame, z, level, rows, opt), (config, 1024))
+    launch(kind, levels.last_level, triton.cdiv(rows, 1024), (frame, z, level, rows, opt), (config, 1024))
     lists, left = Lists(p, False, False), flags_of(p.q, gather.ROWS)
     for first, programs in chunks(lists.blocks):
         lists.fill(kind, level, None, first, programs, opt)

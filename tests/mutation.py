@@ -58,7 +58,7 @@ TESTS = {  # what is mutated, and what must notice
     **of("kernels", "gather levels support survey", LISTS),
     **of("kernels", "backward_product", ["tests/test_kernel_stored.py"]),
     **of("kernels", "forward_again", ["tests/test_kernel_attention.py", "-k", "done_again"]),
-    **of("kernels", "decode", DECODE),
+    **of("kernels", "decode decode_parts", DECODE),
     **of("kernels", "rows_exact rows_long rows_online rows_pointwise rows_short", ROWS),
     **of("kernels", "rows_terms rows_threshold rows_tiles traits", ["tests/test_kernel_extremes.py", *ROWS]),
 }

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from regard.kernels import statistics, sweeps, tiles
+from regard.kernels.decode_parts import FIELDS, moments, parts_of, tell
 from regard.kernels.forward_online import ending, first_frame, frame_of, moved, slopes, terms
 from regard.kernels.statistics import Sums
-from regard.kernels.tiles import HIDDEN, LN2, LOG2E, Config
+from regard.kernels.tiles import LN2, LOG2E, Config
 from regard.problem import Problem
 
 QUERIES = 16  # at most so many queries, and
@@ -24,7 +25,6 @@ KEYS = 2048  # at least so many keys, make a call one for these kernels
 PROGRAMS = 2048  # to cut the keys into: eight waves of two on each of an H200's multiprocessors
 SHORTEST = 512  # keys of one part
 PARTS = 128
-FIELDS = 16  # numbers that a part tells of a row
 
 
 def suits(p: Problem) -> bool:
@@ -106,24 +106,7 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     place = (part * rows + row)[:, None] * C.E + e[None, :]
     tl.store(part_o + place, acc, mask=inside[:, None] & (e[None, :] < C.E))
     sums += part * rows + row
-    step = parts * rows
-    need: tl.constexpr = C.NEED
-    keep(sums, r.top, inside, True)
-    keep(sums + step, r.frame, inside, True)
-    keep(sums + 2 * step, z, inside, True)
-    keep(sums + 3 * step, r.ties, inside, need.shares)
-    keep(sums + 4 * step, r.u, inside, need.shares)
-    keep(sums + 5 * step, r.v, inside, need.slope)
-    keep(sums + 6 * step, r.log_u, inside, need.log_u)
-    keep(sums + 7 * step, r.square, inside, need.square)
-    keep(sums + 8 * step, r.slope, inside, need.slope)
-    keep(sums + 9 * step, r.cross, inside, need.slope)
-    keep(sums + 10 * step, r.lse, inside, need.lse)
-    keep(sums + 11 * step, r.distance, inside, need.distance)
-    keep(sums + 12 * step, r.support, inside, need.support)
-    keep(sums + 13 * step, r.pivot, inside, need.moments)
-    keep(sums + 14 * step, r.mean, inside, need.moments)
-    keep(sums + 15 * step, r.m2, inside, need.moments)
+    tell(sums, parts * rows, r, z, inside, C)
 
 
 @triton.jit
@@ -178,12 +161,6 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     else:
         acc = tiles.dot(u.to(values.dtype), values, acc, C)
     return acc, r
-
-
-@triton.jit
-def keep(where, x, inside, WANTED: tl.constexpr):
-    if WANTED:
-        tl.store(where, x, mask=inside)
 
 
 @triton.jit
@@ -248,59 +225,3 @@ def forward_merge(q, k, part_o, sums, o, frames, zs, stats, opt, length, parts, 
         statistics.finish(
             stats, place, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
         )
-
-
-@triton.jit
-def parts_of(where, step, there, C: tl.constexpr):
-    """The sums of every part of a row: top and frame [PARTS], the others [PARTS, 1]."""
-    NEED: tl.constexpr = C.NEED
-    hidden: tl.constexpr = HIDDEN
-    zero = told(where, there, False)
-    return Sums(
-        tl.load(where, mask=there, other=hidden),
-        tl.load(where + step, mask=there, other=hidden),
-        told(where + 2 * step, there, True),
-        told(where + 3 * step, there, NEED.shares),
-        told(where + 4 * step, there, NEED.shares),
-        told(where + 5 * step, there, NEED.slope),
-        told(where + 6 * step, there, NEED.log_u),
-        told(where + 7 * step, there, NEED.square),
-        told(where + 8 * step, there, NEED.slope),
-        told(where + 9 * step, there, NEED.slope),
-        told(where + 10 * step, there, NEED.lse),
-        told(where + 11 * step, there, NEED.distance),
-        told(where + 12 * step, there, NEED.support),
-        zero,
-        zero,
-        zero,
-        told(where + 13 * step, there, NEED.moments),
-        told(where + 14 * step, there, NEED.moments),
-        told(where + 15 * step, there, NEED.moments),
-    )
-
-
-@triton.jit
-def told(where, there, WANTED: tl.constexpr):
-    """One number of each part, [PARTS, 1]; 0 where there is no such part, or nobody asked."""
-    if WANTED:
-        x = tl.load(where, mask=there, other=0.0)[:, None]
-    else:
-        x = tl.zeros([where.shape[0], 1], where.dtype.element_ty)
-    return x
-
-
-@triton.jit
-def moments(r, part, length, first, last, C: tl.constexpr):
-    """(mean of y, Σ (y − mean)²) of a row, each [1], from its parts' sums around their own pivots."""
-    mean = tl.zeros([1], C.ACC)
-    spread = tl.zeros([1], C.ACC)
-    if C.NEED.moments:
-        n = tl.minimum(last, (part + 1) * length) - tl.maximum(first, part * length)  # [PARTS]
-        n = tl.maximum(n, 0).to(C.ACC)[:, None]
-        some = n > 0.0
-        each = tl.where(some, n, 1.0)
-        centre = tl.where(some, r.pivot + r.mean / each, 0.0)
-        mean = tl.sum(n * centre, 0) / tl.maximum(tl.sum(n, 0), 1.0)
-        away = tl.where(some, centre - mean[None, :], 0.0)
-        spread = tl.sum(tl.where(some, r.m2 - r.mean * (r.mean / each), 0.0) + n * away * away, 0)
-    return mean, spread

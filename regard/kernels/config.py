@@ -50,14 +50,14 @@ def key_blocks(p: Problem, config: Config) -> tuple:
 
 
 def bulky(*tensors: torch.Tensor) -> bool:
-    """Can the bulk copy engine read these?"""
-    if not _has_engine(tensors[0].device):
-        return False
-    for tensor in tensors:
-        steps = (tensor.element_size() * stride for stride in tensor.stride()[:-1])
-        if tensor.stride(-1) != 1 or tensor.data_ptr() % 16 or any(step <= 0 or step % 16 for step in steps):
-            return False
-    return True
+    """Is there a bulk copy engine, and can it read these?"""
+    return _has_engine(tensors[0].device) and all(map(reachable, tensors))
+
+
+def reachable(x: torch.Tensor) -> bool:
+    """Can the bulk copy engine read this tensor?"""
+    steps = (x.element_size() * stride for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 @cache

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from regard.kernels import bundle, moments, statistics
+from regard.kernels.config import reachable
 from regard.kernels.launch import kind_of, launch
 from regard.normalizers._language import speak
 from regard.problem import Problem
@@ -72,12 +73,6 @@ def capable(device: torch.device) -> bool:
 @cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def reachable(x: torch.Tensor) -> bool:
-    """Can the bulk copy engine read this tensor?"""
-    steps = (x.element_size() * stride for stride in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def forward(p: Problem, o, frame, z, options, statistics_of) -> None:

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from regard.kernels import backward_stored, decode, hopper, keys_first, sparse
-from regard.kernels.backward import State, backward_dq, backward_rows
+from regard.kernels.backward import backward_dq, backward_rows
 from regard.kernels.backward_bias import backward_bias
 from regard.kernels.config import config_of, key_blocks, linear, options, view
 from regard.kernels.forward_again import forward_again
@@ -17,6 +17,7 @@ from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_statistics import ROWS, forward_statistics
 from regard.kernels.forward_threshold import forward_threshold
 from regard.kernels.launch import kind_of, launch
+from regard.kernels.slopes import State
 from regard.kernels.tiles import Config
 from regard.problem import Forward, Gradients, Problem, Upstream
 

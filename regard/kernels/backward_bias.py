@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.kernels import backward, tiles
+from regard.kernels import slopes, tiles
 
 
 @triton.jit
@@ -72,13 +72,13 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         values = tiles.block_of(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
         x = tiles.dot(rows, tl.trans(keys), None, C)
         dp = tiles.dot(d_out, tl.trans(values), None, C)
-        r = backward.across(backward.rows_at(state, b, h, i, n, opt, C, False), False)
+        r = slopes.across(slopes.rows_at(state, b, h, i, n, opt, C, False), False)
         y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
-        p, up, down, power = backward.weigh(
+        p, up, down, power = slopes.weigh(
             y, seen, r, tiles.number(opt.theta, C.ACC), C.F, C.FOLDED, C.PRECISION == "tf32x3"
         )
         if opt.seed is not None:
             kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
             dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
-        acc += backward.slope_tile(y, seen, dp, p, up, down, power, r, C.F, C.TILTED) * r.a
+        acc += slopes.slope_tile(y, seen, dp, p, up, down, power, r, C.F, C.TILTED) * r.a
     return acc

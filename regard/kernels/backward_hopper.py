@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard.kernels import tiles
-from regard.kernels.backward import Rows, slope_tile, weigh
 from regard.kernels.hopper_ring import barriers, copy_in
 from regard.kernels.hopper_rows import copy_out
+from regard.kernels.slopes import Rows, slope_tile, weigh
 from regard.kernels.warpgroup import ROWS, zeros
 
 KEYS = ROWS  # of one warpgroup

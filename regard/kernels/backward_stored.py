@@ -15,10 +15,10 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard.kernels import hopper, keys_first
-from regard.kernels.backward import State
 from regard.kernels.backward_product import backward_product
 from regard.kernels.config import bulky, config_of, described, options, view
 from regard.kernels.launch import kind_of, launch
+from regard.kernels.slopes import State
 from regard.problem import Gradients, Problem
 
 MOST = 2**30  # bytes of scratch

@@ -10,9 +10,10 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard.kernels import bundle, hopper
-from regard.kernels.backward import State, backward_dkv
+from regard.kernels.backward import backward_dkv
 from regard.kernels.config import bulky, config_of, described, linear, options, view
 from regard.kernels.launch import kind_of, launch
+from regard.kernels.slopes import State
 from regard.problem import Problem
 
 SHORT = 512  # queries or keys

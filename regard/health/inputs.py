@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from regard.health.examination import positions
 
 LENGTH = 256  # tokens per sequence, where the model has so many positions
+UNKNOWN = 1 / 3  # of a text's tokens, beyond which it is not the text that would be examined
 LONGEST_TOKEN = 64  # characters: what a text is cut by before it is tokenised
 SIGNALS = ("pixel_values", "input_features", "input_values")
 
@@ -48,9 +49,17 @@ def _rows(tokenizer, text: str, length: int) -> list[list[int]]:
     encoded = tokenizer(text, truncation=True, max_length=length, return_overflowing_tokens=True, padding=False)
     rows = encoded["input_ids"]
     rows = [rows] if rows and isinstance(rows[0], int) else rows
-    ordinary = [row for row in rows if not set(row) <= set(tokenizer.all_special_ids)]
-    if not ordinary and len(rows[0] if rows else ()) > special:
-        raise InputError("the text tokenises to unknown tokens alone; the tokenizer's files are missing or others'")
+    marks = set(tokenizer.all_special_ids)
+    if len(tokenizer) <= len(marks):
+        raise InputError("the tokenizer knows no token but the special ones: its files are missing")
+    told = [one for row in rows for one in row if one not in marks or one == tokenizer.unk_token_id]
+    unknown = told.count(tokenizer.unk_token_id)
+    if unknown > UNKNOWN * len(told):
+        raise InputError(
+            f"{100 * unknown / len(told):.0f} % of the text's tokens are unknown to the tokenizer: its files are "
+            "missing or others', or the text is not in its language"
+        )
+    ordinary = [row for row in rows if not set(row) <= marks]
     if not ordinary:
         raise InputError("the text tokenises to nothing; give some with --text")
     return ordinary

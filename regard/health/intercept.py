@@ -157,7 +157,7 @@ _BUSY = PerThread([False])  # inside a caught call: what it calls is not caught 
 
 
 def _enter(thread: int | None, module, inputs, named=None) -> None:  # None: its hook was just taken off elsewhere
-    if thread not in (None, threading.get_ident()):  # the forwards of others are theirs
+    if torch.compiler.is_compiling() or thread not in (None, threading.get_ident()):  # forwards of others are theirs
         return
     if OPENED and any(module is one.model for one in ACTIVE[:]):
         bury_dead()
@@ -170,7 +170,7 @@ def _enter(thread: int | None, module, inputs, named=None) -> None:  # None: its
 
 
 def _leave(thread: int | None, module, inputs, output) -> None:
-    if thread not in (None, threading.get_ident()):
+    if torch.compiler.is_compiling() or thread not in (None, threading.get_ident()):
         return
     if _STACK and _STACK[-1][0] is module:
         _STACK.pop()
@@ -189,6 +189,9 @@ def _pushed(mode: TorchFunctionMode):
 
 
 def watched(module: nn.Module | None) -> list[Interception]:
+    """Who has a say in calls of that module. Nobody has where torch.compile reads it: it would put that into its code."""
+    if torch.compiler.is_compiling():
+        return []
     return [] if _BUSY[0] or module is None else [one for one in ACTIVE[:] if one.sees(module)]
 
 

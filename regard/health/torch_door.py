@@ -33,7 +33,7 @@ class Mode(Catching):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         handler = self.handlers.get(func)
-        if handler is None:  # as it mostly is: a forward calls hundreds of functions
+        if handler is None or torch.compiler.is_compiling():  # mostly none: a forward calls hundreds of functions
             return func(*args, **kwargs) if kwargs else func(*args)
         return handler(func, args, kwargs or {})
 

@@ -96,7 +96,12 @@ def test_folders_that_hold_no_whole_model(folder, tmp_path, capsys):
     refused(capsys, "examine", ":", words="write module:function")
     refused(capsys, "examine", "./nowhere", words="there is no folder './nowhere'")
     mute = copied(folder, tmp_path / "mute", leave=lambda name: "tok" in name or "vocab" in name)
-    refused(capsys, "examine", mute, words="unknown tokens alone")
+    refused(capsys, "examine", mute, words="the tokenizer knows no token but the special ones: its files are missing")
+    size = dict(vocab_size=512, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    t5 = save(transformers.T5Model(transformers.T5Config(**size)), tmp_path / "t5", tokenizer=False)
+    refused(capsys, "examine", t5, words="50 % of the text's tokens are unknown to the tokenizer")  # ▁, unknown, ▁, …
+    (tmp_path / "greek.txt").write_text("γράμματα και λέξεις, a " * 9)
+    refused(capsys, "examine", folder, "--text", tmp_path / "greek.txt", words="or the text is not in its language")
     small = save(transformers.BertModel(transformers.BertConfig(**{**SIZE, "vocab_size": 9})), tmp_path / "small")
     refused(capsys, "examine", small, words="but the model has 9: they do not belong together")
     assert not (tmp_path / "report.html").exists()

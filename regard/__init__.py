@@ -7,8 +7,6 @@
 torch.Size([1, 2, 16])
 """
 
-import importlib
-
 from regard import masks, nn, normalizers, reference, statistics, temperature
 from regard._attention import attention, attention_path
 from regard._jacobian import jacobian, vjp
@@ -40,7 +38,9 @@ def __getattr__(name: str):
 
         return getattr(health, name)
     if name == "parallel":
-        return importlib.import_module("regard.parallel")
+        import regard.parallel
+
+        return regard.parallel
     if name == "qk_clip":
         from regard._qk_clip import qk_clip
 
@@ -48,12 +48,18 @@ def __getattr__(name: str):
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
+    "Monitor",
     "OnlineSoftmax",
     "attention",
     "attention_path",
     "entmax",
     "entmax15",
+    "examine",
     "gumbel_softmax",
     "jacobian",
     "log_softmax",
@@ -62,6 +68,8 @@ __all__ = [
     "nn",
     "normalize",
     "normalizers",
+    "parallel",
+    "qk_clip",
     "qk_norm",
     "reference",
     "relu_norm",
@@ -73,5 +81,6 @@ __all__ = [
     "sparsemax",
     "statistics",
     "temperature",
+    "using",
     "vjp",
 ]

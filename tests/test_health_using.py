@@ -116,3 +116,19 @@ def test_weights_cannot_be_asked_for_under_it():
     x = torch.randn(1, 5, 16)
     with pytest.raises(ValueError, match="need_weights=False"), regard.using(module, normalizer="entmax15"):
         module(x, x, x)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
+    """Also when torch.compile first reads it inside the block: what it then made serves the plain model."""
+    model, x = encoder(), torch.randn(1, 7, 16)
+    own, compiled = model(x), torch.compile(model, backend="eager", fullgraph=True)
+    if before:
+        compiled(x)
+    with pytest.warns(UserWarning, match="led no attention call"), regard.using(model, temperature=5.0):
+        torch.testing.assert_close(compiled(x), own)
+    with pytest.raises(ValueError, match=r"what torch.compile made of it was run, examine that"):
+        regard.examine(model, lambda _: compiled(x))
+    torch.testing.assert_close(compiled(x), own)
+    assert intercept.ACTIVE == intercept.OPENED == [] and not intercept._STACK
+    torch._dynamo.reset()

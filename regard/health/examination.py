@@ -88,7 +88,7 @@ def examine(
     here = threading.get_ident()  # others may run the model beside
 
     def begin(*_) -> None:
-        if threading.get_ident() == here:
+        if not torch.compiler.is_compiling() and threading.get_ident() == here:
             recorder.begin()
 
     opened = model.register_forward_pre_hook(begin, prepend=True)
@@ -135,7 +135,8 @@ def examine(
     if not layers:
         raise ValueError(
             f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
-            f"torch.nn.MultiheadAttention, regard.attention or a transformers attention function{_by_hand(modules)}"
+            "torch.nn.MultiheadAttention, regard.attention or a transformers attention function (if what torch.compile "
+            f"made of it was run, examine that){_by_hand(modules)}"
         )
     with recorder.beside():
         return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)

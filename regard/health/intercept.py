@@ -189,7 +189,7 @@ def _pushed(mode: TorchFunctionMode):
 
 
 def watched(module: nn.Module | None) -> list[Interception]:
-    """Who has a say in calls of that module; nobody where torch.compile reads it, whose code would keep what they say."""
+    """Who has a say in calls of that module; nobody where torch.compile reads it: its code would keep what they say."""
     if torch.compiler.is_compiling():
         return []
     return [] if _BUSY[0] or module is None else [one for one in ACTIVE[:] if one.sees(module)]

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -16,6 +17,9 @@ from torch import nn
 import regard
 from regard.health import examine, files, page
 from regard.health.commands import compare
+from regard.health.findings import Finding
+from regard.health.page import side_by_side
+from regard.health.report import WhatIfReading
 
 
 def model(layers=2, sharp=1.0):
@@ -174,8 +178,8 @@ def test_a_terminal_without_blocks_gets_digits():
 def test_the_summary_names_what_was_found(report):
     said = " ".join(report.summary())
     assert "8 heads in 2 attention layers, measured on 48 rows each." in said
-    for finding in report.findings:
-        assert f"{finding.kind} ({len(finding.heads)})" in said
+    for kind in {finding.kind for finding in report.findings}:
+        assert f"{kind} ({sum(len(one.heads) for one in report.findings if one.kind == kind)})" in said
     healthy = examine(model(sharp=2.0), [torch.randn(4, 24, 16)])
     assert healthy.findings == []
     assert "No head passed a threshold." in healthy.summary()
@@ -227,6 +231,17 @@ def test_findings_of_one_kind_add_up(report):
     two = report.to_json()
     two["findings"] = [dict(kind="scale off", heads=[["a", 0]] * many) for many in (12, 1)]
     assert compare.by_finding(two, two).rows == [["scale off", "13", "13"]]
+    assert "scale off (13)." in side_by_side.render(two, two, [])
+    found = Finding("scale off", "warning", (("0", 0),), "too large", "", "", indices=(0,))
+    again = replace(found, severity="note", heads=(("0", 1), ("0", 2)), indices=(0, 0))
+    told = replace(report, findings=[found, again], what_if={"qk_norm": WhatIfReading(report.heads, [found, again])})
+    shown = io.StringIO()
+    told.show(shown)
+    assert "3 of 8 heads have findings in layer 0: scale off (3)." in shown.getvalue()
+    assert "what if qk_norm: scale off (3)\n" in shown.getvalue()
+    assert "scale off (warning), 1 head: 0·0" in shown.getvalue()
+    assert "<td>scale off (3)</td>" in page.render(told)
+    assert "1 of 8 heads has findings in layer 0: scale off (1)." in replace(report, findings=[found]).summary()
 
 
 def test_thousands_of_heads_keep_their_means(report, monkeypatch):

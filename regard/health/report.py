@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,20 +97,20 @@ def summarize(report: Report) -> list[str]:
     said = ["Nothing was measured."]
     if report.heads:
         rows = {head.statistics.count("entropy") for head in report.heads}
-        many = f"{_count(len(report.heads), 'head')} in {_count(len(layers), 'attention layer')}"
+        many = f"{counted(len(report.heads), 'head')} in {counted(len(layers), 'attention layer')}"
         least = f"{min(rows):,} to " if len(rows) > 1 else ""
-        said = [f"{many}, measured on {least}{_count(max(rows), 'row')} each."]
+        said = [f"{many}, measured on {least}{counted(max(rows), 'row')} each."]
     if report.findings:
         ill = {place for finding in report.findings for place in finding.places}
         where = sorted({index for index, _ in ill})
         spread = "" if len(layers) == 1 else " in every layer" if where == layers else f" in {_named(where)}"
-        kinds = _listed([f"{finding.kind} ({len(finding.heads)})" for finding in report.findings])
-        many = _count(len({(head.index, head.head) for head in report.heads} | ill), "head")
-        said.append(f"{len(ill)} of {many} have findings{spread}: {kinds}.")
+        kinds = _listed(by_kind((finding.kind, len(finding.heads)) for finding in report.findings))
+        many = counted(len({(head.index, head.head) for head in report.heads} | ill), "head")
+        said.append(f"{len(ill)} of {many} {'has' if len(ill) == 1 else 'have'} findings{spread}: {kinds}.")
     elif report.heads:
         said.append(without_findings(report))
     if report.unmeasured:
-        said.append(f"{_count(len(report.unmeasured), 'layer')} could not be measured; the reasons are given.")
+        said.append(f"{counted(len(report.unmeasured), 'layer')} could not be measured; the reasons are given.")
     if report.interrupted:
         said.append(f"The examination did not finish: {report.interrupted}.")
     return said
@@ -124,7 +124,7 @@ def without_findings(report: Report) -> str:
     if few == len(report.heads):
         return "No head has rows and keys enough to be judged; examine it on more, or longer, text."
     part = " that was measured" if report.unmeasured or report.interrupted else ""
-    rest = f" {_count(few, 'head')} had too few rows or keys to be judged." if few else ""
+    rest = f" {counted(few, 'head')} had too few rows or keys to be judged." if few else ""
     return f"No head{part} passed a threshold.{rest}"
 
 
@@ -137,7 +137,20 @@ def _listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _count(number: int, noun: str) -> str:
+def by_kind(found: Iterable[tuple[str, int]]) -> list[str]:
+    """Each kind with its heads, of (kind, heads) pairs: one kind may be several findings, as too large and too small.
+
+    >>> from regard.health.report import by_kind
+    >>> by_kind([("scale off", 12), ("dying gradient", 9), ("scale off", 4)])
+    ['scale off (16)', 'dying gradient (9)']
+    """
+    total: Counter = Counter()
+    for kind, heads in found:
+        total[kind] += heads
+    return [f"{kind} ({heads})" for kind, heads in total.items()]
+
+
+def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from regard.health.page.data import ITSELF
+from regard.health.report import by_kind, counted
 from regard.table import Table
 
 BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # what a terminal has; the first is that of NaN
@@ -29,13 +30,13 @@ def show(report, file=None) -> None:
         )
     for finding in report.findings:
         say(
-            f"\n{finding.kind} ({finding.severity}), {len(finding.heads)} heads: {heads_told(finding)}",
+            f"\n{finding.kind} ({finding.severity}), {counted(len(finding.heads), 'head')}: {heads_told(finding)}",
             TONES[finding.severity],
         )
         for line in (finding.evidence, f"threshold: {finding.threshold}", f"remedy: {finding.remedy}"):
             print(f"  {printable(line)}", file=file)
     for name, reading in report.what_if.items():
-        kinds = ", ".join(f"{one.kind} ({len(one.heads)})" for one in reading.findings) or "no findings"
+        kinds = ", ".join(by_kind((one.kind, len(one.heads)) for one in reading.findings)) or "no findings"
         say(f"\nwhat if {printable(name)}: {kinds}", "bold")
         before, after = _average(report.heads, "entropy_ratio"), _average(reading.heads, "entropy_ratio")
         print(f"  mean entropy ratio {before} → {after}", file=file)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from regard.health.page.data import ITSELF, payload
 from regard.health.page.document import document, escaped, packed
-from regard.health.report import without_findings
+from regard.health.report import by_kind, counted, without_findings
 
 SHOWN = ("entropy_ratio", "max_weight", "gain_ratio", "logit_variance", "max_logit")
 WORDS = dict(
@@ -178,9 +178,9 @@ def _what_if_row(name: str, heads, findings, refused) -> str:
         values = [head.statistics[statistic].mean for head in heads]
         values = [value for value in values if value == value]
         cells.append(f"<td>{sum(values) / len(values):.3g}</td>" if values else "<td>–</td>")
-    said = ", ".join(f"{finding.kind} ({len(finding.heads)})" for finding in findings) or "none"
+    said = ", ".join(by_kind((finding.kind, len(finding.heads)) for finding in findings)) or "none"
     if refused:
-        said += f"; not possible in {len(refused)} layers: {refused[0][1]}"
+        said += f"; not possible in {counted(len(refused), 'layer')}: {refused[0][1]}"
     return f"<tr><th>{escaped(name)}</th>{''.join(cells)}<td>{escaped(said)}</td></tr>"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from regard.health.page.data import ITSELF, MEANING
 from regard.health.page.document import document, escaped, packed
+from regard.health.report import by_kind, counted
 from regard.table import Table
 
 KEYS = ("mean", "std", "min", "q05", "q50", "q95", "max")
@@ -69,9 +70,9 @@ def _short(x: float | None, digits: int) -> float | None:
 
 def _header(a: dict, b: dict) -> str:
     def told(letter: str, report: dict) -> str:
-        findings = ", ".join(f"{one['kind']} ({len(one['heads'])})" for one in report["findings"]) or "no findings"
+        findings = ", ".join(by_kind((one["kind"], len(one["heads"])) for one in report["findings"])) or "no findings"
         return (
-            f"<p><strong>{letter}</strong> {escaped(report['title'])}: {len(report['heads'])} heads, "
+            f"<p><strong>{letter}</strong> {escaped(report['title'])}: {counted(len(report['heads']), 'head')}, "
             f"{escaped(findings + unknown(report))}.</p>"
         )
 

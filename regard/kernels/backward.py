@@ -128,6 +128,7 @@ def dkv_tile(
     C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One query block, keys first: dv += pᵀ·do, dk += dsᵀ·q; where `slopes` is given, ds is left there."""
+    F: tl.constexpr = C.F  # Triton 3.6 passes on no part of a configuration that has no name
     i = start + tl.arange(0, C.BM)
     if C.BULK and not EDGE:
         q_rows = tiles.bulk_of(q_blocks, b, h, start, C.BM, C.BD)
@@ -139,7 +140,7 @@ def dkv_tile(
     r = across(rows_at(state, b, h, i, n, opt, C, not EDGE), True)
     i = i[None, :]
     y, seen = tiles.scores(x, b, h, i, j, r.first, r.last, opt, C.LINEAR, EDGE)
-    p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), C.F, C.FOLDED, C.PRECISION == "tf32x3")
+    p, up, down, power = weigh(y, seen, r, tiles.number(opt.theta, C.ACC), F, C.FOLDED, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
     if opt.seed is not None:
@@ -147,7 +148,7 @@ def dkv_tile(
         dp = tl.where(kept > 0.0, dp * kept, 0.0)
         passed = p * kept
     dv = tiles.dot(passed.to(d_out.dtype), d_out, dv, C)
-    ds = slope_tile(y, seen, dp, p, up, down, power, r, C.F, C.TILTED)
+    ds = slope_tile(y, seen, dp, p, up, down, power, r, F, C.TILTED)
     if opt.cap is not None:
         ds = tl.where(seen, ds * tiles.cap_slope(x, opt), 0.0)
     if opt.temperature.ptr is not None:

@@ -59,6 +59,7 @@ def backward_bias(
 
 @triton.jit
 def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
+    F: tl.constexpr = C.F
     n = tiles.key_count(opt, b)
     lowest, _ = tiles.interval(i0, opt, n)
     _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
@@ -75,10 +76,10 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         r = slopes.across(slopes.rows_at(state, b, h, i, n, opt, C, False), False)
         y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
         p, up, down, power = slopes.weigh(
-            y, seen, r, tiles.number(opt.theta, C.ACC), C.F, C.FOLDED, C.PRECISION == "tf32x3"
+            y, seen, r, tiles.number(opt.theta, C.ACC), F, C.FOLDED, C.PRECISION == "tf32x3"
         )
         if opt.seed is not None:
             kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
             dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
-        acc += slopes.slope_tile(y, seen, dp, p, up, down, power, r, C.F, C.TILTED) * r.a
+        acc += slopes.slope_tile(y, seen, dp, p, up, down, power, r, F, C.TILTED) * r.a
     return acc

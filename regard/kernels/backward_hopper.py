@@ -152,6 +152,7 @@ def step(
     t, pending, blocks, keys, values, ring, head, i0, j0, opt, part: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
 ):
     """One tile of queries: dv += p·do at once; dk += ds·q of the tile before, while this one is weighed."""
+    F: gl.constexpr = C.F
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
     dk, dv, last = pending
@@ -173,13 +174,13 @@ def step(
         if C.BEHIND:
             seen = seen & (j <= i)
     x = warpgroup_mma_wait(2, deps=[x])
-    p, up, down, power = weigh(x, seen, r, tiles.number(opt.theta, gl.float32), C.F, C.FOLDED, False)
+    p, up, down, power = weigh(x, seen, r, tiles.number(opt.theta, gl.float32), F, C.FOLDED, False)
     u = gl.convert_layout(p.to(ring.k.dtype), OPERAND)
     r = with_delta(r, stage, ring, S, C)
     dp = warpgroup_mma_wait(1, deps=[dp])
     dv = warpgroup_mma(u, do, dv, is_async=True)
     # no statistics' gradients: their sums do not fit the registers
-    ds = slope_tile(x, seen, dp, p, up, down, power, r, C.F, False).to(ring.k.dtype)
+    ds = slope_tile(x, seen, dp, p, up, down, power, r, F, False).to(ring.k.dtype)
     dk = warpgroup_mma_wait(1, deps=[dk])
     if blocks.slopes is not None:
         tma.store_wait(0)

@@ -60,7 +60,20 @@ def test_nan_is_an_illness_and_no_clean_bill():
     assert finding.places[0] == (0, 0) and ("0", 0) in finding.heads
     page = render(report)
     assert "in trouble" in page and "healthy" not in page.split("<main>")[1]
-    assert "8 of 8 heads have findings" in page
+    assert "8 heads have findings in layers 0 and 1: not finite (8)." in page
+
+
+@pytest.mark.parametrize("length", [20, 300])  # 300: the output that goes on is the rebuilt one
+def test_nan_in_one_head_is_told_of_that_head(length, tmp_path):
+    model = nn.Sequential(Att())
+    model[0].q.weight.data[8 * 2 + 1] = math.nan  # its third head's
+    batches = [torch.randn(2, length, 32)] * 2
+    report = regard.examine(model, batches)
+    (finding,) = report.findings
+    assert regard.examine(model, batches, snapshot=tmp_path / "so far").findings == [finding]
+    assert (finding.heads, finding.places) == ((("0", 2),), [(0, 2)])
+    assert "first in 0, there in 1 of its 4 heads." in finding.evidence
+    assert report.summary()[1] == "1 head has findings in layer 0: not finite (1)."
 
 
 def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):

@@ -39,19 +39,19 @@ def _spread(length: int, count: int, device: torch.device) -> Tensor:
 
 
 def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
-    """The largest ‖own − rebuilt‖/‖own‖ over heads, both [B, H, M, E], on the rows [B, M] that count."""
+    """Per head ‖own − rebuilt‖/‖own‖, both [B, H, M, E], on the rows [B, M] that count: [H]."""
     own = own[: len(rebuilt)].detach()
     if own.is_cuda and 0 < own.shape[2] <= SAMPLED:
         from regard.health import fused_call
 
-        return fused_call.difference(own, rebuilt, rows).max()
+        return fused_call.difference(own, rebuilt, rows)
     own, rebuilt = own.float(), rebuilt.float()
     if rows is not None:
         hidden = ~rows[:, None, :, None]
         own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)
     size = own.square().sum((0, 2, 3)).sqrt()
     apart = (own - rebuilt).square().sum((0, 2, 3)).sqrt()
-    return (apart / torch.where(size > 0, size, 1.0)).max() if own.numel() else apart.sum()
+    return apart / torch.where(size > 0, size, 1.0)
 
 
 def unfaithful(apart: float, limit: float) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Sight:
 
     reading: LayerReading
     limit: float
-    apart: Tensor | None = None  # the largest relative difference, on the device: asking now would make the GPU wait
+    apart: Tensor | None = None  # [H] the largest relative differences, on the device: asking now would make it wait
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
     masks: list[Shown] = field(default_factory=list)  # what the masks of its calls show
@@ -73,6 +73,7 @@ class Layer:
     sampled: bool = False
     odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `Shown`
     blind: list[int] = field(default_factory=list)  # per head, rows that see no key and are no padding; empty: none
+    not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
     folded: bool = False  # were its calls of three dims?
     told: tuple[LayerReading, list] | None = None  # the heads of a reading, told while the model was still at work
 
@@ -104,14 +105,14 @@ class Layer:
         if reason is None and self.reading is not None and other.reading is not None and other.heads != self.heads:
             reason = HEADS_CHANGE
         if reason is not None:
-            self.give_up(reason)
+            self.give_up(reason, sorted({*self.not_finite, *other.not_finite}))
         elif other.reading is not None:
             self.absorb(Sight(other.reading, 0.0, sampled=other.sampled, what_if=other.what_if), other.error)
             self.odd |= other.odd
             self.miss(other.blind)
 
-    def give_up(self, reason: str) -> None:
-        self.reason, self.reading = reason, None
+    def give_up(self, reason: str, not_finite: Sequence[int] = ()) -> None:
+        self.reason, self.reading, self.not_finite = reason, None, list(not_finite)
         self.what_if.clear()
 
 
@@ -168,14 +169,15 @@ class Recorder:
             differences = _numbers([sight.apart for sight in sights.values() if sight.apart is not None])
         self._aside.join()
         wrong = False
-        for (key, sight), apart in zip(sights.items(), differences, strict=True):
-            reason = unfaithful(apart, sight.limit)
+        for (key, sight), heads in zip(sights.items(), differences, strict=True):
+            not_finite = [head for head, apart in enumerate(heads) if apart != apart]
+            reason = unfaithful(math.nan if not_finite else max(heads, default=0.0), sight.limit)
             if reason is not None:
-                self.layers[key].give_up(reason)
+                self.layers[key].give_up(reason, not_finite)
                 wrong |= sight.sampled
         if not wrong:
-            for (key, sight), apart in zip(sights.items(), differences, strict=True):
-                if self.layers[key].reason is None and self.layers[key].absorb(sight, apart):
+            for (key, sight), heads in zip(sights.items(), differences, strict=True):
+                if self.layers[key].reason is None and self.layers[key].absorb(sight, max(heads, default=0.0)):
                     self._aside.mark(sight.apart.device)
         return wrong
 
@@ -276,8 +278,9 @@ class Recorder:
         return otherwise()
 
 
-def _numbers(tensors: list[Tensor]) -> list[float]:
+def _numbers(tensors: list[Tensor]) -> list[list[float]]:
     """Their values, with one wait for the device where they share it."""
     if len({x.device for x in tensors}) == 1:
-        return torch.stack(tensors).tolist()
-    return [x.item() for x in tensors]
+        together = iter(torch.cat(tensors).tolist())
+        return [list(islice(together, len(x))) for x in tensors]
+    return [x.tolist() for x in tensors]

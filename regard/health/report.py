@@ -105,8 +105,9 @@ def summarize(report: Report) -> list[str]:
         where = sorted({index for index, _ in ill})
         spread = "" if len(layers) == 1 else " in every layer" if where == layers else f" in {_named(where)}"
         kinds = _listed(by_kind((finding.kind, len(finding.heads)) for finding in report.findings))
-        many = counted(len({(head.index, head.head) for head in report.heads} | ill), "head")
-        said.append(f"{len(ill)} of {many} {'has' if len(ill) == 1 else 'have'} findings{spread}: {kinds}.")
+        measured = {(head.index, head.head) for head in report.heads}
+        many = f"{len(ill)} of {counted(len(measured), 'head')}" if ill <= measured else counted(len(ill), "head")
+        said.append(f"{many} {'has' if len(ill) == 1 else 'have'} findings{spread}: {kinds}.")
     elif report.heads:
         said.append(without_findings(report))
     if report.unmeasured:

@@ -279,10 +279,11 @@ def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
     layer.odd.update(told["odd"])
     if layer.reason is not None:
         return
+    layer.heads = told["heads"] or layer.heads
     if told["reason"] is not None:
-        layer.give_up(told["reason"])
+        layer.give_up(told["reason"], told["not_finite"])
         return
-    layer.heads, layer.kind = told["heads"] or layer.heads, told["kind"] or layer.kind
+    layer.kind = told["kind"] or layer.kind
     layer.folded = told["folded"]
     layer.head_dim, layer.scale = told["head_dim"] or layer.head_dim, told["scale"]
     layer.dtype = layer.dtype if told["dtype"] is None else getattr(torch, told["dtype"])

@@ -185,6 +185,56 @@ def test_a_causal_mask_that_is_one_key_off(how, kind):
     assert kinds.get("mask off by one") == kind
 
 
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        (lambda mask: triangle(0)(mask).float(), "mask hides nothing"),
+        (lambda mask: (~triangle(0)(mask)).double(), "mask hides nothing"),  # triu(1), for −inf there
+        (lambda mask: (triangle(0)(mask) & keys(mask)).float(), "mask hides nothing"),
+        (lambda mask: (~(triangle(0)(mask) & keys(mask))).bfloat16(), "mask hides nothing"),
+        (lambda mask: keys(mask).float(), "mask hides nothing"),
+        (lambda mask: (~keys(mask)).float().expand(-1, 4, LENGTH, -1), "mask hides nothing"),
+        (lambda mask: triangle(0)(mask).mT, "mask inverted"),
+        (lambda mask: torch.zeros(LENGTH, LENGTH).masked_fill(triangle(-1)(mask), -math.inf), "mask inverted"),
+        (lambda mask: triangle(0)(mask).mT & keys(mask), "mask inverted"),
+        (triangle(0), None),
+        (lambda mask: torch.where(triangle(0)(mask), 0.0, -math.inf), None),
+        (lambda mask: torch.where(triangle(0)(mask), 1.0, -math.inf), None),
+        (lambda mask: torch.where(keys(mask), 0.0, -1e9), None),
+        (lambda mask: torch.ones(1, 1, 1, LENGTH), None),
+        (lambda mask: triangle(0)(mask).float() * 0.5, None),
+        (lambda mask: torch.eye(LENGTH), None),  # to itself, or to the first: a bias
+        (lambda mask: (torch.arange(LENGTH) == 0).float().expand(LENGTH, LENGTH), None),
+        (lambda mask: (torch.rand(LENGTH, LENGTH) > 0.5).float(), None),  # a graph's edges
+        (lambda mask: -(torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs() * torch.ones(4, 1, 1), None),
+        (lambda mask: torch.randn(1, 4, LENGTH, LENGTH), None),
+    ],
+)
+def test_a_mask_of_ones_or_transposed_is_told_of_and_a_bias_is_not(how, kind):
+    _, kinds = found(Reader(lambda mask: _as_words(how(mask))), batch())
+    assert {name: kinds[name] for name in kinds if name.startswith("mask")} == ({kind: ("warning", 4)} if kind else {})
+
+
+def _as_words(mask):
+    """In the words' dtype, if it is added."""
+    return mask if mask.dtype == torch.bool else mask.float()
+
+
+@pytest.mark.parametrize("how", ["attention", "padding"])
+def test_torchs_own_layers_given_ones_for_true(how):
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 1, enable_nested_tensor=False
+    )
+    x, late = torch.randn(3, LENGTH, 32), torch.ones(LENGTH, LENGTH).triu(1)
+    padded = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [7], [4]])
+    for ones in (False, True):
+        given = (
+            (late if ones else late.bool(), None) if how == "attention" else (None, padded.float() if ones else padded)
+        )
+        report = regard.examine(model, [lambda m, given=given: m(x, *given)])
+        assert ("mask hides nothing" in {one.kind for one in report.findings}) == ones
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_texts_of_two_tokens_cannot_tell_a_triangle(left):
     text = (torch.arange(LENGTH) < 2).expand(3, LENGTH)

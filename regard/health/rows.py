@@ -17,7 +17,7 @@ from regard.health.call import Call, named_cross
 
 TEXTS = (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask"))  # as transformers calls them
 LEAST = 8  # queries from which on a triangle is one
-SEVERAL = 3  # tokens from which on it is no chance that all are of one id, and ids that no padding has
+SEVERAL = 3  # tokens from which on it is no chance that all are of one id or at one end, and ids that no padding has
 
 
 @dataclass
@@ -25,8 +25,9 @@ class Shown:
     """What a mask shows: [B, N] keys that some query sees, [B, M] queries that see some key.
 
     `odd` answers, on the device, what can be asked of it: "padding", does a query of text see that? "ahead", "behind":
-    is it a causal mask but for one key more, or less? "after": is it one upside down? "text": does the batch itself
-    show its padding and hide its text?
+    is it a causal mask but for one key more, or less? "after", "from": is it one upside down, without or with the
+    diagonal? "added": is it one of 1 and 0 that is added to the scores? "text": does the batch itself show its padding
+    and hide its text?
     """
 
     keys: Tensor
@@ -207,9 +208,26 @@ def _of_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Tensor | N
         found.odd["padding"] = torch.stack([(each[b] & text[b, :, None] & ~text[b]).any() for b in range(batch)]).any()
     if shown.shape[1] == keys == queries >= LEAST:
         square = torch.ones(keys, keys, dtype=torch.bool, device=shown.device)
-        diagonals = dict(ahead=square.tril(1), behind=square.tril(-1), after=square.triu(1))
+        diagonals = {"ahead": square.tril(1), "behind": square.tril(-1), "after": square.triu(1), "from": square.triu()}
         found.odd |= {name: _like(shown, expected) for name, expected in diagonals.items()}
+    if mask.is_floating_point():
+        found.odd["added"] = _adds_ones(mask)
     return found
+
+
+def _adds_ones(mask: Tensor) -> Tensor:
+    """Is an additive mask one of 1 and 0 alone, as a causal order has them, or padding? Asked of its first head."""
+    while mask.ndim < 4:
+        mask = mask[None]
+    mask = mask[:, 0]  # [B or 1, M or 1, N]
+    on = mask == 1
+    ends = (on[..., 1:] != on[..., :-1]).sum(-1)  # of runs of keys that are alike
+    both = (on.sum(-1) >= SEVERAL) & ((~on).sum(-1) >= SEVERAL)  # one key with a 1 may be a bias
+    like = (on == on[:, :1]).all() & (ends <= 1).all() & both.any()
+    if on.shape[1] == on.shape[2] >= LEAST:
+        order = torch.ones_like(on[0]).tril()
+        like = like | _like(on, order) | _like(~on, order)
+    return (on | (mask == 0)).all() & like
 
 
 def _like(shown: Tensor, expected: Tensor) -> Tensor:

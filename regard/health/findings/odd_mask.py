@@ -1,10 +1,12 @@
-"""Odd masks: text that sees padding, a causal mask that is one key off, or a mask that is inverted. Facts about layers.
+"""Odd masks: text that sees padding, a causal mask one key off, masks inverted, or added as 1 and 0. About layers.
 
 A batch says itself what is padding (`attention_mask` beside `input_ids`); a query of text to which a layer shows such a
 key gives it weight. A square mask that shows query i just the keys j ≤ i + 1 is a causal one with its diagonal wrong:
 a model that predicts the next token sees it. One that shows j ≤ i − 1 hides each token from itself, which some models
-mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged. And a batch whose
-`attention_mask` shows one token id alone, and hides many, shows its padding.
+mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged, one that shows
+j ≥ i a causal one transposed. A mask of 1.0 and 0.0 in place of True and False is added to the scores, and hides
+nothing: it is known by its shape, a causal triangle, or the same keys for every query, at one end of the text. And a
+batch whose `attention_mask` shows one token id alone, and hides many, shows its padding.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections.abc import Sequence
 
 from regard.health.findings._finding import Finding
 
-PADDING, OFF, INVERTED = "sees padding", "mask off by one", "mask inverted"
-KINDS = (PADDING, OFF, INVERTED)
+PADDING, OFF, INVERTED, ADDED = "sees padding", "mask off by one", "mask inverted", "mask hides nothing"
+KINDS = (PADDING, OFF, INVERTED, ADDED)
 TOLD = {
     "padding": (
         PADDING,
@@ -44,6 +46,23 @@ TOLD = {
         "query i sees key j just where j > i, over a whole square mask",
         "True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention: use ~mask, or "
         "is_causal=True. If a token is to see only what follows it, all is well.",
+    ),
+    "from": (
+        INVERTED,
+        "warning",
+        "Each query sees itself and just the keys after it: a causal mask, transposed.",
+        "query i sees key j just where j ≥ i, over a whole square mask",
+        "A causal mask shows the lower triangle (tril()) and hides the upper one, diagonal 1 (triu(1)); or use "
+        "is_causal=True. If the model reads from right to left, all is well.",
+    ),
+    "added": (
+        ADDED,
+        "warning",
+        "The mask is a float one of 1 and 0, in the shape of a causal order or of padding: it is added to the scores, "
+        "and every key is seen.",
+        "an additive mask of 1 and 0 alone, one of them just where j ≤ i, or at one end of the keys for every query",
+        "Pass it as bool (True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention), "
+        "or −inf where it is to hide. If it is meant as a bias, all is well.",
     ),
     "text": (
         INVERTED,

@@ -70,7 +70,7 @@ def attention(
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scale = resolve_scale(scale, q.shape[-1])
     if isinstance(scale, Tensor) and scale.ndim:
-        scale = scale.double()[:, None, None]
+        scale = scale.double().reshape(-1, 1, 1)
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
     order = dict(is_causal=is_causal, window_=window, key_lengths=key_lengths, first=first_query)
     interval = masks.dense(n, keys, **order, device=q.device)

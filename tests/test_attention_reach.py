@@ -203,3 +203,15 @@ def test_a_scale_that_is_not_positive_beside_causal_order(scale):
     torch.testing.assert_close(o, truth)
     ours, right = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, truth))
     torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1, 1), (1, 2, 1, 1)])
+def test_a_scale_per_head_in_any_shape_that_broadcasts(shape):
+    q, k, v = (torch.randn(3, 2, 5, 4) for _ in range(3))
+    scale = torch.tensor([0.3, 0.7])
+    o = regard.attention(q, k, v, scale=scale.reshape(shape))
+    for head, number in enumerate(scale.tolist()):
+        torch.testing.assert_close(o[:, head], regard.attention(q[:, head], k[:, head], v[:, head], scale=number))
+    torch.testing.assert_close(o, reference.attention(q, k, v, scale=scale.reshape(shape))[0].float())
+    with pytest.raises(ValueError, match="one per head"):
+        regard.attention(q, k, v, scale=torch.ones(3, 2, 1, 1))

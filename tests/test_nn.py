@@ -251,3 +251,22 @@ def test_key_lengths_that_end_before_the_window_behind_a_cache():
     whole = layer(x, window=(2, 0), key_lengths=[3, 12])[:, 10:]
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(out[0], layer.out_proj.bias.expand(2, 8))  # it sees no key
+
+
+def test_an_entropy_penalty_reaches_additive_scores():
+    layer = regard.nn.MultiheadAttention(8, 2, score="additive").double()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    weight = layer.q_proj.weight
+
+    def entropy():
+        return layer(x, is_causal=True, return_stats=("entropy", "participation"))[1]
+
+    assert not entropy().participation.requires_grad
+    (slope,) = torch.autograd.grad(entropy().entropy.sum(), weight)
+    step = torch.randn_like(weight)
+    with torch.no_grad():
+        weight += 1e-5 * step
+        above = entropy().entropy.sum()
+        weight -= 2e-5 * step
+        below = entropy().entropy.sum()
+    torch.testing.assert_close((slope * step).sum(), (above - below) / 2e-5, rtol=1e-6, atol=1e-8)

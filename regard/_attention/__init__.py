@@ -47,7 +47,7 @@ def attention(
         attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk). With `is_causal` both hide.
         dropout_p: probability of dropping a weight, reproducible from torch's seed.
         is_causal: query i sees keys ≤ i, aligned at the top left as in torch.
-        scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor per head.
+        scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor (Hq,) or (Hq, 1, 1).
         normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
         temperature: a positive number, a tensor that broadcasts to (…, Hq, Lq, 1), or a policy of `regard.temperature`.
             Rows whose logits s/T overflow, or nearly, weigh as T → 0 does on the CPU; their `max_logit`, `mean_logit`
@@ -56,7 +56,8 @@ def attention(
         sink: a logit per head that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
-        return_stats: True for all statistics, or names; the result is then (out, stats).
+        return_stats: True for all statistics, or names; the result is then (out, stats). `entropy`, `logsumexp` and
+            `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
     With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,

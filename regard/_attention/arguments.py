@@ -87,8 +87,12 @@ def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
     """One per head [H, 1, 1], or one [], in float32 or wider."""
     if not is_float(scale):
         raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
+    if scale.ndim > 2 and scale.shape[-2:] == (1, 1) and scale.numel() == scale.shape[-3]:  # as it broadcasts over q·kᵀ
+        scale = scale.reshape(-1)
     if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, heads)):
-        raise ValueError(f"scale must be a number or have shape ({heads},), one per head, got {tuple(scale.shape)}")
+        raise ValueError(
+            f"scale must be a number or one per head, ({heads},) or ({heads}, 1, 1), got a tensor {tuple(scale.shape)}"
+        )
     scale = scale.to(q.device, torch.promote_types(q.dtype, torch.float32))
     return scale if scale.ndim == 0 else scale[:, None, None]
 
@@ -138,7 +142,7 @@ def check_window(window) -> tuple[int | None, int | None]:
         raise ValueError(f"window must be (left, right), each a number of keys or None, got {window!r}")
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
-            raise ValueError(f"window's sides must be ints ≥ 0 or None, got {window!r}")
+            raise ValueError(f"window's sides must be ints ≥ 0, or None for no limit (elsewhere −1), got {window!r}")
     return window[0], window[1]
 
 

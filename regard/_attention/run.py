@@ -136,7 +136,7 @@ def _run_fused(call: Call):
         ",".join(names),
         call.path.backend,
     )
-    return o, _marked(problem, {name: values[index] for index, name in enumerate(names)})
+    return o, statistics.marked({name: values[index] for index, name in enumerate(names)}, problem.choice)
 
 
 def _with_what_backward_needs(call: Call) -> tuple[str, ...]:
@@ -151,12 +151,6 @@ def _softmax_family(problem: Problem) -> bool:
     return problem.choice.family == "ratio" and problem.choice.exponential
 
 
-def _marked(problem: Problem, stats: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Only entropy, logsumexp and logit_variance of the softmax family carry gradients; the others are detached."""
-    carries = DIFFERENTIABLE if _softmax_family(problem) else ()
-    return {name: x if name in carries else x.detach() for name, x in stats.items()}
-
-
 def _run_reference(call: Call):
     call = _with_policy(call)
     problem = replace(call.problem, seed=_seeded(call.problem))
@@ -165,7 +159,7 @@ def _run_reference(call: Call):
     else:
         out, stacked = reference.of_problem(problem)
     stats = {name: x.to(problem.accumulator) for name, x in zip(problem.stats, stacked, strict=False)}
-    return out.to(problem.q.dtype), _marked(problem, stats)
+    return out.to(problem.q.dtype), statistics.marked(stats, problem.choice)
 
 
 RUN = {"torch": _run_torch, "cpu": _run_fused, "triton": _run_fused, "reference": _run_reference}

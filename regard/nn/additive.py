@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from regard import statistics
+from regard import normalizers, statistics
 from regard._normalize import normalize
 from regard.masks import dense
 from regard.scores import soft_cap
@@ -70,8 +70,8 @@ def attention(
         s = s if t is None else s / t
         stats = {}
         if wanted:
-            every = statistics.of_scores(s.detach(), shown, normalizer, sink=column, first=first)
-            stats = {name: every[name] for name in wanted}
+            every = statistics.of_scores(s, shown, normalizer, sink=column, first=first)
+            stats = statistics.marked({name: every[name] for name in wanted}, normalizers.get(normalizer))
         if column is None:
             p = normalize(s, normalizer, mask=visible)
         else:  # one more key, without a value

@@ -133,9 +133,7 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
         temperature = _ask(plan, call, scheme)
         problem = replace(problem, temperature=temperature.expand(problem.q.shape[:3]))
         plan = replace(plan, problem=problem)
-    names = problem.stats
-    carries = problem.choice.family == "ratio" and problem.choice.exponential
-    names = _with_helpers(problem, names)
+    names = _with_helpers(problem, problem.stats)
     plan.problem = replace(plan.problem, stats=names)
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = Apply.apply(plan, scheme, *given)
@@ -143,9 +141,8 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
     if not call.wanted:
         return out
     found = dict(zip(names, values.to(call.problem.accumulator), strict=True))
-    kept = DIFFERENTIABLE if carries else ()
-    shaped = {n: found[n].reshape(out.shape[:-1]) for n in call.wanted}
-    return out, Statistics({n: x if n in kept else x.detach() for n, x in shaped.items()})
+    shaped = {name: found[name].reshape(out.shape[:-1]) for name in call.wanted}
+    return out, Statistics(statistics.marked(shaped, problem.choice))
 
 
 def _ask(plan: Plan, call: Call, scheme) -> Tensor:

@@ -27,13 +27,23 @@ DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax fa
 
 
 class Statistics(dict):
-    """Statistics by name, as `stats["entropy"]` or `stats.entropy`."""
+    """Statistics by name, as `stats["entropy"]` or `stats.entropy`.
+
+    Of softmax, softmax1 and sinks `entropy`, `logsumexp` and `logit_variance` carry gradients, in `attention` and
+    `nn`; the others, and those of other normalisers, carry none (`requires_grad` is False).
+    """
 
     def __getattr__(self, name: str) -> Tensor:
         try:
             return self[name]
         except KeyError:
             raise AttributeError(f"no statistic {name!r} was asked for; here: {', '.join(self)}") from None
+
+
+def marked(stats: dict[str, Tensor], choice) -> dict[str, Tensor]:
+    """Only those that are `DIFFERENTIABLE`, of the softmax family, carry gradients; the others are detached."""
+    carries = DIFFERENTIABLE if choice.family == "ratio" and choice.exponential else ()
+    return {name: x if name in carries else x.detach() for name, x in stats.items()}
 
 
 def resolve(wanted: bool | str | Iterable[str]) -> tuple[str, ...]:

@@ -220,6 +220,7 @@ def test_two_reports_as_one_page(report, tmp_path, capsys):
     assert "https:" not in html
     drawn = numbers(html)
     assert [len(heads) for heads in drawn["reports"]] == [len(report.heads), len(other.heads)]
+    assert drawn["least"] == numbers(page.render(report))["least"]  # below which a quantile has no digits
     row = drawn["statistics"].index("entropy")
     expected = other.heads[1].statistics["entropy"].to_json()
     told = dict(zip(drawn["keys"], drawn["reports"][1][1]["numbers"][row], strict=True))

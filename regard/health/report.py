@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.health import faithful, files, measure
+from regard.health import bins, faithful, files, measure
 from regard.health.findings import Finding
 from regard.health.heads import HeadReading
 from regard.health.measure import Layer
@@ -151,6 +151,13 @@ def by_kind(found: Iterable[tuple[str, int]]) -> list[str]:
     return [f"{kind} ({heads})" for kind, heads in total.items()]
 
 
+def _firsts() -> str:
+    """Which quantiles lie in a first bin."""
+    told = dict(shares="mass", entropy_ratio="entropy_ratio", entropy="entropy", logit_variance="logit_variance")
+    told["numbers of keys, distance"] = "distance"
+    return ", ".join(f"{what} below {bins.least(name):.2g}" for what, name in told.items())
+
+
 def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
@@ -182,7 +189,8 @@ def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: 
         counted="rows of padding queries and rows that see no key are left out",
         **({"used_too_often_to_be_layers_each": together} if together else {}),
         **({"three_dims": dict(layers=folded, means=THREE_DIMS)} if folded else {}),
-        quantiles="from histograms of 512 fixed bins, within one bin's width",
+        quantiles="from histograms of 512 fixed bins, within one bin's width; of those in the first, which reaches to "
+        f"0, only that is known: {_firsts()}",
         versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )

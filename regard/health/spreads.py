@@ -25,7 +25,10 @@ class Spread:
     histogram: Tensor
 
     def quantile(self, share: float) -> float:
-        """The value below which this share of the rows lies, from the histogram."""
+        """The value below which this share of the rows lies, from the histogram, within one bin's width.
+
+        The first bin reaches to 0: of a quantile below `bins.least(name)` only that is known, and its digits are not.
+        """
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"share must lie in [0, 1], got {share!r}")
         return bins.quantile(self.name, self.histogram, share, self.min, self.max)

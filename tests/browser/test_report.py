@@ -160,6 +160,7 @@ def test_two_reports_side_by_side(browser, saved, tmp_path):
     one.write_text(json.dumps(told))
     shifted = json.loads(json.dumps(told))
     head_of(shifted, 1, 2)["statistics"]["entropy_ratio"]["mean"] = 0.125
+    head_of(shifted, 1, 2)["statistics"]["entropy_ratio"]["q05"] = 1e-12
     other.write_text(json.dumps(shifted))
     assert main(["compare", str(one), str(other), "--out", str(tmp_path / "both.html")]) == 0
     browser.get((tmp_path / "both.html").as_uri())
@@ -169,9 +170,16 @@ def test_two_reports_side_by_side(browser, saved, tmp_path):
     browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="1"][data-head="2"]').click()
     assert browser.find_element(By.ID, "chosen").text == "Layer 1, head 2 · layers.1.self_attn"
     row = {
-        cell.get_attribute("data-key"): float(cell.text)
+        cell.get_attribute("data-key"): cell.text if "<" in cell.text else float(cell.text)
         for cell in browser.find_elements(By.CSS_SELECTOR, 'tr[data-statistic="entropy_ratio"] td')
     }
+    assert row["q05 b"] == "< 1.1e-10"  # where the report's own page has no digits either
+    assert row["q95 a"] == pytest.approx(head_of(told, 1, 2)["statistics"]["entropy_ratio"]["q95"], rel=2e-2)
+    cut = "return [...document.querySelectorAll('.scroll')].map(part => part.scrollWidth - part.clientWidth)"
+    assert set(browser.execute_script(cut)) == {0}
+    for letter in ("a", "b", "change"):  # each map above its own colours
+        across, ruler = (browser.find_element(By.ID, f"{what}-{letter}").rect["x"] for what in ("map", "scale"))
+        assert across == ruler
     assert row["mean b"] == 0.125
     assert row["mean a"] == pytest.approx(head_of(told, 1, 2)["statistics"]["entropy_ratio"]["mean"], rel=2e-3)
     painted = browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="0"][data-head="0"]')

@@ -65,25 +65,27 @@
         cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${show(values[0])} → ${show(values[1])}`;
       });
     });
-    ruler(byId("scale"), range, colour);
-    ruler(byId("change"), apart, diverging);
+    for (const id of ["scale-a", "scale-b"]) ruler(byId(id), range, colour);
+    ruler(byId("scale-change"), apart, diverging);
     byId("meaning").textContent = data.meaning[s];
   };
   const paintTable = () => {
     const table = byId("numbers-table");
     table.querySelectorAll("thead, tbody").forEach((part) => part.remove());
     const top = make("tr", make("thead", table));
-    ["", ...data.keys.flatMap((key) => [`${key} A`, "B"])].forEach((key) => make("th", top, key));
-    const body = make("tbody", table);
-    data.statistics.forEach((statistic, s) => {
+    ["", "", ...data.keys].forEach((key) => make("th", top, key));
+    const body = make("tbody", table), most = data.keys.indexOf("max");
+    data.statistics.forEach((statistic, s) => ["A", "B"].forEach((letter, report) => {
       const row = make("tr", body, undefined, s === state.statistic ? "now" : "");
       row.dataset.statistic = statistic;
-      make("th", row, name(s));
-      data.keys.forEach((key, at) => [0, 1].forEach((report) => {
-        const one = tables[report][state.layer][state.head];
-        make("td", row, show(one ? one[s][at] : null, key.startsWith("q") ? 3 : 4)).dataset.key = `${key} ${"ab"[report]}`;
-      }));
-    });
+      if (report === 0) make("th", row, name(s)).rowSpan = 2;
+      make("th", row, letter, "side");
+      const one = tables[report][state.layer][state.head];
+      data.keys.forEach((key, at) => {
+        const x = one ? one[s][at] : null;
+        make("td", row, one && key.startsWith("q") ? showQuantile(x, data.least[s], one[s][most]) : show(x)).dataset.key = `${key} ${letter.toLowerCase()}`;
+      });
+    }));
   };
 
   const choose = (changes) => {

@@ -31,6 +31,9 @@ const show = (x, digits = 4) => {
   return String(Number(x.toPrecision(digits)));
 };
 
+// a quantile comes from bins some per cent wide, the first of which reaches to 0: there only its edge is known
+const showQuantile = (x, least, most) => x !== null && least !== null && x < least && most > 0 ? `< ${show(least, 2)}` : show(x, 3);
+
 // a perceptually even ramp from dark blue to yellow
 const RAMP = [[31, 31, 78], [45, 66, 120], [38, 103, 138], [39, 138, 141], [67, 171, 126], [139, 199, 96], [219, 216, 87], [250, 235, 160]];
 const colour = (t) => {

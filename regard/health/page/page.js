@@ -147,11 +147,7 @@
     if (before) path(before.curve, "line before");
     path(one.curve, "line");
   };
-  // from bins some per cent wide, the first of which reaches to 0
-  const quantile = (one, s, i) => {
-    const x = one.numbers[s][i], inFirst = x !== null && data.least[s] !== null && x < data.least[s];
-    return inFirst && one.numbers[s][6] > 0 ? `< ${show(data.least[s], 2)}` : show(x, 3);
-  };
+  const quantile = (one, s, i) => showQuantile(one.numbers[s][i], data.least[s], one.numbers[s][6]);
   const paintTable = (one) => {
     const table = byId("numbers-table");
     table.querySelectorAll("thead, tbody").forEach((part) => part.remove());

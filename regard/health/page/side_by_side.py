@@ -5,8 +5,10 @@ It reads the JSON of reports, so that two runs of different days, or versions, c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from regard.health import bins
 from regard.health.page.data import ITSELF, MEANING
 from regard.health.page.document import document, escaped, packed
 from regard.health.report import by_kind, counted
@@ -56,12 +58,17 @@ def payload(a: dict, b: dict, keys: Sequence[str] = KEYS, digits: int = 5) -> di
         statistics=list(MEANING),
         meaning=list(MEANING.values()),
         keys=list(keys),
+        least=[_edge(bins.least(name)) for name in MEANING],
         layers=[dict(index=index, name=name) for index, name in sorted(layers.items())],
         reports=[
             [dict(layer=head["index"], head=head["head"], numbers=told(head)) for head in report["heads"]]
             for report in (a, b)
         ],
     )
+
+
+def _edge(x: float) -> float | None:
+    return _short(x, 2) if math.isfinite(x) else None
 
 
 def _short(x: float | None, digits: int) -> float | None:
@@ -101,11 +108,13 @@ MAPS = """<section id="maps"><h2>Layer × head</h2>
 <div class="controls"><label>Statistic <select id="statistic"></select></label></div>
 <p id="meaning" class="meaning"></p>
 <div class="trio">
-<figure><figcaption>A</figcaption><div id="map-a" class="map"></div></figure>
-<figure><figcaption>B</figcaption><div id="map-b" class="map"></div></figure>
-<figure><figcaption>B − A</figcaption><div id="map-change" class="map"></div></figure>
+<figure><figcaption>A</figcaption><div id="map-a" class="map"></div>
+<div id="scale-a" class="scale" aria-hidden="true"></div></figure>
+<figure><figcaption>B</figcaption><div id="map-b" class="map"></div>
+<div id="scale-b" class="scale" aria-hidden="true"></div></figure>
+<figure><figcaption>B − A</figcaption><div id="map-change" class="map"></div>
+<div id="scale-change" class="scale" aria-hidden="true"></div></figure>
 </div>
-<div class="rulers" aria-hidden="true"><div id="scale" class="scale"></div><div id="change" class="scale"></div></div>
 <h2 id="chosen">A head</h2>
 <div class="scroll"><table id="numbers-table">
 <caption class="hidden">The chosen head in both reports</caption>

@@ -10,7 +10,7 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning, intercept
-from regard.health.monitor import SAMPLES
+from regard.health.trends import SAMPLES
 
 
 def layer(dropout=0.1):

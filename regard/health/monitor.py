@@ -6,28 +6,23 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
-from itertools import pairwise
 
 import torch
 from torch import nn
 
 from regard.health.bins import NAMES, ROW
 from regard.health.forwards import close_context, close_forward, open_forward
-from regard.health.heads import SEES_NOTHING
+from regard.health.heads import SEES_NOTHING, heads_of
 from regard.health.intercept import Interception
 from regard.health.measure import Layer, Recorder, folded
+from regard.health.trends import Trends
 from regard.health.writers import MEANS, writer
 
-LOGIT_LIMIT = 100.0  # QK-clip's
-ENTROPY_LIMIT = 0.05
-SAMPLES = 10  # a trend is a line through the last so many samples,
-AHEAD = 4.0  # followed for so many times their span
 WRAPPERS = ("_fn", "compile_wrapper")  # how torch's frames about compiled, and not to be compiled, functions are called
 
 
 class AttentionWarning(UserWarning):
-    """A head's trend heads for trouble."""
+    """A head is in trouble or heads for it, or something is not watched."""
 
 
 class Monitor:
@@ -75,7 +70,7 @@ class Monitor:
         self._sampled_step: int | None = None
         self._samples: dict[int, tuple] = {}  # under way, by thread
         self._turn = threading.RLock()  # of the numbers above; never held over a forward
-        self._trends: dict[tuple[str, int], deque] = {}
+        self._trends = Trends()
         self._warned: set[tuple] = set()
         self._hooks = [
             model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True),
@@ -125,7 +120,7 @@ class Monitor:
             self._sampled_step = step
         if _in_compiled_code():
             told = "it runs inside what torch.compile made of it; give the monitor that instead. Nothing is watched"
-            self._warn("the model", None, "compiled", told)
+            self._warn("the model", "compiled", told)
             return
         recorder = _Timed(sequences=self.sequences)
         context = Interception(self.model, observe=recorder).in_forward()
@@ -150,12 +145,14 @@ class Monitor:
             self._tell(recorder, step, started - opening)
 
     def _tell(self, recorder: _Timed, step: int, began: float) -> None:
-        layers = folded(recorder.layers.values())
+        layers, rows = folded(recorder.layers.values()), []
         for layer in layers:
             if layer.reading is not None:
-                self._record(layer, step)
+                rows += self._record(layer, step)
             else:
                 self.unmeasured[layer.label] = layer.reason or "it was not reached"
+        for told in self._trends.add(rows, heads_of(layers), {layer.index: layer.label for layer in layers}):
+            warnings.warn(told, AttentionWarning, stacklevel=2)
         self._tell_unmeasured(len(layers))
         if self.samples:  # the first one compiles kernels, which is not held against the budget
             self.spent += recorder.seconds + time.perf_counter() - began
@@ -163,11 +160,11 @@ class Monitor:
 
     def _tell_unmeasured(self, layers: int) -> None:
         if layers == 0 and not self.samples:
-            self._warn("the model", None, "unmeasured", "no attention call was seen in its forward; nothing is watched")
+            self._warn("the model", "unmeasured", "no attention call was seen in its forward; nothing is watched")
         for label, reason in self.unmeasured.items():
-            self._warn(label, None, "unmeasured", f"it is not watched: {reason}")
+            self._warn(label, "unmeasured", f"it is not watched: {reason}")
 
-    def _record(self, layer: Layer, step: int) -> None:
+    def _record(self, layer: Layer, step: int) -> list[dict]:
         reading = layer.reading.cpu()
         means = reading.mean.tolist()
         tops = reading.high[NAMES.index("max_logit")].tolist()
@@ -177,46 +174,16 @@ class Monitor:
                 continue
             row = dict(step=step, layer=layer.label, head=head, max_logit=tops[head])
             rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
-            self._follow(rows[-1])
         if rows:
             self._write(rows)
         elif any(layer.blind):
             self.unmeasured[layer.label] = SEES_NOTHING
+        return rows
 
-    def _follow(self, row: dict) -> None:
-        """Warn of a trend: every one of the last samples beyond the one before, and their line passes the limit.
-
-        Of ten readings that only scatter, one order in 3 628 800 is rising.
-        """
-        key = row["layer"], row["head"]
-        trend = self._trends.setdefault(key, deque(maxlen=SAMPLES))
-        trend.append((row["step"], row["max_logit"], row["entropy_ratio"]))
-        if len(trend) < SAMPLES:
-            return
-        steps, logits, ratios = zip(*trend, strict=True)
-        then = steps[-1] + AHEAD * (steps[-1] - steps[0])
-        logit, ratio = _extended(steps, logits, then), _extended(steps, ratios, then)
-        by = f"by step {then:.0f}"
-        if all(a < b for a, b in pairwise(logits)) and logit > LOGIT_LIMIT:
-            told = f"its largest logit is {logits[-1]:.3g} and on its way to {logit:.3g} {by}"
-            self._warn(*key, "max_logit", told)
-        if all(a > b for a, b in pairwise(ratios)) and ratio < ENTROPY_LIMIT:
-            told = f"its entropy ratio is {ratios[-1]:.3g} and on its way to {max(ratio, 0):.2g} {by}"
-            self._warn(*key, "entropy", told)
-
-    def _warn(self, layer: str, head: int | None, kind: str, what: str) -> None:
-        if (layer, head, kind) not in self._warned:
-            self._warned.add((layer, head, kind))
-            where = layer if head is None else f"{layer}, head {head}"
+    def _warn(self, where: str, kind: str, what: str) -> None:
+        if (where, kind) not in self._warned:
+            self._warned.add((where, kind))
             warnings.warn(f"{where}: {what}", AttentionWarning, stacklevel=2)
-
-
-def _extended(steps, values, then: float) -> float:
-    """The least-squares line through (steps, values), at `then`."""
-    middle, mean = sum(steps) / len(steps), sum(values) / len(values)
-    spread = sum((step - middle) ** 2 for step in steps)
-    products = ((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True))
-    return mean + (sum(products) / spread if spread else 0.0) * (then - middle)
 
 
 def _in_compiled_code() -> bool:

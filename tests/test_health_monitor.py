@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_a_jsonl_file(tmp_path):
     assert 0.0 < rows[0]["entropy_ratio"] <= 1.0
     with pytest.raises(ValueError, match="there is no folder"):
         regard.Monitor(layer(), log=tmp_path / "none" / "heads.jsonl")
+
+
+@pytest.mark.parametrize("way", ["full disk", "folder gone", "function"])
+def test_a_log_that_fails_is_told_once_and_training_goes_on(way, tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+
+    def log(row):
+        raise KeyError("nothing to write to")
+
+    log = {"full disk": "/dev/full", "folder gone": folder / "heads.jsonl", "function": log}[way]
+    if way == "full disk" and not Path(log).exists():
+        pytest.skip("this system has no /dev/full")
+    with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
+        folder.rmdir()
+        with pytest.warns(AttentionWarning, match="the monitor's log: it failed at step 1") as seen:
+            train(monitor.model, 3)
+    assert len(seen) == 1 and monitor.samples == 3
 
 
 class Scalars:

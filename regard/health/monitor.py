@@ -175,10 +175,17 @@ class Monitor:
             row = dict(step=step, layer=layer.label, head=head, max_logit=tops[head])
             rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
         if rows:
-            self._write(rows)
+            self._log(rows)
         elif any(layer.blind):
             self.unmeasured[layer.label] = SEES_NOTHING
         return rows
+
+    def _log(self, rows: list[dict]) -> None:
+        try:
+            self._write(rows)
+        except Exception as error:  # whatever a log does, training goes on
+            told = f"it failed at step {rows[0]['step']}, and rows are lost: {type(error).__name__}: {error}"
+            self._warn("the monitor's log", "log", told)
 
     def _warn(self, where: str, kind: str, what: str) -> None:
         if (where, kind) not in self._warned:

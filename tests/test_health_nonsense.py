@@ -159,6 +159,24 @@ def test_batches_without_end_are_cut_at_the_limit(tmp_path, monkeypatch, capsys)
     assert json.loads((tmp_path / "r.json").read_text())["how"]["batches"] == 3
 
 
+def test_batches_are_made_as_they_are_asked_for(tmp_path, monkeypatch, capsys):
+    """Ctrl-C in a slow loader leaves a report of what was measured, and no more than a batch is held."""
+    code = (
+        "import weakref\nmade = []\n"
+        "def slow():\n"
+        "    for at in range(9):\n"
+        "        if at == 2:\n"
+        "            alive.append(made[0]() is not None)\n"
+        "            raise KeyboardInterrupt\n"
+        "        x = torch.randn(1, 8, 16)\n        made.append(weakref.ref(x))\n        yield x\n"
+        "alive = []\ndef make(): return model, slow()\n"
+    )
+    here(tmp_path, monkeypatch, "slow", code)
+    assert main(["examine", "slow:make", "--out", "r.json"]) == 130
+    assert "(after 2 whole batches)" in json.loads((tmp_path / "r.json").read_text())["interrupted"]
+    assert sys.modules["slow"].alive == [False]
+
+
 def test_nothing_measured_is_said_and_drawn_nowhere(tmp_path, monkeypatch, capsys):
     code = "model.self_attn.in_proj_weight.data.fill_(torch.nan)\ndef make(): return model, [torch.randn(2, 9, 16)]\n"
     here(tmp_path, monkeypatch, "sick", code)

@@ -30,7 +30,8 @@ class Subject:
 
     title: str
     model: nn.Module
-    batches: list[Any]
+    batches: Iterable[Any]  # made as they are asked for, where a function brings them
+    many: int | None  # batches, if it is known
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -99,10 +100,14 @@ def _from_function(spec: str, device: str, limit: int) -> Subject:
     if not isinstance(batches, Iterable):
         raise LoadError(f"{spec!r}: batches must be an iterable of batches, got {type(batches).__name__}")
     try:
-        batches, model = list(itertools.islice(batches, limit)), model.to(device)
+        many = min(len(batches), limit)  # type: ignore[arg-type]
+    except Exception:  # a generator has no length, and a DataLoader may not
+        many = None
+    try:
+        batches, model = itertools.islice(batches, limit), model.to(device)
     except Exception as error:
         raise LoadError(f"{spec!r}: its model or batches raised {told(error)}") from error
-    return Subject(function_name, model, batches, dict(input=f"the batches of {spec}"))
+    return Subject(function_name, model, batches, many, dict(input=f"the batches of {spec}"))
 
 
 def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, missing) -> Subject:
@@ -137,7 +142,7 @@ def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, 
     batches, source = _batches(transformers, spec, model, text, length, batch, limit)
     if "synthetic" in source:
         notes["caution"] = "a synthetic signal is enough to run a model, too little to judge it finely"
-    return Subject(title, model, batches, dict(input=source, **notes))
+    return Subject(title, model, batches, len(batches), dict(input=source, **notes))
 
 
 def _batches(transformers, spec: str, model, text, length, batch: int, limit: int) -> tuple[list[dict], str]:

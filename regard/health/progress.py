@@ -7,8 +7,8 @@ import sys
 
 
 @contextlib.contextmanager
-def counting(what: str, total: int):
-    """`with counting("examining", 8) as advance: advance(3)` shows 3 of 8 done, on standard error."""
+def counting(what: str, total: int | None):
+    """`with counting("examining", 8) as advance: advance(3)` shows 3 of 8 done, on standard error; None: of any."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

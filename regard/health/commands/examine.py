@@ -83,7 +83,7 @@ def main(options) -> int:
             pickle=options.allow_pickle,
             missing=options.allow_missing,
         )
-        counter = counting("examining", len(subject.batches)) if crew.first() else nullcontext()
+        counter = counting("examining", subject.many) if crew.first() else nullcontext()
         with counter as advance:
             report = examine(
                 subject.model,

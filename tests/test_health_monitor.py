@@ -1,5 +1,7 @@
 """regard.Monitor: the right steps, the right numbers, where they were asked for, and a warning in time."""
 
+import copy
+import io
 import json
 import sys
 import warnings
@@ -75,6 +77,22 @@ def test_evaluation_is_not_a_step():
     assert monitor.step == 0
     monitor.close()
     assert not model._forward_hooks
+
+
+def test_copies_and_files_of_a_watched_model_are_not_watched():
+    model, rows, file = layer(), [], io.BytesIO()
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor:
+        train(model, 1)
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), copy.copy(model), torch.load(file, weights_only=False)):
+            train(other, 1)
+            assert other.training and (monitor.step, len(rows)) == (1, 2)
+            with regard.Monitor(other, every=1, budget=1.0) as another:
+                train(other, 1)
+            assert another.samples == 1
+        train(model, 1)
+    assert (monitor.step, len(rows)) == (2, 4)
 
 
 def test_its_cost_stays_within_the_budget():

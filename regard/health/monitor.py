@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -73,8 +74,8 @@ class Monitor:
         self._trends = Trends()
         self._warned: set[tuple] = set()
         self._hooks = [
-            model.register_forward_pre_hook(torch.compiler.disable(self._before), prepend=True),
-            model.register_forward_hook(torch.compiler.disable(self._after), always_call=True),
+            model.register_forward_pre_hook(_Hook(self._before), prepend=True),
+            model.register_forward_hook(_Hook(self._after), always_call=True),
         ]
 
     def close(self) -> None:
@@ -107,6 +108,8 @@ class Monitor:
         self._given_step = step
 
     def _before(self, module, inputs) -> None:
+        if module is not self.model:  # a shallow copy of it has the same hooks
+            return
         self._end_sample()
         if not module.training:
             return
@@ -134,7 +137,7 @@ class Monitor:
 
     def _after(self, module, inputs, output) -> None:
         started = time.perf_counter()
-        if (sample := self._samples.pop(threading.get_ident(), None)) is None:
+        if module is not self.model or (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
         recorder, _, step, opening = sample
         close_forward()
@@ -191,6 +194,20 @@ class Monitor:
         if (where, kind) not in self._warned:
             self._warned.add((where, kind))
             warnings.warn(f"{where}: {what}", AttentionWarning, stacklevel=2)
+
+
+class _Hook:
+    """A hook that torch.compile leaves as it is; in a copy of the model, or in a file of it, it does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = torch.compiler.disable(call)
+
+    def __call__(self, *args) -> None:
+        if self.call is not None:
+            self.call(*args)
+
+    def __getstate__(self) -> dict:
+        return {"call": None}
 
 
 def _in_compiled_code() -> bool:

@@ -78,7 +78,7 @@ def _seeded(problem: Problem) -> Tensor | None:
     return torch.randint(0, 2**62, (1,), device=problem.q.device, dtype=torch.int64)
 
 
-def _with_policy(call: Call) -> Call:
+def with_policy(call: Call) -> Call:
     """Ask the temperature policy, if there is one, for its tensor."""
     if call.policy is None:
         return call
@@ -112,7 +112,7 @@ def check_asked(asked, call: Call) -> Tensor:
 
 
 def _run_fused(call: Call):
-    call = _with_policy(call)
+    call = with_policy(call)
     problem = call.problem
     names = _with_what_backward_needs(call)
     left, right = (-1 if side is None else side for side in (problem.left, problem.right))
@@ -152,7 +152,7 @@ def _softmax_family(problem: Problem) -> bool:
 
 
 def _run_reference(call: Call):
-    call = _with_policy(call)
+    call = with_policy(call)
     problem = replace(call.problem, seed=_seeded(call.problem))
     if any(transformed(x) for x in (problem.q, problem.k, problem.v)):
         out, stacked = reference.of_whole(problem)  # checkpoints do not go through transforms

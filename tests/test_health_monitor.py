@@ -225,8 +225,8 @@ def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
     assert not model._forward_hooks
 
 
-@pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers and much else
-def test_lightning_brings_its_steps_and_its_end(tmp_path):
+def fitted(tmp_path, watched, **options):
+    """A LightningModule whose training_step calls its model, fitted under a monitor of the part `watched` gives."""
     lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
     class Task(lightning.LightningModule):
@@ -241,16 +241,37 @@ def test_lightning_brings_its_steps_and_its_end(tmp_path):
             return torch.optim.SGD(self.parameters(), 0.01)
 
     task, rows = Task(), []
-    monitor = regard.Monitor(task.model, every=3, log=rows.append, budget=1.0)
+    monitor = regard.Monitor(watched(task), every=3, log=rows.append, budget=1.0)
     trainer = lightning.Trainer(
-        max_steps=7, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accumulate_grad_batches=2, default_root_dir=str(tmp_path),
-        callbacks=[monitor.lightning_callback()],
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=str(tmp_path), callbacks=[monitor.lightning_callback()], **options,
     )  # fmt: skip
     trainer.fit(task, torch.utils.data.DataLoader(samples(32), batch_size=2))
+    assert not monitor.model._forward_hooks
+    return monitor, rows
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers and much else
+def test_lightning_brings_its_steps_and_its_end(tmp_path):
+    monitor, rows = fitted(tmp_path, lambda task: task.model, max_steps=7, accumulate_grad_batches=2)
     assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
     assert monitor.step == 7
-    assert not task.model._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_whose_forward_the_trainer_does_not_call_is_told(tmp_path):
+    with pytest.warns(AttentionWarning, match="3 steps passed without a forward of it") as seen:
+        _, rows = fitted(tmp_path, lambda task: task, max_steps=6)
+    assert rows == [] and sum(issubclass(one.category, AttentionWarning) for one in seen) == 1
+
+
+def test_steps_without_a_forward_may_be_few():
+    with warnings.catch_warnings(), regard.Monitor(layer(), every=1) as monitor:
+        warnings.simplefilter("error")
+        for step in range(1, 9):
+            monitor.at_step(step)
+            if step % 3 == 0:
+                train(monitor.model, 1)
 
 
 @pytest.mark.parametrize(

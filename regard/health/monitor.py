@@ -19,6 +19,7 @@ from regard.health.measure import Layer, Recorder, folded
 from regard.health.trends import Trends
 from regard.health.writers import MEANS, writer
 
+MISSED = 3  # steps without a forward: one may have been skipped
 WRAPPERS = ("_fn", "compile_wrapper")  # how torch's frames about compiled, and not to be compiled, functions are called
 
 
@@ -68,6 +69,7 @@ class Monitor:
         self._write = writer(log)
         self._begun: float | None = None
         self._given_step: int | None = None
+        self._missed = 0  # steps on end that began and had no forward
         self._sampled_step: int | None = None
         self._samples: dict[int, tuple] = {}  # under way, by thread
         self._turn = threading.RLock()  # of the numbers above; never held over a forward
@@ -106,6 +108,11 @@ class Monitor:
     def at_step(self, step: int) -> None:
         """Say which step comes; from then on steps are not counted by forwards. The callbacks call it."""
         self._given_step = step
+        self._missed += 1  # until its forward begins
+        if self._missed > MISSED:
+            told = f"{MISSED} steps passed without a forward of it in training mode, and nothing is watched; give the "
+            told += "monitor the module that a step calls (with Lightning, the one that training_step calls)"
+            self._warn("the model", "missed", told)
 
     def _before(self, module, inputs) -> None:
         if module is not self.model:  # a shallow copy of it has the same hooks
@@ -116,6 +123,7 @@ class Monitor:
         now = time.perf_counter()
         with self._turn:
             self._begun = now if self._begun is None else self._begun
+            self._missed = 0
             self.step = step = self.step + 1 if self._given_step is None else self._given_step
             due = (step - 1) % self.every == 0 and step != self._sampled_step
             if not due or self.spent > self.budget * (now - self._begun):

@@ -2,7 +2,8 @@
 
 A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML, `[[figure: CLAIM]]` the claim's own figure,
 `[[training: EXPERIMENT-FIGURE]]` a figure and `[[results: EXPERIMENT]]` the table of a trained experiment,
-`[[times: EXPERIMENT]]` that of its steps' times.
+`[[times: EXPERIMENT]]` that of its steps' times. Between `<!-- in the file -->` and `<!-- on the site -->` stands what
+is for those who read the file itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import regard
 from regard import lab, listing
 from regard.lab import training
+from regard.lab.claim import NOTES
 from regard.lab.figure import Figure
 from regard.lab.mathematics import line, mathml
 from regard.lab.page import ROLES, VERDICTS
@@ -26,13 +28,6 @@ from regard.lab.training import timing
 from regard.lab.training.command import table
 
 HERE = Path(__file__).parent
-NOTES = {
-    "000": "Softmax and its derivative",
-    "001": "Why divide by √d_k",
-    "002": "Notes on softmax",
-    "003": "Why the scale factor",
-    "004": "Softmax in attention",
-}
 
 
 @cache
@@ -230,7 +225,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    """Mathematics and figures, outside code."""
+    """Mathematics and figures, outside code, and without what is said to those who read the file itself."""
+    markdown = re.sub(r"<!-- in the file -->.*?<!-- on the site -->\n*", "", markdown, flags=re.DOTALL)
     parts = re.split(r"(```.*?```|`[^`\n]*`)", markdown, flags=re.DOTALL)
     depth = "../" * page.file.src_uri.count("/")
     return "".join(part if part.startswith("`") else _typeset(part, depth) for part in parts)

@@ -14,6 +14,7 @@ import pytest
 from regard import lab
 from regard.cli import main
 from regard.lab import page
+from regard.lab.claim import NOTES
 from regard.lab.run import TRAINING, claims
 
 
@@ -134,6 +135,9 @@ def test_the_page_tells_every_claim(written):
     assert len(reader.all("img")) == 3 and all(len(image["alt"]) > 20 for image in reader.all("img"))
     assert len(reader.all("math")) >= 3
     assert "waits for training</span> not-yet" in written
+    assert "five study notes" in written  # what "note 000" means
+    for number, title in NOTES.items():
+        assert f"{number} <i>{title}</i>" in written
     assert "softmax(−3, −1, 0, 1, 3) = (0.002, 0.015, 0.041, 0.112, 0.829)" in written
     assert re.search(r'class="verdict wrong"', written)
 

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,6 +58,24 @@ def test_mathematics_is_typeset_outside_code_only(build):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="why.md"))
     text = build.on_page_markdown("$a^k$ and `$a^k$`\n\n$$x$$\n\n```\n$y$\n```\n", page, None, None)
     assert text.count("<math") == 2 and "`$a^k$`" in text and "$y$" in text
+
+
+@pytest.mark.parametrize("name", ["why-sqrt-dk", "remedies", "training"])
+def test_a_file_with_marks_says_what_they_are_and_the_site_does_not(build, name, monkeypatch):
+    monkeypatch.setattr(build, "_typeset", lambda text, depth: text)
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert "In this file `[[…]]` stands where" in text
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=f"{name}.md"))
+    made = build.on_page_markdown(text, page, None, None)
+    assert "In this file" not in made and "on the site -->" not in made
+    assert made.startswith("# ") and len(made) > len(text) - 300
+
+
+def test_every_file_with_marks_says_so():
+    for path in DOCS.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^\[\[\w+: ", text, flags=re.M):
+            assert "<!-- in the file -->" in text, path
 
 
 def test_figures_are_the_lab_s(build):

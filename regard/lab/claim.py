@@ -117,6 +117,15 @@ class Finding:
         return HOLDS_IF
 
 
+NOTES = {  # the study notes that the claims are from, by number
+    "000": "Softmax and its derivative",
+    "001": "Why divide by √d_k",
+    "002": "Notes on softmax",
+    "003": "Why the scale factor",
+    "004": "Softmax in attention",
+}
+
+
 @dataclass(frozen=True)
 class Claim:
     """One statement of the notes. `derivation` is LaTeX, a line each; `rule` says in words how the checks decide."""

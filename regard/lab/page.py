@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 import regard
-from regard.lab.claim import BEYOND, CORE, OURS, Check
+from regard.lab.claim import BEYOND, CORE, NOTES, OURS, Check
 from regard.lab.mathematics import line
 from regard.lab.run import Result, waiting
 
@@ -37,6 +37,7 @@ def page(results: Sequence[Result], seed: int = 0) -> str:
     listed = "".join(
         f'<li>{verdict(r.verdict)} <a href="#{r.claim.id}">{r.claim.id}</a></li>' for r in results
     ) + "".join(f'<li><span class="verdict waits">waits for training</span> {name}</li>' for name in waiting())
+    notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -44,6 +45,7 @@ def page(results: Sequence[Result], seed: int = 0) -> str:
 <body><header><h1>The lab: what the notes claim, and what is true</h1>
 <p>{len(results)} claims put to the test: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %,
 those of trained models 95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</p>
+<p>The notes are five study notes on softmax and attention, which are not in this package: {notes}.</p>
 </header>
 <nav aria-label="Claims"><ul>{listed}</ul></nav><main>{"".join(map(section, results))}</main></body></html>
 """

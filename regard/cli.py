@@ -138,3 +138,9 @@ def overview(offered: dict[str, Command]) -> str:
     lines = [f"  {name:{width}}  {command.help}" for name, command in offered.items()]
     usage = "usage: regard COMMAND [options]     (regard COMMAND --help tells its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])
+
+
+if __name__ == "__main__":  # python -m regard.cli; as the module that commands import, not a second one
+    from regard.cli import main as run
+
+    sys.exit(run())

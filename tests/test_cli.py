@@ -103,6 +103,11 @@ def test_help_names_every_command(words, capsys):
         assert (f"  {name} " in out) == command.exists
 
 
+def test_the_module_itself_is_the_command_too():
+    found = subprocess.run([sys.executable, "-m", "regard.cli", "lisst"], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2 and "did you mean list?" in found.stderr
+
+
 def test_version_has_one_source(capsys):
     import regard
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from regard import _ops, normalizers
 from regard._normalize.arguments import check_device, check_scores, check_temperature, choose_rows_backend
@@ -47,7 +48,11 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
         return _dense(z, lambda row: choice.reference(row / t, None, choice.theta))
     if choice.name == "entmax" and choice.theta == 1.0:
         choice = normalizers.get("softmax")
-    wide = z.double()
+    return (_in_one_step if torch.compiler.is_compiling() else _closed)(z, choice.spec, t)
+
+
+def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
+    choice, wide = normalizers.get(normalizer), z.double()
     s = (below_top(wide)[0] if moves_with_its_scores(choice) else wide) / t  # a quotient rounds by the score
     seen = s != -math.inf
     terms, y = Terms(choice), s.masked_fill(~seen, 0.0)
@@ -70,6 +75,20 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)[..., None]
     full = (torch.diag_embed(a) - c[..., :, None] * b[..., None, :]) / t
     return full.masked_fill(poisoned, math.nan).to(z.dtype)
+
+
+# for a compiled graph, in which a normaliser's functions cannot be retold in torch
+_in_one_step = custom_op("regard::jacobian", mutates_args=())(_closed)
+
+
+@_in_one_step.register_fake
+def _(z, normalizer, t):
+    return z.new_empty((*z.shape, z.shape[-1]))
+
+
+@_in_one_step.register_vmap
+def _(info, in_dims, z, normalizer, t):
+    return _in_one_step(z.movedim(in_dims[0], 0), normalizer, t), 0
 
 
 def _dense(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:

@@ -52,6 +52,7 @@ def test_a_plain_sdpa_call(options):
 @pytest.mark.parametrize("additive", [False, True])
 def test_rows_that_see_nothing_are_not_counted_in_regards_own_plain_call(additive):
     mask = torch.rand(2, 1, 9, 9) > 0.4
+    mask[:, :, 0] = True  # a key that nobody sees would pass for padding
     mask[0, :, 2:5] = False
     given = torch.zeros(2, 1, 9, 9).masked_fill(~mask, -math.inf) if additive else mask
 

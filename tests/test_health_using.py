@@ -111,13 +111,6 @@ def test_bad_options_are_told_and_change_nothing(options, error, match):
     assert intercept.ACTIVE == []
 
 
-def test_weights_cannot_be_asked_for_under_it():
-    module = nn.MultiheadAttention(16, 2, batch_first=True).eval()
-    x = torch.randn(1, 5, 16)
-    with pytest.raises(ValueError, match="need_weights=False"), regard.using(module, normalizer="entmax15"):
-        module(x, x, x)
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
     """Also when torch.compile first reads it inside the block: what it then made serves the plain model."""

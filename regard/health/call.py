@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard.health.weights import weighed
 
 CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention, or what holds them, are called
 HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
@@ -37,6 +38,7 @@ class Call:
     obstacle: str | None = None  # why it cannot be measured, where that is plain from the outside
     folded: bool = False  # of three dims, which may hold heads among the sequences
     told: dict = field(default_factory=dict)  # what the model told its attention function beside all this
+    weights: list[Tensor] | None = None  # where they are wanted, for `run` to put them in
 
     @property
     def arguments(self) -> dict:
@@ -48,6 +50,10 @@ class Call:
 
     def run(self) -> Tensor:
         """The output by `regard.attention`, dropout included."""
+        if self.weights is not None:
+            output, p = weighed(self)
+            self.weights[:] = [p]
+            return output
         return regard.attention(self.q, self.k, self.v, dropout_p=self.dropout, **self.arguments)
 
     def first(self, sequences: int) -> Call:

@@ -103,8 +103,10 @@ class using:
         self.calls += 1
         changed = replace(self._change(call), kind="using", sliceable=False)
         if self._pieces is not None:
+            if call.weights is not None:
+                raise ValueError("context_parallel: no rank has whole weights; call the module with need_weights=False")
             changed = self._pieces.call(changed)
-        return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0).run(), rows))
+        return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0, weights=None).run(), rows))
 
 
 def _rows(output: Tensor, rows: Tensor | None) -> Tensor:

@@ -38,7 +38,10 @@ class Mode(Catching):
         return handler(func, args, kwargs or {})
 
 
-def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, cross=None):
+def _sdpa(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
+    cross=None, weights=None,
+):  # fmt: skip
     def run(q, mask, causal, dropout):
         return SDPA(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -73,6 +76,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         dropout=dropout_p,
         cross=cross,
         folded=query.ndim == 3,
+        weights=weights,
     )
     return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
 
@@ -101,24 +105,29 @@ def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _multi_head(func, args, kwargs):
-    """torch's multi-head function looks its sdpa up by name: hand it ours; keep its own result if it gives weights."""
-    if not watched(running()):
+    """torch's multi-head function looks its sdpa up by name: hand it ours. Weights are its own, or those of a swap."""
+    seen = watched(running())
+    if not seen or _TOLD:  # or this is such a call, on its way through the mode of another
         return func(*args, **kwargs)
-    wants_weights = kwargs.get("need_weights", True)
-    swapped = any(one.swap is not None for one in watched(running()))
-    if wants_weights and swapped:
-        raise ValueError(
-            "need_weights=True cannot be served under regard.using; call the module with need_weights=False"
-        )
-    result = func(*args, **kwargs) if wants_weights else None
+    wanted = kwargs.get("need_weights", True)
+    weights: list[Tensor] | None = [] if wanted and any(one.swap is not None for one in seen) else None
     query, key = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key")))
-    with _BY_NAME:
-        _CROSS.append(query is not key)
-        try:
-            measured = func(*args, **{**kwargs, "need_weights": False})
-        finally:
-            _CROSS.pop()
-    return measured if result is None else result
+    asked = {**kwargs, "need_weights": False}
+    if weights is not None and kwargs.get("attn_mask") is not None:
+        asked["is_causal"] = False  # the mask says it, and torch believes the mask where weights are wanted
+    _TOLD.append(dict(cross=query is not key, weights=weights))
+    try:
+        result = func(*args, **kwargs) if wanted and weights is None else None
+        with _BY_NAME:
+            output, _ = func(*args, **asked)
+        if weights is None:
+            return (output, None) if result is None else result
+        if not weights:  # the swap left the call as it was, or was taken off elsewhere meanwhile
+            return func(*args, **kwargs)
+    finally:
+        _TOLD.pop()
+    p = weights[0].mean(1) if kwargs.get("average_attn_weights", True) else weights[0]  # of [B, H, M, N]
+    return output, p if query.ndim == 3 else p.squeeze(0)
 
 
 class ByName:
@@ -140,11 +149,11 @@ class ByName:
 
 
 def _by_name(*args, **kwargs):
-    return _sdpa(*args, **kwargs, cross=_CROSS[-1]) if _CROSS else SDPA(*args, **kwargs)
+    return _sdpa(*args, **kwargs, **_TOLD[-1]) if _TOLD else SDPA(*args, **kwargs)
 
 
 _BY_NAME = ByName()
-_CROSS: UserList[bool] = PerThread()  # of the multi-head calls that this thread is in
+_TOLD: UserList[dict] = PerThread()  # by the multi-head calls that this thread is in, to their Call
 
 
 def _regard(func, args):

@@ -1,0 +1,57 @@
+"""The weights of a call that `using` leads, where its caller wants them, as torch's MultiheadAttention does by default.
+
+    p = dropout(normaliser((cap(scale·q kᵀ) + bias) / T)),    o = p·v
+
+Output and weights are of one p, N × N as it was asked for. T is what `regard.attention` would divide by. The causal
+order is in the mask, where torch looks for it too when weights are wanted; sinks, windows and lengths it has none of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+import regard
+from regard._attention.arguments import is_autocast
+from regard._attention.call import Call as Checked
+from regard._attention.run import with_policy
+from regard._normalize.arguments import under_autocast
+from regard.scores import soft_cap
+
+if TYPE_CHECKING:
+    from regard.health.call import Call
+
+UNSAID = dict(scale=None, normalizer="softmax", temperature=None, softcap=None, sink=None, window=None,
+              key_lengths=None, return_stats=False, backend=None)  # fmt: skip
+
+
+def weighed(call: Call) -> tuple[Tensor, Tensor]:
+    """(o, p), [B, H, M, E] and [B, H, M, N], in the dtypes that torch's would have."""
+    checked = with_policy(Checked.of(call.q, call.k, call.v, dropout_p=call.dropout, **{**UNSAID, **call.arguments}))
+    shown = under_autocast(call.q.new_empty(0, dtype=checked.dtype)).dtype
+    with torch.autocast(call.q.device.type, enabled=False) if is_autocast(call.q) else contextlib.nullcontext():
+        p, v = _weights(checked.problem)
+        p = dropout(p, call.dropout) if call.dropout else p
+        return (p @ v).to(checked.dtype), p.to(shown)
+
+
+def _weights(problem) -> tuple[Tensor, Tensor]:
+    """p, and the values it weighs: what no query sees cannot leak, not even as NaN."""
+    wide = torch.promote_types(problem.q.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (problem.q, problem.k, problem.v))
+    bias, visible = problem.bias, problem.mask
+    if bias is not None:
+        visible = bias != -math.inf
+        bias = bias.masked_fill(~visible, 0.0)
+    if visible is not None:
+        unseen = ~visible.any(-2)[..., None]
+        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    s = soft_cap((problem.scale * q) @ k.transpose(-1, -2), problem.softcap)
+    s = s if bias is None else s + bias
+    t = 1.0 if problem.temperature is None else problem.temperature[..., None]
+    return regard.normalize(s, problem.choice.spec, temperature=t, mask=visible), v

@@ -1,6 +1,7 @@
 """`regard.using` on models that call torch's MultiheadAttention with its defaults, and so ask for its weights."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,3 +145,14 @@ def test_a_swap_that_leaves_the_call_alone_gives_torchs_own():
     with Interception(module, swap=lambda call: call, opens=True):
         ours = module(x, x, x)
     torch.testing.assert_close(ours, own)
+
+
+def test_ranks_that_share_a_sequence_have_no_whole_weights_and_say_so():
+    module, x = sharp(batch_first=True).eval(), torch.randn(2, 5, 32)
+    with (
+        pytest.raises(ValueError, match=r"context_parallel: .* need_weights=False"),
+        regard.using(module, scale=1) as one,
+    ):
+        one._pieces = SimpleNamespace(stop=lambda: None)
+        module(x, x, x)
+    assert module(x, x, x)[1].shape == (2, 5, 5)

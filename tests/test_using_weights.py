@@ -149,10 +149,8 @@ def test_a_swap_that_leaves_the_call_alone_gives_torchs_own():
 
 def test_ranks_that_share_a_sequence_have_no_whole_weights_and_say_so():
     module, x = sharp(batch_first=True).eval(), torch.randn(2, 5, 32)
-    with (
-        pytest.raises(ValueError, match=r"context_parallel: .* need_weights=False"),
-        regard.using(module, scale=1) as one,
-    ):
-        one._pieces = SimpleNamespace(stop=lambda: None)
-        module(x, x, x)
+    with regard.using(module, scale=1.0) as swap:
+        swap._pieces = SimpleNamespace(stop=lambda: None)
+        with pytest.raises(ValueError, match=r"context_parallel: .* need_weights=False"):
+            module(x, x, x)
     assert module(x, x, x)[1].shape == (2, 5, 5)

@@ -337,6 +337,7 @@ def test_the_parts_of_a_what_if_stand_in_any_order():
         ("normalizer=entmax15", dict(normalizer="entmax15")),
         ("normalizer=entmax(alpha=1.25)", dict(normalizer="entmax(alpha=1.25)")),
         ("scale=none+temperature=3", dict(scale="none", temperature=3.0)),
+        ("temperature=2e+0+normalizer=sigmoid(bias=+1)", dict(temperature=2.0, normalizer="sigmoid(bias=1)")),
     ],
 )
 def test_what_if_is_the_reference_under_the_change(change, options):

@@ -108,3 +108,20 @@ def test_an_illness_must_last():
             model(x)
         with pytest.raises(AttentionWarning, match="exploding logits in each"):
             model(x)
+
+
+def test_heads_that_are_sharp_by_trade_may_sharpen():
+    """Those that look at the token before, which findings exempt, too."""
+
+    class Previous(nn.Module):
+        def forward(self, x):
+            eye = torch.eye(x.shape[-2]).expand(len(x), 1, -1, -1)
+            return nn.functional.scaled_dot_product_attention(
+                9.0 * eye.roll(1, -2), eye, x[:, None], is_causal=True, scale=1.0
+            )
+
+    heads = regard.examine(Previous(), [torch.randn(2, 24, 8)]).heads
+    falling = rows([1.0] * 10, [0.2, 0.19, 0.17, 0.18, 0.15, 0.14, 0.12, 0.11, 0.09, 0.08])
+    for seen, told_of in ((heads, 0), ([], 1)):
+        trends = Trends()
+        assert sum(len(trends.add([row], seen, {heads[0].index: "a"})) for row in falling) == told_of

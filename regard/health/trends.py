@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 
 from regard.health.findings import collapsed, dying_gradient, exploding_logits, scale_off
+from regard.health.findings._finding import positional_heads
 from regard.health.heads import HeadReading
 
 SAMPLES = 10
@@ -46,8 +47,9 @@ class Trends:
     def add(self, rows: Iterable[dict], heads: Sequence[HeadReading], labels: Mapping[int, str]) -> list[str]:
         """What there is to tell after one more sample, its rows and its heads; labels are those of the layers."""
         new: dict[str, list[tuple[Place, str]]] = {}
+        by_trade = {("falling", (labels[head.index], head.head)) for head in positional_heads(heads)[1]}
         for kind, place, what in chain(self._illnesses(heads, labels), self._ways(rows)):
-            if (kind, place) not in self._told:
+            if (kind, place) not in self._told | by_trade:
                 self._told.add((kind, place))
                 new.setdefault(kind, []).append((place, what))
         return [_text(found) for found in new.values()]

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -48,7 +49,7 @@ def parse(text: str) -> WhatIf:
     """`name=value`, or a bare name; several joined by + are one change, in whatever order."""
     if not isinstance(text, str):
         raise TypeError(f"what_if must hold strings such as {FORMS[0]!r}, got {type(text).__name__}")
-    parts = [_one(part.strip(), text) for part in text.split("+")]
+    parts = [_one(part.strip(), text) for part in re.split(r"(?<!\d[eE])\+(?![^(]*\))", text)]  # not 1e+3, not (+1)
     options: dict = {}
     of_call = None
     for part in parts:

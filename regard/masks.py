@@ -90,3 +90,9 @@ def dense(
         lengths = padding(key_lengths.to(device).clamp(0, keys), keys)[:, None, None, :]
         seen = lengths if seen is None else seen & lengths
     return seen
+
+
+def blanked(visible: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    """(…, N, D) each, 0 where no query of `visible` (…, M, N) sees a key: it cannot leak then, not even as NaN."""
+    unseen = ~visible.any(-2)[..., None]
+    return tuple(x.masked_fill(unseen, 0.0) for x in keys)

@@ -84,8 +84,7 @@ def attention(
     elif attn_mask is not None:
         visible = visible & (attn_mask != -math.inf)
         bias = attn_mask.double().masked_fill(attn_mask == -math.inf, 0.0)
-    unseen = ~visible.any(-2).unsqueeze(-1)  # what no query sees cannot leak, not even as NaN
-    k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    k, v = masks.blanked(visible, k, v)
     s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
     s = s if bias is None else s + bias
     visible = visible.expand(s.shape)

@@ -47,9 +47,9 @@ class Trends:
     def add(self, rows: Iterable[dict], heads: Sequence[HeadReading], labels: Mapping[int, str]) -> list[str]:
         """What there is to tell after one more sample, its rows and its heads; labels are those of the layers."""
         new: dict[str, list[tuple[Place, str]]] = {}
-        by_trade = {("falling", (labels[head.index], head.head)) for head in positional_heads(heads)[1]}
+        silent = self._told | {("falling", (labels[head.index], head.head)) for head in positional_heads(heads)[1]}
         for kind, place, what in chain(self._illnesses(heads, labels), self._ways(rows)):
-            if (kind, place) not in self._told | by_trade:
+            if (kind, place) not in silent:
                 self._told.add((kind, place))
                 new.setdefault(kind, []).append((place, what))
         return [_text(found) for found in new.values()]

@@ -21,6 +21,7 @@ from regard._attention.arguments import is_autocast
 from regard._attention.call import Call as Checked
 from regard._attention.run import with_policy
 from regard._normalize.arguments import under_autocast
+from regard.masks import blanked
 from regard.scores import soft_cap
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def weighed(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _weights(problem) -> tuple[Tensor, Tensor]:
-    """p, and the values it weighs: what no query sees cannot leak, not even as NaN."""
+    """p, and the values it weighs."""
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (problem.q, problem.k, problem.v))
     bias, visible = problem.bias, problem.mask
@@ -49,8 +50,7 @@ def _weights(problem) -> tuple[Tensor, Tensor]:
         visible = bias != -math.inf
         bias = bias.masked_fill(~visible, 0.0)
     if visible is not None:
-        unseen = ~visible.any(-2)[..., None]
-        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+        k, v = blanked(visible, k, v)
     s = soft_cap((problem.scale * q) @ k.transpose(-1, -2), problem.softcap)
     s = s if bias is None else s + bias
     t = 1.0 if problem.temperature is None else problem.temperature[..., None]

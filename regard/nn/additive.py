@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
 from regard._normalize import normalize
-from regard.masks import dense
+from regard.masks import blanked, dense
 from regard.scores import soft_cap
 from regard.temperature import Rows
 
@@ -51,9 +51,8 @@ def attention(
         q.shape[2], k.shape[2], is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device
     )
     visible, bias = _with_mask(visible, attn_mask)
-    if visible is not None:  # what no query sees cannot leak, not even as NaN
-        unseen = ~visible.any(-2)[..., None]
-        k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+    if visible is not None:
+        k, v = blanked(visible, k, v)
 
     def block(q, k, v, visible, bias, first):
         s = soft_cap(torch.einsum("hd,bhmnd->bhmn", w, torch.tanh(q[:, :, :, None] + k[:, :, None])), softcap)

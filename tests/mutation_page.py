@@ -31,9 +31,6 @@ EQUIVALENT = {  # the line of a survivor and what it became there: why no test c
         "if (j0 < highest) & (j0 + C.BN > lowest):",
         "(j0 + C.BN >= lowest)",
     ): "one block more, in which nobody sees a key",
-    ("ds = tl.where((j >= first) & (j < last) & (rows < opt.queries), ds, 0.0)", "(rows <= opt.queries)"): (
-        "ds of one row more, which is not stored"
-    ),
     (
         "z = tl.load(sums + row, mask=i < tl.where(block < end, opt.queries, 0), other=0.0)",
         "(block <= end)",

@@ -34,15 +34,17 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def forward_lesser(q, k, v, k_blocks, v_blocks, rough, stats, rows, opt, C: tl.constexpr, MANY: tl.constexpr):
-    """MANY blocks of queries to a program: most find, by one load for all of them, that there is nothing to do."""
+    """MANY blocks of queries to a program: by one load for all of them it finds where there is something to do."""
     blocks = tl.cdiv(opt.queries, C.BM)
     start = tl.program_id(0) * MANY
     end = tl.minimum(start + MANY, rows // opt.queries * blocks)
-    _, tops = rough_of(start + tl.arange(0, MANY)[:, None], end, rough, opt, C)
-    if tl.min(tl.min(tops, 1), 0) < float("inf"):
+    place = tl.arange(0, MANY)
+    _, tops = rough_of(start + place[:, None], end, rough, opt, C)
+    least = tl.min(tops, 1)
+    if tl.min(least, 0) < float("inf"):
         for block in range(start, end):
-            row, top = rough_of(block, end, rough, opt, C)
-            if tl.min(top, 0) < float("inf"):
+            if tl.min(tl.where(place == block - start, least, float("inf")), 0) < float("inf"):
+                row, top = rough_of(block, end, rough, opt, C)
                 look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, tiles.wide(rows), opt, C)
 
 

@@ -48,7 +48,6 @@ def mix(c: gl.constexpr, o, p, values, C: gl.constexpr):
 def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.constexpr):
     """Tile t is scored and weighed while o takes tile t − 1."""
     F: gl.constexpr = C.F
-    NEED: gl.constexpr = C.NEED
     PIECES: gl.constexpr = C.PIECES
     FOLLOWS: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.STILL
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
@@ -61,7 +60,7 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
     fade, r = warpgroup.raised(s, r, a * LOG2E, start, C, C.STILL)
     way = warpgroup.manner(s, r, a, theta, ring.v.dtype, C)
     y = warpgroup.pieces(s, PIECES)
-    sums = warpgroup.blank(y[0])
+    sums = warpgroup.begun(r)
     near = True
     if C.SPAN > 0:
         near = start >= walk.before
@@ -77,8 +76,6 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
             )
         new = new + (u,)  # noqa: RUF005 (Triton knows no star)
     r = warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False)
-    if NEED.top or FOLLOWS:
-        r = warpgroup.pinned(r)
     ready(t + 1, ring, walk, C)  # before the wait below: its branches, too, keep that wait in its place
     if PIECES == 1:
         o, _ = warpgroup_mma_wait(0, deps=[o, p[0]])
@@ -149,7 +146,7 @@ def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.co
         s = warpgroup.shown(s, last, start)
     _, r = warpgroup.raised(s, r, lanes * LOG2E, start, C, False)
     y = warpgroup.pieces(s, PIECES)
-    sums = warpgroup.blank(y[0])
+    sums = warpgroup.begun(r)
     p = ()
     for c in gl.static_range(PIECES):
         u, sums = warpgroup.weigh(y[c], r, sums, i, lanes, theta, start, r0, True, c * WIDTH, C, True)

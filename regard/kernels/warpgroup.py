@@ -1,8 +1,8 @@
 """One warpgroup and its 64 rows of a tile of scores, in registers: weights and the sums of `statistics.Sums`.
 
 A thread of the tensor core's result holds two rows, of every eight keys two neighbours. So a tile [M, N] is looked at
-as cells [M, N/8, 4, 2], octet · lane · pair: sums run down a thread's octets, four lanes per row meet once, at the end,
-and what depends on the octet is a constant in the instruction.
+as cells [M, N/8, 4, 2], octet · lane · pair: a thread sums its keys of a row in one chain, the four of a row meet once,
+at the end, and what depends on octet and pair is a constant in the instruction.
 
 u is measured in a frame that follows the scores only when it falls C.LAZY powers of two behind a thread's largest: what
 was summed before is then faded, and in the tiles between nothing is multiplied and no thread asks another.
@@ -67,13 +67,18 @@ def octet(like, BASE: gl.constexpr = 0):
 
 
 @gluon.jit
+def pair(like):
+    """0, 1, a key's place in its pair, as [1, 1, 1, 2]."""
+    x = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))))
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2)
+
+
+@gluon.jit
 def within(like):
     """0 … 7, a key's place in its octet, as [1, 1, 4, 2]."""
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))))
     lane = gl.expand_dims(gl.expand_dims(gl.expand_dims(lane, 0), 1), 3)
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout))))
-    pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2)
-    return 2 * lane + pair
+    return 2 * lane + pair(like)
 
 
 @gluon.jit
@@ -130,11 +135,11 @@ def raised(s, r, b2, start, C: gl.constexpr, STILL: gl.constexpr):
 
 
 class Part(NamedTuple):
-    """Sums over the first pieces of a tile, as far as one thread has them: [M, 4, 2]."""
+    """Sums of one thread, [M, 4]: u, v, places over the first pieces of a tile, the others from the first tile on."""
 
     u: Any
     v: Any
-    octets: Any  # Σ u·octet, or Σ u·|i − j|
+    places: Any  # Σ u·(octet + pair), or Σ u·|i − j|
     log_u: Any
     square: Any
     mean: Any
@@ -142,18 +147,21 @@ class Part(NamedTuple):
 
 
 @gluon.jit
-def blank(y):
-    """The sums before any piece; y is one."""
-    none = gl.zeros([y.shape[0], 4, 2], gl.float32, gl.SliceLayout(1, y.type.layout))
-    return Part(none, none, none, none, none, none, none)
+def begun(r):
+    """The sums before the first piece of a tile."""
+    LAYOUT: gl.constexpr = r.z.type.layout
+    none = zeros(4, LAYOUT)
+    return Part(none, none, none, r.log_u, r.square, r.mean, r.m2)
 
 
 @gluon.jit
-def onto(x, before, FIRST: gl.constexpr):
-    """before + Σ over the octets, [M, N/8, 4, 2] → [M, 4, 2], in one chain of additions."""
-    if not FIRST:
-        x = gl.where(octet(x) == 0, x + gl.expand_dims(before, 1), x)
-    return gl.sum(x, 1)
+def onto(x, before, FRESH: gl.constexpr = False):
+    """before + Σ over a thread's numbers of a row, [M, N/8, 4, 2] → [M, 4], in one chain of additions; FRESH: 0 + Σ."""
+    if not FRESH:
+        x = gl.where((octet(x) == 0) & (pair(x) == 0), x + per_lane(before), x)
+    x = gl.reshape(gl.permute(x, [0, 2, 1, 3]), [x.shape[0], 4, x.shape[1] * 2])
+    LAYOUT: gl.constexpr = before.type.layout
+    return gl.convert_layout(gl.sum(x, 2), LAYOUT)
 
 
 @gluon.jit
@@ -171,44 +179,36 @@ def weigh(y, r, x, i, a, theta, start, r0, near, BASE: gl.constexpr, C: gl.const
             bare = y
             if EDGE and not C.OWN:
                 bare = gl.where(y == HIDDEN, 0.0, y)
-            mean = onto(bare, mean, FIRST)
-            m2 = onto(bare * bare, m2, FIRST)
+            mean = onto(bare, mean)
+            m2 = onto(bare * bare, m2)
     u, v, power = weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.frame), theta, F)
     if EDGE and not C.OWN:
         u = gl.where(y == HIDDEN, 0.0, u)
         v = gl.where(y == HIDDEN, 0.0, v)
-    sum_u, sum_v, octets, log_u, square = x.u, x.v, x.octets, x.log_u, x.square
+    sum_u, sum_v, places, log_u, square = x.u, x.v, x.places, x.log_u, x.square
     if F.exponential:
         sum_u = onto(u, sum_u, FIRST)
         sum_v = sum_u
     elif F.family == "ratio" or F.log_odds is not None:
         sum_v = onto(v, sum_v, FIRST)
     if NEED.distance:
-        octets = stretch(u, octets, per_row(i - start, y) - within(y), start, r0, BASE, C, EDGE)
+        places = stretch(u, places, per_row(i - start, y) - within(y), start, r0, BASE, C, EDGE)
     if NEED.log_u:
-        log_u = onto(u * power, log_u, FIRST)
+        log_u = onto(u * power, log_u)
     if NEED.square:
-        square = onto(u * u, square, FIRST)
-    return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(sum_u, sum_v, octets, log_u, square, mean, m2)
+        square = onto(u * u, square)
+    return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(sum_u, sum_v, places, log_u, square, mean, m2)
 
 
 @gluon.jit
 def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
     """The tally with a tile's sums."""
-    NEED: gl.constexpr = C.NEED
-    z, log_u, square, distance, mean, m2 = r.z, r.log_u, r.square, r.distance, r.mean, r.m2
+    z, distance = r.z, r.distance
     if C.F.family == "ratio" or C.F.log_odds is not None:
-        z += gl.sum(x.v, 2)
-    if NEED.log_u:
-        log_u += gl.sum(x.log_u, 2)
-    if NEED.square:
-        square += gl.sum(x.square, 2)
-    if NEED.distance:
-        distance += gl.sum(far(x, i, start, r0, C, EDGE), 2)
-    if NEED.moments and C.SPAN >= 0:
-        mean += gl.sum(x.mean, 2)
-        m2 += gl.sum(x.m2, 2)
-    return Tally(r.top, r.frame, z, log_u, square, distance, mean, m2, r.first)
+        z += x.v
+    if C.NEED.distance:
+        distance = far(x, distance, i, start, r0, C, EDGE)
+    return Tally(r.top, r.frame, z, x.log_u, x.square, distance, x.mean, x.m2, r.first)
 
 
 @gluon.jit
@@ -244,9 +244,8 @@ def weigh_odds(y, x, a, theta, way, dtype: gl.constexpr, C: gl.constexpr):
     F: gl.constexpr = C.F
     b, g = line(a, theta, F)
     u, met = logistic.weighed(y, b, g, way, dtype == gl.float16)
-    met = gl.convert_layout(met, gl.SliceLayout(2, x.v.type.layout))
-    both = x.v + 0.5 * gl.expand_dims(met, 2)  # of a pair, whose sum is taken
-    return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(x.u, both, x.octets, x.log_u, x.square, x.mean, x.m2)
+    met = x.v + gl.convert_layout(met, x.v.type.layout)
+    return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(x.u, met, x.places, x.log_u, x.square, x.mean, x.m2)
 
 
 @gluon.jit
@@ -258,7 +257,7 @@ def line(a, theta, F: gl.constexpr):
 
 @gluon.jit
 def stretch(u, before, ahead, start, r0, BASE: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
-    """Σ u·octet; where keys may lie around a row Σ u·|i − j|, i − j = ahead − octet."""
+    """Σ u·(octet + pair); where keys may lie around a row Σ u·|i − j|, i − j = ahead − octet."""
     FIRST: gl.constexpr = BASE == 0
     away = ahead.to(gl.float32) - octet(u, BASE).to(gl.float32)
     if EDGE and C.BEHIND:
@@ -266,7 +265,7 @@ def stretch(u, before, ahead, start, r0, BASE: gl.constexpr, C: gl.constexpr, ED
     elif EDGE and C.OWN:
         x = onto(u * gl.abs(away), before, FIRST)
     else:
-        x = onto(u * octet(u, BASE).to(gl.float32), before, FIRST)
+        x = onto(u * (octet(u, BASE) + pair(u)).to(gl.float32), before, FIRST)
         if not C.BEHIND and not C.OWN:
             if start == r0 // C.BN * C.BN:
                 x = onto(u * gl.abs(away), before, FIRST)
@@ -274,29 +273,17 @@ def stretch(u, before, ahead, start, r0, BASE: gl.constexpr, C: gl.constexpr, ED
 
 
 @gluon.jit
-def far(x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
-    """Σ u·|i − j| of a tile [M, 4, 2]. Where its keys lie to one side of the rows the row's part has left the sum."""
+def far(x, before, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
+    """before + Σ u·|i − j| of a tile. Where its keys lie to one side of the rows, Σ u·i is taken as i·Σu."""
     LAYOUT: gl.constexpr = x.u.type.layout
-    moved = x.octets
+    moved = x.places
     if not EDGE or not (C.BEHIND or C.OWN):
-        row = gl.convert_layout(i - start, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0)
-        pair = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))), 0)
-        ahead = gl.expand_dims(gl.expand_dims(row, 1), 2) - gl.expand_dims(2 * lane, 2) - gl.expand_dims(pair, 1)
-        moved = ahead.to(gl.float32) * x.u - x.octets
+        row = gl.expand_dims(gl.convert_layout(i, gl.SliceLayout(1, LAYOUT)), 1)
+        lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), 0)
+        ahead = (row - 2 * lane).to(gl.float32) - start.to(gl.float32)
+        moved = ahead * x.u - x.places
         if not C.BEHIND:
             moved = moved * gl.where(start <= r0, 1.0, -1.0)
             if not C.OWN:
-                moved = gl.where(start == r0 // C.BN * C.BN, x.octets, moved)
-    return moved
-
-
-@gluon.jit
-def pinned(r):
-    """The same sums, finished here: left alone, ptxas moves them behind the wait that they are meant to fill."""
-    CODE: gl.constexpr = """{ .reg .b32 x, y; .reg .pred p;
-        xor.b32 x, $1, $2; xor.b32 y, $3, $4; xor.b32 x, x, $5; xor.b32 x, x, y; xor.b32 x, x, $6;
-        setp.eq.b32 p, x, 0x7fabcdef; @p nanosleep.u32 1; mov.b32 $0, $1; }"""
-    sums = [r.z, r.log_u, r.square, r.distance, r.mean, r.m2]
-    z = gl.inline_asm_elementwise(CODE, "=r,r,r,r,r,r,r", sums, gl.float32, False, 1)
-    return Tally(r.top, r.frame, z, r.log_u, r.square, r.distance, r.mean, r.m2, r.first)
+                moved = gl.where(start == r0 // C.BN * C.BN, x.places, moved)
+    return before + moved

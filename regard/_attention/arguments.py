@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import _ops
-from regard._normalize.arguments import check_scores, fits, is_float, is_mapped
+from regard._normalize.arguments import check_scores, fits, is_autocast, is_float, is_mapped
 
 
 def check_tensors(q, k, v) -> None:
@@ -26,11 +26,6 @@ def check_tensors(q, k, v) -> None:
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
-
-
-def is_autocast(q: Tensor) -> bool:
-    kind = q.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def autocast(q, k, v, attn_mask):

@@ -80,10 +80,15 @@ def check_device(x: Tensor, name: str, scores: Tensor) -> None:
         raise ValueError(f"{name} must be on the scores' device {scores.device}, got {x.device}; move it with .to()")
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Is autocast on for the device of x? (`torch.amp.is_autocast_available` would break graphs of torch 2.11.)"""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 def under_autocast(scores: Tensor) -> Tensor:
     """The scores in the dtype that torch's softmax takes where autocast is on."""
-    kind = scores.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    if is_autocast(scores):
         return scores.to(torch.softmax(scores.new_empty((1,)), 0).dtype)
     return scores
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 import regard
-from regard._attention.arguments import is_autocast
 from regard._attention.call import Call as Checked
 from regard._attention.run import with_policy
-from regard._normalize.arguments import under_autocast
+from regard._normalize.arguments import is_autocast, under_autocast
 from regard.masks import blanked
 from regard.scores import soft_cap
 

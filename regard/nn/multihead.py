@@ -217,7 +217,9 @@ class MultiheadAttention(nn.Module):
 
     def _remember(self, q, k, scale, options) -> None:
         """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them."""
-        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+        # torch 2.11 says that it exports whenever it compiles
+        exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if exporting or not (self.training and torch.is_grad_enabled()):
             return
         if torch.compiler.is_compiling() or not is_mapped(q):  # what torch.func wraps is gone after the call
             thread = 0 if torch.compiler.is_compiling() else threading.get_ident()

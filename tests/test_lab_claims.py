@@ -15,7 +15,7 @@ from regard.lab.bench import Bench
 from regard.lab.claim import Finding, Undecided, above, below, near
 from regard.lab.estimate import Estimate, exact
 from regard.lab.figure import Figure
-from regard.lab.mathematics import line
+from regard.lab.mathematics import line, mathml
 from regard.lab.run import TRAINING, claims
 
 SEEDS = 20
@@ -41,7 +41,7 @@ def test_a_claim_says_everything(name):
     assert claim.statement and claim.rule and claim.note[:3] in ("000", "001", "002", "003", "004")
     assert 1 <= len(claim.derivation) <= 3
     for formula in claim.derivation:
-        assert "<merror" not in line(formula) and "<mtext>\\" not in line(formula)
+        assert "<merror" not in line(formula) and ">\\" not in line(formula)  # no command that is not known
     result = lab.run(name)
     record = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert record["verdict"] in ("holds", "holds_if", "wrong")
@@ -51,6 +51,21 @@ def test_a_claim_says_everything(name):
     assert low <= record["measured"] <= high
     figure = result.finding.figure()
     assert len(figure.alt) > 20
+
+
+@pytest.mark.parametrize(
+    ("latex", "drawn"),
+    [
+        ("[-1, 1]", '[</mo><mo form="prefix">&#x02212;</mo><mn>1'),
+        ("x = -2", '<mo>&#x0003D;</mo><mo form="prefix">&#x02212;</mo><mn>2'),
+        ("(x) - 2", "<mo>&#x02212;</mo><mn>2"),
+        (r"-0.4 \pm 0.1", "<mn>0.4</mn><mo>&#x000B1;</mo><mn>0.1</mn>"),
+        (r"\sim 2", '<mo form="infix">&#x0223C;</mo><mn>2</mn>'),
+        (r"\ln 10", '<mi>ln</mi><mspace width="0.167em" /><mn>10</mn>'),
+    ],
+)
+def test_signs_and_relations_have_their_own_space(latex, drawn):
+    assert drawn in mathml(latex)
 
 
 # Verdicts that arithmetic alone settles, worked out here without the library.

@@ -12,7 +12,14 @@ from __future__ import annotations
 import re
 from html import escape
 
-BARE = re.compile(r"(\\(?:log|ln|tanh|max|lse))\s+(?=[a-zA-Z\\])")  # a function before its argument, without brackets
+BARE = re.compile(r"(\\(?:log|ln|tanh|max|lse))\s+(?=[a-zA-Z0-9\\])")  # a function and its argument, no brackets
+BEFORE_SIGN = r"\[|&#x(?:0003D|00028|0002C|0003C|0003E|02248|02192|021D2|02264|02265);"  # [ = ( , < > ≈ → ⇒ ≤ ≥
+SIGN = re.compile(rf"(<mo[^>]*>(?:{BEFORE_SIGN})</mo>)<mo>&#x02212;")  # the minus of −1, no difference
+KINDS = {  # what latex2mathml takes for another kind of symbol, and so for another space around it
+    "<mi>&#x0007E;</mi>": '<mo form="infix">&#x0223C;</mo>',  # ∼, also where a piece begins with it
+    "<mi>&#x000B1;</mi>": "<mo>&#x000B1;</mo>",  # ±
+    "<mo>&#x0221E;</mo>": "<mi>&#x0221E;</mi>",  # ∞
+}
 TOKEN = re.compile(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|\\.|.")
 RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\approx", r"\sim", r"\to", r"\Rightarrow")
 SPACES = (r"\quad", r"\qquad", r"\;")
@@ -25,7 +32,9 @@ def mathml(latex: str, block: bool = False) -> str:
     from latex2mathml.converter import convert
 
     made = convert(BARE.sub(r"\1\,", latex), display="block" if block else "inline")
-    return made.replace("<mi>&#x0007E;</mi>", "<mo>&#x0223C;</mo>")  # ∼, which has its space as a relation
+    for wrong, meant in KINDS.items():
+        made = made.replace(wrong, meant)
+    return SIGN.sub(r'\1<mo form="prefix">&#x02212;', made)
 
 
 def line(latex: str) -> str:

@@ -51,7 +51,7 @@ claim = Claim(
     note="002",
     statement="Gumbel noise and a temperature make softmax a differentiable sampler.",
     derivation=[
-        r"P(\arg\max_j (z_j + g_j) = i) = \int e^{-(x - z_i)} e^{-Z e^{-x}} dx = e^{z_i}/Z, \quad Z = "
+        r"P(\mathrm{arg}\,\max_j (z_j + g_j) = i) = \int e^{-(x - z_i)} e^{-Z e^{-x}} dx = e^{z_i}/Z, \quad Z = "
         r"\textstyle\sum_j e^{z_j}",
     ],
     rule="Holds if hard samples have softmax's frequencies to 0.03, cold soft ones are nearly one-hot and gradients "

@@ -14,7 +14,7 @@ from regard.lab import estimate
 from regard.lab.bench import Bench
 from regard.lab.claim import Finding, Undecided, above, below, near
 from regard.lab.estimate import Estimate, exact
-from regard.lab.figure import Figure
+from regard.lab.figure import INK, Figure
 from regard.lab.mathematics import line, mathml
 from regard.lab.run import TRAINING, claims
 
@@ -153,6 +153,27 @@ def test_ticks_are_numbers_that_somebody_chose():
     assert ticks(16.0, 256.0, 16384.0)["values"] == [16.0, 256.0, 16384.0]
     assert ticks(1e-7, 0.05, 1.0)["values"] == [1e-7, 0.05, 1.0]
     assert "values" not in ticks(2.5726e-14, 2.286e-7, 0.21563)  # Vega's own then
+
+
+def test_points_that_a_claim_is_about_are_not_joined_by_a_curve():
+    layers = lab.run("variance-scale-figure").finding.figure().spec()["layer"]
+    drawn = {
+        name: layer["mark"]["type"] for layer in layers for name in {row["name"] for row in layer["data"]["values"]}
+    }
+    assert drawn == {"spline, as drawn but unclipped": "line", "exp(s·x − lse)": "line", "the 15 points": "point"}
+
+
+def test_groups_of_points_differ_by_shape_as_well():
+    (layer,) = lab.run("sharpness-vs-quality").finding.figure().spec()["layer"]
+    scale = layer["encoding"]["shape"]["scale"]
+    assert len(set(scale["range"])) == len(scale["range"]) >= len(scale["domain"]) == 6
+
+
+def test_the_name_of_a_line_can_be_read_on_a_bar():
+    bars, rule, halo, words = lab.run("healthy-gradient").finding.figure().spec()["layer"]
+    assert bars["mark"]["type"] == "bar" and rule["mark"]["type"] == "rule"
+    assert halo["mark"]["stroke"] == "white" and halo["encoding"] == words["encoding"]
+    assert words["mark"]["color"] == INK and "stroke" not in words["mark"]
 
 
 def test_the_rule():

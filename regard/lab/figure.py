@@ -19,6 +19,7 @@ from html import escape
 INK, GRID = "#1f2933", "#d9dee4"
 COLOURS = ["#0b62a4", "#c2410c", "#2f7d32", "#7b3fa0", "#8a6d00", "#00707a"]  # each ≥ 4.5 : 1 on white
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [1, 3]]  # a second sign besides colour
+SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
 WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first can be seen below one that coincides with it
 CROWDED = 48  # letters below an axis that still stand beside one another
 FEW = 8  # values on a logarithmic axis that are written themselves
@@ -49,7 +50,7 @@ class Figure:
     """`series`: name → (x, y) for "lines", "points", "bars" and "dots", (x, low, middle, high) for "bands".
 
     The x of bars and dots are names. `rows` is the matrix of a "heat" map, `alt` the figure in words, `guides` name →
-    y of horizontal lines.
+    y of horizontal lines, `unjoined` the series of "lines" that are points with nothing between them.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Figure:
     log_x: bool = False
     log_y: bool = False
     guides: Mapping[str, float] = field(default_factory=dict)
+    unjoined: Sequence[str] = ()
 
     def svg(self, width: int = 320, height: int = 210) -> str:
         """The figure as SVG text, `alt` as its title."""
@@ -104,8 +106,15 @@ class Figure:
         mark = {"type": "line", "point": {"size": 26} if few else False}
         if self.kind == "points":
             mark = {"type": "point", "filled": True, "size": 28, "opacity": 0.75}
-        encoding = {**self._axes(), **self._signs(dash=self.kind == "lines")}
-        return [{"data": {"values": _plain(data)}, "mark": mark, "encoding": encoding}]
+        encoding = {**self._axes(), **self._signs(dash=self.kind == "lines", shape=self.kind == "points")}
+        apart = [row for row in data if row["name"] in self.unjoined]
+        joined = [row for row in data if row["name"] not in self.unjoined]
+        layers = [{"data": {"values": _plain(joined)}, "mark": mark, "encoding": encoding}]
+        if apart:
+            alone = {**self._axes(), **self._signs(dash=False)}
+            point = {"type": "point", "filled": True, "size": 40, "opacity": 1}
+            layers.append({"data": {"values": _plain(apart)}, "mark": point, "encoding": alone})
+        return layers
 
     def _bands(self):
         data = [
@@ -170,9 +179,12 @@ class Figure:
     def _guide(self, name, y, width):
         data, place = {"values": [{"y": float(y), "name": name}]}, {"y": {"field": "y", "type": "quantitative"}}
         words = {"type": "text", "align": "right", "dy": -6, "color": INK, "fontSize": 11}
+        halo = {**words, "color": "white", "stroke": "white", "strokeWidth": 3, "opacity": 0.85}  # on a bar or a line
+        spot = {**place, "x": {"value": width - 4}, "text": {"field": "name"}}
         return [
             {"data": data, "mark": {"type": "rule", "color": INK, "strokeDash": [3, 3]}, "encoding": place},
-            {"data": data, "mark": words, "encoding": {**place, "x": {"value": width - 4}, "text": {"field": "name"}}},
+            {"data": data, "mark": halo, "encoding": spot},
+            {"data": data, "mark": words, "encoding": spot},
         ]
 
     def _axes(self):
@@ -188,12 +200,14 @@ class Figure:
     def _scale(self, log, zero=False):
         return {"type": "log", "nice": False} if log else {"type": "linear", "zero": zero}
 
-    def _signs(self, dash):
+    def _signs(self, dash, shape=False):
         names = list(self.series)
         stroke = {"symbolType": "stroke", "symbolSize": 500} if self.kind in ("lines", "bands") else {}
         legend = {"symbolOpacity": 1, **stroke} if len(names) > 1 else None
         colour = {"field": "name", "sort": None, "scale": {"domain": names, "range": COLOURS}, "legend": legend}
         strokes = {"field": "name", "sort": None, "scale": {"domain": names, "range": DASHES}, "legend": legend}
+        if shape and len(names) > 1:
+            return {"color": colour, "shape": {**colour, "scale": {"domain": names, "range": SHAPES}}}
         if not dash:
             return {"color": colour}
         widths = {"field": "name", "sort": None, "scale": {"domain": names, "range": WIDTHS}, "legend": legend}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from regard import lab
 from regard.lab import training
 from regard.lab.estimate import Estimate
 from regard.lab.training import timing
@@ -70,6 +71,15 @@ def test_the_retrieval_table_has_the_papers_numbers_beside_ours():
     refit = training.shipped("retrieval")["summary"]["softmax"]["refit@4096"]["mean"]
     assert cells["ours, with the refit"][4].startswith(f"{refit:.1f} ± ")
     assert cells["refit − published polynomial"][3].startswith("+")
+
+
+def test_normalisers_are_told_with_the_parameters_they_ran_with():
+    finding = lab.run("compare-normalizers").finding
+    for part in ("entmax(alpha=1.25) +0.0", "sigmoid(bias=-4.852) +0.0", "sigmoid(bias=-2.773) -2.4"):
+        assert part in finding.remark
+    assert any("entmax(alpha=1.25)'s loss" in check.what for check in finding.checks)
+    words = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+    assert all(part in words for part in ("entmax has α = 1.25", "−4.852", "−2.773"))
 
 
 def test_what_the_docs_show_ships():

@@ -90,8 +90,17 @@ def test_the_lab_draws_without_altair(tmp_path):
 
 def test_the_rest_works_without_pictures_tables_or_weights_and_a_report_says_so(tmp_path):
     kinds = ("json", "html", "png")
-    missing = ["altair", "vl_convert", "matplotlib", "rich", "safetensors"]
-    saved = run(missing, [SAVE.format(kind) for kind in kinds], tmp_path)
-    for kind, (said, _, _) in zip(kinds, saved, strict=True):
+    lacking = {
+        "from regard import lab; lab.names()": "regard[lab]",
+        "from regard.health import tiny; tiny.checkpoint('tiny-scaled')": "regard[hf]",
+        "lab range": "needs scipy; pip install 'regard[lab]'",
+        "demo": "needs safetensors; pip install 'regard[hf]'",
+    }
+    missing = ["altair", "vl_convert", "matplotlib", "rich", "safetensors", "scipy"]
+    told = run(missing, [*map(SAVE.format, kinds), *lacking], tmp_path)
+    for kind, (said, _, _) in zip(kinds, told, strict=False):
         assert (tmp_path / f"report.{kind}").is_file() if said is None else "regard[report]" in said, (kind, said)
-    assert saved[0][0] is None
+    assert told[0][0] is None
+    for (said, _, error), wanted in zip(told[len(kinds) :], lacking.values(), strict=True):
+        text = said if isinstance(said, str) else error.strip()
+        assert wanted in text and "\n" not in text, text

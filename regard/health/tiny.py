@@ -101,7 +101,11 @@ def save(model: TinyLM, path: Path, **notes: str) -> None:
 
 def checkpoint(name: str) -> tuple[TinyLM, dict[str, str]]:
     """A model of `regard/checkpoints`, and the notes it was saved with."""
-    from safetensors import safe_open
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as missing:
+        text = 'checkpoint needs safetensors: pip install "regard[hf]"'
+        raise ModuleNotFoundError(text, name=missing.name) from None
 
     path = resources.files("regard").joinpath("checkpoints", f"{name}.safetensors")
     with resources.as_file(path) as local, safe_open(local, "pt") as file:

@@ -98,11 +98,21 @@ def claims() -> dict[str, Claim]:
     for path in sorted((Path(__file__).parent / "claims").glob("*.py")):
         if path.stem.startswith("_"):
             continue
-        claim = getattr(importlib.import_module(f"regard.lab.claims.{path.stem}"), "claim", None)
+        claim = getattr(_module(path.stem), "claim", None)
         if not isinstance(claim, Claim) or claim.id != path.stem.replace("_", "-"):
             raise ValueError(f"{path.name} must define `claim = Claim(id={path.stem.replace('_', '-')!r}, …)`")
         found.append(claim)
     return {claim.id: claim for claim in sorted(found, key=lambda claim: (claim.note[:3], claim.id))}
+
+
+def _module(stem: str):
+    try:
+        return importlib.import_module(f"regard.lab.claims.{stem}")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "regard").split(".")[0] == "regard":
+            raise
+        text = f'the lab needs {missing.name}: pip install "regard[lab]"'
+        raise ModuleNotFoundError(text, name=missing.name) from None
 
 
 def names() -> list[str]:

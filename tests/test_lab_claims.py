@@ -3,7 +3,7 @@
 import importlib
 import json
 import math
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -136,6 +136,19 @@ def test_a_broken_softmax_is_noticed(monkeypatch):
     monkeypatch.setattr(regard, "softmax", lambda z, *arguments, **options: torch.sigmoid(z))
     assert lab.run("shift-invariance").verdict == "wrong"
     assert lab.run("probability").verdict == "wrong"
+
+
+@pytest.mark.parametrize(("name", "call"), [("probability", 1), ("power-order", 1), ("sharper-with-k", 3)])
+def test_a_few_counterexamples_refute_what_is_said_of_all(monkeypatch, name, call):
+    true, calls = regard.softmax, count(1)
+
+    def flat(z, *arguments, **options):
+        """The first four rows of one call are uniform, whatever their scores."""
+        w = true(z, *arguments, **options)
+        return torch.cat([torch.full_like(w[:4], 1 / w.shape[-1]), w[4:]]) if next(calls) == call else w
+
+    monkeypatch.setattr(regard, "softmax", flat)
+    assert lab.run(name).verdict == "wrong"
 
 
 def test_seeds_matter_and_repeat():

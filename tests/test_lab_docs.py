@@ -10,6 +10,7 @@ import pytest
 
 import regard
 from regard import lab
+from regard.cli import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -27,6 +28,11 @@ def test_examples_in_the_docs_run(name):
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     failed, tried = doctest.testfile(str(DOCS / name), module_relative=False, optionflags=flags)
     assert tried and not failed
+
+
+def test_the_first_page_names_every_command():
+    words = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if not re.search(rf"\| `regard {name}( [A-Z].*)?` \|", words)] == []
 
 
 @pytest.mark.parametrize("name", regard.normalizers.names())

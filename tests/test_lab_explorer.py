@@ -11,7 +11,7 @@ import torch
 
 import regard
 from regard.lab.explorer.command import OnlyHere
-from regard.lab.explorer.views import FLOOR, MASKS, NUMBERS, SCALES, Online, Setting, against_d_k, listed
+from regard.lab.explorer.views import FLOOR, MASKS, NUMBERS, SCALES, Online, Setting, against_d_k, listed, offered
 
 
 @pytest.mark.parametrize("normalizer", regard.normalizers.names())
@@ -25,6 +25,11 @@ def test_numbers_are_the_reference_s(normalizer):
         assert value == pytest.approx(float(stats[name].mean()), rel=1e-4, abs=1e-5), name
     weights = regard.reference.normalize(q[0, 0] @ k[0, 0].T, normalizer, temperature=2.0)
     torch.testing.assert_close(setting.weights.double(), weights, rtol=1e-4, atol=1e-5)
+
+
+def test_no_two_normalisers_on_offer_are_the_same_map():
+    numbers = {name: tuple(Setting(d_k=16, keys=9, normalizer=name).numbers().values()) for name in offered()}
+    assert len(numbers) == len(set(numbers.values())) == len(regard.normalizers.names())
 
 
 @pytest.mark.parametrize("scale", SCALES.values())

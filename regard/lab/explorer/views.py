@@ -24,6 +24,7 @@ QUERIES = 256
 DIMS = [4, 16, 64, 256]
 FLOOR = 1e-12  # a logarithmic axis has no 0: what is less is drawn here, and the line is labelled
 SCALES = {"1/√d_k": "sqrt", "none": "none", "1/d_k": "inverse"}
+OTHERWISE = {"entmax": "entmax(alpha=1.25)"}  # by its name alone it would be entmax15 once more
 MASKS = ("none", "causal", "window of 4", "padding")
 NUMBERS = {
     "entropy": "entropy, nats",
@@ -34,6 +35,11 @@ NUMBERS = {
     "logit_variance": "variance of the logits",
     "gradient_gain": "gradient gain",
 }
+
+
+def offered() -> list[str]:
+    """The normalisers to choose from, no two of them the same map."""
+    return [OTHERWISE.get(name, name) for name in regard.normalizers.names()]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,11 @@ def test_several_claims_make_a_table(capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # lab.html is for the whole lab, or when asked
 
 
+def test_a_claim_that_is_named_twice_is_one(capsys):
+    assert main(["lab", "--json", "e24", "e24"]) == 0
+    assert [record["id"] for record in json.loads(capsys.readouterr().out)] == ["e24"]
+
+
 def test_json(capsys):
     assert main(["lab", "--json", "e24", "scaled-example", "--seed", "3"]) == 0
     first, second = json.loads(capsys.readouterr().out)

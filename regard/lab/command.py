@@ -23,6 +23,7 @@ def arguments(parser) -> None:
 
 
 def main(options) -> int:
+    options.claims = list(dict.fromkeys(options.claims))  # one that is named twice is one
     for name in options.claims:
         try:
             check(name)

@@ -118,7 +118,7 @@ def claim_section(result: lab.Result) -> str:
 
 {said}
 
-| check | predicted | measured | | part |
+| check | predicted | measured | outcome | part |
 | --- | --- | --- | --- | --- |
 {rows}
 

@@ -145,6 +145,7 @@ def test_the_page_tells_every_claim(written):
         assert f"{number} <i>{title}</i>" in written
     assert "softmax(−3, −1, 0, 1, 3) = (0.002, 0.015, 0.041, 0.112, 0.829)" in written
     assert re.search(r'class="verdict wrong"', written)
+    assert '<th scope="col"></th>' not in written  # every column has a name
 
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path, monkeypatch):

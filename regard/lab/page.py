@@ -76,5 +76,5 @@ def checks(made: Sequence[Check]) -> str:
         f"<td>{'✓ agrees' if check.agrees else '✗ disagrees'}</td><td>{ROLES[check.role]}</td></tr>"
         for check in made
     )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("check", "predicted", "measured", "", "part"))
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("check", "predicted", "measured", "outcome", "part"))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 from itertools import count, pairwise
 
 import pytest
@@ -166,6 +167,16 @@ def test_ticks_are_numbers_that_somebody_chose():
     assert ticks(16.0, 256.0, 16384.0)["values"] == [16.0, 256.0, 16384.0]
     assert ticks(1e-7, 0.05, 1.0)["values"] == [1e-7, 0.05, 1.0]
     assert "values" not in ticks(2.5726e-14, 2.286e-7, 0.21563)  # Vega's own then
+
+
+def test_the_fall_of_the_unscaled_gradient_is_the_one_derived():
+    right = lab.run("gradient-norm").right
+    medians, dims = (
+        [float(x) for x in text.split(", ")] for text in re.search(r"\((.*) at d_k = (.*)\)", right).groups()
+    )
+    for median, d in zip(medians, dims, strict=True):  # √d·e^(−γ√d), γ ≈ 0.4
+        assert -math.log(median / d**0.5) / d**0.5 == pytest.approx(0.4, abs=0.1)
+    assert r"\gamma \approx 0.4" in " ".join(claims()["gradient-norm"].derivation)
 
 
 def test_points_that_a_claim_is_about_are_not_joined_by_a_curve():

@@ -33,7 +33,7 @@ def measure(bench):
             below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
         ],
         right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
-        "few rows whose two best keys nearly tie, while the median falls exponentially ("
+        "few rows whose two best keys nearly tie, while the median falls exponentially in √d_k ("
         + ", ".join(f"{m.value:.2g}" for m in medians)
         + f" at d_k = {', '.join(map(str, DIMS))}).",
         figure=lambda: Figure(
@@ -67,7 +67,7 @@ claim = Claim(
         r"\partial L/\partial q = c\,K^{\top} J\,g, \quad \|K^{\top} x\| \approx \sqrt{d_k}\,\|x\|, \quad c = 1 "
         r"\text{ or } 1/\sqrt{d_k}",
         r"\text{unscaled: } \|J\| \sim e^{-\mathrm{gap}},\; \mathrm{gap} \sim \sqrt{d_k}: \text{ median } "
-        r"\sqrt{d_k}\,e^{-c\sqrt{d_k}}",
+        r"\sqrt{d_k}\,e^{-\gamma\sqrt{d_k}},\; \gamma \approx 0.4",
         r"\text{but } P(\mathrm{gap} < 1) \sim 1/\sqrt{d_k} \text{ keeps the mean near } \sqrt{d_k}/\sqrt{d_k} = 1",
     ],
     rule="Wrong if the unscaled mean's exponent is not −1 ± 0.3 or the median does not fall 16-fold from 64 to 1024.",

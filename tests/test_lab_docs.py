@@ -1,6 +1,7 @@
 """The docs: their examples run, and what the build makes of claims and normalisers is there."""
 
 import doctest
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -28,6 +29,22 @@ def test_examples_in_the_docs_run(name):
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     failed, tried = doctest.testfile(str(DOCS / name), module_relative=False, optionflags=flags)
     assert tried and not failed
+
+
+def test_the_api_page_shows_what_it_names():
+    """A member whose module has its own name is a module to the page, and left out; no heading has a private name."""
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    for block in text.split("\n::: ")[1:]:
+        path = block.split()[0]
+        folder = DOCS.parent.joinpath(*path.split("."))
+        members = re.search(r"members: \[(.*)\]", block)
+        for member in members[1].split(", ") if members else ():
+            assert not (folder / f"{member}.py").exists(), f"{path}.{member}"
+        heading = re.search(r"heading: (\S+)", block)
+        shown = heading[1] if heading else path
+        assert "._" not in shown
+        module, _, name = shown.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), shown
 
 
 def test_the_first_page_names_every_command():

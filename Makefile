@@ -52,7 +52,7 @@ format: $(READY)  ## what lint would have said, done
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-figures: $(READY)  ## the pictures of README and docs
+figures: $(READY)  ## the picture of the eight normalisers
 	$(BIN)/python docs/figures/eight.py
 
 docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers, API

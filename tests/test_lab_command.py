@@ -21,6 +21,7 @@ from regard.lab.run import TRAINING, claims
 def test_one_claim_is_printed_whole(capsys):
     assert main(["lab", "scaled-example"]) == 0  # a wrong claim is no failure
     text = capsys.readouterr().out
+    assert "outcome" in text and "✗ disagrees" in text  # in words too: a terminal without UTF-8 prints ? for a mark
     for part in ("✗ wrong", "derivation", "rule", "0.8292", "sum of the printed weights", "no weights"):
         assert part in text
 

@@ -117,10 +117,10 @@ def whole(result: Result) -> str:
     lines += [f"{'derivation' if i == 0 else '':11}{line}" for i, line in enumerate(claim.derivation)]
     lines += [paragraph("rule       ", claim.rule), ""]
     checks = [
-        [check.what, check.allowed, repr(check.measured), "✓" if check.agrees else "✗", check.role]
+        [check.what, check.allowed, repr(check.measured), "✓ agrees" if check.agrees else "✗ disagrees", check.role]
         for check in finding.checks
     ]
-    lines += [Table(["check", "predicted", "measured [interval]", "", "part"], checks).plain(), ""]
+    lines += [Table(["check", "predicted", "measured [interval]", "outcome", "part"], checks).plain(), ""]
     for label, text in (
         ("holds if   ", result.condition),
         ("right      ", result.right),

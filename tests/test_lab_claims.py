@@ -234,6 +234,8 @@ def test_intervals_cover_the_truth():
         ):
             missed += not found.low <= truth <= found.high
     assert missed <= 3  # 1000 intervals of 99.99 %
+    few = estimate.mean(torch.tensor([-1.0, 1.0] * 3))  # six samples: Student's t of 5 degrees, 11.2
+    assert few.high == pytest.approx(11.178 * math.sqrt(6 / 5) / math.sqrt(6), rel=1e-3)
     assert estimate.share(torch.zeros(100, dtype=torch.bool)).high > 0.05  # none seen is not none
     x = [1.0, 2.0, 4.0, 8.0]
     y = torch.stack([v**1.5 * (1 + 0.1 * torch.randn(500, generator=draw)) for v in x])

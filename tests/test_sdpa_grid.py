@@ -122,7 +122,7 @@ def test_empty_inputs(shape, backend):
     assert out.shape == q.shape and not out.isnan().any()
     out.sum().backward()
     assert q.grad.shape == q.shape and not q.grad.isnan().any()
-    if n:
+    if n and h:  # without heads torch 2.11 ends the process
         torch.testing.assert_close(out, sdpa(q, k, v))
 
 

@@ -27,7 +27,7 @@ def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choic
     if isinstance(t, Tensor):
         raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
     choice = normalizers.get(normalizer)
-    return choice, 1.0 if choice.name == "relu" else t  # relu does not change with the temperature
+    return choice, 1.0 if choice.scale_free else t
 
 
 def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -> Tensor:

@@ -8,6 +8,7 @@ from rows_data import rows
 
 import regard
 from regard import normalizers
+from regard.normalizers._language import jit, tl
 
 KNOWN = torch.tensor([-2.0, 0.0, 0.5])
 
@@ -66,6 +67,61 @@ def test_limits_are_limits(name):
     assert torch.allclose(regard.normalize(z, name, temperature=0), near_zero, atol=1e-4)
     near_inf = normalizers.get(name).reference(z / 1e7, None, normalizers.get(name).theta)
     assert torch.allclose(regard.normalize(z, name, temperature=math.inf), near_inf, atol=1e-4)
+
+
+@jit
+def cubic(e, s, c):
+    return tl.maximum(s, 0.0) * tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
+
+
+@jit
+def cubic_slope(e, s, c):
+    return 3.0 * tl.maximum(s, 0.0) * tl.maximum(s, 0.0)
+
+
+@jit
+def softsign(s, theta):
+    return 0.5 + 0.5 * s / (1.0 + tl.abs(s))
+
+
+@jit
+def softsign_slope(s, theta):
+    return 0.5 / ((1.0 + tl.abs(s)) * (1.0 + tl.abs(s)))
+
+
+def somebodys(family, tiles, weights):
+    """A record as another's file may have it: nothing but the mathematics."""
+
+    def reference(scores, visible, theta):
+        p = weights(scores)
+        return p if visible is None else p.masked_fill(~visible, 0.0)
+
+    about = dict(name="somebodys", formula="", sums_to="", sparse=False, paper="", reference=reference)
+    return family(**about, **tiles)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        somebodys(
+            normalizers.Ratio,
+            dict(numerator=cubic, numerator_slope=cubic_slope, shift="none"),
+            lambda s: s.clamp_min(0) ** 3 / (s.clamp_min(0) ** 3).sum(-1, keepdim=True).clamp_min(1e-300),
+        ),
+        somebodys(
+            normalizers.Pointwise, dict(value=softsign, slope=softsign_slope), lambda s: 0.5 + 0.5 * s / (1.0 + s.abs())
+        ),
+    ],
+    ids=["cubic", "softsign"],
+)
+def test_the_limits_of_a_map_of_somebody_elses(record, monkeypatch):
+    monkeypatch.setitem(normalizers._members, "somebodys", record)
+    z = torch.tensor([[1.0, 2.0, -3.0, 0.0]], dtype=torch.float64)
+    for limit, near in ((0.0, 1e-9), (math.inf, 1e9)):
+        p = regard.normalize(z, "somebodys", temperature=limit)
+        torch.testing.assert_close(p, regard.normalize(z, "somebodys", temperature=near), rtol=0, atol=1e-8)
+        slopes = regard.jacobian(z - 0.5, "somebodys", limit)
+        torch.testing.assert_close(slopes, regard.jacobian(z - 0.5, "somebodys", near), rtol=0, atol=1e-8)
 
 
 def test_a_temperature_per_row_mixes_limits_and_numbers():

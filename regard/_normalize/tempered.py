@@ -25,7 +25,7 @@ NEAR = 32.0  # quotients up to it round no worse than differences do
 
 def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
     """p = normaliser(z / t) over the last dimension; t a number, or a tensor of size 1 there."""
-    if choice.name == "relu":  # does not change with the temperature
+    if choice.scale_free:
         p = rows(z, 1.0)
         if not isinstance(t, Tensor):
             return p

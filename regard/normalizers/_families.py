@@ -62,6 +62,7 @@ class Normalizer:
     parameter: Parameter | None = None
     fused: bool = True  # False: reference only, and a fused call says so
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
+    scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
     family: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -73,6 +74,8 @@ class Normalizer:
         q = self.reference(torch.from_numpy(rows[:, ::-1].copy()), None, theta).numpy()
         self._must(np.isfinite(p).all() and (p >= 0).all(), "weights must be finite and ≥ 0")
         self._must(np.allclose(p, q[:, ::-1], atol=1e-12), "reordering the scores must reorder the weights")
+        scaled = [self.reference(torch.from_numpy(factor * rows), None, theta).numpy() for factor in (0.01, 100.0)]
+        object.__setattr__(self, "scale_free", all(np.allclose(p, other, rtol=1e-9, atol=1e-12) for other in scaled))
         self._must(not self.fused or np.allclose(p, self._tiles_forward(rows, theta), atol=1e-9), "tiles ≠ reference")
         if self.fused:
             dp = np.cos(np.arange(rows.size)).reshape(rows.shape)
@@ -102,6 +105,8 @@ class Normalizer:
 
     def cold(self, scores: Tensor, visible: Tensor | None, theta: Any) -> Tensor:
         """The limit of temperature → 0⁺: all weight on the maximum, shared equally between ties."""
+        if self.scale_free:
+            return self.reference(scores, visible, theta)
         if visible is not None:
             scores = scores.masked_fill(~visible, float("-inf"))
         top = scores.amax(-1, keepdim=True)
@@ -110,6 +115,8 @@ class Normalizer:
 
     def hot(self, scores: Tensor, visible: Tensor | None, theta: Any) -> Tensor:
         """The limit of temperature → ∞: the map of equal scores, uniform over the visible entries."""
+        if self.scale_free:
+            return self.reference(scores, visible, theta)
         seen = scores > float("-inf") if visible is None else visible & (scores > float("-inf"))
         return self.reference(torch.zeros_like(scores), seen, theta)
 
@@ -142,6 +149,11 @@ class Pointwise(Normalizer):
         if self.slope_of_weight is not None:
             slopes.append(speak(self.slope_of_weight)(p, theta or 0.0))
         return [(a, 0.0, 0.0) for a in slopes]
+
+    def cold(self, scores, visible, theta):
+        """A step: what the largest number weighs above 0, what the lowest does below, what 0 does at 0."""
+        far = torch.sign(scores) * torch.finfo(scores.dtype).max
+        return self.reference(far, visible, theta)
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,7 @@ def slope_of_weight(p, inverse_z):
     return tl.where(p > 0.0, inverse_z, 0.0)
 
 
-class Relu(Ratio):
-    def cold(self, scores, visible, theta):
-        """The map does not change with the temperature."""
-        return self.reference(scores, visible, theta)
-
-    hot = cold
-
-
-normalizer = Relu(
+normalizer = Ratio(
     name="relu",
     formula="max(s, 0) / Σ max(s, 0)",
     sums_to="1, or 0 where no score is positive",

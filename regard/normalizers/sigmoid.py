@@ -37,15 +37,7 @@ def slope_of_weight(p, bias):
     return p * (1.0 - p)
 
 
-class Sigmoid(Pointwise):
-    def cold(self, scores, visible, theta):
-        """A step: 1 above 0, 0 below, sigmoid(bias) at 0."""
-        step = torch.where(scores > 0, 1.0, 0.0).to(scores.dtype)
-        p = torch.where(scores == 0, torch.sigmoid(scores + theta), step)
-        return p if visible is None else p.masked_fill(~visible, 0.0)
-
-
-normalizer = Sigmoid(
+normalizer = Pointwise(
     name="sigmoid",
     formula="1 / (1 + exp(−s − bias))",
     sums_to="anything up to n",

@@ -26,7 +26,7 @@ def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choic
     t = check_temperature(temperature)
     if isinstance(t, Tensor):
         raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
-    choice = normalizers.get(normalizer)
+    choice = normalizers.get(normalizer).simplest
     return choice, 1.0 if choice.scale_free else t
 
 
@@ -44,10 +44,8 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
         return z.new_zeros((*z.shape, z.shape[-1]))
     if t == math.inf:
         return _dense(z, lambda row: limit(row, choice, None, None, cold=False))
-    if not choice.fused:
+    if not choice.normalizer.fused:
         return _dense(z, lambda row: choice.reference(row / t, None, choice.theta))
-    if choice.name == "entmax" and choice.theta == 1.0:
-        choice = normalizers.get("softmax")
     return (_in_one_step if torch.compiler.is_compiling() else _closed)(z, choice.spec, t)
 
 
@@ -115,10 +113,8 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
         return torch.func.vjp(lambda x: limit(x, choice, None, None, cold=False), z)[1](grad.to(z.dtype))[0]
     if z.dtype != torch.float64 and is_extreme(t):
         return vjp(z.double(), grad.double(), normalizer, t, backend=backend).to(z.dtype)
-    if choice.name == "entmax" and choice.theta == 1.0:
-        choice = normalizers.get("softmax")
     backend = choose_rows_backend(z.device, backend)
-    if not choice.fused or backend == "reference" or (choice.name == "entmax" and choice.theta > 2.0):
+    if not choice.fused or backend == "reference":
         ds = torch.func.vjp(lambda x: choice.reference(x / t, None, choice.theta), z.double())[1](grad.double())[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
         return ds.masked_fill(bad, math.nan).to(z.dtype)

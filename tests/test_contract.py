@@ -1,5 +1,6 @@
 """The contract that every normaliser keeps, the ninth too: forward and gradient against float64, on every path."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -315,3 +316,19 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the name 'relu' is taken"):
         normalizers.discover(tmp_path)
     assert normalizers.get("relu").normalizer is before
+
+
+def test_a_parameter_says_itself_how_far_the_kernels_go(monkeypatch):
+    parameter = normalizers.Parameter("a", default=1.5, low=1.0, high=8.0, fused_high=1.75, softmax_at=1.0)
+    mine = dataclasses.replace(normalizers.get("entmax").normalizer, name="mine", parameter=parameter)
+    monkeypatch.setitem(normalizers._members, "mine", mine)
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(3))
+    for a, backend in ((1.75, "cpu"), (1.8, "reference"), (1.0, "torch")):
+        spec = f"mine(a={a})"
+        assert regard.attention_path(q, k, v, normalizer=spec).backend == backend
+        want, _ = regard.reference.attention(q, k, v, normalizer=f"entmax(alpha={a})")
+        torch.testing.assert_close(regard.attention(q, k, v, normalizer=spec), want.float(), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="has no fused 'mine"):
+        regard.attention(q, k, v, normalizer="mine(a=1.8)", backend="cpu")
+    assert normalizers.get("entmax(alpha=2)").fused and not normalizers.get("entmax(alpha=2.5)").fused
+    assert normalizers.get("entmax(alpha=1)").simplest.spec == "softmax"

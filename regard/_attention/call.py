@@ -52,9 +52,7 @@ class Call:
         window, key_lengths, return_stats, backend,
     ) -> Call:  # fmt: skip
         wanted = statistics.resolve(return_stats)
-        choice = normalizers.get(normalizer)
-        if choice.name == "entmax" and choice.theta == 1.0:
-            choice = normalizers.get("softmax")
+        choice = normalizers.get(normalizer).simplest
         check_tensors(q, k, v)
         rank = max(q.ndim, k.ndim, v.ndim)
         q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))

@@ -33,7 +33,7 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
         _check_backend(backend, problem, obstacle)
         return Path(backend, "asked for by backend=")
-    if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
+    if not problem.choice.fused:
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if obstacle is not None and any(transformed(x) for x in (problem.q, problem.k, problem.v)):
         return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp or a gradient)")
@@ -83,7 +83,7 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
     if backend == "triton" and device != "cuda" and not interpreted:
         raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {device}")
     if backend in ("cpu", "triton"):
-        if not problem.choice.fused or (problem.choice.name == "entmax" and problem.choice.theta > 2.0):
+        if not problem.choice.fused:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from regard import _ops, normalizers
+from regard import _ops
 from regard._normalize.arguments import (
     check_alpha,
     check_device,
@@ -67,13 +67,13 @@ def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backen
     if backend == "reference" or transformed(z, alpha):
         return _reference_rows(z, choice, choice.theta if alpha is None else alpha, visible, scale)
     if alpha is None:
-        if choice.theta == 1.0:
-            return _rows(z, normalizers.get("softmax"), None, visible, scale, backend)
-        if choice.theta > 2.0:
+        if choice.simplest.name != choice.name:
+            return _rows(z, choice.simplest, None, visible, scale, backend)
+        if not choice.fused:
             return _reference_rows(z, choice, choice.theta, visible, scale)
         wide, backend = careful(z, choice, backend)
         return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
-    soft, beyond = alpha < BY_SERIES, alpha > 2.0
+    soft, beyond = alpha < BY_SERIES, alpha > choice.normalizer.parameter.fused_high
     wide = z.double() if _may(alpha < NEAR_ONE) else z
     inner = alpha.where(~(soft | beyond), 1.5)
     p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)

@@ -60,6 +60,17 @@ class Choice:
         return getattr(self.normalizer, field)
 
     @property
+    def fused(self) -> bool:
+        """Do the fused kernels take it, with this parameter?"""
+        return self.normalizer.fused and (self.theta is None or self.theta <= self.normalizer.parameter.fused_high)
+
+    @property
+    def simplest(self) -> Choice:
+        """The same map under its simplest name: "entmax(alpha=1)" is "softmax"."""
+        known = self.theta is not None and self.theta == self.normalizer.parameter.softmax_at
+        return get("softmax") if known else self
+
+    @property
     def spec(self) -> str:
         """The name that `get` reads back as this choice."""
         parameter = self.normalizer.parameter

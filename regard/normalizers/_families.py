@@ -37,6 +37,8 @@ class Parameter:
     default: float
     low: float = float("-inf")
     high: float = float("inf")
+    fused_high: float = float("inf")  # above it the tile functions break the family's law, and the reference computes
+    softmax_at: float | None = None  # where the map is softmax
 
     def check(self, value: float) -> float:
         if not (self.low <= value <= self.high):  # also refuses NaN

@@ -121,7 +121,7 @@ normalizer = Threshold(
     sparse=True,
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
-    parameter=Parameter("alpha", default=1.5, low=1.0, high=32.0),
+    parameter=Parameter("alpha", default=1.5, low=1.0, high=32.0, fused_high=2.0, softmax_at=1.0),
     parameter_vjp=parameter_vjp,
     gain=gain,
     value=value,

@@ -144,9 +144,9 @@ def _meet(reach: tuple[int | None, int | None], queries: tuple[int, int], keys: 
 def choose(problem: Problem, backend: str | None) -> ModuleType:
     """The engine that computes a part, by the backend asked for or by the device."""
     choice, device = problem.choice, problem.q.device.type
-    if not choice.fused:
+    if not choice.normalizer.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
-    if backend is None and not (choice.name == "entmax" and choice.theta > 2.0):
+    if backend is None and choice.fused:
         backend = {"cpu": "cpu", "cuda": "triton" if problem.q.dtype != torch.float64 else None}.get(device)
     if backend not in PARTS:
         return plain

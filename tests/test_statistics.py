@@ -11,6 +11,9 @@ from rows_data import rows
 
 import regard
 from regard import normalizers, statistics
+from regard.cpu import attention_kernels
+from regard.health import bins
+from regard.health.page import data
 from regard.parallel import mixture
 from regard.statistics import State, of_scores, of_weights, solve_frame
 
@@ -50,8 +53,17 @@ def test_every_statistic_is_its_definition(name):
     stats = of_scores(s, visible, name)
     assert tuple(stats) == statistics.NAMES
     for i in range(6):
-        for key, want in by_definition(s[i], visible[i], choice, i).items():
+        defined = by_definition(s[i], visible[i], choice, i)
+        assert set(defined) == set(stats)
+        for key, want in defined.items():
             assert float(stats[key][i]) == pytest.approx(float(want), rel=1e-8, abs=1e-10), key
+
+
+def test_every_statistic_stands_in_every_table():
+    """One that was forgotten would be made of sums that nobody gathered, or be missing from reports without a word."""
+    known = set(statistics.NAMES)
+    assert set(attention_kernels.MADE_OF) == known
+    assert set(bins.LAYOUT) == set(data.MEANING) == known | {"entropy_ratio", "gain_ratio"}
 
 
 @pytest.mark.parametrize("name", normalizers.names())

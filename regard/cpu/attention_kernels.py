@@ -17,9 +17,23 @@ from regard.cpu._rows_threshold import is_power
 from regard.normalizers import Choice, Normalizer, Ratio
 from regard.normalizers._families import nothing
 
-MOMENTS = {"mean_logit", "logit_variance"}
+MADE_OF = dict(  # statistic -> the sums it takes beside those that are always kept
+    visible_keys=None,
+    max_logit=None,
+    mean_logit="moments",
+    logit_variance="moments",
+    logsumexp="lse",
+    mass=None,
+    entropy="spread",
+    effective_keys="spread",
+    participation="spread",
+    max_weight=None,
+    support="spread",
+    distance="travel",
+    first_key_mass=None,
+    gradient_gain="spread",
+)
 OWN = ["numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight"]
-SPREAD = {"entropy", "effective_keys", "participation", "support", "gradient_gain"}
 
 
 def forward(choice: Choice, stats: Iterable[str], dtype: torch.dtype) -> Callable:
@@ -29,14 +43,8 @@ def forward(choice: Choice, stats: Iterable[str], dtype: torch.dtype) -> Callabl
 
 def flags(stats: Iterable[str]) -> dict[str, bool]:
     """Which sums these statistics are made of."""
-    stats = set(stats)
-    return dict(
-        measured=bool(stats),
-        moments=bool(stats & MOMENTS),
-        spread=bool(stats & SPREAD),
-        travel="distance" in stats,
-        lse="logsumexp" in stats,
-    )
+    sums = {MADE_OF[name] for name in stats}
+    return dict(measured=bool(sums), **{name: name in sums for name in ("moments", "spread", "travel", "lse")})
 
 
 def backward(choice: Choice, dtype: torch.dtype, *, from_scores: bool, watched: bool) -> Callable:

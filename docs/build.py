@@ -67,7 +67,6 @@ def claims_index() -> str:
         f"| [{name}](note-{r.claim.note[:3]}.md#{name}) | {verdict(r)} | {cell(r.claim.statement)} |"
         for name, r in results().items()
     )
-    waits = "\n".join(f"| {name} | waits for training | {cell(text)} |" for name, text in lab.waiting().items())
     return f"""# What the notes claim, and what is true
 
 Five study notes on softmax and attention, claim by claim. Each claim is one file in `regard/lab/claims/` that measures
@@ -77,7 +76,6 @@ outside disagrees.
 | claim | verdict | statement |
 | --- | --- | --- |
 {rows}
-{waits}
 
 ## Run them
 

@@ -15,7 +15,7 @@ from regard import lab
 from regard.cli import main
 from regard.lab import page
 from regard.lab.claim import NOTES
-from regard.lab.run import TRAINING, claims
+from regard.lab.run import claims
 
 
 def test_one_claim_is_printed_whole(capsys):
@@ -66,15 +66,13 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(capsys, monkeypatch):
     [
         (["lab", "no-such-claim"], "claim 'no-such-claim' is unknown"),
         (["lab", "Dot_Mean"], "did you mean 'dot-mean'"),
-        (["lab", "not-yet"], "waits for training"),
         (["lab", "e24", "--seed", "-1"], "--seed must lie in"),
         (["lab", "e24", "--html", ""], "--html is empty"),
         (["lab", "e24", "--html", "."], "--html . is a folder"),
         (["lab", "e24", "--html", "no/such/lab.html"], "--html no/such/lab.html cannot be written"),
     ],
 )
-def test_bad_command_lines_run_nothing(capsys, argv, message, monkeypatch):
-    monkeypatch.setitem(TRAINING, "not-yet", "a question that nobody has run")
+def test_bad_command_lines_run_nothing(capsys, argv, message):
     assert main(argv) == 2
     told = capsys.readouterr()
     assert message in told.err and told.err.count("\n") == 1 and told.out == ""
@@ -116,9 +114,7 @@ class Reader(HTMLParser):
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("lab") / "lab.html"
     path.write_text("an older page")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TRAINING, "not-yet", "a question that nobody has run")
-        page.write(path, [lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")])
+    page.write(path, [lab.run(name) for name in ("jacobian", "scaled-example", "gradient-norm")])
     assert [p.name for p in path.parent.iterdir()] == ["lab.html"]  # nothing is left beside it
     return path.read_text(encoding="utf-8")
 
@@ -140,7 +136,6 @@ def test_the_page_tells_every_claim(written):
     assert sections == {"jacobian", "scaled-example", "gradient-norm"}
     assert len(reader.all("img")) == 3 and all(len(image["alt"]) > 20 for image in reader.all("img"))
     assert len(reader.all("math")) >= 3
-    assert "waits for training</span> not-yet" in written
     assert "five study notes" in written  # what "note 000" means
     for number, title in NOTES.items():
         assert f"{number} <i>{title}</i>" in written

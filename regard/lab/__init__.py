@@ -8,6 +8,6 @@
 True
 """
 
-from regard.lab.run import Result, names, run, run_all, waiting
+from regard.lab.run import Result, names, run, run_all
 
-__all__ = ["Result", "names", "run", "run_all", "waiting"]
+__all__ = ["Result", "names", "run", "run_all"]

@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from regard.lab.run import Result, check, names, run_all, waiting
+from regard.lab.run import Result, check, names, run_all
 from regard.table import Table
 
 MARKS = {"holds": "✓ holds", "holds_if": "≈ holds if", "wrong": "✗ wrong"}
@@ -69,7 +69,7 @@ def _show(results: list[Result], options) -> None:
     elif len(options.claims) == 1:
         print("\n\n".join(whole(result) for result in results))
     else:
-        table(results, everything=not options.claims).show()
+        table(results).show()
         print(summary(results))
 
 
@@ -85,15 +85,13 @@ def _must_be_writable(path: str, fail) -> None:
         fail(f"--html {path} cannot be written: {refused.strerror}; give a file in a folder of yours")
 
 
-def table(results: list[Result], everything: bool = True) -> Table:
-    """Verdicts, one row per claim; what waits for training stands below, without a verdict."""
+def table(results: list[Result]) -> Table:
+    """Verdicts, one row per claim."""
     rows = [
         [result.claim.id, MARKS[result.verdict], check.allowed, repr(check.measured), check.what]
         for result in results
         for check in [result.finding.checks[0]]
     ]
-    if everything:
-        rows += [[name, "waits for training", "", "", text] for name, text in waiting().items()]
     return Table(["claim", "verdict", "predicted", "measured [interval]", "what"], rows)
 
 

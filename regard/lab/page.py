@@ -10,7 +10,7 @@ from pathlib import Path
 import regard
 from regard.lab.claim import BEYOND, CORE, NOTES, OURS, Check
 from regard.lab.mathematics import line
-from regard.lab.run import Result, waiting
+from regard.lab.run import Result
 
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
 ROLES = {CORE: "the claim", BEYOND: "beyond the condition", OURS: "our derivation"}
@@ -34,9 +34,7 @@ def write(path: str | os.PathLike[str], results: Sequence[Result], seed: int = 0
 
 def page(results: Sequence[Result], seed: int = 0) -> str:
     counts = ", ".join(f"{sum(r.verdict == v for r in results)} {text}" for v, text in VERDICTS.items())
-    listed = "".join(
-        f'<li>{verdict(r.verdict)} <a href="#{r.claim.id}">{r.claim.id}</a></li>' for r in results
-    ) + "".join(f'<li><span class="verdict waits">waits for training</span> {name}</li>' for name in waiting())
+    listed = "".join(f'<li>{verdict(r.verdict)} <a href="#{r.claim.id}">{r.claim.id}</a></li>' for r in results)
     notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">

@@ -17,16 +17,6 @@ from pathlib import Path
 from regard.lab.bench import Bench
 from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding
 
-# Asked by the notes, answered by training a model: no verdict without the experiment.
-TRAINING = {
-    "additive-vs-dot": "For small d_k unscaled dot product does as well as additive attention, for large d_k worse",
-    "collapse-remedies": "Temperature or attention dropout relieves collapse",
-    "compare-normalizers": "How do the normalisers compare in a trained model: loss, sharpness, speed?",
-    "sharpness-vs-quality": "How does attention sharpness relate to model quality?",
-    "adaptive-temperature": "Can an adaptive temperature keep attention sharp on lengths never trained on?",
-    "patterns-by-layer": "What do layers and heads of a trained model do: sharp, diffuse, local, sink?",
-}
-
 
 @dataclass(frozen=True)
 class Result:
@@ -116,19 +106,12 @@ def _module(stem: str):
 
 
 def names() -> list[str]:
-    """The ids of all claims that can be run."""
+    """The ids of all claims."""
     return list(claims())
 
 
-def waiting() -> dict[str, str]:
-    """id → statement of the questions that only training can answer and that nobody has run yet."""
-    return {name: text for name, text in TRAINING.items() if name not in claims()}
-
-
 def check(name: str) -> None:
-    """Refuse a claim that cannot be run, with those it may have been meant for."""
-    if name in waiting():
-        raise ValueError(f"claim {name!r} waits for training; it has no experiment yet")
+    """Refuse a claim that there is not, with those it may have been meant for."""
     if name not in claims():
         near = difflib.get_close_matches(name.lower().replace("_", "-"), names(), n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"

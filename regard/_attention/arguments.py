@@ -223,7 +223,7 @@ def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
     if not isinstance(sink, Tensor) or not is_float(sink):
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")
-    if choice.family != "ratio" or not choice.exponential:
+    if not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
     wide = sink.to(q.device, _ops.accumulator(q.dtype))
     if sink.ndim <= 1:

@@ -17,7 +17,6 @@ from regard._attention.twice import differentiable_twice
 from regard._normalize.arguments import fits, is_mapped
 from regard._normalize.run import transformed
 from regard.problem import Problem
-from regard.statistics import DIFFERENTIABLE
 from regard.temperature import Rows, visible_keys
 
 HOPPER_ORDER = [
@@ -114,7 +113,7 @@ def check_asked(asked, call: Call) -> Tensor:
 def _run_fused(call: Call):
     call = with_policy(call)
     problem = call.problem
-    names = _with_what_backward_needs(call)
+    names = statistics.with_helpers(problem.stats, problem.choice)
     left, right = (-1 if side is None else side for side in (problem.left, problem.right))
     o, _, _, values = _ops.attention(
         problem.q,
@@ -137,18 +136,6 @@ def _run_fused(call: Call):
         call.path.backend,
     )
     return o, statistics.marked({name: values[index] for index, name in enumerate(names)}, problem.choice)
-
-
-def _with_what_backward_needs(call: Call) -> tuple[str, ...]:
-    """The statistics' gradients are made of a few more statistics; they ride along when a gradient is possible."""
-    names = call.problem.stats
-    if not torch.is_grad_enabled() or not _softmax_family(call.problem) or not set(names) & set(DIFFERENTIABLE):
-        return names
-    return statistics.resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
-
-
-def _softmax_family(problem: Problem) -> bool:
-    return problem.choice.family == "ratio" and problem.choice.exponential
 
 
 def _run_reference(call: Call):

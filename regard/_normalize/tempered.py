@@ -125,4 +125,4 @@ def is_extreme(t: float) -> bool:
 
 def moves_with_its_scores(choice: Choice) -> bool:
     """Does a number added to all scores change nothing? So it is for softmax and the threshold maps."""
-    return choice.family == "threshold" or (choice.family == "ratio" and choice.exponential and choice.shift == "max")
+    return choice.family == "threshold" or (choice.softmax_family and choice.shift == "max")

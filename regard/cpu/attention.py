@@ -161,8 +161,7 @@ class Rows:
         self.problem, self.forward, self.theta = problem, forward, problem.choice.theta or 0.0
         wide = problem.accumulator
         gradients = [upstream.stats.get(name) for name in DIFFERENTIABLE]
-        differentiable = problem.choice.family == "ratio" and problem.choice.exponential
-        self.watched = differentiable and any(g is not None and bool(g.any()) for g in gradients)
+        self.watched = problem.choice.softmax_family and any(g is not None and bool(g.any()) for g in gradients)
         self.from_scores = self.watched or upstream.temperature or problem.choice.slope_of_weight is None
         self.kernel = kernels.backward(problem.choice, wide, from_scores=self.from_scores, watched=self.watched)
         shape = problem.q.shape[:3]

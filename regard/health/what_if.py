@@ -32,7 +32,7 @@ class WhatIf:
         changes = dict(self.options)
         if "normalizer" in changes and call.options.get("sink") is not None:
             choice = normalizers.get(changes["normalizer"])
-            if choice.family != "ratio" or not choice.exponential:
+            if not choice.softmax_family:
                 changes["sink"] = None  # a learned sink joins an exponential denominator, and there is none
         changed = call.with_options(**changes)
         return self.of_call(changed) if self.of_call else changed

@@ -275,7 +275,7 @@ def _check_options(score, normalizer, dropout, softcap, sink) -> None:
     if softcap is not None and not (number and 0 < softcap < math.inf):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     choice = normalizers.get(normalizer)
-    if sink and (choice.family != "ratio" or not choice.exponential):
+    if sink and not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
 
 

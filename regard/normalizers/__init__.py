@@ -65,6 +65,11 @@ class Choice:
         return self.normalizer.fused and (self.theta is None or self.theta <= self.normalizer.parameter.fused_high)
 
     @property
+    def softmax_family(self) -> bool:
+        """Is p = exp(s) / Z? Then a sink may join Z, and some statistics carry gradients."""
+        return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
+
+    @property
     def simplest(self) -> Choice:
         """The same map under its simplest name: "entmax(alpha=1)" is "softmax"."""
         known = self.theta is not None and self.theta == self.normalizer.parameter.softmax_at

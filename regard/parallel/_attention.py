@@ -16,8 +16,7 @@ from regard.parallel.apply import Apply, Sharded, Shared
 from regard.parallel.call import Given
 from regard.parallel.line import Line
 from regard.parallel.plan import Plan
-from regard.problem import Problem
-from regard.statistics import DIFFERENTIABLE, Statistics
+from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
 
@@ -133,7 +132,7 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
         temperature = _ask(plan, call, scheme)
         problem = replace(problem, temperature=temperature.expand(problem.q.shape[:3]))
         plan = replace(plan, problem=problem)
-    names = _with_helpers(problem, problem.stats)
+    names = statistics.with_helpers(problem.stats, problem.choice)
     plan.problem = replace(plan.problem, stats=names)
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = Apply.apply(plan, scheme, *given)
@@ -153,17 +152,11 @@ def _ask(plan: Plan, call: Call, scheme) -> Tensor:
     counts = [visible_keys(rows) for _, rows in plan.rows(whole, own)]
 
     def measure(names):
-        plain = replace(problem, stats=_with_helpers(problem, statistics.resolve(names)), dropout_p=0.0)
+        plain = replace(
+            problem, stats=statistics.with_helpers(statistics.resolve(names), problem.choice), dropout_p=0.0
+        )
         given = problem.q, problem.k, problem.v, call.bias, None, call.sink
         values = Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 
     return check_asked(call.policy(torch.cat(counts, -1), Rows(problem.q, measure)), call)
-
-
-def _with_helpers(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
-    """With the statistics that the gradients of these take."""
-    carries = problem.choice.family == "ratio" and problem.choice.exponential
-    if torch.is_grad_enabled() and carries and set(names) & set(DIFFERENTIABLE):
-        return statistics.resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
-    return names

@@ -135,14 +135,14 @@ def _pulled(ctx, do, dvalues):
 
 def _pulls(problem: Problem, dvalues: Tensor | None) -> dict[str, Tensor]:
     """The gradients of the statistics that have one."""
-    if dvalues is None or not (problem.choice.family == "ratio" and problem.choice.exponential):
+    if dvalues is None or not problem.choice.softmax_family:
         return {}
     return {name: x for name, x in zip(problem.stats, dvalues, strict=True) if name in DIFFERENTIABLE}
 
 
 def _tilt(problem, m, z, values, dvalues) -> Tensor | None:
     """What the statistics' gradients add to ds: (lift, β, γ, mean) of `Whole`."""
-    if dvalues is None or not (problem.choice.family == "ratio" and problem.choice.exponential):
+    if dvalues is None or not problem.choice.softmax_family:
         return None
     zero = torch.zeros_like(m)
     stats, pulls = (dict(zip(problem.stats, x, strict=True)) for x in (values, dvalues))

@@ -157,7 +157,7 @@ def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None, rise
 def silent_logits(problem: Problem) -> list[Tensor]:
     """What joins Z of the softmax family beside the keys, as logits [B, H, M]: a sink, softmax1's silent key."""
     found = [] if problem.sink is None else [problem.sink.to(problem.accumulator)]
-    if problem.choice.family == "ratio" and problem.choice.exponential:
+    if problem.choice.softmax_family:
         rest = float(speak(problem.choice.rest)(1.0))
         if rest > 0:
             rows = problem.q.shape[:3]

@@ -130,7 +130,7 @@ class Plan:
 
 def part_choice(problem: Problem) -> normalizers.Choice:
     choice = problem.choice
-    return normalizers.get("softmax") if choice.family == "ratio" and choice.exponential else choice
+    return normalizers.get("softmax") if choice.softmax_family else choice
 
 
 def _meet(reach: tuple[int | None, int | None], queries: tuple[int, int], keys: tuple[int, int]) -> bool:

@@ -126,7 +126,7 @@ def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> T
 
 def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
-    if choice.family == "ratio" and not choice.exponential:
+    if choice.family == "ratio" and not choice.softmax_family:
         return None
     theta = 0.0 if choice.theta is None else choice.theta
     if choice.family == "ratio":

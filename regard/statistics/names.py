@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 NAMES = (
@@ -42,8 +43,15 @@ class Statistics(dict):
 
 def marked(stats: dict[str, Tensor], choice) -> dict[str, Tensor]:
     """Only those that are `DIFFERENTIABLE`, of the softmax family, carry gradients; the others are detached."""
-    carries = DIFFERENTIABLE if choice.family == "ratio" and choice.exponential else ()
+    carries = DIFFERENTIABLE if choice.softmax_family else ()
     return {name: x if name in carries else x.detach() for name, x in stats.items()}
+
+
+def with_helpers(names: tuple[str, ...], choice) -> tuple[str, ...]:
+    """With the statistics that the gradients of these are made of, where a gradient is possible."""
+    if not torch.is_grad_enabled() or not choice.softmax_family or not set(names) & set(DIFFERENTIABLE):
+        return names
+    return resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
 
 
 def resolve(wanted: bool | str | Iterable[str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class Terms:
         self.family, self.choice = choice.family, choice
         theta = choice.theta if theta is None else theta
         self.theta = 0.0 if theta is None else theta
-        self.exponential = self.family == "ratio" and choice.exponential
+        self.exponential = choice.softmax_family
         names = {
             "ratio": ("numerator", "denominator", "numerator_slope", "denominator_slope", "rest"),
             "threshold": ("gain", "value", "slope"),

@@ -95,8 +95,12 @@ def attention(
     if temperature is not None:
         t = temperature
         if callable(temperature):  # a policy: from the visible keys, the queries, what it asks to be measured
-            measured = statistics.of_scores(s, visible, choice, sink=sink, first=first_query)
-            rows = Rows(q * scale if isinstance(scale, Tensor) else q, lambda names: measured)
+            logits = s
+
+            def measure(names):
+                return statistics.of_scores(logits, visible, choice, sink=sink, first=first_query, names=names)
+
+            rows = Rows(q * scale if isinstance(scale, Tensor) else q, measure)
             t = temperature(visible.sum(-1).to(s.dtype), rows)[..., None]
         s = s / (t.double() if isinstance(t, Tensor) else t)
     if sink is not None:
@@ -112,8 +116,7 @@ def attention(
     out = dropped @ v
     if not wanted:
         return out, p
-    stats = statistics.of_scores(s, visible, choice, sink=sink, first=first_query)
-    return out, p, statistics.Statistics({name: stats[name] for name in wanted})
+    return out, p, statistics.of_scores(s, visible, choice, sink=sink, first=first_query, names=wanted)
 
 
 def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:

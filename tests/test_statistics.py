@@ -14,7 +14,10 @@ from regard import normalizers, statistics
 from regard.cpu import attention_kernels
 from regard.health import bins
 from regard.health.page import data
-from regard.parallel import mixture
+from regard.normalizers import Normalizer, Pointwise, Ratio
+from regard.normalizers._language import jit, tl
+from regard.parallel import mixture, plan
+from regard.problem import Problem
 from regard.statistics import State, of_scores, of_weights, solve_frame
 
 
@@ -57,6 +60,78 @@ def test_every_statistic_is_its_definition(name):
         assert set(defined) == set(stats)
         for key, want in defined.items():
             assert float(stats[key][i]) == pytest.approx(float(want), rel=1e-8, abs=1e-10), key
+
+
+@jit
+def square(e, s, c):
+    return s * s
+
+
+@jit
+def square_slope(e, s, c):
+    return 2.0 * s
+
+
+@jit
+def below(s, theta):
+    return 1.0 / (1.0 + tl.exp(s))
+
+
+@jit
+def below_slope(s, theta):
+    return -below(s, theta) * (1.0 - below(s, theta))
+
+
+def squares(s, visible, theta):
+    u = s**2 if visible is None else (s**2).masked_fill(~visible, 0.0)
+    return u / u.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+def falling(s, visible, theta):
+    return torch.sigmoid(-s) if visible is None else torch.sigmoid(-s).masked_fill(~visible, 0.0)
+
+
+def best_two(s, visible, theta):
+    s = s if visible is None else s.masked_fill(~visible, -math.inf)
+    s = s.masked_fill(s < s.topk(min(2, s.shape[-1]), -1).values[..., -1:], -math.inf)
+    return torch.softmax(s, -1).nan_to_num(0.0)
+
+
+ABOUT = dict(name="somebodys", formula="", sums_to="", sparse=True, paper="")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Ratio(**ABOUT, reference=squares, numerator=square, numerator_slope=square_slope, shift="none"),
+        Pointwise(**ABOUT, reference=falling, value=below, slope=below_slope),
+        Normalizer(**ABOUT, reference=best_two, fused=False),
+    ],
+    ids=["falls and rises", "falls", "reference only"],
+)
+def test_statistics_of_maps_whose_sums_do_not_tell_them(record, monkeypatch):
+    monkeypatch.setitem(normalizers._members, "somebodys", record)
+    choice = normalizers.get("somebodys")
+    generator = torch.Generator().manual_seed(5)
+    s = 2.0 * torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    s[0] = -s[0].abs()
+    s[0, 3] = 0.0
+    visible = torch.rand(5, 7, generator=generator) > 0.2
+    q, k = torch.eye(5, dtype=torch.float64)[None, None], s.mT[None, None]
+    v = torch.randn(1, 1, 7, 3, generator=generator, dtype=torch.float64)
+    options = dict(attn_mask=visible, scale=1.0, normalizer="somebodys", return_stats=True)
+    told = [of_scores(s, visible, "somebodys")]
+    for backend in ("cpu", "reference") if record.family == "pointwise" else ("reference",):  # a ratio takes compiling
+        stats = regard.attention(q, k, v, **options, backend=backend)[1]
+        told.append({name: x[0, 0] for name, x in stats.items()})
+    for i in range(5):
+        for key, want in by_definition(s[i], visible[i], choice, i).items():
+            for stats in told:
+                assert float(stats[key][i]) == pytest.approx(float(want), rel=1e-8, abs=1e-10), key
+    if record.fused:
+        problem = Problem(q, k, v, choice, 1.0, stats=("entropy",))
+        with pytest.raises(ValueError, match="cannot be merged over ranks"):
+            plan.choose(problem, None)
 
 
 def test_every_statistic_stands_in_every_table():

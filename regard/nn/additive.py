@@ -61,7 +61,7 @@ def attention(
         column = None if sink is None else sink[:, None, None].to(s.dtype).expand(*s.shape[:-1], 1)
 
         def measure(names):
-            return statistics.of_scores(s, shown, normalizer, sink=column, first=first)
+            return statistics.of_scores(s, shown, normalizer, sink=column, first=first, names=names)
 
         t = temperature
         if callable(t) and not isinstance(t, Tensor):
@@ -69,8 +69,8 @@ def attention(
         s = s if t is None else s / t
         stats = {}
         if wanted:
-            every = statistics.of_scores(s, shown, normalizer, sink=column, first=first)
-            stats = statistics.marked({name: every[name] for name in wanted}, normalizers.get(normalizer))
+            measured = statistics.of_scores(s, shown, normalizer, sink=column, first=first, names=wanted)
+            stats = statistics.marked(measured, normalizers.get(normalizer))
         if column is None:
             p = normalize(s, normalizer, mask=visible)
         else:  # one more key, without a value

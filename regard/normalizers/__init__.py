@@ -65,6 +65,11 @@ class Choice:
         return self.normalizer.fused and (self.theta is None or self.theta <= self.normalizer.parameter.fused_high)
 
     @property
+    def merges(self) -> bool:
+        """Do the sums of `statistics.State` tell its statistics? They take the largest score for the largest weight."""
+        return self.normalizer.fused and self.normalizer.rises
+
+    @property
     def softmax_family(self) -> bool:
         """Is p = exp(s) / Z? Then a sink may join Z, and some statistics carry gradients."""
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential

@@ -65,6 +65,7 @@ class Normalizer:
     fused: bool = True  # False: reference only, and a fused call says so
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
     scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
+    rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
     family: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -78,6 +79,8 @@ class Normalizer:
         self._must(np.allclose(p, q[:, ::-1], atol=1e-12), "reordering the scores must reorder the weights")
         scaled = [self.reference(torch.from_numpy(factor * rows), None, theta).numpy() for factor in (0.01, 100.0)]
         object.__setattr__(self, "scale_free", all(np.allclose(p, other, rtol=1e-9, atol=1e-12) for other in scaled))
+        line = self.reference(torch.linspace(-4.0, 4.0, 33, dtype=torch.float64)[None], None, theta)
+        object.__setattr__(self, "rises", bool((line.diff() >= -1e-12).all()))
         self._must(not self.fused or np.allclose(p, self._tiles_forward(rows, theta), atol=1e-9), "tiles ≠ reference")
         if self.fused:
             dp = np.cos(np.arange(rows.size)).reshape(rows.shape)

@@ -146,6 +146,11 @@ def choose(problem: Problem, backend: str | None) -> ModuleType:
     choice, device = problem.choice, problem.q.device.type
     if not choice.normalizer.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
+    if problem.stats and not choice.merges:
+        raise ValueError(
+            f"statistics of {choice.spec!r}, whose weights fall somewhere as scores rise, cannot be merged over ranks; "
+            "use regard.attention"
+        )
     if backend is None and choice.fused:
         backend = {"cpu": "cpu", "cuda": "triton" if problem.q.dtype != torch.float64 else None}.get(device)
     if backend not in PARTS:

@@ -12,11 +12,11 @@ from regard import normalizers
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.names import NAMES, Statistics
 from regard.statistics.state import State
-from regard.statistics.terms import solve_frame
+from regard.statistics.terms import Terms, solve_frame
 
 
-def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None, first=0) -> Statistics:
-    """All statistics of dense rows of logits (…, Lq, n): s after scale, soft cap, bias and temperature.
+def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None, first=0, names=NAMES) -> Statistics:
+    """All statistics of dense rows of logits (…, Lq, n), or `names` alone: s after scale, soft cap, bias, temperature.
 
     `visible` is a bool mask that broadcasts (True = visible; −inf scores are hidden too), `sink` a logit that joins
     the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is `first` + its index in dim −2.
@@ -34,8 +34,11 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
         sink = sink if isinstance(sink, Tensor) or not isinstance(sink, numbers.Real) else torch.tensor(float(sink))
         sink = _fitting(sink, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
     rows = first + _positions(scores)
+    if not choice.merges:
+        return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names)
     frame = solve_frame(scores, seen, choice, theta)
-    return State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+    stats = State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+    return Statistics({name: stats[name] for name in NAMES if name in names})
 
 
 def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = "softmax", visible=None) -> Statistics:
@@ -63,18 +66,30 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     else:
         seen = ~(weights <= 0) if shown is None else shown  # a NaN is nothing hidden
     p = torch.where(seen, weights, 0.0)
+    stats = _of_shown(p, seen, choice, _positions(p))
+    gain = _gain_of_weights(p, choice, seen)
+    if gain is not None:
+        stats["gradient_gain"] = gain.masked_fill(p.isnan().any(-1), math.nan)
+    if scores is not None:
+        logits = of_scores(scores, seen, normalizer)
+        for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):
+            stats[name] = logits[name]
+    return Statistics({name: stats[name] for name in NAMES if name in stats})
+
+
+def _of_shown(p: Tensor, seen: Tensor, choice, rows: Tensor) -> dict[str, Tensor]:
+    """What weights (…, Lq, n) alone tell, 0 where no key is seen; rows with a NaN are NaN."""
     mass = p.sum(-1, keepdim=True)
     share = p / torch.where(mass > 0, mass, 1.0)
-    entropy = 0.0 - torch.xlogy(share, share.where(share > 0, 1.0)).sum(-1).clamp_max(
-        0.0
-    )  # 0, not −0, for a one-hot row
+    entropy = torch.xlogy(share, share.where(share > 0, 1.0)).sum(-1)
+    entropy = 0.0 - entropy.clamp_max(0.0)  # 0, not −0, for a one-hot row
     n = seen.sum(-1)
     alive = mass.squeeze(-1) > 0
     keys = torch.arange(p.shape[-1], device=p.device, dtype=p.dtype)
     square = (share * share).sum(-1)
     top = p.amax(-1) if p.shape[-1] else torch.zeros_like(entropy)
     first = torch.where(seen, keys, math.inf).amin(-1, keepdim=True) if p.shape[-1] else mass
-    stats = Statistics(
+    stats = dict(
         visible_keys=n.to(p.dtype),
         mass=mass.squeeze(-1),
         entropy=entropy,
@@ -82,19 +97,51 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
         participation=torch.where(alive, 1.0 / torch.where(alive, square, 1.0), 0.0),
         max_weight=top,
         support=((p > 0) if choice.sparse else seen).sum(-1).to(p.dtype),
-        distance=(share * (_positions(p) - keys).abs()).sum(-1),
+        distance=(share * (rows - keys).abs()).sum(-1),
         first_key_mass=torch.where(keys == first, share, 0.0).sum(-1),
-        gradient_gain=_gain_of_weights(p, choice, seen),
     )
-    if stats["gradient_gain"] is None:
-        del stats["gradient_gain"]
     sick = p.isnan().any(-1)
-    stats |= {name: x.masked_fill(sick, math.nan) for name, x in stats.items() if name != "visible_keys"}
-    if scores is not None:
-        logits = of_scores(scores, seen, normalizer)
-        for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):
-            stats[name] = logits[name]
-    return Statistics({name: stats[name] for name in NAMES if name in stats})
+    return {name: x if name == "visible_keys" else x.masked_fill(sick, math.nan) for name, x in stats.items()}
+
+
+def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, names) -> Statistics:
+    """The same of maps whose sums do not tell them: from the weights themselves, with no care for nearly one-hot rows.
+
+    Nothing here carries a gradient.
+    """
+    s = scores.detach().double().masked_fill(~seen, 0.0)
+    lost = (seen & ~(s < math.inf)).any(-1)
+    p = choice.reference(s, seen, theta).masked_fill(lost[..., None], math.nan)
+    stats = _of_shown(p, seen, choice, rows.double())
+    n = seen.sum(-1)
+    mean = s.sum(-1) / n.clamp_min(1)
+    hidden = s.masked_fill(~seen, -math.inf)
+    stats |= dict(
+        mean_logit=mean,
+        logit_variance=((s - mean[..., None]) ** 2).masked_fill(~seen, 0.0).sum(-1) / n.clamp_min(1),
+        logsumexp=torch.logsumexp(hidden, -1),
+    )
+    if "gradient_gain" in names:
+        stats["gradient_gain"] = _trace(s.masked_fill(lost[..., None], 0.0), seen, choice, theta)
+    stats = {name: x if name == "visible_keys" else x.masked_fill(lost, math.nan) for name, x in stats.items()}
+    stats["max_logit"] = hidden.amax(-1) if s.shape[-1] else torch.full_like(mean, -math.inf)
+    return Statistics({name: stats[name].to(scores.dtype) for name in NAMES if name in names})
+
+
+def _trace(s: Tensor, seen: Tensor, choice, theta) -> Tensor:
+    """tr ∂p/∂s: from the tile functions, or by a derivative per key where there are none."""
+    if choice.normalizer.fused:
+        terms, frame = Terms(choice, theta), solve_frame(s, seen, choice, theta)
+        _, v, slope, cross = (x.masked_fill(~seen, 0.0).sum(-1, keepdim=True) for x in terms(s, frame))
+        z = v + terms.rest(frame) if choice.family == "ratio" else torch.ones_like(v)
+        z = z.masked_fill(z == 0, math.inf)
+        return (slope / z - cross / z**2).squeeze(-1)
+    with torch.inference_mode(False), torch.enable_grad():
+        z = s.clone().requires_grad_()
+        p, gain = choice.reference(z, seen.clone(), theta), torch.zeros(s.shape[:-1], dtype=s.dtype, device=s.device)
+        for key in range(s.shape[-1] if p.requires_grad else 0):  # a map of steps has no slopes
+            gain = gain + torch.autograd.grad(p[..., key].sum(), z, retain_graph=True)[0][..., key]
+    return gain
 
 
 def check_float(x: Tensor, name: str) -> None:
@@ -126,7 +173,7 @@ def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> T
 
 def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
-    if choice.family == "ratio" and not choice.softmax_family:
+    if not choice.normalizer.fused or (choice.family == "ratio" and not choice.softmax_family):
         return None
     theta = 0.0 if choice.theta is None else choice.theta
     if choice.family == "ratio":

@@ -1,8 +1,12 @@
-"""Rows worth testing on: sharp and flat, tied, with −inf, huge, nearly one-hot."""
+"""Rows worth testing on: sharp and flat, tied, with −inf, huge, nearly one-hot; and the maps that kernels have."""
 
 import math
 
 import torch
+
+from regard import normalizers
+
+FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 
 
 def rows(n: int = 37, *, dtype=torch.float64, seed: int = 0) -> torch.Tensor:

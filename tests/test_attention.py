@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
+from rows_data import FUSED
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
@@ -69,7 +70,7 @@ def test_no_keys_at_all():
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("name", FUSED)
 def test_every_normaliser_option_and_statistic(name):
     q, k, v = qkv(2, 4, 7, 5, dtype=torch.float64, keys=10, kv_heads=2, value_dim=3)
     bias = torch.randn(1, 4, 7, 10, dtype=torch.float64).requires_grad_()

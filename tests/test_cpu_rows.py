@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from rows_data import FUSED
 
 pytest.importorskip("numba")
 
@@ -21,7 +22,6 @@ from regard.cpu import _compile, _threads, rows
 pytestmark = pytest.mark.usefixtures("two_threads")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 THRESHOLD = [name for name in normalizers.names() if normalizers.get(name).family == "threshold"]
-FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 INF, NAN = float("inf"), float("nan")
 
 

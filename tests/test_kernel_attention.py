@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import Poisoned, check_backward, check_forward, make, random_problem
+from rows_data import FUSED
 
-from regard import normalizers, philox, reference, statistics
+from regard import philox, reference, statistics
 from regard.kernels import attention, keys_first
 from regard.problem import Upstream
 
@@ -50,7 +51,7 @@ def test_any_options(seed):
     check_backward(attention, problem, check_forward(attention, problem))
 
 
-@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("name", FUSED)
 def test_every_normalizer_with_statistics(name):
     for options in (dict(h=2, causal=True), dict(mask=True), dict(sharp=10.0, temperature=True)):
         problem = make(3, name, **dict(b=1, h=1, g=1, m=19, n=20) | options)

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import check_backward, check_forward, make
+from rows_data import FUSED
 from test_kernel_attention import Poisoned, Watched, launched
 
 from regard import normalizers, statistics
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 SMALL = dict(b=1, h=2, g=1, m=3, n=41)
-SPLITTING = [name for name in normalizers.names() if normalizers.get(name).family != "threshold"]
+SPLITTING = [name for name in FUSED if normalizers.get(name).family != "threshold"]
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from rows_data import FUSED
 
 from regard import normalizers
 
@@ -70,7 +71,7 @@ def _check(choice, s, scale, plan, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("name", FUSED)
 def test_scores_of_any_size(name, dtype, monkeypatch):
     choice, s = normalizers.get(name), _scores(_sizes(name, dtype), dtype).to(DEVICE)
     slow = choice.family == "threshold" and INTERPRETED
@@ -84,7 +85,7 @@ CUTS = {torch.float32: rows.Plan(1, 16, 3, 1, False), torch.bfloat16: rows.Plan(
 
 
 @pytest.mark.parametrize("dtype", CUTS, ids=["parts", "pieces"])
-@pytest.mark.parametrize("name", [name for name in normalizers.names() if normalizers.get(name).family == "ratio"])
+@pytest.mark.parametrize("name", [name for name in FUSED if normalizers.get(name).family == "ratio"])
 def test_rows_that_are_cut(name, dtype, monkeypatch):
     sizes = [size for size in _sizes(name, dtype) if size in (1e-38, 1e11, 3.4e38)]
     s = _scores(sizes, dtype).unflatten(0, (-1, 6))

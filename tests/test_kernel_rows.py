@@ -14,12 +14,13 @@ from regard import normalizers
 pytest.importorskip("triton")
 
 from regard.kernels import bundle, rows, rows_exact, rows_online, rows_threshold
+from tests.rows_data import FUSED
 from tests.rows_data import rows as kinds_of_rows
 
 ROOT = Path(normalizers.__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
-CHOICES = [*normalizers.names(), "entmax(alpha=1.25)", "sigmoid(bias=-2)"]
+CHOICES = [*FUSED, "entmax(alpha=1.25)", "sigmoid(bias=-2)"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, inside the interpreter
 
 PLANS = {  # a row in one program; several rows in one; a row shared by programs
@@ -174,7 +175,7 @@ def test_parameter_per_row(plan):
     _compare(normalizers.get("entmax"), s, dp, theta=theta)
 
 
-@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("name", FUSED)
 def test_nan_and_infinity_stay_in_their_row(name, plan):
     choice = normalizers.get(name)
     s = torch.randn(7, 37, device=DEVICE)
@@ -216,7 +217,7 @@ def test_long_rows_with_the_real_plan():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-@pytest.mark.parametrize("name", normalizers.names())
+@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("shape", [(1, 1_000_000), (3, 200_001), (300, 65536), (70_000, 33)])
 def test_real_shapes(name, shape):
     sizes = torch.tensor([1.0, 0.1, 10.0], device=DEVICE).repeat(shape[0])[: shape[0], None]

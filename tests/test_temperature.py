@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows_data import FUSED
 from torch import nn
 
 import regard
@@ -108,7 +109,7 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e-36])
-@pytest.mark.parametrize("normalizer", regard.normalizers.names())
+@pytest.mark.parametrize("normalizer", FUSED)
 def test_temperatures_next_to_zero(normalizer, size):
     """Logits that no float32 holds weigh as at T → 0; those that one holds weigh as ever."""
     generator = torch.Generator().manual_seed(5)
@@ -128,7 +129,7 @@ def test_temperatures_next_to_zero(normalizer, size):
             assert of_t.isfinite().all()
 
 
-@pytest.mark.parametrize("normalizer", regard.normalizers.names())
+@pytest.mark.parametrize("normalizer", FUSED)
 def test_hidden_rows_beside_a_temperature_next_to_zero(normalizer):
     """A row whose bias is −inf throughout has no bound for its logits, and needs none."""
     generator = torch.Generator().manual_seed(6)

@@ -157,7 +157,8 @@ def normalizer_page(name: str) -> str:
     row = listing.rows()[name]
     module = sys.modules[f"regard.normalizers.{name}"]
     summary, _, rest = inspect.getdoc(module).partition("\n\n")
-    prose, _, example = rest.partition(">>>")
+    prose, mark, example = rest.partition(">>>")
+    example = f"```python\n{mark}{example}\n```\n" if mark else ""
     parameter = row["parameter"]
     knob = f"- parameter: `{parameter['name']}`, default {parameter['default']:g}\n" if parameter else ""
     return f"""# {name}
@@ -166,10 +167,7 @@ def normalizer_page(name: str) -> str:
 
 {cell(prose)}
 
-```python
->>>{example}
-```
-
+{example}
 ![{bracket(normalizer_figure(name).alt)}]({name}.svg)
 
 - weights: {cell(row["formula"])}

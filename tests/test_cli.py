@@ -41,14 +41,6 @@ def test_list_json_holds_the_same(capsys):
     assert listed["sigmoid"]["parameter"] == {"name": "bias", "default": 0.0}
 
 
-def test_the_normalizer_of_contributing_md_is_listed_without_another_edit(tmp_path):
-    guide = (cli.PACKAGE.parent / "CONTRIBUTING.md").read_text()
-    (tmp_path / "cubic.py").write_text(guide.split("```python\n")[1].split("```")[0])
-    listed = run("list", REGARD_NORMALIZERS=str(tmp_path))
-    assert listed.returncode == 0, listed.stderr
-    assert any(line.startswith("cubic ") for line in listed.stdout.splitlines())
-
-
 def test_readme_says_of_each_normalizer_what_its_file_says():
     readme = (cli.PACKAGE.parent / "README.md").read_text().replace("\\|", "¦")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("| ")]

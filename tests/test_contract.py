@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
-from rows_data import rows
+from rows_data import FUSED, rows
 
 import regard
 from regard import normalizers
@@ -21,6 +22,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def plain(choice, z):
     """The family's formula in plain torch, in the precision of z: the same mathematics without our kernels."""
+    if not choice.fused:
+        return choice.reference(z, None, choice.theta)
     seen = z > -math.inf
     frame = solve_frame(z, seen, choice)
     terms = Terms(choice)
@@ -168,7 +171,7 @@ def test_jacobian_and_vjp_are_the_derivative(name, temperature):
     assert torch.allclose(regard.vjp(z, g, name, temperature), torch.einsum("rij,ri->rj", exact, g), atol=1e-9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FUSED)
 def test_torch_citizen(name):
     z = torch.randn(4, 9, requires_grad=True)
     spec = normalizers.get(name).spec
@@ -229,10 +232,12 @@ normalizer = Ratio(
 
 
 def test_a_ninth_normaliser_is_one_file(tmp_path):
-    """Rows, reference, attention, listing and these contract tests find it, with no other edit."""
+    """Rows, reference, attention, listing and these tests find it, and that of CONTRIBUTING.md, with no other edit."""
     (tmp_path / "squares.py").write_text(NINTH)
+    guide = Path(__file__).parents[1] / "CONTRIBUTING.md"
+    (tmp_path / "quartic.py").write_text(guide.read_text().split("```python\n")[1].split("```")[0])
     code = """
-        import sys, pytest, regard, torch
+        import doctest, sys, pytest, regard, torch
         from regard.cli import main
         z = torch.randn(5, 11)
         assert torch.allclose(regard.normalize(z, "squares"), z**2 / (z**2).sum(-1, keepdim=True))
@@ -242,7 +247,9 @@ def test_a_ninth_normaliser_is_one_file(tmp_path):
         assert torch.allclose(out, want.float(), atol=1e-5)
         assert all(torch.allclose(stats[n], dense[n].float(), rtol=1e-4, atol=1e-5) for n in dense)
         assert main(["list"]) == 0
-        options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", "squares and not dtype2 and not dtype3"]
+        assert doctest.testmod(sys.modules["regard_normalizer_quartic"]) == (0, 2)
+        chosen = "(squares or quartic) and not (dtype2 or dtype3)"
+        options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", chosen]
         sys.exit(pytest.main([sys.argv[1], *options]))
     """
     command = [sys.executable, "-c", textwrap.dedent(code), os.path.abspath(__file__)]
@@ -250,7 +257,7 @@ def test_a_ninth_normaliser_is_one_file(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     listed, _, report = done.stdout.partition("\n..")
-    assert "squares" in listed and " passed" in report and "failed" not in report
+    assert "\nsquares " in listed and "\nquartic " in listed and " passed" in report and "failed" not in report
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Each finding on a head made to have it, and none on heads that are well."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,25 @@ def kinds(q, k, **options):
 def test_no_findings_where_nothing_is_wrong():
     assert kinds(*healthy()) == {}
     assert kinds(*healthy(), is_causal=True) == {}
+
+
+def test_every_kind_has_its_line_in_the_docs_and_its_test():
+    here = Path(__file__)
+    told = (here.parents[1] / "docs" / "health.md").read_text()
+    tests = "".join(path.read_text() for path in here.parent.glob("test_health*.py"))
+    for kind in findings.kinds():
+        assert f"\n| {kind} | " in told and f'"{kind}"' in tests, kind
+
+
+def test_the_finding_of_contributing_md():
+    guide = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    own = {}
+    exec(guide.split("```python\n")[2].split("```")[0], own)
+    heads = examine(nn.Sequential(Fixed(*healthy())), [torch.zeros(1)]).heads
+    assert own["find"](heads) == []
+    own["FAR"] = 3.0
+    (found,) = own["find"](heads)
+    assert found.kind == "far-sighted" and len(found.heads) == HEADS and "> 3" in found.threshold
 
 
 def test_collapsed_and_dying():

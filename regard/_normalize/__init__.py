@@ -39,7 +39,7 @@ def normalize(
         normalizer: a name from `regard.normalizers.names()`, with its parameter if any: "entmax(alpha=1.25)".
         dim: the dimension that is normalised.
         temperature: a number, or a tensor that broadcasts against scores with size 1 in `dim` and receives
-            gradients. 0 is the limit: one-hot, ties share. inf is the other limit: uniform.
+            gradients. 0 and inf are the limits: of softmax and the sparse maps one-hot, ties share, and uniform.
         mask: bool, broadcastable to scores, True = visible. A row with nothing visible is all zeros.
         backend: "cpu", "triton" or "reference"; None chooses by device.
     """

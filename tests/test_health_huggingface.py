@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import regard
-from regard.health import examine
+from regard.health import examine, measure
 from regard.health.examination import positions
 
 transformers = pytest.importorskip("transformers")
@@ -15,11 +15,15 @@ from transformers import (  # noqa: E402  # noqa: E402
     AlbertModel,
     BertConfig,
     BertModel,
+    Gemma2Config,
+    Gemma2Model,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    T5Config,
+    T5EncoderModel,
 )
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
@@ -29,7 +33,7 @@ SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 def llama(kind=LlamaModel):
     torch.manual_seed(0)
     return kind(
-        LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=None, pad_token_id=0)
+        LlamaConfig(**SMALL, num_key_value_heads=2, max_position_embeddings=128, eos_token_id=None, pad_token_id=0)
     )
 
 
@@ -49,6 +53,34 @@ def test_packed_sequences_do_not_see_one_another():
     report = examine(model, [dict(input_ids=ids, position_ids=places, use_cache=False)])
     assert report.unmeasured == []
     assert report.heads[0].statistics["visible_keys"].max == 6
+
+
+def gemma():
+    torch.manual_seed(0)
+    own = dict(num_key_value_heads=2, head_dim=8, sliding_window=9, query_pre_attn_scalar=8, pad_token_id=0)
+    return Gemma2Model(Gemma2Config(**SMALL, **own, attn_implementation="eager"))  # a soft cap, a window
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = dict(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=60)
+    return T5EncoderModel(T5Config(**sizes))  # a position bias
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [llama, gemma, t5])
+def test_long_calls_are_compared_on_sampled_rows(make, padded, monkeypatch):
+    model, ids = make(), torch.randint(1, 60, (2, 100))
+    batch = dict(input_ids=ids, attention_mask=(torch.arange(100) < torch.tensor([[100], [70]])).long())
+    batch = batch if padded else dict(input_ids=ids)
+    whole = examine(model, [batch])
+    monkeypatch.setattr(measure, "WHOLE", 16)
+    report = examine(model, [batch])
+    assert report.unmeasured == [] and len(report.heads) == 8
+    assert report.how["faithful"]["checked"].endswith("on 64 rows of each call")
+    for head, same in zip(report.heads, whole.heads, strict=True):
+        for name in ("entropy", "distance", "max_logit", "visible_keys"):
+            assert head.statistics[name].mean == pytest.approx(same.statistics[name].mean, rel=1e-5)
 
 
 def test_a_shared_layer_is_one_layer_per_use():

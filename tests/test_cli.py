@@ -7,8 +7,10 @@ import pty
 import shlex
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 from regard import bench, cli, listing, normalizers
 from regard.bench import attention, measure, rows
@@ -232,6 +234,25 @@ def test_bench_measures_each_candidate_and_survives_a_failing_one():
     table = measure.table([result], "title")
     assert table.columns == ["work", "regard", "torch", "other", "ratio (target)"]
     assert table.rows == [["work", "3 MiB", "2 MiB", "failed", "1.5× torch (≤ 2 ✓)"]]
+
+
+def test_what_bench_times_on_a_cpu_runs_and_agrees(monkeypatch):
+    """One that fails is a word in a table: here every candidate runs, on few rows, and those of softmax agree."""
+    monkeypatch.setattr(rows, "ELEMENTS", 2048)
+    monkeypatch.setattr(rows, "_entmax_package", lambda name: None)  # timed where it is installed
+    tiny = attention.Shape(1, 2, 16, 8, causal=True)
+    found = [(case.work, case.prepare()) for case in rows.cases("cpu", quick=True)]
+    for case in attention.cases("cpu", quick=True):
+        if isinstance(case.prepare, partial):
+            found.append((case.work, partial(case.prepare.func, **{**case.prepare.keywords, "shape": tiny})()))
+    assert len(found) >= 2 * len(normalizers.names()) + 4
+    for work, candidates in found:
+        made = {name: candidate() for name, candidate in candidates.items()}
+        first = {name: x[0] if isinstance(x, tuple) else x for name, x in made.items()}
+        if work.startswith(("softmax ", "softmax,")):
+            for theirs in first.values():
+                torch.testing.assert_close(first["regard"], theirs, msg=work)
+        assert all(x.isfinite().all() for x in first.values())
 
 
 def test_bench_takes_the_median_of_rounds_that_alternate(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,8 +97,43 @@ class Heads(torch.nn.Module):
 
     def forward(self, x):
         q, k, v = (getattr(self, name)(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for name in "qkv")
-        out = regard.attention(q, k, v, is_causal=True, normalizer="entmax15", backend="reference")
+        out = self.attend(q, k, v)
         return self.o(out.transpose(1, 2).flatten(2))
+
+    def attend(self, q, k, v):
+        return regard.attention(q, k, v, is_causal=True, normalizer="entmax15", backend="reference")
+
+
+class PlainHeads(Heads):
+    def attend(self, q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def clipped_shards(rank: int, world: int) -> None:
+    """qk_clip shrinks weights that FSDP has cut over the ranks as it does whole ones, uneven pieces and stacks too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world,))
+    for kind in ("separate", "stacked"):
+        torch.manual_seed(0)
+        layer = PlainHeads(16, 4) if kind == "separate" else torch.nn.MultiheadAttention(20, 4, batch_first=True)
+        weight = layer.q.weight if kind == "separate" else layer.in_proj_weight
+        with torch.no_grad():
+            weight[:5] *= 1e3
+        whole = torch.nn.ModuleDict(dict(att=layer))
+        cut = copy.deepcopy(whole)
+        fully_shard(cut["att"], mesh=mesh)
+        x = torch.randn(2, 6, 16 if kind == "separate" else 20, generator=torch.Generator().manual_seed(1))
+        for model in (whole, cut):
+            att = model["att"]
+            regard.qk_clip(att, threshold=9.0)
+            out = att(x) if kind == "separate" else att(x, x, x, need_weights=False)[0]
+            out.square().mean().backward()
+            assert [clip.head for clip in regard.qk_clip(att, threshold=9.0).heads] == [0]
+            regard.qk_clip.stop(att)
+        for (name, mine), other in zip(cut.named_parameters(), whole.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), other), name
 
 
 def in_a_model(rank: int, world: int) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
-from parallel_models import examined, head_sharded, in_a_model
+from parallel_models import clipped_shards, examined, head_sharded, in_a_model
 from parallel_refused import all_full, raises_inside, refused
 
 from regard.parallel.layout import given_spans, spans
@@ -19,6 +19,7 @@ def test_pieces_give_the_whole(world):
         assert all(other == bits[0] for other in bits)
         crew(examined)
         crew(head_sharded)
+        crew(clipped_shards)
         crew(refused)
         if world == 2:
             crew(in_a_model)

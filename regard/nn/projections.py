@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from regard._dtensor import is_dtensor
+
 SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"), ("Wq", "Wk"))
 STACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")  # q, k, v one after another
 NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "qk_norm")
@@ -39,11 +41,26 @@ class Projection:
         tensor([0.5000, 0.5000, 1.0000, 1.0000])
         """
         each = factors.repeat_interleave(self.width // self.heads).to(self.weight.device, torch.float32)
+        if is_dtensor(self.weight):  # a part of it is a copy: all of it is multiplied, other rows by 1
+            self._shrink_shards(each)
+            return
         rows = self.weight.narrow(self.dim, self.start, self.width)
         rows.copy_(rows * (each[:, None] if self.dim == 0 else each))
         if self.bias is not None:
             part = self.bias.narrow(0, self.start, self.width)
             part.copy_(part * each)
+
+    def _shrink_shards(self, each: Tensor) -> None:
+        """The same of weights that ranks share (FSDP, tensor parallel): each multiplies its own rows, nobody talks."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        all_of_them = each.new_ones(self.weight.shape[self.dim])
+        all_of_them[self.start : self.start + self.width] = each
+        for tensor, dim in ((self.weight, self.dim), (self.bias, 1)):
+            if isinstance(tensor, DTensor):
+                mesh = tensor.device_mesh
+                whole = DTensor.from_local(all_of_them, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                tensor.mul_(whole[:, None] if dim == 0 else whole)
 
 
 def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
@@ -96,6 +113,8 @@ def _of_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:
     if module.in_proj_weight is not None:
         whole = module.in_proj_weight
         return Projection(whole, bias, heads, width), Projection(whole, bias, heads, width, start=width)
+    if is_dtensor(bias):
+        raise NotFound("its query and key biases are one tensor that ranks share, and its weights are not")
     biases = (None, None) if bias is None else (bias[:width], bias[width : 2 * width])
     return (
         Projection(module.q_proj_weight, biases[0], heads, width),

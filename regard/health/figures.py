@@ -7,6 +7,7 @@ import math
 
 SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "distance", "max_logit")
 UNIT = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")
+LIGHT = 0.7  # of the range of colours: from here on a ring is black
 
 
 def png(report, dpi: int = 150) -> bytes:
@@ -27,10 +28,13 @@ def png(report, dpi: int = 150) -> bytes:
         grid = [[math.nan] * heads for _ in layers]
         for head in report.heads:
             grid[layers.index(head.index)][head.head] = head.statistics[name].mean
-            if (head.index, head.head) in ill:
-                axis.plot(head.head, layers.index(head.index), "o", mfc="none", mec="white", ms=4, mew=1)
-        limits = dict(vmin=0, vmax=1) if name in UNIT else {}
+        most = max((x for row in grid for x in row if x == x), default=1.0)  # gains of sparse maps pass 1
+        limits = dict(vmin=0, vmax=max(1.0, most)) if name in UNIT else {}
         image = axis.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", **limits)
+        for head in report.heads:
+            if (head.index, head.head) in ill:
+                edge = "black" if image.norm(head.statistics[name].mean) > LIGHT else "white"
+                axis.plot(head.head, layers.index(head.index), "o", mfc="none", mec=edge, ms=4, mew=1)
         axis.set_title(name.replace("_", " "), fontsize=10)
         axis.set_xlabel("head", fontsize=8)
         axis.set_ylabel("layer", fontsize=8)

@@ -186,3 +186,27 @@ def test_two_reports_side_by_side(browser, saved, tmp_path):
     assert painted.get_attribute("fill") == "rgb(222 222 218)"  # where nothing changed
     assert len(browser.find_elements(By.CSS_SELECTOR, "rect.cell.chosen")) == 3
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_a_map_beyond_one_has_its_own_range_and_marks_that_can_be_seen(browser, tmp_path):
+    torch.manual_seed(0)
+    report = examine(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        [0.01 * torch.randn(2, 24, 16)],
+        what_if=["normalizer=entmax15"],
+    )
+    assert (report.findings[0].kind, len(report.findings[0].heads)) == ("diffuse", 4)
+    browser.get(report.save(tmp_path / "report.html").as_uri())
+    WebDriverWait(browser, 20).until(
+        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
+    )
+    rings = browser.find_elements(By.CSS_SELECTOR, "circle.ill")
+    assert {ring.value_of_css_property("stroke") for ring in rings} == {"rgb(31, 31, 78)"}  # on light cells
+    assert browser.find_element(By.CSS_SELECTOR, "#histogram text:last-child").text == "100 %"
+    Select(browser.find_element(By.ID, "statistic")).select_by_visible_text("gain ratio")
+    most = max(head.statistics["gain_ratio"].mean for head in report.what_if["normalizer=entmax15"].heads)
+    assert most > 3
+    for treatment, top in (("as measured", 1.0), ("normalizer=entmax15", most)):
+        Select(browser.find_element(By.ID, "treatment")).select_by_visible_text(treatment)
+        ends = browser.find_elements(By.CSS_SELECTOR, "#scale span")
+        assert [float(end.text) for end in ends[:2]] == pytest.approx([0.0, top], rel=1e-3)

@@ -36,6 +36,7 @@ const showQuantile = (x, least, most) => x !== null && least !== null && x < lea
 
 // a perceptually even ramp from dark blue to yellow
 const RAMP = [[31, 31, 78], [45, 66, 120], [38, 103, 138], [39, 138, 141], [67, 171, 126], [139, 199, 96], [219, 216, 87], [250, 235, 160]];
+const LIGHT = 0.7;  // from here on it takes dark marks
 const colour = (t) => {
   if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
   const at = Math.min(Math.max(t, 0), 1) * (RAMP.length - 1);
@@ -43,10 +44,11 @@ const colour = (t) => {
   return `rgb(${RAMP[low].map((c, i) => Math.round(c + (RAMP[high][i] - c) * part)).join(" ")})`;
 };
 
-// a statistic's range of colours: shares from 0 to 1, the others from the least to the most, by their logarithm if wide
+// a statistic's range of colours: shares from 0 to 1 (or beyond, as gains of sparse maps), the others from the least to
+// the most, by their logarithm if wide
 const UNIT = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
 const rangeOf = (statistic, all) => {
-  if (UNIT.has(statistic)) return { low: 0, high: 1, log: false };
+  if (UNIT.has(statistic)) return { low: 0, high: all.reduce((most, x) => Math.max(most, x ?? 0), 1), log: false };
   let low = Infinity, high = -Infinity;
   for (const x of all) if (x !== null && x !== undefined) { low = Math.min(low, x); high = Math.max(high, x); }
   return { low, high, log: low > 0 && high / low > 50 };

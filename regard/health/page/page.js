@@ -16,8 +16,10 @@
   const widest = Math.max(...tables[0].map((row) => row.length));
   const headOf = (treatment, row, head) => (tables[treatment][row] || [])[head];
 
-  // one colour range per statistic, shared by all treatments; the far tail is cut where it would hide the rest
-  const ranges = data.statistics.map((statistic, s) => rangeOf(statistic, data.treatments.flatMap((t) => t.heads.map((h) => h.numbers[s][0]))));
+  // one colour range per statistic, shared by all treatments; of a share each treatment has its own, mostly 0 to 1
+  const means = (treatment, s) => treatment.heads.map((head) => head.numbers[s][0]);
+  const shared = data.statistics.map((statistic, s) => rangeOf(statistic, data.treatments.flatMap((t) => means(t, s))));
+  const rangeNow = (s) => UNIT.has(data.statistics[s]) ? rangeOf(data.statistics[s], means(data.treatments[state.treatment], s)) : shared[s];
 
   const fill = (select, items) => items.forEach((text, value) => { make("option", select, text).value = value; });
   fill(byId("statistic"), data.statistics.map((_, s) => name(s)));
@@ -30,7 +32,7 @@
   // the map, with a cell to click, or to reach with the arrow keys
   const CELL = Math.max(16, Math.min(46, Math.floor(900 / widest)));
   const LEFT = 34, TOP = 20;
-  const cells = [];
+  const cells = [], rings = new Map();
   const buildMap = () => {
     const width = LEFT + widest * CELL + 4, height = TOP + data.layers.length * CELL + 4;
     const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
@@ -46,7 +48,7 @@
         cell.addEventListener("click", () => choose({ layer: row, head }));
         cells[row][head] = cell;
         if (ill.has(`${layer.index} ${head}`)) {
-          draw("circle", { cx: LEFT + (head + 0.5) * CELL, cy: y + CELL / 2, r: Math.max(2, CELL / 9), class: "ill" }, svg);
+          rings.set(cell, draw("circle", { cx: LEFT + (head + 0.5) * CELL, cy: y + CELL / 2, r: Math.max(2, CELL / 9), class: "ill" }, svg));
         }
       }
     });
@@ -74,14 +76,14 @@
     return { button, canvas };
   });
   const paintThumb = (s) => {
-    const { canvas } = thumbs[s], rows = data.layers.length, unit = Math.max(4, Math.ceil(120 / widest));
+    const { canvas } = thumbs[s], range = rangeNow(s), rows = data.layers.length, unit = Math.max(4, Math.ceil(120 / widest));
     canvas.width = widest * unit;
     canvas.height = rows * unit;
     const brush = canvas.getContext("2d");
     for (let row = 0; row < rows; row++) {
       for (let head = 0; head < tables[0][row].length; head++) {
         const one = headOf(state.treatment, row, head);
-        brush.fillStyle = colour(one ? place(one.numbers[s][0], ranges[s]) : null);
+        brush.fillStyle = colour(one ? place(one.numbers[s][0], range) : null);
         brush.fillRect(head * unit, row * unit, unit, unit);
       }
     }
@@ -91,11 +93,13 @@
   };
 
   const paintMap = () => {
-    const s = state.statistic, range = ranges[s];
+    const s = state.statistic, range = rangeNow(s);
     data.layers.forEach((layer, row) => cells[row].forEach((cell, head) => {
       const one = headOf(state.treatment, row, head);
       const value = one ? one.numbers[s][0] : null;
-      cell.setAttribute("fill", colour(place(value, range)));
+      const t = place(value, range);
+      cell.setAttribute("fill", colour(t));
+      rings.get(cell)?.classList.toggle("on-light", t > LIGHT);
       cell.classList.toggle("chosen", row === state.layer && head === state.head);
       cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${name(s)} ${show(value)}`;
     }));
@@ -126,7 +130,7 @@
       const anchor = place < 25 ? "start" : place > 455 ? "end" : "middle";
       draw("text", { x: place, y: 192, "text-anchor": anchor }, svg, show(x));
     }
-    draw("text", { x: 5, y: 12 }, svg, `${(top / 10).toPrecision(2)} %`);
+    draw("text", { x: 5, y: 12 }, svg, `${show(top / 10, 2)} %`);
   };
   const paintCurve = (one, before) => {
     byId("curve-title").textContent = "entropy ratio against the query's position";

@@ -284,6 +284,21 @@ def test_one_head_far_off_scale_is_found_in_a_layer_that_is_not():
     assert kinds(q, k)["scale off"].heads == (("0", 2),)
 
 
+def test_a_head_on_the_other_side_is_not_told_as_its_layer_is():
+    q, k = healthy()
+    q *= 0.01
+    q[:, 3] *= 5000.0
+    found = examine(nn.Sequential(Fixed(q, k)), [torch.zeros(1)]).findings
+    large, small = (finding for finding in found if finding.kind == "scale off")
+    assert large.heads == (("0", 3),) and "too large" in large.evidence
+    assert ("0", 3) not in small.heads and len(small.heads) == HEADS - 1
+    assert max(small.measured) < 1.0 and "too small" in small.evidence
+    q, k = healthy()
+    q *= 100.0
+    q[:, 3] *= 1e-5
+    assert ("0", 3) not in kinds(q, k)["scale off"].heads
+
+
 def test_duplicate_heads():
     q, k = healthy()
     q[:, 7], k[:, 7] = q[:, 4], k[:, 4]

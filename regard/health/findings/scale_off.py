@@ -24,6 +24,7 @@ from regard.health.findings._finding import finding, free_heads
 from regard.health.findings._variance import LARGE, NORMS, by_layer, by_norms, variances
 
 KIND = "scale off"
+AIM = 1.0  # a head on the other side of it than its layer's median is not told as too large, or too small
 HIGH, LOW = 8.0, 1.0 / 32.0
 GAIN, SUSPECTED = 0.05, 0.3  # of a uniform row's; where the scale is LARGE the second, and half of HIGH
 EVERYWHERE, KEPT = 16.0, 0.6  # variance and gain that, passed in every layer, no sound model has
@@ -42,12 +43,14 @@ def find(heads):
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         limit = HIGH / 2 if members[0].scale > LARGE else HIGH
         if all_of_them or (min(measured, predicted) > limit and suffers(members)):
-            high += numbers
-        elif doubtful:
-            asked += numbers
-        elif max(measured, predicted) < LOW:
-            low += numbers
-        elif telling(members[0]):
+            high += [one for one in numbers if one[1] > AIM]
+            continue
+        if doubtful:
+            asked += [one for one in numbers if one[1] > AIM]
+            continue
+        if max(measured, predicted) < LOW:
+            low += [one for one in numbers if one[1] < AIM]
+        if telling(members[0]):
             alone += [(head, number) for head, number in numbers if min(number, head.predicted_variance) > ALONE]
     if alone:
         free = {id(head) for head in free_heads(heads)}

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from qk_clip_data import Self, exploded, logits, ours, step
 from torch import nn
 
 import regard
-from regard._qk_clip.normalised import Outputs
+from regard._qk_clip.outputs import Outputs
 from regard.health import intercept
 from regard.nn.projections import NotFound, projections
 
@@ -160,19 +161,22 @@ def test_scores_that_do_not_grow_are_named_from_the_first_call_on():
 class Normalised(torch.nn.Module):
     """QK-norm that no name tells of."""
 
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, norm: bool | str) -> None:
         super().__init__()
         self.q, self.k, self.v = (torch.nn.Linear(32, 32) for _ in range(3))
         self.norm = norm
 
     def forward(self, x):
         q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        if self.norm:
+        if self.norm == "in place":
+            for each in (q, k):
+                each /= each.detach().norm(dim=-1, keepdim=True) / 8**0.5
+        elif self.norm:
             q, k = (torch.nn.functional.normalize(each, dim=-1) * 8**0.5 for each in (q, k))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize(("norm", "compiled"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("norm", "compiled"), [(True, False), ("in place", False), (False, False), (True, True)])
 def test_what_is_normalised_inside_a_forward_is_left_alone(norm, compiled):
     torch.manual_seed(0)
     model = Normalised(norm).train()
@@ -199,9 +203,48 @@ def test_what_is_normalised_inside_a_forward_is_left_alone(norm, compiled):
 
 @pytest.mark.parametrize(("varied", "answer"), [(0.01, 0.0), (0.1, 1.0)])
 def test_lengths_that_hardly_varied_before_tell_nothing(varied, answer):
-    outputs, q = Outputs(), torch.ones(1, 1, 4, 2)
-    outputs.found["a", 0] = torch.full((2,), varied)
-    assert outputs.normalised("a", q, q).tolist() == [answer]
+    outputs, q, module = Outputs(), torch.ones(1, 1, 4, 2), nn.Module()
+    module.q, module.k = nn.Linear(2, 2), nn.Linear(2, 2)
+    outputs.modules["a"] = weakref.ref(module)
+    outputs.found["a", 0] = torch.tensor([[-1.0, 1.0, -1.0, 1.0]]).mul(varied).exp()
+    assert outputs.judged("a", q, q)[0].tolist() == [answer]
+
+
+ORDERS = dict(
+    stack=lambda y: y.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4),
+    heads=lambda y: y.unflatten(-1, (4, 3, 8)).permute(3, 0, 2, 1, 4),
+    innermost=lambda y: y.unflatten(-1, (4, 8, 3)).permute(4, 0, 2, 1, 3),
+    time_first=lambda y: y.unflatten(-1, (3, 4, 8)).permute(2, 1, 3, 0, 4),
+    by_position=lambda y: ORDERS["stack"](y) * torch.arange(1, y.shape[1] + 1)[:, None].log1p(),
+)
+
+
+class Stacked(torch.nn.Module):
+    """One layer for q, k and v, its rows in some order; what else may be done to them comes after."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.order = nn.LayerNorm(32), nn.Linear(32, 96), ORDERS[order]
+
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(*self.order(self.qkv(self.norm(x))))
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 32), (6, 6, 32)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_stack_whose_rows_stand_otherwise_is_left_alone(order, shape):
+    torch.manual_seed(0)
+    model, x = Stacked(order).train(), torch.randn(shape)
+    before = model.qkv.weight.detach().clone()
+    regard.qk_clip(model, threshold=0.1)
+    model(x)
+    clipped = regard.qk_clip(model, threshold=0.1)  # of the first forward that is watched
+    regard.qk_clip.stop(model)
+    if order in ("heads", "innermost"):
+        assert clipped.heads == [] and torch.equal(model.qkv.weight, before)
+        assert "side by side in each head" in clipped.skipped[""]
+    else:
+        assert len(clipped.heads) == 4 and clipped.skipped == {}
 
 
 @pytest.mark.parametrize("frozen", ["q", "k"])

@@ -51,7 +51,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason; so are weights that something
     else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs.
     Where normalising is written inside a forward, and no name tells of it, the lengths of queries and keys do: they
-    no longer vary with the tokens as the projections' outputs do.
+    no longer vary with the tokens as the projections' outputs do. They tell as well where a stack holds its rows
+    otherwise than all queries, then all keys (q, k and v of each head side by side): such a layer is skipped.
 
     Args:
         model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
@@ -71,7 +72,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     watch.check(model)
     modules, held = dict(as_written(model).named_modules()), places(model)
     result = Clipped()
-    for name, (tops, normalised) in watch.take(group).items():
+    for name, (tops, normalised, elsewhere) in watch.take(group).items():
         factors = None
         try:
             shrunk = shrinking(*projections(modules[name], *watch.shapes[name]))
@@ -80,8 +81,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             result._skipped[name] = str(reason)
         else:
             factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
-            factors = torch.where(normalised > 0, 1.0, factors)
-            result._normalised[name] = normalised
+            factors = torch.where((normalised > 0) | (elsewhere > 0), 1.0, factors)
+            result._left[name] = normalised, elsewhere
             for tensor in tensors:
                 tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())
         result._found[name] = tops, factors

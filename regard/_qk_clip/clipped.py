@@ -26,13 +26,18 @@ class Clipped:
     def __init__(self) -> None:
         self._skipped: dict[str, str] = {}
         self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
-        self._normalised: dict[str, Tensor] = {}  # layer -> 1 for heads whose logits do not follow their weights
+        self._left: dict[str, tuple[Tensor, Tensor]] = {}  # layer -> 1 for heads: normalised, from elsewhere
 
     @property
     def skipped(self) -> dict[str, str]:
         told = dict(self._skipped)
-        for name, normalised in self._normalised.items():
+        for name, (normalised, elsewhere) in self._left.items():
             heads = normalised.nonzero().flatten().tolist()
+            if elsewhere.any() and not heads:
+                told[name] = (
+                    "its queries and keys are not, head by head, what the rows taken for theirs give: these stand "
+                    "otherwise (q, k, v side by side in each head?), or more than a rotation changes what they give"
+                )
             if heads:
                 which = ", ".join(map(str, heads))
                 told[name] = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
-from regard._qk_clip.normalised import Outputs
+from regard._qk_clip.outputs import Outputs
 from regard.health.call import MAPPED
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception, as_written
@@ -26,7 +26,7 @@ class Watch:
         unhook(model)
         _count_steps()
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
-        self.normalised: dict[str, Tensor] = {}  # layer -> [H]: 1.0 where queries or keys came normalised
+        self.judged: dict[str, Tensor] = {}  # layer -> [2, H]: see `Outputs.judged`
         self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
         self._outputs: dict[int, Outputs] = {}  # by thread
         self._told = threading.Lock()  # of the numbers above, while a thread adds to them; never over a forward
@@ -96,10 +96,11 @@ class Watch:
         )
 
     def take(self, group) -> dict[str, Tensor]:
-        """Layer → [2, H], the same on every rank: largest logits, 1 where normalised; then forget. Nothing waits."""
+        """Layer → [3, H], the same on every rank: largest logits, 1 where normalised, 1 where from elsewhere; then
+        forget. Nothing waits."""
         with self._told:
-            found = {name: torch.stack([tops, self.normalised[name]]) for name, tops in self.largest.items()}
-            self.largest, self.normalised, self.forwards = {}, {}, 0
+            found = {name: torch.cat([tops[None], self.judged[name]]) for name, tops in self.largest.items()}
+            self.largest, self.judged, self.forwards = {}, {}, 0
         if found and torch.distributed.is_available() and torch.distributed.is_initialized():
             widths = [numbers.shape[1] for numbers in found.values()]
             joined = torch.cat([numbers.to(next(iter(found.values())).device) for numbers in found.values()], 1)
@@ -130,10 +131,10 @@ class Watch:
             else:  # an empty batch has no logits, and counts as seen
                 tops = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
             outputs = self._outputs.get(threading.get_ident())
-            normalised = torch.zeros_like(tops) if outputs is None else outputs.normalised(name, q, k)
+            judged = tops.new_zeros(2, len(tops)) if outputs is None else outputs.judged(name, q, k)
         with self._told:
             self.shapes[name] = q.shape[1], q.shape[-1]
-            self.normalised[name] = torch.maximum(self.normalised.get(name, normalised), normalised)
+            self.judged[name] = torch.maximum(self.judged.get(name, judged), judged)
             self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
 
     def _before(self, module, inputs) -> None:

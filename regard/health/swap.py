@@ -40,7 +40,8 @@ class using:
         softcap: a positive number.
         qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does.
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
-            with the whole inputs, computes its piece, and gets the whole outputs (docs/scale.md).
+            with the whole inputs, computes its piece, and gets the whole outputs. Gradients of weights are this rank's
+            share: sum them over the ranks before a step (docs/scale.md).
     """
 
     def __init__(

@@ -299,6 +299,16 @@ def test_a_head_on_the_other_side_is_not_told_as_its_layer_is():
     assert ("0", 3) not in kinds(q, k)["scale off"].heads
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_dropout_that_does_not_ask_for_the_mode(rate):
+    found = kinds(*healthy(), dropout_p=rate)
+    assert list(found) == (["dropout in evaluation"] if rate else [])
+    if rate:
+        assert found["dropout in evaluation"].heads == tuple(("0", head) for head in range(HEADS))
+        encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=rate, batch_first=True)
+        assert examine(encoder, [torch.randn(2, 24, 16)]).findings == []
+
+
 def test_duplicate_heads():
     q, k = healthy()
     q[:, 7], k[:, 7] = q[:, 4], k[:, 4]

@@ -18,6 +18,7 @@ from regard.health import quick
 from regard.health.aside import Aside
 from regard.health.call import Call
 from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
+from regard.health.findings.eval_dropout import DROPS
 from regard.health.intercept import step
 from regard.health.predicted import predict
 from regard.health.readings import LayerReading
@@ -71,7 +72,7 @@ class Layer:
     scale: float = math.nan  # over 1/√d; NaN where it is learned
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
-    odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `Shown`
+    odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `Shown`; and whether it drops weights
     blind: list[int] = field(default_factory=list)  # per head, rows that see no key and are no padding; empty: none
     not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
     folded: bool = False  # were its calls of three dims?
@@ -206,6 +207,8 @@ class Recorder:
         with torch.no_grad():
             sight = self._sight(key, call)
             sight.sampled |= sampled
+            if call.dropout and not call.module.training:
+                layer.odd.add(DROPS)
             if shown is not None and shown.odd and not any(shown is mask for mask in sight.masks):
                 sight.masks.append(shown)
             if real is not None:

@@ -6,7 +6,7 @@ tells how often they cry wolf.
 
 >>> from regard.health import findings
 >>> findings.kinds()[:4]
-['collapsed', 'diffuse', 'duplicate heads', 'dying gradient']
+['collapsed', 'diffuse', 'dropout in evaluation', 'duplicate heads']
 """
 
 from __future__ import annotations

@@ -42,6 +42,21 @@ def window(
     return seen
 
 
+def unbiased(mask, is_causal: bool, device=None) -> tuple[Tensor | None, bool]:
+    """(mask, is_causal) where `mask` may be torch's CausalBias, which holds no numbers: what it stands for.
+
+    >>> from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+    >>> unbiased(causal_upper_left(2, 3), False), unbiased(causal_lower_right(1, 2), False)
+    ((None, True), (tensor([[True, True]]), False))
+    """
+    if type(mask).__name__ != "CausalBias":
+        return mask, is_causal
+    queries, keys = mask.seq_len_q, mask.seq_len_kv
+    if mask.variant.name == "UPPER_LEFT" or queries == keys:
+        return None, True
+    return window(queries, keys, right=keys - queries, device=device), is_causal
+
+
 def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:
     """(B, max_len): the first lengths[b] positions of each row are visible."""
     try:

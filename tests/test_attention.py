@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from rows_data import FUSED
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
@@ -29,6 +30,23 @@ MASKS = {
     "bias": lambda m, n: {"attn_mask": torch.randn(2, 1, m, n, generator=torch.Generator().manual_seed(2))},
     "row": lambda m, n: {"attn_mask": torch.rand(2, 1, 1, n, generator=torch.Generator().manual_seed(3)) > 0.3},
 }
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("keys", [9, 14])
+def test_torchs_own_causal_masks_that_hold_no_numbers(make, keys):
+    q, k, v = qkv(2, 4, 9, 8, dtype=torch.float64, keys=keys)
+    mask = make(9, keys)
+    want = sdpa(q, k, v, attn_mask=mask)
+    shown = torch.ones(9, keys, dtype=torch.bool).tril(keys - 9 if make is causal_lower_right else 0)
+    for backend in (None, "cpu", "reference"):
+        assert torch.allclose(regard.attention(q, k, v, mask, backend=backend), want)
+    out, stats = regard.attention(q, k, v, mask, return_stats=True)
+    assert torch.allclose(out, want) and torch.equal(stats.visible_keys[0, 0], shown.sum(-1).double())
+    assert torch.allclose(regard.reference.attention(q, k, v, mask)[0], want)
+    layer = regard.nn.MultiheadAttention(8, 2)
+    x, y = torch.randn(1, 9, 8), torch.randn(1, keys, 8)
+    assert torch.allclose(layer(x, y, attn_mask=mask), layer(x, y, attn_mask=shown), atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])

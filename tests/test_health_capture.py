@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import regard
 from regard.health import faithful, intercept, measure
@@ -69,6 +70,33 @@ def test_rows_that_see_nothing_are_not_counted_in_regards_own_plain_call(additiv
     for name in ("entropy", "max_weight", "visible_keys"):
         mean = (expected[name].where(seen, 0.0)).sum((0, 2)) / seen.sum((0, 2))
         torch.testing.assert_close(means(report, name), mean, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("length", [20, 300])
+def test_torchs_own_causal_masks_that_hold_no_numbers(make, length):
+    torch.manual_seed(0)
+    model, x = Own().eval(), torch.randn(2, length, 12)
+    model.forward = lambda x: F.scaled_dot_product_attention(
+        *(each[:, :, length - 12 if side == 0 else 0 :] for side, each in enumerate(model.project(x))),
+        attn_mask=make(12, length),
+    )
+    q, k, v = model.project(x)
+    shown = torch.ones(12, length, dtype=torch.bool).tril(length - 12 if make is causal_lower_right else 0)
+    report = examine(model, [x])
+    assert report.unmeasured == []
+    want = dense(q[:, :, length - 12 :], k, v, shown)
+    for name in ("entropy", "visible_keys", "max_logit"):
+        torch.testing.assert_close(means(report, name), want[name].mean((0, 2)), rtol=1e-4, atol=1e-5)
+    plain = model(x)
+    with regard.using(model, temperature=1.0):
+        torch.testing.assert_close(model(x), plain)
+    model.train()
+    regard.qk_clip(model, 0.1)
+    model(x)
+    found = regard.qk_clip(model, 0.1)
+    regard.qk_clip.stop(model)
+    torch.testing.assert_close(found.max_logit[""], want.max_logit.amax((0, 2)).tolist(), rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_queries_and_masks():

@@ -44,7 +44,8 @@ def attention(
 
     Args:
         q, k, v: (…, Hq, Lq, D), (…, Hk, Lk, D), (…, Hk, Lk, Dv). Hk may divide Hq with `enable_gqa`.
-        attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk). With `is_causal` both hide.
+        attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk), or torch's `CausalBias`. With
+            `is_causal` both hide.
         dropout_p: probability of dropping a weight, reproducible from torch's seed.
         is_causal: query i sees keys ≤ i, aligned at the top left as in torch.
         scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor (Hq,) or (Hq, 1, 1).

@@ -27,6 +27,7 @@ from regard._attention.arguments import (
 )
 from regard._attention.path import Path, choose
 from regard._normalize.arguments import check_flag
+from regard.masks import unbiased
 from regard.problem import Problem
 from regard.scores import resolve_scale
 
@@ -56,6 +57,7 @@ class Call:
         check_tensors(q, k, v)
         rank = max(q.ndim, k.ndim, v.ndim)
         q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
+        attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device)
         q, k, v, attn_mask = autocast(q, k, v, attn_mask)
         dtype = q.dtype
         if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:

@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
 from regard.health.intercept import SDPA, Catching, attend, running, watched
 from regard.health.threads import PerThread
+from regard.masks import unbiased
 
 SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
 
@@ -52,13 +53,14 @@ def _sdpa(
     if not watched(module) or query.is_nested:
         return otherwise()
 
+    told, ordered = unbiased(attn_mask, is_causal, query.device)
     blind = getattr(attn_mask, "sees_nothing", None)  # rows that regard.attention opened, and blanks afterwards
 
     def own(rows):
         if rows is None:
             return blanked(as_four(run(query, attn_mask, is_causal, 0.0)), blind)
-        mask = rows_of(attn_mask, rows)
-        if is_causal:
+        mask = rows_of(told, rows)
+        if ordered:
             order = causal_rows(rows, key.shape[-2])[0, 0]
             mask = order if mask is None else hidden_too(mask, ~order)
         return blanked(as_four(run(query.index_select(-2, rows), mask, False, 0.0)), rows_of(blind, rows))
@@ -70,8 +72,8 @@ def _sdpa(
         v=as_four(value),
         own=own,
         kind="sdpa",
-        mask=cleaned(_mask_like(hidden_again(attn_mask, blind), query)),
-        causal=is_causal,
+        mask=cleaned(_mask_like(hidden_again(told, blind), query)),
+        causal=ordered,
         options=dict(scale=scale),
         dropout=dropout_p,
         cross=cross,

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from regard import normalizers, statistics
 from regard._attention import attention
 from regard._normalize.arguments import is_mapped
+from regard.masks import unbiased
 from regard.nn import additive, torch_weights
 from regard.nn.order import Order
 from regard.temperature import Fixed, named
@@ -158,6 +159,7 @@ class MultiheadAttention(nn.Module):
             cache = self._check_cache(cache, k)
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
+        attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device)
         order = Order.of(k.shape[2], past, is_causal, window, attn_mask, key_lengths)
         wanted = statistics.resolve(return_stats)
         run = self._additive if self.score == "additive" else self._product

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from regard import statistics
 from regard._attention.call import Call
 from regard._attention.run import check_asked
+from regard.masks import unbiased
 from regard.parallel.apply import Apply, Sharded, Shared
 from regard.parallel.call import Given
 from regard.parallel.line import Line
@@ -69,6 +70,7 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what every rank has the same of (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
+    attn_mask, is_causal = unbiased(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
@@ -110,6 +112,7 @@ def decode(
     whatever every rank has the same of are whole on every rank, given the same upstream gradient on every rank; those
     of k and v are of the rank's piece. `lengths` is the whole number of keys, if known. Arguments as `attention`'s.
     """
+    attn_mask, is_causal = unbiased(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip

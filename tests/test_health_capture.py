@@ -99,6 +99,23 @@ def test_torchs_own_causal_masks_that_hold_no_numbers(make, length):
     torch.testing.assert_close(found.max_logit[""], want.max_logit.amax((0, 2)).tolist(), rtol=1e-4, atol=1e-4)
 
 
+def flash_attn_func(q, k, v):
+    """Stands for a kernel that is not caught."""
+    return (q @ k.mT).softmax(-1) @ v
+
+
+class Kernel(nn.Module):
+    def forward(self, x):
+        return flash_attn_func(x, x, x)
+
+
+def test_a_kernel_that_is_not_caught_is_told_of():
+    report = examine(nn.Sequential(nn.TransformerEncoderLayer(12, 3, 24), Kernel()), [torch.randn(2, 20, 12)])
+    assert [name for name, _ in report.unmeasured] == ["1"] and "flash_attn_func" in report.unmeasured[0][1]
+    with pytest.raises(ValueError, match="'0' has flash_attn_func, which is not caught"):
+        examine(nn.Sequential(Kernel()), [torch.randn(2, 20, 12)])
+
+
 def test_grouped_queries_and_masks():
     mask = torch.rand(9, 9) > 0.4
     mask.fill_diagonal_(True)

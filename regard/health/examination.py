@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from regard.health.threads import turn_of
 from regard.health.what_if import parse_all
 
 Modules = list[tuple[str, nn.Module]]
+# names of kernels that are not caught, or parts of them
+NOT_CAUGHT = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # how tables of learned positions are called
 
 
@@ -203,7 +206,7 @@ def _report(
         what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
     unmeasured += uncounted(layers, heads)
-    unmeasured += [(name, "no attention call was seen in it") for name in _silent(modules, layers)]
+    unmeasured += list(_silent(modules, layers).items())
     interrupted = None
     if failure is not None:
         said = str(failure).strip().splitlines()
@@ -219,21 +222,34 @@ def _report(
     )
 
 
-def _silent(modules: Modules, layers: list[Layer]) -> list[str]:
-    """Modules that are attention by name, in which nothing was caught."""
+def _silent(modules: Modules, layers: list[Layer]) -> dict[str, str]:
+    """Modules that are attention by name, or by what they call, in which nothing was caught: and what is said of it."""
     seen = {layer.name for layer in layers}
-    names = [name for name, module in modules if type(module).__name__.endswith(("Attention", "Attn"))]
+    suspected = {kind: _suspected(kind) for kind in {type(module) for _, module in modules}}
+    names = {name: said for name, module in modules if (said := suspected[type(module)])}
 
     def related(name: str) -> bool:
         return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
 
     silent = [name for name in names if name and not related(name)]
-    return [name for name in silent if not any(other.startswith(f"{name}.") for other in silent)]
+    return {name: names[name] for name in silent if not any(other.startswith(f"{name}.") for other in silent)}
+
+
+def _suspected(kind: type[nn.Module]) -> str | None:
+    """Why a class should have called attention, if it should: its name, or the name of a kernel that is not caught."""
+    methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+    called = {name for method in methods for name in method.__code__.co_names}
+    kernel = next((name for name in sorted(called) if any(part in name for part in NOT_CAUGHT)), None)
+    if kernel is not None:
+        return f"no attention call was seen in it; its code has {kernel}, which is not caught"
+    return "no attention call was seen in it" if kind.__name__.endswith(("Attention", "Attn")) else None
 
 
 def _by_hand(modules: Modules) -> str:
-    names = _silent(modules, [])
-    return f"; by name {names[0]!r} is attention, but computes it by hand" if names else ""
+    for name, said in _silent(modules, []).items():
+        kernel = said.partition("its code has ")[2]
+        return f"; {name!r} has {kernel}" if kernel else f"; by name {name!r} is attention, but computes it by hand"
+    return ""
 
 
 def _size(modules: Modules) -> int:

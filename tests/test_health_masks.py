@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
 import regard
 from regard.health.call import cleaned, joined
@@ -250,3 +251,30 @@ def test_masks_of_older_models_hide_and_biases_add():
     assert torch.equal(cleaned(bias), bias)
     both, causal = joined(torch.tensor([[1.0, -math.inf]]), torch.tensor([[0.5, 0.5]]), False, 1, 2)
     assert both.tolist() == [[1.5, -math.inf]] and not causal
+
+
+class Cached(nn.Module):
+    """Self-attention behind a cache that a call of it is given."""
+
+    def __init__(self, bottom: bool, filled: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bottom, self.filled, self.qkv = bottom, filled, nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        past = torch.randn(2, *k.shape[:2], 20, 8) if self.filled else torch.zeros(2, *k.shape[:2], 20, 8)
+        k, v = (torch.cat(pair, 2) for pair in zip(*((past, (k, v)) if self.filled else ((k, v), past)), strict=True))
+        order = causal_lower_right(q.shape[2], k.shape[2]) if self.bottom else None
+        return F.scaled_dot_product_attention(q, k, v, order, is_causal=not self.bottom)
+
+
+@pytest.mark.parametrize("length", [1, 6])
+def test_torchs_causal_order_behind_a_cache(length):
+    x = torch.randn(3, length, 16)
+    found = regard.examine(Cached(bottom=False), [x]).findings
+    assert [(one.kind, one.severity, one.heads) for one in found] == [
+        ("causal at the wrong end", "warning", (("", 0), ("", 1)))
+    ]
+    for sound in (Cached(bottom=True), Cached(bottom=False, filled=False)):  # as its remedy says; a static cache
+        assert regard.examine(sound, [x]).findings == []

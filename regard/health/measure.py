@@ -209,6 +209,8 @@ class Recorder:
             sight.sampled |= sampled
             if call.dropout and not call.module.training:
                 layer.odd.add(DROPS)
+            if self.standing.in_the_corner(call, name):
+                layer.odd.add("corner")
             if shown is not None and shown.odd and not any(shown is mask for mask in sight.masks):
                 sight.masks.append(shown)
             if real is not None:

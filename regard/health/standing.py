@@ -31,8 +31,7 @@ class Standing:
         A static cache is longer than what is in it: there the mask tells the last key in use.
         """
         queries, keys = call.q.shape[2], call.k.shape[2]
-        cross = named_cross(name) if call.cross is None else call.cross
-        if call.causal or cross or queries >= keys or not getattr(call.module, "is_causal", False):
+        if call.causal or _is_cross(call, name) or queries >= keys or not getattr(call.module, "is_causal", False):
             return 0
         mask = call.mask
         if mask is None or mask.ndim < 2 or mask.shape[-2] != queries:
@@ -45,6 +44,17 @@ class Standing:
         found = int(seen[-1]) if len(seen) else keys - queries
         self._masks.append((mask, found))
         return found
+
+    def in_the_corner(self, call: Call, name: str) -> bool:
+        """Does torch's causal order, which begins at the first key, hide keys behind the queries that are in use?"""
+        queries, keys = call.q.shape[2], call.k.shape[2]
+        if not call.causal or not 0 < queries < keys or _is_cross(call, name):
+            return False
+        return bool(call.k[:, :, queries:].any())  # those of a static cache that is empty behind are 0
+
+
+def _is_cross(call: Call, name: str) -> bool:
+    return named_cross(name) if call.cross is None else call.cross
 
 
 def distance(call: Call, stats: dict[str, Tensor], start: int, backend: str | None) -> Tensor:

@@ -6,7 +6,7 @@ tells how often they cry wolf.
 
 >>> from regard.health import findings
 >>> findings.kinds()[:4]
-['collapsed', 'diffuse', 'dropout in evaluation', 'duplicate heads']
+['causal at the wrong end', 'collapsed', 'diffuse', 'dropout in evaluation']
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ key gives it weight. A square mask that shows query i just the keys j ≤ i + 1 
 a model that predicts the next token sees it. One that shows j ≤ i − 1 hides each token from itself, which some models
 mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged, one that shows
 j ≥ i a causal one transposed. A mask of 1.0 and 0.0 in place of True and False is added to the scores, and hides
-nothing: it is known by its shape, a causal triangle, or the same keys for every query, at one end of the text. And a
-batch whose `attention_mask` shows one token id alone, and hides many, shows its padding.
+nothing: it is known by its shape, a causal triangle, or the same keys for every query, at one end of the text. A
+batch whose `attention_mask` shows one token id alone, and hides many, shows its padding. And torch's causal order
+begins at the first key: a query behind cached keys sees the oldest one alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from regard.health.findings._finding import Finding
 
 PADDING, OFF, INVERTED, ADDED = "sees padding", "mask off by one", "mask inverted", "mask hides nothing"
-KINDS = (PADDING, OFF, INVERTED, ADDED)
+CORNER = "causal at the wrong end"
+KINDS = (PADDING, OFF, INVERTED, ADDED, CORNER)
 TOLD = {
     "padding": (
         PADDING,
@@ -63,6 +65,15 @@ TOLD = {
         "an additive mask of 1 and 0 alone, one of them just where j ≤ i, or at one end of the keys for every query",
         "Pass it as bool (True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention), "
         "or −inf where it is to hide. If it is meant as a bias, all is well.",
+    ),
+    "corner": (
+        CORNER,
+        "warning",
+        "is_causal=True with fewer queries than keys: torch counts both from the first, so that query i sees keys 0 to "
+        "i and none behind.",
+        "is_causal with fewer queries than keys in self-attention, where the keys behind are not all 0",
+        "Behind a cache queries stand at the end: give one query no mask, several "
+        "torch.nn.attention.bias.causal_lower_right(queries, keys). If they belong to the first keys, all is well.",
     ),
     "text": (
         INVERTED,

@@ -99,6 +99,30 @@ def test_torchs_own_causal_masks_that_hold_no_numbers(make, length):
     torch.testing.assert_close(found.max_logit[""], want.max_logit.amax((0, 2)).tolist(), rtol=1e-4, atol=1e-4)
 
 
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nested, self.plain = Own(), Own()
+
+    def forward(self, x, y):
+        return self.nested(x), self.plain(y)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_told_of():
+    model, y = Beside(), torch.randn(2, 20, 12)
+    x = torch.nested.nested_tensor([torch.randn(5, 12), torch.randn(9, 12)], layout=torch.jagged)
+    report = examine(model, [(x, y)])
+    assert [name for name, _ in report.unmeasured] == ["nested"] and "nested" in report.unmeasured[0][1]
+    assert {head.layer for head in report.heads} == {"plain"}
+    with pytest.raises(ValueError, match="cannot lead this call: its tensors are"), regard.using(model, softcap=2.0):
+        model(x, y)
+    regard.qk_clip(model, 1.0)
+    model(x, y)
+    assert "nested" in regard.qk_clip(model, 1.0).skipped["nested"]
+    regard.qk_clip.stop(model)
+
+
 def flash_attn_func(q, k, v):
     """Stands for a kernel that is not caught."""
     return (q @ k.mT).softmax(-1) @ v

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
 from regard._qk_clip.outputs import Outputs
-from regard.health.call import MAPPED
+from regard.health.call import MAPPED, NESTED
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception, as_written
 from regard.nn import MultiheadAttention
@@ -110,8 +110,8 @@ class Watch:
 
     def __call__(self, call, name: str, otherwise) -> Tensor:
         output = otherwise()
-        if call.obstacle == MAPPED:
-            self.unseen[name] = MAPPED
+        if call.obstacle in (MAPPED, NESTED):
+            self.unseen[name] = call.obstacle
             return output
         if self._read(name, threading.get_ident()):  # the call itself has its temperature in the scale
             return output

@@ -16,6 +16,7 @@ from regard.health.weights import weighed
 CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention, or what holds them, are called
 HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
 MAPPED = "it is called under torch.vmap, where no number can be looked at"
+NESTED = "its tensors are nested, one length for each sequence; give it padded ones, with a mask"
 HIDING = -9e3  # and so it does from here on where it holds nothing else but 0: −1e4 is what older models write
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.health.call import Call, as_four, causal_rows, cleaned, rows_of
+from regard.health.call import NESTED, Call, as_four, causal_rows, cleaned, rows_of
 from regard.health.intercept import SDPA, Catching, attend, running, watched
 from regard.health.threads import PerThread
 from regard.masks import unbiased
@@ -50,8 +50,11 @@ def _sdpa(
         return run(query, attn_mask, is_causal, dropout_p)
 
     module = running()
-    if not watched(module) or query.is_nested:
+    if not watched(module):
         return otherwise()
+    if query.is_nested:
+        call = Call(module, query, key, value, own=lambda rows: otherwise(), kind="sdpa", obstacle=NESTED)
+        return attend(call, otherwise)
 
     told, ordered = unbiased(attn_mask, is_causal, query.device)
     blind = getattr(attn_mask, "sees_nothing", None)  # rows that regard.attention opened, and blanks afterwards

@@ -80,6 +80,22 @@ def test_any_leading_dims(shape, backend):
     assert torch.allclose(regard.attention(q, k, v, is_causal=True, backend=backend), sdpa(q, k, v, is_causal=True))
 
 
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_key_lengths_of_three_dims_count_torchs_batch(backend, shared):
+    """(N, L, D) is torch's batch of N without heads: the same as (N, 1, L, D), also where k and v serve all of it."""
+    q, k, v = qkv(3, 5, 4, keys=6)
+    k, v = (k[:1], v[:1]) if shared else (k, v)
+    options = dict(key_lengths=torch.tensor([6, 0, 2]), backend=backend)
+    for flat in ({}, dict(attn_mask=torch.rand(3, 5, 6) > 0.3), dict(temperature=0.5 + torch.rand(3, 5, 1))):
+        heads = {name: x[:, None] for name, x in flat.items()}
+        got = regard.attention(q, k, v, **options, **flat)
+        want = regard.attention(q[:, None], k[:, None], v[:, None], **options, **heads)
+        assert got.shape == (3, 5, 4) and torch.equal(got, want[:, 0])
+        grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want)]
+        assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_no_keys_at_all():
     q, k, v = qkv(1, 2, 3, 4, keys=0)
     for backend in (None, "cpu", "reference"):

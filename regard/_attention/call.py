@@ -73,7 +73,7 @@ class Call:
         lead, batch, heads, kv_heads = leading(q, k, v, enable_gqa, key_lengths, sink)
         queries, keys = q.shape[-2], k.shape[-2]
         q = q.expand(*lead, *q.shape[-2:]).reshape(batch, heads, *q.shape[-2:])
-        kv_lead = (*lead[:-1], kv_heads) if lead else ()
+        kv_lead = lead if heads == 1 else (*lead[:-1], kv_heads)
         k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
         scale = resolve_scale(scale, q.shape[-1])
         per_head = None

@@ -96,6 +96,27 @@ def test_key_lengths_of_three_dims_count_torchs_batch(backend, shared):
         assert all(torch.allclose(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_an_expanded_bias_has_a_gradient_for_each_entry(name):
+    q, k, v = (x.detach() for x in qkv(2, 2, 3, 4, dtype=torch.float64))
+    small = torch.randn(3, 3, dtype=torch.float64)
+    full = small.expand(2, 2, 3, 3)
+
+    def loss(bias):
+        return regard.attention(q, k, v, bias, normalizer=name).cos().sum()
+
+    copied, leaf = full.clone().requires_grad_(), full.detach().requires_grad_()
+    want = torch.autograd.grad(loss(copied), copied)[0]
+    assert torch.allclose(torch.autograd.grad(loss(leaf), leaf)[0], want)
+    assert torch.allclose(torch.func.grad(loss)(full), want)
+    kept = small.clone().requires_grad_().expand(2, 2, 3, 3)
+    kept.retain_grad()
+    loss(kept).backward()
+    assert torch.allclose(kept.grad, want)
+    small.requires_grad_()
+    assert torch.allclose(torch.autograd.grad(loss(small.expand(2, 2, 3, 3)), small)[0], want.sum((0, 1)))
+
+
 def test_no_keys_at_all():
     q, k, v = qkv(1, 2, 3, 4, keys=0)
     for backend in (None, "cpu", "reference"):

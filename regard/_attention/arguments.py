@@ -113,11 +113,12 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     full = (*lead, queries, keys)
     if not fits(mask.shape, full):
         raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
+    one_for_all = _is_copied(mask)
     while mask.ndim < len(full):
         mask = mask[None]
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded by the caller: one copy is enough, and its gradient the sum
-            mask = mask.narrow(dim, 0, 1)
+            mask = mask.narrow(dim, 0, 1) if one_for_all else mask.contiguous()
     inner = mask.shape[-2:]
     outer = mask.shape[:-2]
     if len(lead) == 2:
@@ -128,6 +129,15 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     if all(size == 1 for size in outer[:-1]):
         return mask.reshape(1, outer[-1], *inner)
     return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, outer[-1], *inner)
+
+
+def _is_copied(mask: Tensor) -> bool:
+    """May one entry stand for all that an expansion copied it to? Not where each of them is asked for its gradient."""
+    if not mask.requires_grad:
+        return True
+    if torch.compiler.is_compiling() or mask.is_leaf or mask.retains_grad:
+        return False
+    return mask.grad_fn.name().startswith("Expand")
 
 
 def check_window(window) -> tuple[int | None, int | None]:

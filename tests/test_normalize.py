@@ -151,6 +151,17 @@ def test_alpha_per_row_and_its_gradient():
     assert torch.allclose(got.squeeze(), (rise * dp).sum(), atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_short_alpha_means_what_a_long_one_means(dtype):
+    """bfloat16 knows no number between 1 and 1.0078: a bound of 1.001 is 1 there."""
+    z = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
+    alpha = torch.tensor([[1.0], [1.1], [1.5], [3.0]]).to(dtype)
+    assert torch.allclose(regard.entmax(z, alpha), regard.entmax(z, alpha.double()), atol=1e-6)
+    assert torch.allclose(regard.entmax(z, alpha)[0], regard.softmax(z[0]), atol=1e-6)
+    alpha.requires_grad_()
+    assert torch.autograd.grad(regard.entmax(z, alpha).cos().sum(), alpha)[0].dtype == dtype
+
+
 def test_the_closed_gradient_in_alpha_at_one_is_the_limit_from_above():
     z, dp = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     h, soft = 1e-3, torch.softmax(z, -1)

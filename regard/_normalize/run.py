@@ -73,6 +73,7 @@ def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backen
             return _reference_rows(z, choice, choice.theta, visible, scale)
         wide, backend = careful(z, choice, backend)
         return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
+    alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))  # bfloat16 rounds BY_SERIES to 1
     soft, beyond = alpha < BY_SERIES, alpha > choice.normalizer.parameter.fused_high
     wide = z.double() if _may(alpha < NEAR_ONE) else z
     inner = alpha.where(~(soft | beyond), 1.5)

@@ -207,6 +207,32 @@ def test_nearly_one_hot_rows_keep_their_digits():
         assert float(stats["entropy"][0]) == pytest.approx(entropy, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("alpha", [1.0, 1 + 1e-12, 1 + 1e-7, 1.0001, 1.004, 8.0, 32.0])
+def test_entmax_of_any_alpha_in_attention_and_its_statistics(alpha, dtype):
+    """τ is too coarse to tell the weights of α next to 1 or far beyond 2 by it; ties share alike at any α."""
+    name, bound = f"entmax(alpha={alpha!r})", {torch.float32: 2e-6, torch.float64: 1e-10}[dtype]
+    q, v = torch.ones(1, 1, 1, 1, dtype=dtype), torch.eye(7, dtype=dtype)[None, None]
+    k = torch.full((1, 1, 7, 1), 3.0, dtype=dtype)
+    out, stats = regard.attention(q, k, v, normalizer=name, return_stats=True)
+    want = dict(
+        mass=1.0, entropy=math.log(7), max_weight=1 / 7, support=7.0, distance=3.0, gradient_gain=6 * 7 ** (alpha - 2)
+    )
+    assert torch.allclose(out, torch.full_like(out, 1 / 7), rtol=bound)
+    for key, value in want.items():
+        assert abs(stats[key].item() / value - 1) < bound, key
+    z = torch.full((7,), 3.0, dtype=dtype)
+    trace = regard.jacobian(z, name).diagonal().sum().item()
+    assert abs(trace / want["gradient_gain"] - 1) < bound
+    if alpha < 1.00001:  # the next term of the weights is of the size of α − 1
+        k = torch.linspace(-30, 3, 7, dtype=dtype)[None, None, :, None]
+        out, stats = regard.attention(q, k, v, normalizer=name, return_stats=True)
+        same, soft = regard.attention(q, k, v, return_stats=True)
+        assert torch.allclose(out, same, atol=1e-6)
+        for key in ("mass", "entropy", "participation", "gradient_gain", "support", "logsumexp", "mean_logit"):
+            assert torch.allclose(stats[key], soft[key], rtol=1e-5), key
+
+
 def test_a_row_without_visible_keys():
     stats = of_scores(torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     for name, x in stats.items():

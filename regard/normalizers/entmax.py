@@ -1,7 +1,7 @@
 """entmax_α(s) = argmax_{p ∈ Δ} p·s + H_α(p), solved by p_i = max((α−1)·s_i − τ, 0)^{1/(α−1)} with τ such that Σp = 1.
 
 α = 1 is softmax, α = 2 sparsemax; the larger α, the sparser. Above 2 the solver's Newton steps may overshoot, so the
-fused kernels take 1 < α ≤ 2 and the reference 1 ≤ α ≤ 32.
+fused kernels take 1 < α ≤ 2 (in attention 1.005 ≤ α ≤ 2) and the reference 1 ≤ α ≤ 32.
 
 >>> import regard, torch
 >>> regard.entmax(torch.tensor([-2.0, 0.0, 0.5]), alpha=1.5)
@@ -68,6 +68,17 @@ def reference(scores, visible, theta):
     near = alpha < NEAR
     far = solve(scores, visible, alpha.where(~near, 1.5))
     return torch.where(near, _near_softmax.solve(scores, visible, alpha.where(near, 1.0)), far)
+
+
+def blurred(alpha) -> bool:
+    """Is τ too coarse to tell weights by? Near α = 1 1/(α−1) magnifies its rounding; beyond 2 t = p^(α−1) is tiny."""
+    return isinstance(alpha, torch.Tensor) or not NEAR <= alpha <= 2.0
+
+
+def slopes(p, alpha):
+    """g′ = p^(2−α), and 0 where p is."""
+    seen = p > 0
+    return torch.where(seen, p.where(seen, 1.0) ** (2.0 - alpha), 0.0)
 
 
 def parameter_vjp(p, dp, alpha):

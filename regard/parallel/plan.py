@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
+from regard._attention.path import LEAST_ALPHA
 from regard._ops.backends import backend_module
 from regard.parallel import mixture, plain
 from regard.parallel.layout import Spans, placed
 from regard.parallel.line import Line
 from regard.problem import Problem
 
+LARGEST_ALPHA = 4.0  # of entmax: beyond it τ, which rows in parts share, is too coarse to tell their weights
 PARTS = {"cpu": "regard.cpu.parts", "triton": "regard.kernels.parts"}
 
 
@@ -146,6 +148,11 @@ def choose(problem: Problem, backend: str | None) -> ModuleType:
     choice, device = problem.choice, problem.q.device.type
     if not choice.normalizer.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
+    if choice.name == "entmax" and not LEAST_ALPHA <= choice.theta <= LARGEST_ALPHA:
+        raise ValueError(
+            f"normalizer {choice.spec!r}: alpha must lie in [{LEAST_ALPHA}, {LARGEST_ALPHA}] where rows are in parts; "
+            "use regard.attention"
+        )
     if problem.stats and not choice.merges:
         raise ValueError(
             f"statistics of {choice.spec!r}, whose weights fall somewhere as scores rise, cannot be merged over ranks; "

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from regard.normalizers import entmax
 from regard.normalizers._language import speak, torch_words
 
 
@@ -36,6 +37,11 @@ class Terms:
         u = self.choice.reference(s, None, self.theta)  # its gradient is finite at any score
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
 
+    def of_weights(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same of entmax's weights, where τ is too coarse to tell them."""
+        du = entmax.slopes(p, self.theta)
+        return p, p, du, du * du
+
     def ratio(self, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same of a ratio's scores, e = exp(s − m) and c = exp(−m)."""
         du, dv = (self.tile[name](e, s, c).to(s.dtype) for name in ("numerator_slope", "denominator_slope"))
@@ -49,6 +55,12 @@ class Terms:
         """Whether u > 0 in exact arithmetic: of a ratio, where u rises, however small exp(s − m) is."""
         one = torch.ones_like(s)
         return (self.tile["numerator_slope"](one, s, one) if self.family == "ratio" else u) > 0
+
+    def outlasts(self, below: Tensor, p: Tensor) -> Tensor:
+        """The same of entmax's weights, which near α = 1 underflow before t = (α−1)·(s − max) + p_max^(α−1) is 0."""
+        gain = self.theta - 1.0
+        t = gain * below + p.amax(-1, keepdim=True) ** gain if p.shape[-1] else below
+        return (p > 0) | (t > 1e-9)  # smaller ones may be rounding
 
     def rest(self, frame: Tensor) -> Tensor:
         if self.family != "ratio":

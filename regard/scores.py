@@ -31,7 +31,7 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"scale must be None, a number, a word or a tensor, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # a compiled graph cannot ask isfinite of a symbol
         raise ValueError(f"scale must be finite, got {scale!r}")
     return float(scale)
 

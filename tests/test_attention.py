@@ -287,6 +287,19 @@ def test_compiles_whole_and_once_for_all_lengths():
     assert counts[0] > 0 and len(set(counts)) == 1
 
 
+@pytest.mark.parametrize(("backend", "kv_heads"), [(None, 4), (None, 2), ("reference", 2)])
+def test_torchs_kernels_and_the_reference_compile_whole_for_any_shape(backend, kv_heads):
+    torch._dynamo.reset()
+
+    def run(q, k, v):
+        return regard.attention(q, k, v, is_causal=True, enable_gqa=True, backend=backend)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 8):
+        q, k, v = (x.detach() for x in qkv(2, 4, n, 4, kv_heads=kv_heads))
+        assert torch.allclose(compiled(q, k, v), run(q, k, v), atol=1e-6)
+
+
 def test_checkpointing_autocast_and_vmap():
     q, k, v = qkv(2, 2, 6, 4)
 

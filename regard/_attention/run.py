@@ -51,7 +51,7 @@ def _run_torch(call: Call):
             mask = mask.to(q.dtype)
         if not torch.compiler.is_compiling():
             mask.sees_nothing = dead  # type: ignore[attr-defined]  # for who measures the call: not to be counted
-    grouped = q.shape[1] != k.shape[1]
+    grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  # of symbols, != is no bool to torch
     options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale)
     options["enable_gqa"] = grouped
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -115,6 +116,15 @@ def test_an_expanded_bias_has_a_gradient_for_each_entry(name):
     assert torch.allclose(kept.grad, want)
     small.requires_grad_()
     assert torch.allclose(torch.autograd.grad(loss(small.expand(2, 2, 3, 3)), small)[0], want.sum((0, 1)))
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "reference"])
+@pytest.mark.parametrize("far", [2**31, sys.maxsize, 2**70])
+def test_a_side_of_the_window_beyond_all_keys_is_no_limit(backend, far):
+    q, k, v = qkv(1, 2, 7, 4, keys=5)
+    for window, limited in (((far, far), None), ((1, far), (1, None)), ((far, 1), (None, 1))):
+        want = regard.attention(q, k, v, window=limited, backend=backend)
+        assert torch.allclose(regard.attention(q, k, v, window=window, backend=backend), want, atol=1e-6)
 
 
 def test_no_keys_at_all():

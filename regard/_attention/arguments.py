@@ -12,6 +12,8 @@ from torch import Tensor
 from regard import _ops
 from regard._normalize.arguments import check_scores, fits, is_autocast, is_float, is_mapped
 
+UNLIMITED = 1 << 31  # keys to one side: more than there are
+
 
 def check_tensors(q, k, v) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -148,7 +150,8 @@ def check_window(window) -> tuple[int | None, int | None]:
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
             raise ValueError(f"window's sides must be ints ≥ 0, or None for no limit (elsewhere −1), got {window!r}")
-    return window[0], window[1]
+    left, right = (side if side is None or side < UNLIMITED else None for side in window)  # i + sys.maxsize overflows
+    return left, right
 
 
 def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[float, Tensor | None]:

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from regard._values import readable
+
 
 def causal(n: int, keys: int | None = None, *, device=None) -> Tensor:
     """(n, keys): query i sees keys 0 … i, aligned at the top left as in torch."""
@@ -72,9 +74,8 @@ def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tens
     if max_len is None:
         max_len = int(lengths.max()) if lengths.numel() else 0
     max_len = _count(max_len, "max_len")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        if not bool(((lengths >= 0) & (lengths <= max_len)).all()):
-            raise ValueError(f"lengths must lie in [0, max_len = {max_len}], got {lengths.tolist()[:8]}")
+    if readable(lengths) and not bool(((lengths >= 0) & (lengths <= max_len)).all()):
+        raise ValueError(f"lengths must lie in [0, max_len = {max_len}], got {lengths.tolist()[:8]}")
     return torch.arange(max_len, device=lengths.device) < lengths[:, None]
 
 

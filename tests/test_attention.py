@@ -310,6 +310,28 @@ def test_torchs_kernels_and_the_reference_compile_whole_for_any_shape(backend, k
         assert torch.allclose(compiled(q, k, v), run(q, k, v), atol=1e-6)
 
 
+def test_fake_tensors_have_shapes_and_no_values_to_look_at():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        policies = [regard.temperature.SSMax(), regard.temperature.Adaptive()]
+        q, k, v = (torch.randn(2, 4, 5, 8) for _ in range(3))
+        lengths, temperature = torch.tensor([0, 4]), torch.rand(4, 1, 1)
+        for name in ("softmax", "entmax15", "entmax(alpha=3)"):
+            for options in (dict(key_lengths=lengths), *(dict(temperature=t) for t in (temperature, *policies))):
+                out, stats = regard.attention(q, k, v, normalizer=name, return_stats=True, **options)
+                assert out.shape == (2, 4, 5, 8) and stats.entropy.shape == (2, 4, 5)
+        z, column = torch.randn(3, 7), 1.0 + torch.rand(3, 1)
+        for p in (regard.entmax(z, column), regard.softmax(z, temperature=column), regard.log_softmax(z, -1, column)):
+            assert p.shape == (3, 7)
+        assert regard.logsumexp(z, -1, column).shape == (3,)
+    assert regard.entmax(torch.empty(3, 7, device="meta"), torch.empty(3, 1, device="meta")).shape == (3, 7)
+    q, k, v = (x.detach() for x in qkv(1, 2, 3, 4))
+    lengths = torch.tensor([[1], [3]])
+    mapped = torch.func.vmap(lambda n: regard.attention(q, k, v, key_lengths=n, backend="reference"))(lengths)
+    assert torch.allclose(mapped[1], regard.attention(q, k, v), atol=1e-6)
+
+
 def test_checkpointing_autocast_and_vmap():
     q, k, v = qkv(2, 2, 6, 4)
 

@@ -11,7 +11,7 @@ PACKAGE = Path(regard.__file__).parent
 
 # Lower layers first; a module may import its own layer and those before it. Longest prefix counts.
 LAYERS = [
-    ["regard.normalizers", "regard.table"],
+    ["regard.normalizers", "regard.table", "regard._values"],
     ["regard.masks", "regard.scores", "regard.philox", "regard.problem", "regard.statistics", "regard.temperature"],
     ["regard.reference"],
     ["regard.cpu", "regard.kernels"],

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from regard import _ops
-from regard._normalize.arguments import check_scores, fits, is_autocast, is_float, is_mapped
+from regard._normalize.arguments import check_scores, fits, is_autocast, is_float
+from regard._values import readable
 
 UNLIMITED = 1 << 31  # keys to one side: more than there are
 
@@ -167,7 +168,7 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
     if not is_float(temperature) or temperature.layout != torch.strided:
         kind = f"{temperature.dtype}, {temperature.layout}"
         raise TypeError(f"temperature must be a number or a dense tensor of float16 or wider, got {kind}")
-    if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(temperature):
+    if readable(temperature):
         values = temperature.detach()
         if not bool(((values > 0) & (values < math.inf)).all()):
             raise ValueError("temperature must be positive and finite; the tensor has other entries")
@@ -222,7 +223,7 @@ def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | Non
         raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
     if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
         raise ValueError(f"key_lengths must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
-    if key_lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(key_lengths):
+    if readable(key_lengths):
         if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths <= keys)).all()):
             raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
     return key_lengths.to(q.device, torch.int32)

@@ -14,8 +14,9 @@ from regard import _ops, reference, statistics
 from regard._attention.call import Call
 from regard._attention.path import is_hopper
 from regard._attention.twice import differentiable_twice
-from regard._normalize.arguments import fits, is_mapped
+from regard._normalize.arguments import fits
 from regard._normalize.run import transformed
+from regard._values import is_mapped, readable
 from regard.problem import Problem
 from regard.temperature import Rows, visible_keys
 
@@ -101,7 +102,7 @@ def check_asked(asked, call: Call) -> Tensor:
             f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
             f"{tuple(asked.shape)}"
         )
-    if asked.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(asked):
+    if readable(asked):
         least = asked.detach().amin().item() if asked.numel() else 1.0
         if least <= 0:
             raise ValueError(f"temperature: the policy {policy} must return positive numbers, got {least:g} among them")

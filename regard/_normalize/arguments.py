@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
+from regard._values import readable
 
 
 def check_scores(scores: Tensor, name: str = "scores") -> None:
@@ -61,9 +62,8 @@ def check_temperature(temperature: float | Tensor) -> float | Tensor:
         if not is_float(temperature) or temperature.layout != torch.strided:
             kind = f"{temperature.dtype}, {temperature.layout}"
             raise TypeError(f"temperature must be a number or a dense tensor of float16 or wider, got {kind}")
-        if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(temperature):
-            if not bool((temperature.detach() >= 0).all()):
-                raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
+        if readable(temperature) and not bool((temperature.detach() >= 0).all()):
+            raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
         return temperature
     if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
@@ -109,15 +109,11 @@ def check_alpha(alpha: Tensor) -> Tensor:
     if not is_float(alpha) or alpha.layout != torch.strided:
         kind = f"{alpha.dtype}, {alpha.layout}"
         raise TypeError(f"alpha must be a number or a dense tensor of float16 or wider, got {kind}")
-    if alpha.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(alpha):
+    if readable(alpha):
         parameter = normalizers.get("entmax").parameter
         if not bool(((alpha.detach() >= parameter.low) & (alpha.detach() <= parameter.high)).all()):
             raise ValueError(f"alpha must lie in [{parameter.low:g}, {parameter.high:g}]; the tensor has other entries")
     return alpha
-
-
-def is_mapped(x: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def column_of(x: Tensor, name: str, shape: torch.Size, dim: int) -> Tensor:

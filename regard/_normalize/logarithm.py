@@ -16,7 +16,8 @@ from regard._normalize.arguments import (
     column_of,
     under_autocast,
 )
-from regard._normalize.tempered import attached, below_top, is_extreme, limit, quotient, readable
+from regard._normalize.tempered import attached, below_top, is_extreme, limit, quotient
+from regard._values import readable
 
 
 def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:

@@ -16,10 +16,10 @@ from regard._normalize.arguments import (
     check_temperature,
     choose_rows_backend,
     column_of,
-    is_mapped,
     under_autocast,
 )
 from regard._normalize.tempered import tempered
+from regard._values import has_no_values, is_mapped
 from regard.normalizers import Choice
 
 NEAR_ONE = 1.1  # below this alpha, 1/(α−1) amplifies float32's rounding too much: rows are computed in float64
@@ -125,7 +125,5 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 
 def _may(condition: Tensor) -> bool:
-    """Whether a per-row case occurs; while tracing, where that cannot be known, it may."""
-    if torch.compiler.is_compiling() or is_mapped(condition):
-        return True
-    return bool(condition.detach().any())
+    """Whether a per-row case occurs; where that cannot be known, while tracing or of shapes alone, it may."""
+    return has_no_values(condition) or bool(condition.detach().any())

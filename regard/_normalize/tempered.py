@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard import _ops
-from regard._normalize.arguments import is_mapped
+from regard._values import readable
 from regard.normalizers import Choice
 
 Rows = Callable[[Tensor, float], Tensor]  # (z, scale) → normaliser(scale·z)
@@ -99,11 +99,6 @@ def _row_quotient(wide: Tensor, choice: Choice, t: Tensor, visible: Tensor | Non
     if moves:
         return quotient(wide.masked_fill(wide <= -FAR * t, -math.inf), t, visible)  # far below: no weight, no overflow
     return quotient(wide.double(), t, visible, torch.finfo(torch.float64).max if pointwise else None)
-
-
-def readable(x: Tensor) -> bool:
-    """Whether a look at the values costs no wait: not while tracing, mapped, or on another device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_mapped(x)
 
 
 def _lost(p: Tensor, t: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from regard import normalizers, statistics
 from regard._attention import attention
-from regard._normalize.arguments import is_mapped
+from regard._values import is_mapped
 from regard.masks import unbiased
 from regard.nn import additive, torch_weights
 from regard.nn.order import Order

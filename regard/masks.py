@@ -62,7 +62,7 @@ def unbiased(mask, is_causal: bool, device=None) -> tuple[Tensor | None, bool]:
 def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:
     """(B, max_len): the first lengths[b] positions of each row are visible."""
     try:
-        lengths = torch.as_tensor(lengths)
+        lengths = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)  # as_tensor may move it
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"lengths must be a sequence or a tensor of ints, got {lengths!r}") from None
     if lengths.numel() == 0:

@@ -58,8 +58,8 @@ def attention(
     """
     wanted = statistics.resolve(return_stats)
     choice = normalizers.get(normalizer)
-    if key_lengths is not None:
-        key_lengths = torch.as_tensor(key_lengths)
+    if key_lengths is not None and not isinstance(key_lengths, Tensor):
+        key_lengths = torch.tensor(key_lengths, device=q.device)
     if sink is not None:
         sink = torch.as_tensor(sink, dtype=torch.float64, device=q.device)
     if dropout_p > 0.0 and seed is None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import subprocess
 import sys
 
 import pytest
@@ -330,6 +331,23 @@ def test_fake_tensors_have_shapes_and_no_values_to_look_at():
     lengths = torch.tensor([[1], [3]])
     mapped = torch.func.vmap(lambda n: regard.attention(q, k, v, key_lengths=n, backend="reference"))(lengths)
     assert torch.allclose(mapped[1], regard.attention(q, k, v), atol=1e-6)
+
+
+def test_any_default_device_leaves_tensors_of_the_cpu_there():
+    """`torch.set_default_device("cuda")` before the import, and a call with tensors of the CPU."""
+    code = """
+import torch
+torch.set_default_device("meta")
+import regard
+z = torch.randn(2, 2, 5, 4, device="cpu", requires_grad=True)
+bias = torch.randn(5, 5, device="cpu", requires_grad=True)
+for name in ("softmax", "entmax15", "entmax(alpha=3)"):
+    for options in (dict(key_lengths=[0, 4]), dict(attn_mask=bias, temperature=2.0, is_causal=True)):
+        out, stats = regard.attention(z, z, z, normalizer=name, return_stats=True, **options)
+        (out.sum() + regard.normalize(z, name).sum() + regard.logsumexp(z, temperature=2.0).sum()).backward()
+        assert stats.entropy.isfinite().all() and z.grad.isfinite().all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_checkpointing_autocast_and_vmap():

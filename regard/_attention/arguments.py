@@ -216,7 +216,7 @@ def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | Non
         return None
     if not isinstance(key_lengths, Tensor):
         try:
-            key_lengths = torch.tensor([operator.index(length) for length in key_lengths], dtype=torch.int64)
+            key_lengths = torch.tensor([operator.index(n) for n in key_lengths], dtype=torch.int64, device="cpu")
         except TypeError:
             raise TypeError(f"key_lengths must be ints, one per batch entry, got {key_lengths!r}") from None
     if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):

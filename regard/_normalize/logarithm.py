@@ -30,8 +30,8 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     rows, t, _ = _checked(z, dim, temperature)
     if t is None:
         return torch.logsumexp(rows, -1)
-    inside = (t > 0.0) & (t < math.inf) if isinstance(t, Tensor) else torch.tensor(0.0 < t < math.inf)
-    if readable(inside) and not bool(inside.all()):
+    inside = (t > 0.0) & (t < math.inf)
+    if inside is False or (isinstance(t, Tensor) and readable(inside) and not bool(inside.all())):
         raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
     below, top = below_top(_wide(rows, t))
     total = (top / t + torch.logsumexp(quotient(below, t), -1, keepdim=True)).squeeze(-1)

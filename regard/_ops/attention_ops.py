@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
-from regard._ops.backends import ATTENTION, accumulator, backend_module
+from regard._ops.backends import ATTENTION, accumulator, backend_module, in_place
 from regard.problem import Forward, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
@@ -66,7 +66,8 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = (scale, softcap, causal, left, right, dropout_p, normalizer, stats, backend)
     problem = problem_of(q, k, v, bias, mask, temperature, sink, key_lengths, seed, *options)
-    result = backend_module(ATTENTION, backend).forward(problem)
+    with in_place(backend):
+        result = backend_module(ATTENTION, backend).forward(problem)
     return result.o, result.frame, result.z, result.stats
 
 
@@ -123,7 +124,8 @@ def attention_backward(
         temperature="temperature" in wanted,
         sink="sink" in wanted,
     )
-    grads = backend_module(ATTENTION, backend).backward(problem, Forward(o, frame, z, stat_values), upstream)
+    with in_place(backend):
+        grads = backend_module(ATTENTION, backend).backward(problem, Forward(o, frame, z, stat_values), upstream)
 
     def fit(name, grad, like):  # sums over what was broadcast
         return grad.sum_to_size(like.shape).to(like.dtype).clone() if name in wanted else q.new_empty(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -19,6 +20,13 @@ def backend_module(table: dict[str, str], backend: str) -> ModuleType:
         if error.name is not None and error.name.split(".")[0] == package:
             raise ImportError(f"backend {backend!r} needs {package}: pip install {package}") from error
         raise
+
+
+def in_place(backend: str) -> AbstractContextManager:
+    """Where a backend works: the CPU's makes its buffers there, whatever the default device is."""
+    if backend != "cpu" or not torch._C._len_torch_function_stack():  # a default device is a mode there
+        return nullcontext()
+    return torch.device("cpu")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
-from regard._ops.backends import ROWS, accumulator, backend_module
+from regard._ops.backends import ROWS, accumulator, backend_module, in_place
 from regard.normalizers._language import speak, torch_words
 
 
@@ -16,7 +16,8 @@ def rows(
     s: Tensor, mask: Tensor | None, theta: Tensor | None, normalizer: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     module = backend_module(ROWS, backend)
-    return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)
+    with in_place(backend):
+        return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)
 
 
 @rows.register_fake
@@ -39,7 +40,8 @@ def rows_backward(
 ) -> Tensor:
     module = backend_module(ROWS, backend)
     choice = normalizers.get(normalizer)
-    return module.backward(dp.contiguous(), saved.contiguous(), state, choice, theta, mask, scale)
+    with in_place(backend):
+        return module.backward(dp.contiguous(), saved.contiguous(), state, choice, theta, mask, scale)
 
 
 @rows_backward.register_fake
@@ -84,7 +86,7 @@ def rows_weights(s: Tensor, mask, theta, normalizer: str, scale: float, backend:
     if watched or not plain or torch._C._functorch.peek_interpreter_stack() is not None:
         return rows(s, mask, theta, normalizer, scale, backend)[0]
     module = backend_module(ROWS, backend)
-    with torch.no_grad():
+    with torch.no_grad(), in_place(backend):
         return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)[0]
 
 

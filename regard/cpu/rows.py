@@ -27,7 +27,7 @@ from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, LEAST = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
 _HALF = (torch.bfloat16, torch.float16)
-_NO_MASK = torch.empty(0, dtype=torch.bool).numpy()
+_NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu").numpy()
 _FAMILIES = {"pointwise": _rows_pointwise, "ratio": _rows_ratio, "threshold": _rows_threshold}
 
 

@@ -71,6 +71,10 @@ class Normalizer:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"name must be an identifier, got {self.name!r}")
+        with torch.device("cpu"):  # whatever the default device is when this is made
+            self._check()
+
+    def _check(self) -> None:
         rows = np.array([[0.3, -1.2, 2.0, 0.3], [5.0, -5.0, 0.1, 4.9], [-0.4, -0.1, -2.0, -3.0]])
         theta = None if self.parameter is None else self.parameter.default
         p = self.reference(torch.from_numpy(rows), None, theta).numpy()

@@ -233,6 +233,17 @@ def test_entmax_of_any_alpha_in_attention_and_its_statistics(alpha, dtype):
             assert torch.allclose(stats[key], soft[key], rtol=1e-5), key
 
 
+@pytest.mark.parametrize(
+    "name", ["sparsemax", "entmax15", "entmax(alpha=1.25)", "entmax(alpha=3)", "softpick", "softmax1"]
+)
+def test_the_gradients_of_scores_statistics_are_theirs(name):
+    """τ moves with the scores: held still, it gave the threshold maps' entropies another gradient."""
+    z = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    hidden = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    for key in ("entropy", "participation", "distance", "gradient_gain"):
+        assert torch.autograd.gradcheck(lambda z, key=key: of_scores(z, hidden, name)[key], (z,)), key
+
+
 def test_a_row_without_visible_keys():
     stats = of_scores(torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     for name, x in stats.items():

@@ -95,4 +95,12 @@ def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
         middle = (low + high) / 2
         above = value((x - middle).clamp_min(0.0), theta).sum(-1, keepdim=True) >= 1.0
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return low
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return low
+    t, low = (
+        (x - low.detach()).clamp_min(0.0),
+        low.detach(),
+    )  # a step of Newton's that only autograd sees: dτ = Σg′ds / Σg′
+    fall = speak(choice.slope, torch_words)(t, theta).sum(-1, keepdim=True).detach() / gain
+    step = value(t, theta).sum(-1, keepdim=True) / fall.masked_fill(fall == 0, 1.0)
+    return low + (step - step.detach())

@@ -244,6 +244,14 @@ def test_the_gradients_of_scores_statistics_are_theirs(name):
         assert torch.autograd.gradcheck(lambda z, key=key: of_scores(z, hidden, name)[key], (z,)), key
 
 
+def test_statistics_are_a_tree_to_torch():
+    q = torch.randn(3, 1, 2, 4, 5, generator=torch.Generator().manual_seed(0))
+    _, mapped = torch.func.vmap(lambda x: regard.attention(x, x, x, normalizer="entmax15", return_stats=True))(q)
+    _, alone = regard.attention(q[1], q[1], q[1], normalizer="entmax15", return_stats=True)
+    assert isinstance(mapped, statistics.Statistics) and list(mapped) == list(alone)
+    assert torch.allclose(mapped.entropy[1], alone.entropy)
+
+
 def test_a_row_without_visible_keys():
     stats = of_scores(torch.randn(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     for name, x in stats.items():

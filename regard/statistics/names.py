@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 NAMES = (
     "visible_keys",
@@ -39,6 +40,15 @@ class Statistics(dict):
             return self[name]
         except KeyError:
             raise AttributeError(f"no statistic {name!r} was asked for; here: {', '.join(self)}") from None
+
+
+# so that torch.func and torch.export take what attention returns; the names are the tree's
+register_pytree_node(
+    Statistics,
+    lambda stats: (list(stats.values()), tuple(stats)),
+    lambda values, names: Statistics(zip(names, values, strict=True)),
+    serialized_type_name="regard.Statistics",
+)
 
 
 def marked(stats: dict[str, Tensor], choice) -> dict[str, Tensor]:

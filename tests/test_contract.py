@@ -339,3 +339,12 @@ def test_a_parameter_says_itself_how_far_the_kernels_go(monkeypatch):
         regard.attention(q, k, v, normalizer="mine(a=1.8)", backend="cpu")
     assert normalizers.get("entmax(alpha=2)").fused and not normalizers.get("entmax(alpha=2.5)").fused
     assert normalizers.get("entmax(alpha=1)").simplest.spec == "softmax"
+
+
+def test_a_record_of_ones_own_is_not_taken_for_its_namesake():
+    softmax = normalizers.get("softmax").normalizer
+    assert normalizers.get(softmax).normalizer is softmax
+    for name in ("relu", "mine"):  # a name that is taken, and one that nobody knows
+        own = dataclasses.replace(softmax, name=name)
+        with pytest.raises(ValueError, match=f"normalizer {name!r}: this record is not the one known by its name"):
+            regard.normalize(torch.tensor([1.0, 2.0]), own)

@@ -143,6 +143,11 @@ def get(spec: str | Choice | Normalizer) -> Choice:
     if isinstance(spec, Choice):
         return spec
     if isinstance(spec, Normalizer):
+        if _members.get(spec.name) is not spec:  # kernels find it by its name
+            raise ValueError(
+                f"normalizer {spec.name!r}: this record is not the one known by its name; put it into a file and call "
+                "regard.normalizers.discover(folder)"
+            )
         spec = spec.name
     if not isinstance(spec, str):
         raise TypeError(f"normalizer must be a name such as 'softmax', got {type(spec).__name__}")

@@ -32,7 +32,7 @@ def gumbel_softmax(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     wide = torch.float64 if z.dtype == torch.float64 else torch.float32
-    drawn = torch.empty(z.shape, dtype=wide, device=z.device).exponential_(generator=generator)
+    drawn = torch.empty_like(z, dtype=wide, memory_format=torch.contiguous_format).exponential_(generator=generator)
     noise = -torch.log(drawn.clamp_min(torch.finfo(wide).tiny))
     soft = softmax(z.to(wide) + noise, axis, temperature)
     if not hard or not z.numel():

@@ -76,7 +76,9 @@ class OnlineSoftmax:
     def logsumexp(self) -> Tensor:
         """m + log ℓ; −inf for rows that saw nothing, inf for rows that saw inf."""
         m, total = self._seen()
-        return (_finite(m) + torch.log(total)).to(m.dtype).masked_fill(m == math.inf, math.inf)
+        nothing = m == -math.inf
+        lse = (_finite(m) + torch.log(total.masked_fill(nothing, 1.0))).to(m.dtype)  # log 0 has no gradient of 0
+        return lse.masked_fill(m == math.inf, math.inf).masked_fill(nothing, -math.inf)
 
     def weights(self, block: Tensor) -> Tensor:
         """exp(block − m) / ℓ: the weights of a block within the whole."""

@@ -190,6 +190,27 @@ def test_log_softmax_and_logsumexp():
     assert torch.allclose(z / 3 - regard.logsumexp(z, temperature=3.0)[:, None], regard.log_softmax(z, temperature=3.0))
 
 
+def test_gumbel_softmax_maps_with_either_randomness():
+    z = torch.zeros(3, 50)
+    for randomness in ("same", "different"):
+        p = torch.func.vmap(lambda x: regard.gumbel_softmax(x, 0.5), randomness=randomness)(z)
+        assert torch.equal(p[0], p[1]) == (randomness == "same")
+
+
+def test_blocks_of_a_row_that_saw_nothing_have_no_gradient():
+    z = torch.tensor([[-math.inf, -math.inf], [1.0, 2.0]], requires_grad=True)
+    online = regard.OnlineSoftmax().update(z[:, :1]).update(z[:, 1:])
+    (ds,) = torch.autograd.grad(online.logsumexp[1] + online.weights(z).sum(), z)
+    assert torch.allclose(ds, torch.tensor([[0.0, 0.0], [0.2689, 0.7311]]), atol=1e-4)
+
+
+@pytest.mark.parametrize("t", [0.0, math.inf])
+def test_empty_rows_have_a_graph_at_the_limits_too(t):
+    z = torch.empty(2, 0, requires_grad=True)
+    regard.softmax(z, temperature=t).sum().backward()
+    assert z.grad.shape == (2, 0)
+
+
 def test_gumbel_softmax():
     z = torch.tensor([0.0, 1.0, 2.0]).expand(20000, 3)
 

@@ -42,7 +42,7 @@ def tempered(z: Tensor, choice: Choice, theta, t: float | Tensor, visible: Tenso
 def limit(z: Tensor, choice: Choice, theta, visible: Tensor | None, cold: bool) -> Tensor:
     """What the weights tend to; towards T = 0 they are constant almost everywhere, and their gradient is 0."""
     if z.shape[-1] == 0:
-        return torch.zeros_like(z)
+        return attached(torch.zeros_like(z), z)
     theta = choice.theta if theta is None else theta
     bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
     if cold:

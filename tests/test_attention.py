@@ -128,6 +128,21 @@ def test_a_side_of_the_window_beyond_all_keys_is_no_limit(backend, far):
         assert torch.allclose(regard.attention(q, k, v, window=window, backend=backend), want, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_bias_beside_short_queries_is_not_rounded(dtype):
+    """As torch does; slopes times distances of a few hundred, in 16 bits, would tell neighbours apart no more."""
+    q, k, v = (x.detach() for x in qkv(1, 2, 9, 16, dtype=dtype))
+    small = torch.randn(9, 9, generator=torch.Generator().manual_seed(1))
+    for bias in (100.0 * small, small - 1e4, small.half(), small.bfloat16()):
+        want = regard.reference.attention(q, k, v, bias)[0].to(dtype)
+        assert torch.allclose(regard.attention(q, k, v, bias), want, atol=0.02), bias.dtype
+        assert torch.allclose(regard.attention(q, k, v, bias, return_stats=True)[0], want, atol=0.02), bias.dtype
+        bias.requires_grad_()
+        (db,) = torch.autograd.grad(regard.attention(q, k, v, bias).float().cos().sum(), bias)
+        assert db.dtype == bias.dtype and db.isfinite().all()
+    assert torch.equal(regard.attention(q, k, v, 100.0 * small), sdpa(q, k, v, 100.0 * small))
+
+
 def test_no_keys_at_all():
     q, k, v = qkv(1, 2, 3, 4, keys=0)
     for backend in (None, "cpu", "reference"):

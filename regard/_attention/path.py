@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from regard._normalize.run import transformed
 from regard.normalizers import Choice
@@ -74,10 +75,16 @@ def _not_for_torch(problem: Problem, policy) -> str | None:
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
         (problem.scale <= 0 and problem.causal, "a scale that is not positive beside causal order"),  # NaN on a CPU
         (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
+        (_is_wider(problem.bias, problem.q), "a bias of more digits than the queries"),
     ):
         if given:
             return what
     return None
+
+
+def _is_wider(bias: Tensor | None, q: Tensor) -> bool:
+    """torch's kernels take a float32 bias beside 16 bits on a CPU; on a GPU it would have to be rounded."""
+    return bias is not None and q.device.type == "cuda" and torch.promote_types(bias.dtype, q.dtype) != q.dtype
 
 
 def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None:

@@ -48,8 +48,8 @@ def _run_torch(call: Call):
         if group > 1:
             unseen = unseen.unflatten(1, (k.shape[1], group)).all(2)
         k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-        if mask.dtype != torch.bool:
-            mask = mask.to(q.dtype)
+        if mask.dtype not in (torch.bool, q.dtype):
+            mask = mask.to(torch.promote_types(q.dtype, torch.float32))  # in 16 bits it would lose what it tells apart
         if not torch.compiler.is_compiling():
             mask.sees_nothing = dead  # type: ignore[attr-defined]  # for who measures the call: not to be counted
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  # of symbols, != is no bool to torch

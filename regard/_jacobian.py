@@ -111,6 +111,9 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     check_device(grad, "grad", z)
     if t == 0.0 or z.numel() == 0:
         return torch.zeros_like(z)
+    wide = torch.promote_types(z.dtype, grad.dtype)
+    if wide != z.dtype:  # a gradient that z's dtype may not hold
+        return vjp(z.to(wide), grad.to(wide), normalizer, t, backend=backend).to(z.dtype)
     if t == math.inf:
         return torch.func.vjp(lambda x: limit(x, choice, None, None, cold=False), z)[1](grad.to(z.dtype))[0]
     if z.dtype != torch.float64 and is_extreme(t):
@@ -120,9 +123,9 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
         ds = torch.func.vjp(lambda x: choice.reference(x / t, None, choice.theta), z.double())[1](grad.double())[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
         return ds.masked_fill(bad, math.nan).to(z.dtype)
-    wide, backend = careful(z, choice, backend)
-    dp = (grad if wide is z else grad.double()).reshape(-1, z.shape[-1])
-    flat = wide.reshape(-1, z.shape[-1])
+    scores, backend = careful(z, choice, backend)
+    dp = (grad if scores is z else grad.double()).reshape(-1, z.shape[-1])
+    flat = scores.reshape(-1, z.shape[-1])
     p, state = _ops.rows(flat, None, None, choice.spec, 1.0 / t, backend)
     saved = p if choice.slope_of_weight is not None else flat
     return _ops.rows_backward(dp, saved, state, None, None, choice.spec, 1.0 / t, backend).reshape(z.shape).to(z.dtype)

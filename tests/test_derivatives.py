@@ -129,6 +129,23 @@ def test_vjp_takes_the_care_that_normalize_takes(alpha, dtype):
         assert (dense - want).abs().max() <= tolerance * want.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softmax_backward_of_short_tensors_cancels_in_long_ones(dtype):
+    draw = torch.Generator().manual_seed(7)
+    p = torch.softmax(3 * torch.randn(8, 300, generator=draw), -1).to(dtype)
+    g = (100 + torch.randn(8, 300, generator=draw)).to(dtype)  # what is common to all entries has no say
+    exact = p.double() * (g.double() - (p.double() * g.double()).sum(-1, keepdim=True))
+    ours = regard.softmax_backward(g, p)
+    assert ours.dtype == dtype and (ours - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_vjp_takes_a_gradient_that_the_scores_dtype_cannot_hold():
+    for name, temperature in (("softmax", 1.0), ("entmax15", 1.0), ("entmax(alpha=3)", 1.0), ("softmax", math.inf)):
+        z, g = torch.tensor([0.0, 0.5, 0.0, 0.25]).half(), torch.tensor([8e4, 0.0, 0.0, 0.0])
+        want = regard.vjp(z.double(), g.double(), name, temperature)
+        assert torch.allclose(regard.vjp(z, g, name, temperature).double(), want, rtol=1e-3), name
+
+
 @pytest.mark.parametrize("name", ["softmax", "entmax(alpha=1.0001)", "entmax(alpha=1.5)", "entmax(alpha=3)"])
 def test_vjp_of_a_row_with_nan_is_nan(name):
     z = torch.tensor([[1.0, torch.nan], [1.0, 0.9]])

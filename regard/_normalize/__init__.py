@@ -187,8 +187,9 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
             f"got {tuple(grad_output.shape)}"
         )
     check_device(grad_output, "grad_output", softmax_output)
-    weighed = softmax_output * grad_output
-    return weighed - softmax_output * weighed.sum(-1, keepdim=True)
+    dtype = torch.result_type(grad_output, softmax_output)
+    g, p = (x.to(torch.promote_types(dtype, torch.float32)) for x in (grad_output, softmax_output))
+    return (p * (g - (p * g).sum(-1, keepdim=True))).to(dtype)
 
 
 def _named(z, name: str, dim, temperature, mask) -> Tensor:

@@ -375,6 +375,8 @@ def test_checkpointing_autocast_and_vmap():
     assert torch.equal(torch.autograd.grad(kept.sum(), q)[0], torch.autograd.grad(run(q, k, v).sum(), q)[0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert run(q, k, v).dtype == sdpa(q, k, v).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="q, k and v must have one dtype, got torch.float64 for q"):  # left as it is
+            run(q.double(), k, v)
     mapped = torch.func.vmap(run)(torch.stack([q, q + 1]), torch.stack([k, k]), torch.stack([v, v]))
     assert torch.allclose(mapped[1], run(q + 1, k, v), atol=1e-6)
     shared = torch.func.vmap(run, in_dims=(0, None, None))(torch.stack([q, q + 1]), k, v)

@@ -23,7 +23,7 @@ def check_tensors(q, k, v) -> None:
             raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
-        if x.dtype != q.dtype and not is_autocast(q):
+        if x.dtype != q.dtype and not (is_autocast(q) and torch.float64 not in (x.dtype, q.dtype)):  # which it leaves
             raise TypeError(f"q, k and v must have one dtype, got {q.dtype} for q and {x.dtype} for {name}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 from attention_data import Poisoned, check_backward, check_forward, make, random_problem
 from rows_data import FUSED
 
-from regard import philox, reference, statistics
+from regard import normalizers, philox, reference, statistics
 from regard.kernels import attention, keys_first
-from regard.problem import Upstream
+from regard.problem import Problem, Upstream
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -278,3 +278,14 @@ def test_same_inputs_same_bits():
 def test_sink_of_a_map_without_exponentials_is_refused():
     with pytest.raises(ValueError, match="sink"):
         attention.forward(dataclasses.replace(make(0, "relu"), sink=torch.zeros(2, 4, 21)))
+
+
+def test_statistics_of_short_numbers_wait_for_the_last_keys_to_leave():
+    """A row whose τ 16-bit weights are content with before the last keys have left the support: entropy 9e-4 off."""
+    y = [0.0752, 0.0806, -1.258, -0.629, -0.3066, 0.9336, -0.5195, -0.8242, -0.582, 1.5547, 0.918, 0.3066, 0.0771]
+    q = torch.zeros(1, 1, 17, 8, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, len(y), 8, dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 1.0, torch.tensor(y)
+    problem = Problem(q, k, k, normalizers.get("entmax15"), 1.0, stats=("entropy",))
+    truth = statistics.of_scores(k[..., 0].double(), normalizer="entmax15").entropy
+    assert float((attention.forward(problem).stats - truth).abs().max()) < 1e-5

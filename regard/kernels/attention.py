@@ -22,7 +22,7 @@ from regard.kernels.tiles import Config
 from regard.problem import Forward, Gradients, Problem, Upstream
 
 # The threshold solver: most steps; how far from Σp = 1 keys that cross the threshold in the last step may leave a row
-# whose map is t²; |Σp − 1| before the last step for the other maps.
+# whose map is t²; |Σp − 1| before the last step for the other maps. Statistics are told in float32 and want its bounds.
 SOLVER = {
     torch.float64: (64, 1e-14, 1e-9),
     torch.float32: (40, 1e-6, 3e-6),
@@ -61,7 +61,7 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     views = view(p.q), view(p.k), view(p.v)
     arguments = *views, *key_blocks(p, config), view(o), frame, z, stats
     if kernel is forward_threshold:
-        steps, square, other = SOLVER[p.q.dtype]
+        steps, square, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
         failed = None
         if sparse.takes(p, "forward"):
             failed = sparse.forward(p, kind, views, view(o), frame, z, stats, opt, config, steps)

@@ -350,6 +350,7 @@ def test_control_c_keeps_what_was_measured():
         (nn.Linear(3, 3), [torch.randn(2, 3)], ValueError, "no attention was found in Linear"),
         (Own(), [], ValueError, "batches is empty"),
         (Own(), 7, TypeError, "batches must be an iterable"),
+        (Own(), "a text", TypeError, "got text; tokenize it"),
         ("model", [], TypeError, "model must be a torch.nn.Module"),
     ],
 )
@@ -433,3 +434,10 @@ def test_what_if_qk_norm_and_ssmax():
     torch.testing.assert_close(
         means(report.what_if["ssmax"], "entropy"), expected.entropy.mean((0, 2)), rtol=1e-4, atol=1e-6
     )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own TorchScript
+def test_torchscript_is_told_by_its_name():
+    model = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
+    with pytest.raises(TypeError, match="model is TorchScript"):
+        examine(model, [torch.randn(2, 3)])

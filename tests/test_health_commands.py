@@ -98,6 +98,8 @@ def test_what_cannot_be_examined_is_told_in_a_line(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text("  \n ")
     refused(capsys, tmp_path / "empty", words="no config.json")
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    refused(capsys, tmp_path / "empty", words="an adapter alone; merge it")
     refused(capsys, folder, "--text", "blank.txt", words="tokenises to nothing")
     refused(capsys, folder, "--text", "none.txt", words="cannot be read")
     refused(capsys, folder, "--length", 65, words="more than the model's 64 positions")

@@ -71,7 +71,11 @@ def examine(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is TorchScript, whose calls cannot be seen; pass the module that it was made of")
     changes = parse_all(what_if)
+    if isinstance(batches, (str, bytes)):
+        raise TypeError("batches must be what the model is called with, got text; tokenize it, or run `regard examine`")
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")

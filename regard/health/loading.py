@@ -175,7 +175,9 @@ def _check_folder(folder: Path, pickle: bool) -> None:
     if not folder.is_dir():
         raise LoadError(f"{str(folder)!r} is a file; give the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
-        raise LoadError(f"{str(folder)!r} is no model: it has no config.json")
+        adapter = (folder / "adapter_config.json").is_file()
+        why = "an adapter alone; merge it into its model, and save that" if adapter else "it has no config.json"
+        raise LoadError(f"{str(folder)!r} is no model: {why}")
     suffixes = {path.suffix for path in folder.iterdir()}
     if suffixes & set(SAFE) or pickle:
         return

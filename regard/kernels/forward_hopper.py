@@ -60,7 +60,7 @@ def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.const
     fade, r = warpgroup.raised(s, r, a * LOG2E, start, C, C.STILL)
     way = warpgroup.manner(s, r, a, theta, ring.v.dtype, C)
     y = warpgroup.pieces(s, PIECES)
-    sums = warpgroup.begun(r)
+    sums = warpgroup.blank(r)
     near = True
     if C.SPAN > 0:
         near = start >= walk.before
@@ -146,7 +146,7 @@ def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.co
         s = warpgroup.shown(s, last, start)
     _, r = warpgroup.raised(s, r, lanes * LOG2E, start, C, False)
     y = warpgroup.pieces(s, PIECES)
-    sums = warpgroup.begun(r)
+    sums = warpgroup.blank(r)
     p = ()
     for c in gl.static_range(PIECES):
         u, sums = warpgroup.weigh(y[c], r, sums, i, lanes, theta, start, r0, True, c * WIDTH, C, True)

@@ -135,7 +135,7 @@ def raised(s, r, b2, start, C: gl.constexpr, STILL: gl.constexpr):
 
 
 class Part(NamedTuple):
-    """Sums of one thread, [M, 4]: u, v, places over the first pieces of a tile, the others from the first tile on."""
+    """Sums over the first pieces of a tile, as far as one thread has them: [M, 4]."""
 
     u: Any
     v: Any
@@ -147,17 +147,17 @@ class Part(NamedTuple):
 
 
 @gluon.jit
-def begun(r):
-    """The sums before the first piece of a tile."""
+def blank(r):
+    """The sums before the first piece of a tile; r is the tally."""
     LAYOUT: gl.constexpr = r.z.type.layout
     none = zeros(4, LAYOUT)
-    return Part(none, none, none, r.log_u, r.square, r.mean, r.m2)
+    return Part(none, none, none, none, none, none, none)
 
 
 @gluon.jit
-def onto(x, before, FRESH: gl.constexpr = False):
-    """before + Σ over a thread's numbers of a row, [M, N/8, 4, 2] → [M, 4], in one chain of additions; FRESH: 0 + Σ."""
-    if not FRESH:
+def onto(x, before, FIRST: gl.constexpr):
+    """before + Σ over a thread's numbers of a row, [M, N/8, 4, 2] → [M, 4], in one chain of additions; at FIRST Σ."""
+    if not FIRST:
         x = gl.where((octet(x) == 0) & (pair(x) == 0), x + per_lane(before), x)
     x = gl.reshape(gl.permute(x, [0, 2, 1, 3]), [x.shape[0], 4, x.shape[1] * 2])
     LAYOUT: gl.constexpr = before.type.layout
@@ -179,8 +179,8 @@ def weigh(y, r, x, i, a, theta, start, r0, near, BASE: gl.constexpr, C: gl.const
             bare = y
             if EDGE and not C.OWN:
                 bare = gl.where(y == HIDDEN, 0.0, y)
-            mean = onto(bare, mean)
-            m2 = onto(bare * bare, m2)
+            mean = onto(bare, mean, FIRST)
+            m2 = onto(bare * bare, m2, FIRST)
     u, v, power = weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.frame), theta, F)
     if EDGE and not C.OWN:
         u = gl.where(y == HIDDEN, 0.0, u)
@@ -194,21 +194,29 @@ def weigh(y, r, x, i, a, theta, start, r0, near, BASE: gl.constexpr, C: gl.const
     if NEED.distance:
         places = stretch(u, places, per_row(i - start, y) - within(y), start, r0, BASE, C, EDGE)
     if NEED.log_u:
-        log_u = onto(u * power, log_u)
+        log_u = onto(u * power, log_u, FIRST)
     if NEED.square:
-        square = onto(u * u, square)
+        square = onto(u * u, square, FIRST)
     return gl.reshape(u, [y.shape[0], y.shape[1] * 8]), Part(sum_u, sum_v, places, log_u, square, mean, m2)
 
 
 @gluon.jit
 def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
-    """The tally with a tile's sums."""
-    z, distance = r.z, r.distance
+    """The tally with a tile's sums: one chain over all tiles would lose digits on long rows."""
+    NEED: gl.constexpr = C.NEED
+    z, log_u, square, distance, mean, m2 = r.z, r.log_u, r.square, r.distance, r.mean, r.m2
     if C.F.family == "ratio" or C.F.log_odds is not None:
         z += x.v
-    if C.NEED.distance:
+    if NEED.log_u:
+        log_u += x.log_u
+    if NEED.square:
+        square += x.square
+    if NEED.distance:
         distance = far(x, distance, i, start, r0, C, EDGE)
-    return Tally(r.top, r.frame, z, x.log_u, x.square, distance, x.mean, x.m2, r.first)
+    if NEED.moments and C.SPAN >= 0:
+        mean += x.mean
+        m2 += x.m2
+    return Tally(r.top, r.frame, z, log_u, square, distance, mean, m2, r.first)
 
 
 @gluon.jit

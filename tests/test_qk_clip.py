@@ -10,6 +10,7 @@ from qk_clip_data import Self, exploded, logits, ours, step
 from torch import nn
 
 import regard
+from regard._qk_clip.clipped import Clipped
 from regard._qk_clip.outputs import Outputs
 from regard.health import intercept
 from regard.nn.projections import NotFound, projections
@@ -216,6 +217,9 @@ ORDERS = dict(
     innermost=lambda y: y.unflatten(-1, (4, 8, 3)).permute(4, 0, 2, 1, 3),
     time_first=lambda y: y.unflatten(-1, (3, 4, 8)).permute(2, 1, 3, 0, 4),
     by_position=lambda y: ORDERS["stack"](y) * torch.arange(1, y.shape[1] + 1)[:, None].log1p(),
+    windows=lambda y: ORDERS["stack"](y[:, [t for i in range(3) for t in range(i, y.shape[1], 3)]]),
+    gains=lambda y: ORDERS["stack"](y * torch.linspace(0.5, 1.5, 8).repeat(12)),
+    two_heads=lambda y: y.unflatten(-1, (2, 3, 16)).permute(3, 0, 2, 1, 4),
 )
 
 
@@ -240,11 +244,18 @@ def test_a_stack_whose_rows_stand_otherwise_is_left_alone(order, shape):
     model(x)
     clipped = regard.qk_clip(model, threshold=0.1)  # of the first forward that is watched
     regard.qk_clip.stop(model)
-    if order in ("heads", "innermost"):
+    if order in ("heads", "innermost", "two_heads"):
         assert clipped.heads == [] and torch.equal(model.qkv.weight, before)
         assert "side by side in each head" in clipped.skipped[""]
     else:
         assert len(clipped.heads) == 4 and clipped.skipped == {}
+
+
+def test_a_layer_that_is_left_alone_as_a_whole_is_not_told_as_some_heads():
+    clipped = Clipped()
+    clipped._left["some"] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+    clipped._left["all"] = torch.ones(2), torch.ones(2)
+    assert "head by head" in clipped.skipped["some"] and "0, 1 are normalised" in clipped.skipped["all"]
 
 
 @pytest.mark.parametrize("frozen", ["q", "k"])

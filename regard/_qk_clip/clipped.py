@@ -33,12 +33,12 @@ class Clipped:
         told = dict(self._skipped)
         for name, (normalised, elsewhere) in self._left.items():
             heads = normalised.nonzero().flatten().tolist()
-            if elsewhere.any() and not heads:
+            if elsewhere.any() and len(heads) < len(elsewhere):
                 told[name] = (
                     "its queries and keys are not, head by head, what the rows taken for theirs give: these stand "
                     "otherwise (q, k, v side by side in each head?), or more than a rotation changes what they give"
                 )
-            if heads:
+            elif heads:
                 which = ", ".join(map(str, heads))
                 told[name] = (
                     f"the queries or keys of its heads {which} are normalised: they do not grow with the weights"

@@ -24,6 +24,7 @@ from regard.nn.projections import NotFound, Projection, projections, sources
 
 HALF = 0.5
 ENOUGH = 0.02  # lengths that differ by less than 2 % tell nothing
+OTHER = 0.8  # of what heads vary by: another head's rows lie 1 to 1.4 apart, gains, biases and dropout up to 0.7
 
 
 class Outputs:
@@ -108,16 +109,31 @@ def _normalised(given: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _elsewhere(given: Tensor, x: Tensor) -> Tensor:
-    """[heads], all alike: do they vary otherwise, in whichever order a batch was flattened?"""
+    """[heads], all alike: do they vary otherwise, in whichever order the tokens stand?"""
     batch, heads, length, _ = x.shape
     if given.shape[1] != batch * length or given.shape[1] < 2:
         return torch.zeros(heads, dtype=torch.bool, device=x.device)
-    before, now = _log(given), _log(x.float().norm(dim=-1)).transpose(0, 1)  # [heads, B, L]
-    apart = torch.stack([now.flatten(1), now.mT.flatten(1)]) - before  # [2, heads, tokens]
-    if heads > 1:
-        apart = apart - apart.mean(1, keepdim=True)  # what a position does to all of them
-    apart, varies = apart.std(-1), before.std(-1)
-    return ((apart > HALF * varies) & (apart > ENOUGH)).any(1).all(0).expand(heads)
+    before, now = _own(_log(given)), _own(_log(x.float().norm(dim=-1)).transpose(0, 1))  # now [heads, B, L]
+    pairs = [(now.flatten(1), before), (now.mT.flatten(1), before)]
+    if heads > 2:  # windows of an image: one head finds who is who, the others have to agree
+        pairs.append((_sorted(now.flatten(1)), _sorted(before)))
+    apart = torch.stack([_spread(after - given) for after, given in pairs]).amin()
+    return ((apart > OTHER * _spread(before)) & (apart > ENOUGH)).expand(heads)
+
+
+def _spread(logs: Tensor) -> Tensor:
+    """The sd over tokens of [heads, tokens], of all heads together."""
+    return logs.var(-1).mean().sqrt()
+
+
+def _own(logs: Tensor) -> Tensor:
+    """Without what a token, or its position, does to all heads; of one head the same."""
+    return logs - logs.mean(0, keepdim=True) if len(logs) > 1 else logs
+
+
+def _sorted(logs: Tensor) -> Tensor:
+    """[heads, tokens] in the order of the first head."""
+    return logs[:, logs[0].argsort()]
 
 
 @torch.no_grad()

@@ -348,3 +348,19 @@ def test_a_record_of_ones_own_is_not_taken_for_its_namesake():
         own = dataclasses.replace(softmax, name=name)
         with pytest.raises(ValueError, match=f"normalizer {name!r}: this record is not the one known by its name"):
             regard.normalize(torch.tensor([1.0, 2.0]), own)
+
+
+def test_a_map_whose_default_alone_ignores_a_factor_or_rises_is_told_by_its_parameter(monkeypatch):
+    def shifted(scores, visible, b):
+        u = (scores - b).clamp_min(0.0) if visible is None else (scores - b).clamp_min(0.0).masked_fill(~visible, 0.0)
+        return u / u.sum(-1, keepdim=True).clamp_min(1e-300)
+
+    parameter = normalizers.Parameter("b", default=0.0)
+    mine = normalizers.Normalizer("shifted", "", "", True, "", shifted, parameter=parameter, fused=False)
+    monkeypatch.setitem(normalizers._members, "shifted", mine)
+    z = torch.tensor([[1.5, 4.0, 3.0]])
+    want = regard.normalize(z / 2, "shifted(b=1)")
+    torch.testing.assert_close(regard.normalize(z, "shifted(b=1)", temperature=2.0), want)
+    turning = normalizers.Parameter("k", default=1.0)
+    steep = dataclasses.replace(mine, name="steep", reference=lambda s, _, k: torch.sigmoid(k * s), parameter=turning)
+    assert not steep.rises and normalizers.get("sigmoid").rises and normalizers.get("relu").scale_free

@@ -45,6 +45,12 @@ class Parameter:
             raise ValueError(f"{self.name} must lie in [{self.low:g}, {self.high:g}], got {value!r}")
         return float(value)
 
+    @property
+    def around(self) -> list[float]:
+        """The default and others: what is said of a map whatever its parameter has to hold for all of them."""
+        others = (self.default - 1.0, self.default + 1.0, -self.default)
+        return [self.default, *(min(max(value, self.low), self.high) for value in others)]
+
 
 @dataclass(frozen=True)
 class Normalizer:
@@ -81,10 +87,9 @@ class Normalizer:
         q = self.reference(torch.from_numpy(rows[:, ::-1].copy()), None, theta).numpy()
         self._must(np.isfinite(p).all() and (p >= 0).all(), "weights must be finite and ≥ 0")
         self._must(np.allclose(p, q[:, ::-1], atol=1e-12), "reordering the scores must reorder the weights")
-        scaled = [self.reference(torch.from_numpy(factor * rows), None, theta).numpy() for factor in (0.01, 100.0)]
-        object.__setattr__(self, "scale_free", all(np.allclose(p, other, rtol=1e-9, atol=1e-12) for other in scaled))
-        line = self.reference(torch.linspace(-4.0, 4.0, 33, dtype=torch.float64)[None], None, theta)
-        object.__setattr__(self, "rises", bool((line.diff() >= -1e-12).all()))
+        thetas = [None] if self.parameter is None else self.parameter.around
+        object.__setattr__(self, "scale_free", all(self._is_scale_free(rows, value) for value in thetas))
+        object.__setattr__(self, "rises", all(self._rises(value) for value in thetas))
         self._must(not self.fused or np.allclose(p, self._tiles_forward(rows, theta), atol=1e-9), "tiles ≠ reference")
         if self.fused:
             dp = np.cos(np.arange(rows.size)).reshape(rows.shape)
@@ -101,6 +106,14 @@ class Normalizer:
             column = torch.full((len(rows), 1), float(theta), dtype=scores.dtype)
             ours = self.parameter_vjp(self.reference(scores, None, theta), grads, column)
             self._must(torch.allclose(slope, ours, atol=1e-5), "parameter_vjp ≠ derivative in the parameter")
+
+    def _is_scale_free(self, rows: np.ndarray, theta: Any) -> bool:
+        p, *scaled = (self.reference(torch.from_numpy(factor * rows), None, theta) for factor in (1.0, 0.01, 100.0))
+        return all(torch.allclose(p, other, rtol=1e-9, atol=1e-12) for other in scaled)
+
+    def _rises(self, theta: Any) -> bool:
+        line = self.reference(torch.linspace(-4.0, 4.0, 33, dtype=torch.float64)[None], None, theta)
+        return bool((line.diff() >= -1e-12).all())
 
     def _must(self, holds: Any, what: str) -> None:
         if not holds:

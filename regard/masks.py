@@ -44,8 +44,10 @@ def window(
     return seen
 
 
-def unbiased(mask, is_causal: bool, device=None) -> tuple[Tensor | None, bool]:
+def unbiased(mask, is_causal: bool, device=None, past: int = 0) -> tuple[Tensor | None, bool]:
     """(mask, is_causal) where `mask` may be torch's CausalBias, which holds no numbers: what it stands for.
+
+    Behind `past` cached keys is_causal is aligned at the bottom right: one at the top left of all keys is written out.
 
     >>> from torch.nn.attention.bias import causal_lower_right, causal_upper_left
     >>> unbiased(causal_upper_left(2, 3), False), unbiased(causal_lower_right(1, 2), False)
@@ -54,9 +56,10 @@ def unbiased(mask, is_causal: bool, device=None) -> tuple[Tensor | None, bool]:
     if type(mask).__name__ != "CausalBias":
         return mask, is_causal
     queries, keys = mask.seq_len_q, mask.seq_len_kv
-    if mask.variant.name == "UPPER_LEFT" or queries == keys:
+    upper = mask.variant.name == "UPPER_LEFT"
+    if queries == keys or (upper and not past):
         return None, True
-    return window(queries, keys, right=keys - queries, device=device), is_causal
+    return window(queries, keys, right=0 if upper else keys - queries, device=device), is_causal
 
 
 def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import regard
 from regard.nn import Cache, MultiheadAttention
@@ -96,6 +97,14 @@ def test_a_cache_keeps_window_mask_and_lengths_in_place(score, window):
     last, _ = layer(x[:, 6:], attn_mask=mask[:, :, 6:], cache=cache, **options)
     assert torch.allclose(last, whole[:, 6:], atol=1e-10)
     assert torch.allclose(layer(x, attn_mask=mask, **options), whole, atol=1e-10)
+
+
+@pytest.mark.parametrize(("make", "right"), [(causal_upper_left, 0), (causal_lower_right, 4)])
+def test_a_causal_bias_counts_the_keys_of_a_cache(make, right):
+    layer, x = MultiheadAttention(8, 2).eval(), torch.randn(1, 6, 8)
+    _, cache = layer(x[:, :4], cache=True)
+    want, _ = layer(x[:, 4:], attn_mask=regard.masks.window(2, 6, right=right), cache=cache)
+    assert torch.allclose(layer(x[:, 4:], attn_mask=make(2, 6), cache=cache)[0], want, atol=1e-6)
 
 
 def test_additive_blocks_are_the_whole(monkeypatch):

@@ -159,7 +159,7 @@ class MultiheadAttention(nn.Module):
             cache = self._check_cache(cache, k)
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
-        attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device)
+        attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device, past)
         order = Order.of(k.shape[2], past, is_causal, window, attn_mask, key_lengths)
         wanted = statistics.resolve(return_stats)
         run = self._additive if self.score == "additive" else self._product

@@ -133,8 +133,18 @@ class Kernel(nn.Module):
         return flash_attn_func(x, x, x)
 
 
+class Rotary(nn.Module):
+    def forward(self, x):
+        if x.is_cuda:
+            from flash_attn.layers.rotary import apply_rotary_emb  # no attention
+
+            return apply_rotary_emb(x)
+        return x
+
+
 def test_a_kernel_that_is_not_caught_is_told_of():
-    report = examine(nn.Sequential(nn.TransformerEncoderLayer(12, 3, 24), Kernel()), [torch.randn(2, 20, 12)])
+    model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 24), Kernel(), Rotary())
+    report = examine(model, [torch.randn(2, 20, 12)])
     assert [name for name, _ in report.unmeasured] == ["1"] and "flash_attn_func" in report.unmeasured[0][1]
     with pytest.raises(ValueError, match="'0' has flash_attn_func, which is not caught"):
         examine(nn.Sequential(Kernel()), [torch.randn(2, 20, 12)])

@@ -51,7 +51,7 @@ class Projection:
             part.copy_(part * each)
 
     def _shrink_shards(self, each: Tensor) -> None:
-        """The same of weights that ranks share (FSDP, tensor parallel): each multiplies its own rows, nobody talks."""
+        """The same of weights that ranks share (`fully_shard`): each multiplies its own rows, nobody talks."""
         from torch.distributed.tensor import DTensor, Replicate
 
         all_of_them = each.new_ones(self.weight.shape[self.dim])

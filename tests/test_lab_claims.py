@@ -61,6 +61,7 @@ def test_a_claim_says_everything(name):
         ("x = -2", '<mo>&#x0003D;</mo><mo form="prefix">&#x02212;</mo><mn>2'),
         ("(x) - 2", "<mo>&#x02212;</mo><mn>2"),
         (r"-0.4 \pm 0.1", "<mn>0.4</mn><mo>&#x000B1;</mo><mn>0.1</mn>"),
+        (r"a \iff b", "<mo>&#x027FA;</mo>"),
         (r"\sim 2", '<mo form="infix">&#x0223C;</mo><mn>2</mn>'),
         (r"\ln 10", '<mi>ln</mi><mspace width="0.167em" /><mn>10</mn>'),
     ],

@@ -19,6 +19,7 @@ KINDS = {  # what latex2mathml takes for another kind of symbol, and so for anot
     "<mi>&#x0007E;</mi>": '<mo form="infix">&#x0223C;</mo>',  # ∼, also where a piece begins with it
     "<mi>&#x000B1;</mi>": "<mo>&#x000B1;</mo>",  # ±
     "<mo>&#x0221E;</mo>": "<mi>&#x0221E;</mi>",  # ∞
+    "<mi>&#x027FA;</mi>": "<mo>&#x027FA;</mo>",  # ⟺
 }
 TOKEN = re.compile(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|\\.|.")
 RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\approx", r"\sim", r"\to", r"\Rightarrow")

@@ -251,6 +251,19 @@ def test_a_stack_whose_rows_stand_otherwise_is_left_alone(order, shape):
         assert len(clipped.heads) == 4 and clipped.skipped == {}
 
 
+def test_a_layer_that_runs_for_the_first_time_is_judged_before_it_is_clipped():
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict(dict(a=Stacked("stack"), b=Stacked("heads"))).train(), torch.randn(4, 16, 32)
+    model.forward = lambda name: model[name](x)
+    regard.qk_clip(model, threshold=0.1)
+    clipped = {}
+    for name in "ab":
+        model(name)
+        clipped[name] = regard.qk_clip(model, threshold=0.1)
+    regard.qk_clip.stop(model)
+    assert len(clipped["a"].heads) == 4 and clipped["b"].heads == [] and list(clipped["b"].skipped) == ["b"]
+
+
 def test_a_layer_that_is_left_alone_as_a_whole_is_not_told_as_some_heads():
     clipped = Clipped()
     clipped._left["some"] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])

@@ -38,17 +38,15 @@ class Outputs:
         self._hooks: list = []
 
     def open(self, model: nn.Module, shapes: dict[str, tuple[int, int]]) -> None:
-        """Look at the layers of that name, with so many query heads of that width, from now on; at all where none is
-        known yet."""
+        """Look at the layers of every attention from now on; `shapes`: their query heads and width, where known."""
         self.close()
-        modules = dict(model.named_modules())
-        for name in shapes or modules:
-            layers = sources(modules[name]) if name in modules else None  # it may have been taken out since
+        for name, module in model.named_modules():
+            layers = sources(module) if name in shapes or module._modules else None
             made: Sequence[Projection | None] = (None, None)
-            if layers and shapes:
-                made = _projections(modules[name], *shapes[name]) or ()
+            if layers and name in shapes:
+                made = _projections(module, *shapes[name]) or ()
             for side, (layer, one) in enumerate(zip(layers or (), made, strict=False)):
-                self.modules[name] = weakref.ref(modules[name])
+                self.modules[name] = weakref.ref(module)
                 self._hooks.append(layer.register_forward_hook(partial(self._look, (name, side), one)))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which rows pass through a ring in shared memory (`rows_ring.py`), and its launch."""
+"""Which rows pass through shared memory: in a ring (`rows_ring.py`), or but for a part (`rows_overlong.py`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 BYTES, SLOTS, CHUNKS, WARPS = 32768, 6, 4, 16  # of a chunk; in the ring; four of a row leave room for half of the next
 LONGEST = 65536  # columns
+PHASES = 16  # of programs that have at least as many rows
 
 
 def takes(s: Tensor, family: str, mask: Tensor | None, faint: bool) -> bool:
@@ -24,31 +25,29 @@ def takes(s: Tensor, family: str, mask: Tensor | None, faint: bool) -> bool:
 
 def forward(s: Tensor, p: Tensor, state: Tensor, F: Any, traits: Any, scale: float) -> None:
     """Fill p and state."""
+    from regard.kernels.rows_overlong import Overlong, forward_overlong
     from regard.kernels.rows_ring import Ring, forward_ring
 
     (R, N), size = s.shape, s.element_size()
     chunk = BYTES // size
-    parts = -(-N // (CHUNKS * chunk))
-    chunks = -(-N // (parts * chunk))
+    chunks = -(-N // chunk)
+    programs = min(torch.cuda.get_device_properties(s.device).multi_processor_count, R)
     quick = bool(F.exponential) and size == 4
-    config = Ring(
+    shared = dict(
         F=F,
         TRAITS=traits,
         CHUNK=chunk,
-        CHUNKS=chunks,
-        SLOTS=SLOTS,
-        PARTS=parts,
         VECTOR=16 // size,
-        EVEN=parts * chunks * chunk == N,
+        EVEN=chunks * chunk == N,
         SCALED=scale != 1.0,
         QUICK=quick,
         CAREFUL=quick or (size == 4 and traits.differs),
+        PHASES=PHASES if PHASES * programs <= R else 1,
     )
-    letters = state
-    if parts > 1:
-        letters = torch.full((R, 2, parts, 3), -1, dtype=torch.int32, device=s.device)
-    processors = torch.cuda.get_device_properties(s.device).multi_processor_count
-    programs = min(processors // parts, R) * parts
+    if chunks <= CHUNKS:
+        kernel, config = forward_ring, Ring(CHUNKS=chunks, SLOTS=SLOTS, **shared)
+    else:
+        kernel, config = forward_overlong, Overlong(HELD=chunks - 2, **shared)
     options = dict(num_warps=WARPS) | (dict(maxnreg=128) if quick else {})
     with torch.cuda.device(s.device):
-        forward_ring[(programs,)](s, p, state, letters, R, N, float(scale), config, **options)
+        kernel[(programs,)](s, p, state, R, N, float(scale), config, **options)

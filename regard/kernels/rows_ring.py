@@ -2,9 +2,8 @@
 
 A row comes in chunks. While it is summed, the first chunks of the next one are on their way into what the ring holds
 beyond a row; as each chunk is told, the place it leaves is filled anew. So the memory never waits for arithmetic, and
-no register holds a score. As in `rows_long`, a thread measures its scores from their own maximum. Two programs that
-share a row send each other their sums. An odd row is summed again from the ring, and told, with more care. Gluon,
-Hopper.
+no register holds a score. As in `rows_long`, a thread measures its scores from their own maximum. An odd row is summed
+again from the ring, and told, with more care. Gluon, Hopper.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from regard.kernels.letters import missing, publish, read
 from regard.kernels.rows_exact import exponentials, halves, reciprocal, silent
 from regard.kernels.rows_long import fall_of
 from regard.kernels.rows_online import ending
@@ -31,14 +29,14 @@ class Ring(NamedTuple):
     F: Any
     TRAITS: Any
     CHUNK: int  # columns
-    CHUNKS: int  # of a row, or of a program's part of it
+    CHUNKS: int  # of a row
     SLOTS: int  # chunks that the ring holds
-    PARTS: int  # programs that share a row
     VECTOR: int  # numbers in 16 bytes
     EVEN: bool  # the row fills its chunks
     SCALED: bool  # the scale is not 1
     QUICK: bool  # float32 softmax: `rows_quick`
     CAREFUL: bool  # rows may be odd
+    PHASES: int  # of the programs: `stagger`
 
 
 class Work(NamedTuple):
@@ -50,15 +48,22 @@ class Work(NamedTuple):
     R: Any
     N: Any
     lanes: Any  # [CHUNK]
-    begin: Any  # its first columns, [CHUNK]
     scale: Any  # float64
+
+
+@gluon.jit
+def stagger(PHASES: gl.constexpr):
+    """Begin up to PHASES/2 µs later than the first programs: if all summed at once, the memory would idle so long."""
+    if PHASES > 1:
+        pause = gl.program_id(0) % PHASES * 500  # ns
+        gl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [pause], gl.int32, False, 1)
 
 
 @gluon.jit
 def call(work, chunk, slot, C: gl.constexpr):
     """Have the program's chunk number `chunk` copied into a slot of the ring."""
-    row = gl.program_id(0) // C.PARTS + chunk // C.CHUNKS * (gl.num_programs(0) // C.PARTS)
-    columns = work.begin + chunk % C.CHUNKS * C.CHUNK
+    row = gl.program_id(0) + chunk // C.CHUNKS * gl.num_programs(0)
+    columns = work.lanes + chunk % C.CHUNKS * C.CHUNK
     inside = (columns < work.N) & (row < work.R)
     copy(work.ring.index(slot), work.s + row.to(gl.int64) * work.N + columns, mask=inside)
     async_copy.commit_group()
@@ -120,7 +125,7 @@ def sum_row(work, slot, C: gl.constexpr):
     CHUNKS: gl.constexpr = C.CHUNKS
     for i in gl.static_range(CHUNKS):
         async_copy.wait_group(C.SLOTS - 1 - i)
-        x = scores(work, slot, work.begin + i * C.CHUNK, C)
+        x = scores(work, slot, work.lanes + i * C.CHUNK, C)
         x = gl.reshape(x, [C.CHUNK // (LANES * C.VECTOR), LANES, C.VECTOR])
         most = gl.reduce(gl.reduce(x, 2, larger), 0, larger)  # [LANES]
         if i == 0:
@@ -134,29 +139,6 @@ def sum_row(work, slot, C: gl.constexpr):
         slot = after(slot, C)
     top = gl.reduce(own, 0, larger)
     return top, gl.sum(sums * fall(own, top, work.scale, C), 0)
-
-
-@gluon.jit
-def meeting(turn: gl.constexpr, scale, letters, row, C: gl.constexpr):
-    """(top, z) of a row from its programs' letters, once all have come: z in the frames of their tops, or (turn 1) in
-    the row's."""
-    PARTS: gl.constexpr = C.PARTS
-    words = read(turn, letters, row, C)
-    while missing(words, C):
-        words = read(turn, letters, row, C)
-    top = words[0].to(gl.float32, bitcast=True)
-    for i in gl.static_range(1, PARTS):
-        top = larger(top, words[3 * i].to(gl.float32, bitcast=True))
-    z = finite(top).to(gl.float64) * 0.0
-    for i in gl.static_range(PARTS):
-        one = words[3 * i + 1].to(gl.float32, bitcast=True).to(gl.float64)
-        one += words[3 * i + 2].to(gl.float32, bitcast=True).to(gl.float64)
-        if turn == 0:
-            one = one * fall(words[3 * i].to(gl.float32, bitcast=True), top, scale, C).to(gl.float64)
-        z += one
-    if not C.QUICK:
-        z = z.to(gl.float32)
-    return top, z
 
 
 @gluon.jit
@@ -179,7 +161,7 @@ def sum_again(work, slot, shift, pace, C: gl.constexpr):
     if not C.QUICK:
         z = z.to(gl.float32)
     for i in range(C.CHUNKS):
-        x = scores(work, slot, work.begin + i * C.CHUNK, C)
+        x = scores(work, slot, work.lanes + i * C.CHUNK, C)
         _u, v = carefully(x, shift, pace, work.scale, C)
         z += gl.sum(v, 0)
         slot = after(slot, C)
@@ -190,7 +172,7 @@ def sum_again(work, slot, shift, pace, C: gl.constexpr):
 def tell_again(work, row, slot, coming, shift, pace, inverse, C: gl.constexpr):
     """The weights of an odd row; chunks to come are called into the places of those that are told."""
     for i in range(C.CHUNKS):
-        columns = work.begin + i * C.CHUNK
+        columns = work.lanes + i * C.CHUNK
         u, _v = carefully(scores(work, slot, columns, C), shift, pace, work.scale, C)
         told = (u * inverse).to(work.p.dtype.element_ty)
         gl.store(work.p + row * work.N + columns, told, mask=columns < work.N)
@@ -207,7 +189,7 @@ def tell(work, row, slot, coming, shift, pace, inverse, rest, C: gl.constexpr):
     TRAITS: gl.constexpr = C.TRAITS
     CHUNKS: gl.constexpr = C.CHUNKS
     for i in gl.static_range(CHUNKS):
-        columns = work.begin + i * C.CHUNK
+        columns = work.lanes + i * C.CHUNK
         x = scores(work, slot, columns, C)
         if C.QUICK:
             told = weight(x, frame_of(shift, work.scale), inverse.to(gl.int32, bitcast=True), rest, C.SCALED)
@@ -222,29 +204,25 @@ def tell(work, row, slot, coming, shift, pace, inverse, rest, C: gl.constexpr):
 
 
 @gluon.jit
-def forward_ring(s, p, state, letters, R, N, scale: gl.float64, C: gl.constexpr):
-    """Every (programs / PARTS)-th row; the scale is not faint."""
+def forward_ring(s, p, state, R, N, scale: gl.float64, C: gl.constexpr):
+    """Every num_programs-th row; the scale is not faint."""
     F: gl.constexpr = C.F
     TRAITS: gl.constexpr = C.TRAITS
     HALF: gl.constexpr = C.VECTOR == 8
     layout: gl.constexpr = gl.BlockedLayout([C.VECTOR], [32], [gl.num_warps()], [0])
     ring = gl.allocate_shared_memory(s.dtype.element_ty, [C.SLOTS, C.CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     lanes = gl.arange(0, C.CHUNK, layout)
-    part = gl.program_id(0) % C.PARTS
-    work = Work(ring, s, p, R, N, lanes, part * (C.CHUNKS * C.CHUNK) + lanes, scale)
+    work = Work(ring, s, p, R, N, lanes, scale)
     slow = scale.to(gl.float32)
     SLOTS: gl.constexpr = C.SLOTS
+    stagger(C.PHASES)
     for chunk in gl.static_range(SLOTS):
         call(work, chunk, chunk, C)
     coming = gl.to_tensor(C.SLOTS)  # the next chunk to call
     slot = gl.to_tensor(0)
-    stride = gl.num_programs(0) // C.PARTS
-    for at in range(gl.program_id(0) // C.PARTS, R, stride):
+    for at in range(gl.program_id(0), R, gl.num_programs(0)):
         row = gl.cast(at, gl.int64)
         top, z = sum_row(work, slot, C)
-        if C.PARTS > 1:
-            publish(top, z, 0, letters, row, C)
-            top, z = meeting(0, scale, letters, row, C)
         shift = shift_of(finite(top), F)
         pace = suited(top, slow, TRAITS)
         gap = z
@@ -255,9 +233,6 @@ def forward_ring(s, p, state, letters, R, N, scale: gl.float64, C: gl.constexpr)
             odd = ((z >= CROWD) & (top < float("inf"))) == 0
         if C.CAREFUL and odd:
             z = sum_again(work, slot, shift, pace, C)
-            if C.PARTS > 1:
-                publish(top, z, 1, letters, row, C)
-                _top, z = meeting(1, scale, letters, row, C)
             if C.QUICK:
                 z = gl.where(top == float("-inf"), 0.0, z + F.rest(silent(shift, scale, F)))
                 inverse = gl.where(top < float("inf"), reciprocal(z), float("nan"))
@@ -273,7 +248,6 @@ def forward_ring(s, p, state, letters, R, N, scale: gl.float64, C: gl.constexpr)
             else:
                 z, inverse = ending(top, z, shift, slow, F, TRAITS, HALF)
                 slot, coming = tell(work, row, slot, coming, shift, pace, inverse, inverse, C)
-        if part == 0:
-            gl.store(state + row, shift)
-            gl.store(state + R + row, z.to(gl.float32))
+        gl.store(state + row, shift)
+        gl.store(state + R + row, z.to(gl.float32))
     async_copy.wait_group(0)

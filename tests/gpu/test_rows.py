@@ -58,6 +58,7 @@ def test_huge_scores_are_one_hot_and_finite(top):
 LONG = [(name, torch.bfloat16, n) for name in ("softmax", "softmax1", "relu", "softpick") for n in (32768, 65536)]
 LONG += [(name, torch.float32, n) for name in ("softmax", "relu", "softpick") for n in (8192, 16384, 32768, 65536)]
 LONG += [(name, dtype, 50256) for name in ("softmax", "softpick") for dtype in (torch.float16, torch.float32)]
+LONG += [(name, torch.float32, 33024) for name in ("softmax", "softpick")]
 
 
 @pytest.mark.parametrize(("name", "dtype", "n"), LONG, ids=str)
@@ -109,3 +110,18 @@ def test_odd_rows_through_the_ring(name, dtype, n):
     assert ((p[sound].double() - exact.detach()).abs().amax(-1) <= 4 * eps * size).all()
     slopes = gradient.abs().amax(-1) + size * dp[sound].double().abs().amax(-1)
     assert ((ds[sound].double() - gradient).abs().amax(-1) <= 8 * eps * slopes).all()
+
+
+MANY = [("softmax1", torch.float32, 36864), ("softmax", torch.bfloat16, 40000)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "n"), MANY, ids=str)
+def test_many_long_rows(name, dtype, n):
+    """So many that programs begin one after another, and some have a row more than others."""
+    choice, processors = normalizers.get(name), torch.cuda.get_device_properties(0).multi_processor_count
+    s = torch.randn(rows_launch.PHASES * processors + 5, n, device="cuda").to(dtype)
+    p, _ = rows.forward(s, choice)
+    for part in range(0, len(s), 512):
+        exact = choice.reference(s[part : part + 512].double(), None, choice.theta)
+        error = (p[part : part + 512].double() - exact).abs().amax(-1)
+        assert (error <= 2 * torch.finfo(dtype).eps * exact.amax(-1)).all()

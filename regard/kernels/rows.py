@@ -159,8 +159,8 @@ def forward(
     if s.numel() == 0:
         return p, state.zero_()
     launch = _Launch(F, s, 1, theta, mask, scale, choice)
-    if rows_launch.takes(s, launch.family, mask, launch.traits.faint):
-        rows_launch.forward(s, p, state, F, launch.traits, scale)
+    if theta is None and rows_launch.takes(s, launch.family, mask, launch.traits.faint):
+        rows_launch.forward(s, p, state, F, launch.traits, scale, launch.numbers[1], _TOLERANCE[s.dtype])
         return p, state
     plan, tensors, traits = launch.plan, (s, p, state), dict(TRAITS=launch.traits)
     vector = min(16 // s.element_size(), plan.columns)

@@ -1,0 +1,99 @@
+"""A row in the places of one multiprocessor: chunks in shared memory, each in its own, and four quarters in two.
+
+The last two chunks of a row come as quarters a, b, c, d. a and b are taken into registers as they come, and c and d are
+called into the places that they leave: 224 KB of shared memory and 32 KB of registers hold a row of 256 KB. Gluon.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from regard.kernels.rows_ring import copy
+
+
+class Places(NamedTuple):
+    """A program's rows and where they lie; what it is compiled for has CHUNK, HELD, VECTOR and EVEN."""
+
+    held: Any  # [HELD, CHUNK] in shared memory
+    pair: Any  # [2, CHUNK / 2]
+    s: Any
+    p: Any
+    R: Any
+    N: Any
+
+
+@gluon.jit
+def places_of(s, p, R, N, C: gl.constexpr):
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    held = gl.allocate_shared_memory(s.dtype.element_ty, [C.HELD, C.CHUNK], PLAIN)
+    pair = gl.allocate_shared_memory(s.dtype.element_ty, [2, C.CHUNK // 2], PLAIN)
+    return Places(held, pair, s, p, R, N)
+
+
+@gluon.jit
+def columns_of(first, COUNT: gl.constexpr, C: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([C.VECTOR], [32], [gl.num_warps()], [0])
+    return first + gl.arange(0, COUNT, layout)
+
+
+@gluon.jit
+def call(work, row, place, first, COUNT: gl.constexpr, C: gl.constexpr):
+    """Have COUNT columns of a row copied into a place."""
+    columns = columns_of(first, COUNT, C)
+    inside = (columns < work.N) & (row < work.R)
+    copy(place, work.s + row.to(gl.int64) * work.N + columns, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def call_chunk(work, row, i, C: gl.constexpr):
+    call(work, row, work.held.index(i), i * C.CHUNK, C.CHUNK, C)
+
+
+@gluon.jit
+def call_quarter(work, row, i: gl.constexpr, C: gl.constexpr):
+    call(work, row, work.pair.index(i % 2), C.HELD * C.CHUNK + i * (C.CHUNK // 2), C.CHUNK // 2, C)
+
+
+@gluon.jit
+def scores(work, place, first, COUNT: gl.constexpr, C: gl.constexpr):
+    columns = columns_of(first, COUNT, C)
+    x = place.load(columns.type.layout).to(gl.float32)
+    if not C.EVEN:
+        x = gl.where(columns < work.N, x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def chunk(work, i, C: gl.constexpr):
+    return scores(work, work.held.index(i), i * C.CHUNK, C.CHUNK, C)
+
+
+@gluon.jit
+def quarter(work, i: gl.constexpr, C: gl.constexpr):
+    return scores(work, work.pair.index(i % 2), C.HELD * C.CHUNK + i * (C.CHUNK // 2), C.CHUNK // 2, C)
+
+
+@gluon.jit
+def call_row(work, row, C: gl.constexpr):
+    """The copies of a row but those of c and d, which wait for a and b: in the order in which they are waited for."""
+    call_quarter(work, row, 0, C)
+    call_quarter(work, row, 1, C)
+    for i in range(C.HELD):
+        call_chunk(work, row, i, C)
+
+
+@gluon.jit
+def by_lane(x, C: gl.constexpr):
+    """[COUNT] as [K, LANES, VECTOR]: lane by lane, what one thread has."""
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    return gl.reshape(x, [x.shape[0] // (LANES * C.VECTOR), LANES, C.VECTOR])
+
+
+@gluon.jit
+def tell(weights, work, row, first, C: gl.constexpr):
+    """Store the weights of some columns."""
+    columns = columns_of(first, weights.shape[0], C)
+    gl.store(work.p + row * work.N + columns, weights.to(work.p.dtype.element_ty), mask=columns < work.N)

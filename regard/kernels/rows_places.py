@@ -1,7 +1,8 @@
 """A row in the places of one multiprocessor: chunks in shared memory, each in its own, and four quarters in two.
 
 The last two chunks of a row come as quarters a, b, c, d. a and b are taken into registers as they come, and c and d are
-called into the places that they leave: 224 KB of shared memory and 32 KB of registers hold a row of 256 KB. Gluon.
+called into the places that they leave: 224 KB of shared memory and 32 KB of registers hold a row of 256 KB. Shorter
+rows are cut finer, and several programs share a multiprocessor. Gluon.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Rows of the threshold family that fill the places of a multiprocessor (`rows_places.py`): read once, solved there.
+"""Long rows of the threshold family, in the places of a multiprocessor (`rows_places.py`): read once, solved there.
 
     read    a, b, the held chunks, c, d      every thread keeps its maxima, from which τ begins
     solve   Σ value, Σ slope over all of them, until Σ value = 1
@@ -19,7 +19,7 @@ from regard.kernels.rows_solver import FINE, LIMIT, add_three, add_two, advance,
 from regard.kernels.rows_tiles import finite, larger, reciprocal
 
 
-class OverlongThreshold(NamedTuple):
+class Solved(NamedTuple):
     """What the kernel is compiled for."""
 
     F: Any
@@ -167,7 +167,7 @@ def tell_row(work, row, a, b, after, tau, inverse, m, C: gl.constexpr):
 
 
 @gluon.jit
-def forward_overlong_threshold(s, p, state, R, N, scale: gl.float64, theta: gl.float64, C: gl.constexpr):
+def forward_solved(s, p, state, R, N, scale: gl.float64, theta: gl.float64, C: gl.constexpr):
     """Every num_programs-th row."""
     F: gl.constexpr = C.F
     work = places_of(s, p, R, N, C)

@@ -36,7 +36,7 @@ def cases() -> list[tuple]:
     found += [(name, "rows", "float32", 300, 16384) for name in ("softmax", "entmax15")]
     found += [(name, "ring", "float32", 140, 40000) for name in ("softmax", "softpick")]
     found += [("softmax", "ring", "float32", 140, 65536), ("softmax", "ring", "bfloat16", 140, 33024)]
-    found += [("entmax15", "ring", "float32", 140, 40000), ("sparsemax", "ring", "bfloat16", 1100, 8192)]
+    found += [("entmax15", "ring", "float32", 140, 40000), ("sparsemax", "ring", "bfloat16", 1100, 8208)]
     found += [(name, "attention", 300, 300, 128, every) for name in ("softmax", "entmax15") for every in (False, True)]
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]

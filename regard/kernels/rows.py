@@ -205,6 +205,9 @@ def backward(
     if dp.numel() == 0:
         return ds
     launch = _Launch(F, saved, 2 if F.slope_of_weight is not None else 3, theta, mask, scale, choice)
+    if theta is None and rows_launch.takes_back(dp, saved, F, launch.family, mask, launch.traits.faint):
+        rows_launch.backward(dp, saved, ds, state, F, launch.traits, scale, launch.numbers[1])
+        return ds
     tensors, tile = (dp, saved, ds, state), dict(ROWS=launch.plan.rows, AGAIN=launch.plan.again)
     if F.family == "threshold":
         launch(rows_threshold.backward_threshold, tensors, 2, tile)

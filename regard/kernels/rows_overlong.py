@@ -23,6 +23,7 @@ from regard.kernels.rows_places import (
     call_row,
     chunk,
     columns_of,
+    first_of,
     places_of,
     quarter,
     tell,
@@ -110,20 +111,18 @@ def weights(x, told, scale, C: gl.constexpr):
 @gluon.jit
 def tell_row(work, row, a, b, after, told, scale, C: gl.constexpr):
     """All weights of a row; the one that comes `after` it is called into the places that they leave."""
-    QUARTER: gl.constexpr = C.CHUNK // 2
-    REST: gl.constexpr = C.HELD * C.CHUNK
     c = quarter(work, 2, C)
     call_quarter(work, after, 0, C)
-    tell(weights(c, told, scale, C), work, row, REST + 2 * QUARTER, C)
+    tell(weights(c, told, scale, C), work, row, first_of(2, C), C)
     d = quarter(work, 3, C)
     call_quarter(work, after, 1, C)
-    tell(weights(d, told, scale, C), work, row, REST + 3 * QUARTER, C)
+    tell(weights(d, told, scale, C), work, row, first_of(3, C), C)
     for i in range(C.HELD):
         x = chunk(work, i, C)
         call_chunk(work, after, i, C)
         tell(weights(x, told, scale, C), work, row, i * C.CHUNK, C)
-    tell(weights(a, told, scale, C), work, row, REST, C)
-    tell(weights(b, told, scale, C), work, row, REST + QUARTER, C)
+    tell(weights(a, told, scale, C), work, row, first_of(0, C), C)
+    tell(weights(b, told, scale, C), work, row, first_of(1, C), C)
 
 
 @gluon.jit

@@ -55,26 +55,32 @@ def call_chunk(work, row, i, C: gl.constexpr):
 
 @gluon.jit
 def call_quarter(work, row, i: gl.constexpr, C: gl.constexpr):
-    call(work, row, work.pair.index(i % 2), C.HELD * C.CHUNK + i * (C.CHUNK // 2), C.CHUNK // 2, C)
+    call(work, row, work.pair.index(i % 2), first_of(i, C), C.CHUNK // 2, C)
 
 
 @gluon.jit
-def scores(work, place, first, COUNT: gl.constexpr, C: gl.constexpr):
+def numbers(work, place, first, COUNT: gl.constexpr, outside, C: gl.constexpr):
     columns = columns_of(first, COUNT, C)
     x = place.load(columns.type.layout).to(gl.float32)
     if not C.EVEN:
-        x = gl.where(columns < work.N, x, float("-inf"))
+        x = gl.where(columns < work.N, x, outside)
     return x
 
 
 @gluon.jit
-def chunk(work, i, C: gl.constexpr):
-    return scores(work, work.held.index(i), i * C.CHUNK, C.CHUNK, C)
+def chunk(work, i, C: gl.constexpr, outside=float("-inf")):
+    return numbers(work, work.held.index(i), i * C.CHUNK, C.CHUNK, outside, C)
 
 
 @gluon.jit
-def quarter(work, i: gl.constexpr, C: gl.constexpr):
-    return scores(work, work.pair.index(i % 2), C.HELD * C.CHUNK + i * (C.CHUNK // 2), C.CHUNK // 2, C)
+def quarter(work, i: gl.constexpr, C: gl.constexpr, outside=float("-inf")):
+    return numbers(work, work.pair.index(i % 2), first_of(i, C), C.CHUNK // 2, outside, C)
+
+
+@gluon.jit
+def first_of(i: gl.constexpr, C: gl.constexpr):
+    """The first column of a quarter."""
+    return C.HELD * C.CHUNK + i * (C.CHUNK // 2)
 
 
 @gluon.jit
@@ -94,7 +100,7 @@ def by_lane(x, C: gl.constexpr):
 
 
 @gluon.jit
-def tell(weights, work, row, first, C: gl.constexpr):
-    """Store the weights of some columns."""
-    columns = columns_of(first, weights.shape[0], C)
-    gl.store(work.p + row * work.N + columns, weights.to(work.p.dtype.element_ty), mask=columns < work.N)
+def tell(p, work, row, first, C: gl.constexpr):
+    """Store results of some columns."""
+    columns = columns_of(first, p.shape[0], C)
+    gl.store(work.p + row * work.N + columns, p.to(work.p.dtype.element_ty), mask=columns < work.N)

@@ -13,7 +13,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from regard.kernels.rows_places import by_lane, call_chunk, call_quarter, call_row, chunk, places_of, quarter, tell
+from regard.kernels.rows_places import (
+    by_lane,
+    call_chunk,
+    call_quarter,
+    call_row,
+    chunk,
+    first_of,
+    places_of,
+    quarter,
+    tell,
+)
 from regard.kernels.rows_ring import stagger
 from regard.kernels.rows_solver import FINE, LIMIT, add_three, add_two, advance, sums_of
 from regard.kernels.rows_tiles import finite, larger, reciprocal
@@ -150,20 +160,18 @@ def weights(x, tau, inverse, m, F: gl.constexpr):
 def tell_row(work, row, a, b, after, tau, inverse, m, C: gl.constexpr):
     """All weights of a row; the one that comes `after` it is called into the places that they leave."""
     F: gl.constexpr = C.F
-    QUARTER: gl.constexpr = C.CHUNK // 2
-    REST: gl.constexpr = C.HELD * C.CHUNK
     c = quarter(work, 2, C)
     call_quarter(work, after, 0, C)
-    tell(weights(c, tau, inverse, m, F), work, row, REST + 2 * QUARTER, C)
+    tell(weights(c, tau, inverse, m, F), work, row, first_of(2, C), C)
     d = quarter(work, 3, C)
     call_quarter(work, after, 1, C)
-    tell(weights(d, tau, inverse, m, F), work, row, REST + 3 * QUARTER, C)
+    tell(weights(d, tau, inverse, m, F), work, row, first_of(3, C), C)
     for i in range(C.HELD):
         x = chunk(work, i, C)
         call_chunk(work, after, i, C)
         tell(weights(x, tau, inverse, m, F), work, row, i * C.CHUNK, C)
-    tell(weights(a, tau, inverse, m, F), work, row, REST, C)
-    tell(weights(b, tau, inverse, m, F), work, row, REST + QUARTER, C)
+    tell(weights(a, tau, inverse, m, F), work, row, first_of(0, C), C)
+    tell(weights(b, tau, inverse, m, F), work, row, first_of(1, C), C)
 
 
 @gluon.jit

@@ -16,7 +16,6 @@ from regard import _ops, normalizers
 from regard._normalize.arguments import check_device, check_scores, check_temperature, choose_rows_backend
 from regard._normalize.run import careful
 from regard._normalize.tempered import below_top, is_extreme, limit, moves_with_its_scores
-from regard.normalizers import entmax
 from regard.statistics import Terms, solve_frame
 
 
@@ -63,8 +62,8 @@ def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
         inverse = torch.where(norm > 0, 1.0 / norm, 0.0)
         b = terms.tile["denominator_slope"](e, y, low).masked_fill(~seen, 0.0) * inverse
         a, c = a * inverse, u * inverse
-    elif choice.name == "entmax" and entmax.blurred(choice.theta):
-        a = b = entmax.slopes(choice.reference(s, seen, choice.theta), choice.theta)
+    elif choice.is_blurred():
+        a = b = terms.of_weights(choice.reference(s, seen, choice.theta))[2]
         c = a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     else:
         a = terms(y, solve_frame(s, seen, choice))[2].masked_fill(~seen, 0.0)

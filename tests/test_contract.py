@@ -14,6 +14,8 @@ from rows_data import FUSED, rows
 
 import regard
 from regard import normalizers
+from regard.parallel import plan
+from regard.problem import Problem
 from regard.statistics import Terms, solve_frame
 
 NAMES = normalizers.names()
@@ -339,6 +341,44 @@ def test_a_parameter_says_itself_how_far_the_kernels_go(monkeypatch):
         regard.attention(q, k, v, normalizer="mine(a=1.8)", backend="cpu")
     assert normalizers.get("entmax(alpha=2)").fused and not normalizers.get("entmax(alpha=2.5)").fused
     assert normalizers.get("entmax(alpha=1)").simplest.spec == "softmax"
+
+
+@pytest.mark.parametrize("a", [1.0, 1.0005, 1.004, 1.05, 1.5, 3.0, 8.0])
+def test_a_parameter_under_another_name_has_all_the_care_of_entmax(a, monkeypatch):
+    """Near α = 1, beyond 2 and in parts: nothing outside a normaliser's file asks for it by name."""
+    entmax = normalizers.get("entmax").normalizer
+    renamed = dataclasses.replace(entmax, name="mine", parameter=dataclasses.replace(entmax.parameter, name="a"))
+    monkeypatch.setitem(normalizers._members, "mine", renamed)
+    mine, theirs = f"mine(a={a})", f"entmax(alpha={a})"
+    z, grad = 4.0 * torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(7))
+    q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(8))
+    for function in (
+        lambda name: regard.normalize(z, name),
+        lambda name: regard.vjp(z, grad, name),
+        lambda name: regard.jacobian(z, name),
+        lambda name: regard.statistics.of_scores(z, normalizer=name)["entropy"],
+        lambda name: regard.attention(q, k, v, normalizer=name),
+    ):
+        assert torch.equal(function(mine), function(theirs))
+    paths = [regard.attention_path(q, k, v, normalizer=name).backend for name in (mine, theirs)]
+    assert paths[0] == paths[1]
+    if a in (1.0005, 1.004, 8.0):
+        with pytest.raises(ValueError, match=r"mine.*: a must lie in \[1.005, 4.0\] where rows are in parts"):
+            plan.choose(Problem(q, k, v, normalizers.get(mine), 1.0), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (dict(series=None), "series ≠ reference"),
+        (dict(series=lambda s, visible, alpha: torch.sigmoid(s)), "series ≠ reference"),
+        (dict(reference_slope=lambda p, alpha: p), "tile slopes"),
+        (dict(reference_excess=lambda p, alpha: p), "reference_excess ≠"),
+    ],
+)
+def test_a_record_checks_what_stands_in_for_its_tiles(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        dataclasses.replace(normalizers.get("entmax").normalizer, **changes)
 
 
 def test_a_record_of_ones_own_is_not_taken_for_its_namesake():

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from regard._normalize.run import transformed
-from regard.normalizers import Choice
 from regard.problem import Problem
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
-LEAST_ALPHA = 1.005
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
         _check_backend(backend, problem, obstacle)
         return Path(backend, "asked for by backend=")
-    if not has_kernel(problem.choice):
+    if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if obstacle is not None and any(transformed(x) for x in (problem.q, problem.k, problem.v)):
         return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp or a gradient)")
@@ -53,11 +51,6 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
             return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")
         return Path("triton", f"{obstacle}: fused GPU kernel")
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
-
-
-def has_kernel(choice: Choice) -> bool:
-    """Is it fused, and not entmax so near α = 1 that 1/(α−1) magnifies float32's rounding beyond what is promised?"""
-    return choice.fused and (choice.name != "entmax" or choice.theta >= LEAST_ALPHA)
 
 
 def _not_for_torch(problem: Problem, policy) -> str | None:
@@ -97,7 +90,7 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
     if backend == "triton" and device != "cuda" and not interpreted:
         raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {device}")
     if backend in ("cpu", "triton"):
-        if not has_kernel(problem.choice):
+        if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard import normalizers
 from regard._values import readable
+from regard.normalizers import Parameter
 
 
 def check_scores(scores: Tensor, name: str = "scores") -> None:
@@ -105,15 +105,14 @@ def check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
         raise ValueError(f"mask must broadcast to the scores' shape {tuple(shape)}, got {tuple(mask.shape)}") from None
 
 
-def check_alpha(alpha: Tensor) -> Tensor:
-    if not is_float(alpha) or alpha.layout != torch.strided:
-        kind = f"{alpha.dtype}, {alpha.layout}"
-        raise TypeError(f"alpha must be a number or a dense tensor of float16 or wider, got {kind}")
-    if readable(alpha):
-        parameter = normalizers.get("entmax").parameter
-        if not bool(((alpha.detach() >= parameter.low) & (alpha.detach() <= parameter.high)).all()):
-            raise ValueError(f"alpha must lie in [{parameter.low:g}, {parameter.high:g}]; the tensor has other entries")
-    return alpha
+def check_theta(theta: Tensor, parameter: Parameter) -> Tensor:
+    name, low, high = parameter.name, parameter.low, parameter.high
+    if not is_float(theta) or theta.layout != torch.strided:
+        kind = f"{theta.dtype}, {theta.layout}"
+        raise TypeError(f"{name} must be a number or a dense tensor of float16 or wider, got {kind}")
+    if readable(theta) and not bool(((theta.detach() >= low) & (theta.detach() <= high)).all()):
+        raise ValueError(f"{name} must lie in [{low:g}, {high:g}]; the tensor has other entries")
+    return theta
 
 
 def column_of(x: Tensor, name: str, shape: torch.Size, dim: int) -> Tensor:

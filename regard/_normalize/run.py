@@ -9,11 +9,11 @@ from torch import Tensor
 
 from regard import _ops
 from regard._normalize.arguments import (
-    check_alpha,
     check_device,
     check_dim,
     check_mask,
     check_temperature,
+    check_theta,
     choose_rows_backend,
     column_of,
     under_autocast,
@@ -21,9 +21,6 @@ from regard._normalize.arguments import (
 from regard._normalize.tempered import tempered
 from regard._values import has_no_values, is_mapped
 from regard.normalizers import Choice
-
-NEAR_ONE = 1.1  # below this alpha, 1/(α−1) amplifies float32's rounding too much: rows are computed in float64
-BY_SERIES = 1.001  # below this one float64's too: rows are computed in a form that has no 1/(α−1)
 
 
 def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
@@ -39,9 +36,10 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
         visible = check_mask(mask, scores.shape).movedim(dim, -1)
         check_device(mask, "mask", scores)
     if theta is not None:
-        theta = check_alpha(theta)
-        check_device(theta, "alpha", scores)
-        theta = column_of(theta, "alpha", scores.shape, dim)
+        parameter = choice.normalizer.parameter
+        theta = check_theta(theta, parameter)
+        check_device(theta, parameter.name, scores)
+        theta = column_of(theta, parameter.name, scores.shape, dim)
     z = scores.movedim(dim, -1)
     if isinstance(t, Tensor):
         t = column_of(t, "temperature", scores.shape, dim)
@@ -54,43 +52,40 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
 
 
 def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
-    """z (…, n) → p (…, n): through the fused op, or the reference where a map has no fused form."""
-    if choice.name == "entmax":
-        return _entmax_rows(z, choice, theta, visible, scale, backend)
-    if backend == "reference" or not choice.fused or transformed(z):
+    """z (…, n) → p (…, n): through the fused op, or the reference where a map has no fused form; θ may be a tensor."""
+    if backend == "reference" or not choice.normalizer.fused or transformed(z, theta):
+        return _reference_rows(z, choice, choice.theta if theta is None else theta, visible, scale)
+    if theta is not None:
+        return _rows_by_theta(z, choice, theta, visible, scale, backend)
+    choice = choice.simplest
+    if not choice.fused:
         return _reference_rows(z, choice, choice.theta, visible, scale)
-    return _fused_rows(z, choice, None, visible, scale, backend)
+    wide, backend = careful(z, choice, backend)
+    return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
 
 
-def _entmax_rows(z: Tensor, choice: Choice, alpha, visible, scale: float, backend: str) -> Tensor:
-    """α = 1 is softmax, 1 < α ≤ 2 fused (with care near 1), beyond 2 the reference; row by row if α is a tensor."""
-    if backend == "reference" or transformed(z, alpha):
-        return _reference_rows(z, choice, choice.theta if alpha is None else alpha, visible, scale)
-    if alpha is None:
-        if choice.simplest.name != choice.name:
-            return _rows(z, choice.simplest, None, visible, scale, backend)
-        if not choice.fused:
-            return _reference_rows(z, choice, choice.theta, visible, scale)
-        wide, backend = careful(z, choice, backend)
-        return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
-    alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))  # bfloat16 rounds BY_SERIES to 1
-    soft, beyond = alpha < BY_SERIES, alpha > choice.normalizer.parameter.fused_high
-    wide = z.double() if _may(alpha < NEAR_ONE) else z
-    inner = alpha.where(~(soft | beyond), 1.5)
+def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: float, backend: str) -> Tensor:
+    """The same with a parameter per row: each as its own value would have it."""
+    parameter = choice.normalizer.parameter
+    theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
+    soft, beyond = theta < parameter.series_below, theta > parameter.fused_high
+    wide = z.double() if _may(theta < parameter.wide_below) else z
+    inner = theta.where(~(soft | beyond), parameter.default)
     p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
-    if _may(soft):
-        q = _fused_rows(z.double(), choice, alpha.where(soft, 1.0), visible, scale, "series").to(z.dtype)
+    if choice.series is not None and _may(soft):
+        q = _fused_rows(z.double(), choice, theta.where(soft, parameter.low), visible, scale, "series").to(z.dtype)
         p = torch.where(soft, q, p)
     if _may(beyond):
-        p = torch.where(beyond, _reference_rows(z, choice, alpha.where(beyond, 3.0), visible, scale), p)
+        far = theta.where(beyond, parameter.default)
+        p = torch.where(beyond, _reference_rows(z, choice, far, visible, scale), p)
     return p
 
 
 def careful(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
-    """The scores and the row backend as entmax needs them near α = 1; any other map's as they are."""
-    if choice.name != "entmax" or choice.theta >= NEAR_ONE:
+    """The scores and the row backend as the parameter needs them where rounding is magnified; else as they are."""
+    if choice.theta is None or choice.theta >= choice.normalizer.parameter.wide_below:
         return z, backend
-    return z.double(), "series" if choice.theta < BY_SERIES else backend
+    return z.double(), "series" if choice.theta < choice.normalizer.parameter.series_below else backend
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:

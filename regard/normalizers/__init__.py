@@ -22,6 +22,9 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from regard.normalizers._families import Normalizer, Parameter, Pointwise, Ratio, Threshold
 
@@ -61,8 +64,21 @@ class Choice:
 
     @property
     def fused(self) -> bool:
-        """Do the fused kernels take it, with this parameter?"""
+        """Do the fused rows take it, with this parameter?"""
         return self.normalizer.fused and (self.theta is None or self.theta <= self.normalizer.parameter.fused_high)
+
+    @property
+    def fused_in_attention(self) -> bool:
+        """Does fused attention take it, which has no wider dtype to go to where rounding is magnified?"""
+        return self.fused and (self.theta is None or self.theta >= self.normalizer.parameter.fused_low)
+
+    def is_blurred(self, theta: Any = None) -> bool:
+        """Is τ too coarse to tell a threshold map's weights? Of a tensor `theta`: yes, as any entry may be so."""
+        theta = self.theta if theta is None else theta
+        if theta is None or self.family != "threshold":
+            return False
+        parameter = self.normalizer.parameter
+        return isinstance(theta, Tensor) or not parameter.wide_below <= theta <= parameter.fused_high
 
     @property
     def merges(self) -> bool:

@@ -31,13 +31,23 @@ def nothing(c):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number that a normaliser takes: `entmax(alpha=1.25)`, `sigmoid(bias=-3)`."""
+    """One number that a normaliser takes: `entmax(alpha=1.25)`, `sigmoid(bias=-3)`, and where its tile functions serve.
+
+    Above `fused_high` they break the family's law, and the reference computes. Towards low values they may magnify
+    rounding: below `wide_below` rows take float64, below `series_below` the record's `series`; attention, which keeps
+    its dtype, goes by the reference below `fused_low`. Outside [wide_below, fused_high] statistics and Jacobian of a
+    threshold map take the reference's weights, which τ does not tell.
+    """
 
     name: str
     default: float
     low: float = float("-inf")
     high: float = float("inf")
-    fused_high: float = float("inf")  # above it the tile functions break the family's law, and the reference computes
+    fused_low: float = float("-inf")
+    fused_high: float = float("inf")
+    parts_high: float = float("inf")  # above it rows in parts are refused: what the parts share does not tell weights
+    wide_below: float = float("-inf")
+    series_below: float = float("-inf")
     softmax_at: float | None = None  # where the map is softmax
 
     def check(self, value: float) -> float:
@@ -58,6 +68,7 @@ class Normalizer:
 
     `reference(scores, visible, theta)` is plain torch on the last dimension, meant for float64; autograd is its
     backward. `visible` is a bool tensor (True = counts) or None; `theta` the parameter (number or tensor) or None.
+    `series` takes the same: a form without derivatives, for parameters below `series_below`.
     The families below add the tile functions of the fused kernels.
     """
 
@@ -70,6 +81,7 @@ class Normalizer:
     parameter: Parameter | None = None
     fused: bool = True  # False: reference only, and a fused call says so
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
+    series: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None
     scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
     rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
     family: ClassVar[str] = ""
@@ -98,6 +110,11 @@ class Normalizer:
             for a, b, c in self._tiles_slopes(rows, p, theta):
                 ours = a * dp - b * (c * dp).sum(-1, keepdims=True)
                 self._must(np.allclose(ds, ours, atol=1e-7), "tile slopes ≠ derivative of the reference")
+        if self.parameter is not None and self.parameter.series_below > float("-inf"):
+            self._must(self.parameter.series_below <= self.parameter.wide_below, "series_below lies above wide_below")
+            low = torch.from_numpy(rows), None, self.parameter.low
+            same = self.series is not None and torch.allclose(self.series(*low), self.reference(*low), atol=1e-12)
+            self._must(same, "series ≠ reference at the lowest parameter")
         if self.parameter_vjp is not None:
             scores, step = torch.from_numpy(rows), 1e-5
             grads = torch.ones_like(scores).cumsum(-1)
@@ -253,13 +270,16 @@ class Threshold(Normalizer):
     """p = value(t, θ) with t = max(gain(θ)·s − τ, 0) and τ such that Σp = 1; slope(t, θ) = ∂p/∂s at fixed τ.
 
     `gain` is α − 1 for entmax. value must be convex and increasing in t with value(1) = 1: then τ lies between
-    max − 1 and max (of gain·s), and Newton's steps from max − 1 never overshoot.
+    max − 1 and max (of gain·s), and Newton's steps from max − 1 never overshoot. `reference_slope(p, θ)` and
+    `reference_excess(p, θ)` = t, if given, are slope_of_weight and value's inverse in torch, for weights of any size.
     """
 
     gain: Any = None
     value: Any = None
     slope: Any = None
     slope_of_weight: Any = None
+    reference_slope: Callable[[Tensor, Any], Tensor] | None = None
+    reference_excess: Callable[[Tensor, Any], Tensor] | None = None
     order: int = field(default=0)  # 1: value = t, 2: value = t²; the solver may then use sums of t; 0: anything else
     family: ClassVar[str] = "threshold"
 
@@ -286,5 +306,10 @@ class Threshold(Normalizer):
 
     def _tiles_slopes(self, s, p, theta):
         from_scores = speak(self.slope)(self._solve(s, theta), theta or 0.0)
-        from_weights = speak(self.slope_of_weight)(p, theta or 0.0)
-        return [(a, a, a / a.sum(-1, keepdims=True)) for a in (from_scores, from_weights)]
+        found = [from_scores, speak(self.slope_of_weight)(p, theta or 0.0)]
+        if self.reference_slope is not None:
+            found.append(self.reference_slope(torch.from_numpy(p), theta).numpy())
+        if self.reference_excess is not None:
+            t = self.reference_excess(torch.from_numpy(p), theta).numpy()
+            self._must(np.allclose(t, self._solve(s, theta), atol=1e-7), "reference_excess ≠ inverse of value")
+        return [(a, a, a / a.sum(-1, keepdims=True)) for a in found]

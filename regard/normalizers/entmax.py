@@ -14,7 +14,7 @@ from regard.normalizers import _near_softmax, softmax
 from regard.normalizers._families import Parameter, Threshold
 from regard.normalizers._language import jit, tl
 
-NEAR = 1.1  # below it 1/(α−1) magnifies rounding: another form of the same weights
+NEAR = 1.1  # below it 1/(α−1) magnifies float32's rounding too much, and the reference has another form
 
 
 def solve(scores, visible, alpha):
@@ -70,15 +70,22 @@ def reference(scores, visible, theta):
     return torch.where(near, _near_softmax.solve(scores, visible, alpha.where(near, 1.0)), far)
 
 
-def blurred(alpha) -> bool:
-    """Is τ too coarse to tell weights by? Near α = 1 1/(α−1) magnifies its rounding; beyond 2 t = p^(α−1) is tiny."""
-    return isinstance(alpha, torch.Tensor) or not NEAR <= alpha <= 2.0
+def series(scores, visible, alpha):
+    """The same for α < NEAR where nobody will differentiate it, without 1/(α−1)."""
+    if isinstance(alpha, torch.Tensor) and alpha.device.type == "cpu" and bool((alpha == 1.0).all()):  # costs no sync
+        return softmax.reference(scores, visible, None)
+    return _near_softmax.value(scores, visible, alpha)
 
 
-def slopes(p, alpha):
+def reference_slope(p, alpha):
     """g′ = p^(2−α), and 0 where p is."""
     seen = p > 0
     return torch.where(seen, p.where(seen, 1.0) ** (2.0 - alpha), 0.0)
+
+
+def reference_excess(p, alpha):
+    """t = p^(α−1)."""
+    return p ** (alpha - 1.0)
 
 
 def parameter_vjp(p, dp, alpha):
@@ -132,10 +139,24 @@ normalizer = Threshold(
     sparse=True,
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
-    parameter=Parameter("alpha", default=1.5, low=1.0, high=32.0, fused_high=2.0, softmax_at=1.0),
+    parameter=Parameter(
+        "alpha",
+        default=1.5,
+        low=1.0,
+        high=32.0,
+        fused_low=1.005,
+        fused_high=2.0,
+        parts_high=4.0,
+        wide_below=NEAR,
+        series_below=1.001,
+        softmax_at=1.0,
+    ),
     parameter_vjp=parameter_vjp,
+    series=series,
     gain=gain,
     value=value,
     slope=slope,
     slope_of_weight=slope_of_weight,
+    reference_slope=reference_slope,
+    reference_excess=reference_excess,
 )

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._attention.path import LEAST_ALPHA
 from regard._ops.backends import backend_module
 from regard.parallel import mixture, plain
 from regard.parallel.layout import Spans, placed
 from regard.parallel.line import Line
 from regard.problem import Problem
 
-LARGEST_ALPHA = 4.0  # of entmax: beyond it τ, which rows in parts share, is too coarse to tell their weights
 PARTS = {"cpu": "regard.cpu.parts", "triton": "regard.kernels.parts"}
 
 
@@ -148,10 +146,11 @@ def choose(problem: Problem, backend: str | None) -> ModuleType:
     choice, device = problem.choice, problem.q.device.type
     if not choice.normalizer.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
-    if choice.name == "entmax" and not LEAST_ALPHA <= choice.theta <= LARGEST_ALPHA:
+    parameter = choice.normalizer.parameter
+    if parameter is not None and not parameter.fused_low <= choice.theta <= parameter.parts_high:
         raise ValueError(
-            f"normalizer {choice.spec!r}: alpha must lie in [{LEAST_ALPHA}, {LARGEST_ALPHA}] where rows are in parts; "
-            "use regard.attention"
+            f"normalizer {choice.spec!r}: {parameter.name} must lie in [{parameter.fused_low}, {parameter.parts_high}] "
+            "where rows are in parts; use regard.attention"
         )
     if problem.stats and not choice.merges:
         raise ValueError(

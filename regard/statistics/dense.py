@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard.normalizers import entmax
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.names import NAMES, Statistics
 from regard.statistics.state import State
@@ -37,9 +36,8 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
     rows = first + _positions(scores)
     if not choice.merges:
         return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names)
-    alpha = choice.theta if theta is None else theta
-    if choice.name == "entmax" and entmax.blurred(alpha):
-        p = choice.reference(scores.double(), seen, alpha)
+    if choice.is_blurred(theta):
+        p = choice.reference(scores.double(), seen, choice.theta if theta is None else theta)
         state = State.of(scores.double(), seen, choice, torch.zeros_like(p[..., :1]), rows, theta=theta, weights=p)
         found = state.finish(choice, sink, theta, p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True))
         return Statistics({name: found[name].to(scores.dtype) for name in NAMES if name in names})

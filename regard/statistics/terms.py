@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from regard.normalizers import entmax
 from regard.normalizers._language import speak, torch_words
 
 
@@ -38,8 +37,9 @@ class Terms:
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
 
     def of_weights(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same of entmax's weights, where τ is too coarse to tell them."""
-        du = entmax.slopes(p, self.theta)
+        """The same of a threshold map's weights, where τ is too coarse to tell them."""
+        slope = self.choice.reference_slope or speak(self.choice.slope_of_weight, torch_words)
+        du = slope(p, self.theta).to(p.dtype)
         return p, p, du, du * du
 
     def ratio(self, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,9 +57,11 @@ class Terms:
         return (self.tile["numerator_slope"](one, s, one) if self.family == "ratio" else u) > 0
 
     def outlasts(self, below: Tensor, p: Tensor) -> Tensor:
-        """The same of entmax's weights, which near α = 1 underflow before t = (α−1)·(s − max) + p_max^(α−1) is 0."""
-        gain = self.theta - 1.0
-        t = gain * below + p.amax(-1, keepdim=True) ** gain if p.shape[-1] else below
+        """The same of a threshold map's weights, which may underflow before t = gain·(s − max) + t_max is 0."""
+        excess = self.choice.reference_excess
+        if excess is None or p.shape[-1] == 0:
+            return p > 0
+        t = self.tile["gain"](self.theta) * below + excess(p.amax(-1, keepdim=True), self.theta)
         return (p > 0) | (t > 1e-9)  # smaller ones may be rounding
 
     def rest(self, frame: Tensor) -> Tensor:

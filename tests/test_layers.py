@@ -18,7 +18,8 @@ LAYERS = [
     ["regard._ops"],
     ["regard._dtensor", "regard._normalize", "regard._attention", "regard._jacobian", "regard.gumbel", "regard.online"],
     ["regard"],  # __init__: the public names
-    ["regard.nn", "regard.parallel", "regard.health", "regard.listing", "regard.bench"],
+    ["regard.nn", "regard.parallel", "regard.listing", "regard.bench"],
+    ["regard.health"],
     ["regard._qk_clip"],
     ["regard.lab"],
     ["regard.cli"],
@@ -91,6 +92,7 @@ def test_imports_point_down(name):
         ("regard._ops", "def f():\n    from regard import _attention"),
         ("regard.reference", "from regard import softmax"),
         ("regard.statistics", "import regard"),
+        ("regard.parallel.line", "def f():\n    from regard.health.call import Call"),
     ],
 )
 def test_an_import_that_points_up_is_found(name, text):

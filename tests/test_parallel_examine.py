@@ -13,8 +13,7 @@ from parallel_crew import free_port
 from parallel_subject import subject
 
 import regard
-from regard.parallel.rounds import _mark as batch_mark
-from regard.parallel.rounds import weights_mark
+from regard.health.ranks.marks import batch_mark, weights_mark
 
 TESTS = Path(__file__).parent
 COMMAND = [sys.executable, "-m", "regard", "examine", "parallel_subject:subject"]

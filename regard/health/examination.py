@@ -83,7 +83,8 @@ def examine(
     recorder = Recorder(changes, backend)
     rounds = None
     if group is not None or snapshot is not None:
-        from regard.parallel.rounds import Rounds, weights_mark
+        from regard.health.ranks.marks import weights_mark
+        from regard.health.ranks.rounds import Rounds
 
         what = dict(model=_title(model), what_if=[change.name for change in changes], weights=weights_mark(model))
         what["bins"] = repr(LAYOUT)

@@ -72,7 +72,7 @@ class using:
         self.calls = 0  # how many attention calls were led here
         self._pieces = None
         if context_parallel is not None:
-            from regard.parallel.model import Pieces
+            from regard.health.ranks.pieces import Pieces
 
             self._pieces = Pieces(model, context_parallel)
         self._interception: Interception | None = Interception(model, swap=self._swap, opens=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regard.health.call import Call
-from regard.parallel import fits
+from regard.health.ranks import fits
 from regard.parallel._attention import attention
 from regard.parallel.agree import SKETCHED, agree, alike_sketches, sketch
 from regard.parallel.faults import RankError

@@ -13,16 +13,14 @@ from __future__ import annotations
 import io
 import os
 import time
-import zlib
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from regard.health.measure import Layer, Recorder
+from regard.health.ranks.marks import batch_mark
 from regard.health.readings import LayerReading
 from regard.parallel.agree import agree
 from regard.parallel.faults import RankError
@@ -58,7 +56,7 @@ class Rounds:
         """Every rank calls this before each batch: those that the snapshot has must be the same again."""
         if self.path is None:
             return
-        self.data = _mark(batch, self.data)
+        self.data = batch_mark(batch, self.data)
         if number + 1 == self.start and self.data != self.known:
             raise self._other(f"its {self.start} batches are not the first {self.start} of these")
 
@@ -209,42 +207,6 @@ class Rounds:
             named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
             raise self._other(f"{named} differ")
         return content
-
-
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
-
-
-def weights_mark(model: torch.nn.Module) -> int:
-    """A checksum of the names, shapes and types of all weights, of their ends and of the sum of their bits."""
-    mark = 0
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(x) or x.is_meta or x.layout != torch.strided:
-            continue
-        ends = x.detach().reshape(-1)
-        mark = zlib.crc32(f"{name} {tuple(x.shape)}".encode(), mark)
-        mark = _mark(torch.cat([ends[:64], ends[-64:]]), mark)
-        if not x.is_complex() and x.dtype.itemsize in BITS:
-            mark = zlib.crc32(str(int(ends.view(BITS[x.dtype.itemsize]).sum(dtype=torch.int64))).encode(), mark)
-    return mark
-
-
-def _mark(x, before: int = 0) -> int:
-    """A checksum of a batch, and of those before it."""
-    if isinstance(x, Mapping):
-        for name in sorted(x, key=str):
-            before = _mark(x[name], zlib.crc32(str(name).encode(), before))
-    elif isinstance(x, (tuple, list)):
-        for part in x:
-            before = _mark(part, before)
-    elif isinstance(x, Tensor):
-        before = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), before)
-        if x.layout == torch.strided and x.numel():
-            before = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), before)
-    elif hasattr(x, "__array_interface__"):  # numpy's
-        before = _mark(torch.as_tensor(x), before)
-    else:
-        before = zlib.crc32((repr(x) if isinstance(x, (int, float, str)) else type(x).__name__).encode(), before)
-    return before
 
 
 def _told(layer: Layer) -> dict:

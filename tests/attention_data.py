@@ -159,3 +159,13 @@ def check_backward(backend, problem: Problem, answer=None, stats=(), slack: floa
 
 def unexpanded(x: torch.Tensor) -> torch.Tensor:
     return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+
+
+def qkv(*shape, dtype=torch.float32, keys=None, kv_heads=None, value_dim=None, seed=0):
+    """Leaves q, k, v of one call, as people make them."""
+    generator = torch.Generator().manual_seed(seed)
+    *lead, n, d = shape
+    kv_lead = [*lead[:-1], kv_heads] if kv_heads else lead
+    keys = n if keys is None else keys
+    shapes = ([*lead, n, d], [*kv_lead, keys, d], [*kv_lead, keys, value_dim or d])
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]

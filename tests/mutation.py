@@ -25,8 +25,8 @@ from pathlib import Path
 from mutation_page import EQUIVALENT, place, publish
 
 ROOT = Path(__file__).parents[1]
-CONTRACT = [f"tests/test_{name}.py" for name in ("contract", "normalize", "statistics", "kernel_rows")] + ["-k"]
-STATISTICS = ["tests/test_statistics.py"]
+STATISTICS = [f"tests/test_statistics{part}.py" for part in ("", "_digits", "_merge", "_weights")]
+CONTRACT = [*(f"tests/test_{name}.py" for name in ("contract", "normalize", "kernel_rows")), *STATISTICS, "-k"]
 KERNELS = ["tests/test_kernel_attention.py", "-k", "not other_types"]
 LISTS = ["tests/test_kernel_lists.py", *KERNELS]
 DECODE = ["tests/test_kernel_decode.py"]

@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
+from attention_data import qkv
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard import reference
@@ -215,3 +217,39 @@ def test_a_scale_per_head_in_any_shape_that_broadcasts(shape):
     torch.testing.assert_close(o, reference.attention(q, k, v, scale=scale.reshape(shape))[0].float())
     with pytest.raises(ValueError, match="one per head"):
         regard.attention(q, k, v, scale=torch.ones(3, 2, 1, 1))
+
+
+def test_checkpointing_autocast_and_vmap():
+    q, k, v = qkv(2, 2, 6, 4)
+
+    def run(q, k, v):
+        return regard.attention(q, k, v, normalizer="entmax15")
+
+    kept = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(kept.sum(), q)[0], torch.autograd.grad(run(q, k, v).sum(), q)[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run(q, k, v).dtype == sdpa(q, k, v).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"must have one dtype, got torch\.float64 for q"):  # left alone
+            run(q.double(), k, v)
+    mapped = torch.func.vmap(run)(torch.stack([q, q + 1]), torch.stack([k, k]), torch.stack([v, v]))
+    assert torch.allclose(mapped[1], run(q + 1, k, v), atol=1e-6)
+    shared = torch.func.vmap(run, in_dims=(0, None, None))(torch.stack([q, q + 1]), k, v)
+    assert torch.allclose(shared[1], run(q + 1, k, v), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+def test_entmax_at_one_is_softmax_and_transforms_are_carried():
+    q, k, v = (x.detach() for x in qkv(2, 3, 4, 8))
+    out, stats = regard.attention(q, k, v, normalizer="entmax(alpha=1)", return_stats=True)
+    assert torch.allclose(out, sdpa(q, k, v), atol=1e-6) and stats.entropy.isfinite().all()
+
+    def loss(q):
+        return regard.attention(q, k[0], v[0], normalizer="entmax15").square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss))(q)
+    one = q[1].clone().requires_grad_()
+    assert torch.allclose(mapped[1], torch.autograd.grad(loss(one), one)[0], atol=1e-5)
+    step, tangent = 1e-3, torch.randn_like(q[0])
+    moved = torch.func.jvp(loss, (q[0].double().float(),), (tangent,))[1]
+    slope = (loss(q[0] + step * tangent) - loss(q[0] - step * tangent)) / (2 * step)
+    assert moved.item() == pytest.approx(slope.item(), rel=0.05, abs=1e-2)

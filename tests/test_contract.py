@@ -194,43 +194,7 @@ def test_vmap(name):
     assert torch.equal(torch.func.vmap(lambda x: regard.normalize(x, name))(z), regard.normalize(z, name))
 
 
-NINTH = '''
-"""squares(s)_i = s_i² / Σ_j s_j²: a ninth normaliser, in one file."""
-from regard.normalizers import Ratio
-from regard.normalizers._language import jit, tl
-
-
-def reference(scores, visible, theta):
-    seen = scores > float("-inf") if visible is None else visible & (scores > float("-inf"))
-    if visible is None:
-        seen = seen | scores.isnan()
-    u = scores.masked_fill(~seen, 0.0) ** 2
-    z = u.sum(-1, keepdim=True)
-    return u / z.masked_fill(z == 0, 1.0)
-
-
-@jit
-def numerator(e, s, c):
-    return s * s
-
-
-@jit
-def numerator_slope(e, s, c):
-    return 2.0 * s
-
-
-normalizer = Ratio(
-    name="squares",
-    formula="s² / Σ s²",
-    sums_to="1, or 0 where all scores are 0",
-    sparse=False,
-    paper="a test",
-    reference=reference,
-    numerator=numerator,
-    numerator_slope=numerator_slope,
-    shift="none",
-)
-'''
+NINTH = (Path(__file__).parent / "squares.py").read_text()
 
 
 def test_a_ninth_normaliser_is_one_file(tmp_path):

@@ -8,9 +8,8 @@ is for those who read the file itself.
 
 from __future__ import annotations
 
-import inspect
+import ast
 import re
-import sys
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -155,8 +154,8 @@ Each is one file; kernels, CPU path, statistics, tests, this page and `regard li
 
 def normalizer_page(name: str) -> str:
     row = listing.rows()[name]
-    module = sys.modules[f"regard.normalizers.{name}"]
-    summary, _, rest = inspect.getdoc(module).partition("\n\n")
+    text = regard.normalizers.file_of(name).read_text(encoding="utf-8")
+    summary, _, rest = (ast.get_docstring(ast.parse(text)) or name).partition("\n\n")
     prose, mark, example = rest.partition(">>>")
     example = f"```python\n{mark}{example}\n```\n" if mark else ""
     parameter = row["parameter"]
@@ -178,7 +177,7 @@ def normalizer_page(name: str) -> str:
 ## Its file
 
 ```python
-{inspect.getsource(module).strip()}
+{text.strip()}
 ```
 """
 

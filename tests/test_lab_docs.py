@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import regard
-from regard import lab
+from regard import lab, normalizers
 from regard.cli import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -57,6 +57,17 @@ def test_a_page_per_normaliser_from_its_file(build, name):
     text = build.normalizer_page(name)
     assert text.startswith(f"# {name}\n") and f'name="{name}"' in text and f"]({name}.svg)" in text
     assert f"({name}.md)" in build.normalizers_index()
+
+
+def test_a_page_of_a_normaliser_whose_file_has_another_name(build, tmp_path, monkeypatch):
+    for known in ("_members", "_files"):
+        monkeypatch.setattr(normalizers, known, dict(getattr(normalizers, known)))
+    text = (Path(__file__).parent / "squares.py").read_text()
+    (tmp_path / "mine.py").write_text(text)
+    normalizers.discover(tmp_path)
+    page = build.normalizer_page("squares")
+    assert page.startswith("# squares\n\nsquares(s)\\_i = s\\_i² /") and text.strip() in page
+    assert normalizers.file_of("squares") == tmp_path / "mine.py"
 
 
 def test_a_claim_with_its_figure(build):

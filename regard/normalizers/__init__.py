@@ -37,6 +37,7 @@ __all__ = [
     "Ratio",
     "Threshold",
     "discover",
+    "file_of",
     "get",
     "names",
 ]
@@ -149,6 +150,11 @@ def names() -> list[str]:
     """The names of all normalisers known, sorted."""
     _look_around()
     return sorted(_members)
+
+
+def file_of(name: str) -> Path:
+    """Where the normaliser of this name was found, whatever its file is called."""
+    return _files[get(name).name]
 
 
 _SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?([^()=,]+?)\s*\))?\s*")

@@ -1,8 +1,10 @@
 """The contract that every normaliser keeps, the ninth too: forward and gradient against float64, on every path."""
 
+import copy
 import dataclasses
 import math
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -352,6 +354,19 @@ def test_a_record_of_ones_own_is_not_taken_for_its_namesake():
         own = dataclasses.replace(softmax, name=name)
         with pytest.raises(ValueError, match=f"normalizer {name!r}: this record is not the one known by its name"):
             regard.normalize(torch.tensor([1.0, 2.0]), own)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "entmax(alpha=1.25)"])
+def test_a_choice_and_its_record_are_pickled_by_name_and_copied(name):
+    """As an attribute of a module that is saved whole, copied for an average of its weights, or sent to a process."""
+    choice = normalizers.get(name)
+    for twin in (pickle.loads(pickle.dumps(choice)), copy.deepcopy(choice), copy.copy(choice)):
+        assert twin == choice and twin.spec == choice.spec and twin.normalizer is choice.normalizer
+    assert pickle.loads(pickle.dumps(choice.normalizer)) is choice.normalizer
+    own = dataclasses.replace(choice.normalizer, name="mine")
+    assert copy.copy(own) is own and copy.deepcopy(own) is own
+    with pytest.raises(ValueError, match="is not the one known by its name"):
+        pickle.dumps(own)
 
 
 def test_a_map_whose_default_alone_ignores_a_factor_or_rises_is_told_by_its_parameter(monkeypatch):

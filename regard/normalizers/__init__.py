@@ -200,4 +200,9 @@ def get(spec: str | Choice | Normalizer) -> Choice:
     return Choice(member, parameter.check(number))
 
 
+def record(name: str) -> Normalizer:
+    """The record known by a name."""
+    return get(name).normalizer
+
+
 discover(Path(__file__).parent)

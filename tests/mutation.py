@@ -46,7 +46,11 @@ TESTS = {  # what is mutated, and what must notice
     **of("normalizers", "sigmoid", [*CONTRACT, "sigmoid and not citizen"]),
     **of("normalizers", "_near_softmax", ["tests/test_derivatives.py", "tests/test_normalize.py", "-k", "alpha"]),
     **of("normalizers", "sparsemax", [*CONTRACT, "sparsemax and not citizen"]),
-    **of("normalizers", "_families", [*CONTRACT, "not ninth and not citizen and not editing and not without_triton"]),
+    **of(
+        "normalizers",
+        "_families _record",
+        [*CONTRACT, "not ninth and not citizen and not editing and not without_triton"],
+    ),
     **of("cpu", "_rows_ratio", ["tests/test_cpu_rows.py", "-k", "softmax or relu or softpick or mask_of_any"]),
     **of("cpu", "_rows_threshold _rows_side", ["tests/test_cpu_rows.py", "-k", "sparsemax or entmax or mask_of_any"]),
     **of("cpu", "_rows_pointwise", ["tests/test_cpu_rows.py", "-k", "sigmoid or mask_of_any"]),

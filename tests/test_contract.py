@@ -246,8 +246,7 @@ def test_a_record_checks_its_own_mathematics(tmp_path, broken, complaint):
 
 FALLING = """
 import torch
-from regard.normalizers._families import Pointwise
-from regard.normalizers._language import jit, tl
+from regard.normalizers import Pointwise, jit, tl
 
 
 def reference(scores, visible, theta):
@@ -283,6 +282,14 @@ def test_odds_tell_the_weights_and_fall_as_scores_rise(tmp_path, odds, complaint
     with pytest.raises(ValueError, match=complaint):
         normalizers.discover(tmp_path)
     assert "falling" not in normalizers.names()
+
+
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_a_record_is_made_where_nothing_is_recorded(quiet):
+    """`import regard` in a function that evaluates; a folder of the environment, whose map is first named there."""
+    with quiet():
+        made = dataclasses.replace(normalizers.get("entmax").normalizer, name="mine")
+    assert made.rises and not made.scale_free
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path):
@@ -337,6 +344,7 @@ def test_a_parameter_under_another_name_has_all_the_care_of_entmax(a, monkeypatc
     ("changes", "complaint"),
     [
         (dict(series=None), "series ≠ reference"),
+        (dict(parameter=normalizers.Parameter("a", 1.5, low=1.0)), "fused_low and fused_high, 1.0 is too far"),
         (dict(series=lambda s, visible, alpha: torch.sigmoid(s)), "series ≠ reference"),
         (dict(reference_slope=lambda p, alpha: p), "tile slopes"),
         (dict(reference_excess=lambda p, alpha: p), "reference_excess ≠"),

@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("numba")
 from test_cpu_rows import INF, NAN, both_ways, oracle, scores
 
+import regard
 from regard import normalizers
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 NINTH = """
     import torch
-    from regard.normalizers import Ratio
-    from regard.normalizers._language import jit, tl
+    from regard.normalizers import Ratio, jit, tl
 
     POWER = {power}
 
@@ -54,8 +54,7 @@ NINTH = """
 
 BELL = """
     import torch
-    from regard.normalizers import Pointwise
-    from regard.normalizers._language import jit, tl
+    from regard.normalizers import Pointwise, jit, tl
 
     def reference(scores, visible, theta):
         p = torch.exp(-scores * scores)
@@ -77,41 +76,43 @@ BELL = """
 
 MIXED = """
     import torch
-    from regard.normalizers import Threshold
-    from regard.normalizers._language import jit, tl
+    from regard.normalizers import Parameter, Threshold, jit, tl
 
-    def reference(scores, visible, theta):
-        x = 0.7 * (scores if visible is None else scores.masked_fill(~visible, float("-inf")))
+    def reference(scores, visible, b):
+        x = 0.5 * (scores if visible is None else scores.masked_fill(~visible, float("-inf")))
         high = x.detach().amax(-1, keepdim=True)
         low = high - 1.0
         for _ in range(60):
             middle = (low + high) / 2
-            t = (x.detach() - middle).clamp_min(0.0)
-            above = ((t + t * t) / 2).sum(-1, keepdim=True) >= 1.0
+            above = value_of((x.detach() - middle).clamp_min(0.0), b).sum(-1, keepdim=True) >= 1.0
             low, high = torch.where(above, middle, low), torch.where(above, high, middle)
         t = (x - low).clamp_min(0.0)
-        fall = torch.where(t > 0, 0.5 + t, 0.0).sum(-1, keepdim=True)
-        t = (x - (low + (((t + t * t) / 2).sum(-1, keepdim=True) - 1.0) / fall.detach())).clamp_min(0.0)
-        return (t + t * t) / 2
+        fall = torch.where(t > 0, b + 2 * (1 - b) * t, 0.0).sum(-1, keepdim=True)
+        excess = value_of(t, b).sum(-1, keepdim=True) - 1.0
+        return value_of((x - (low + excess / fall.detach())).clamp_min(0.0), b)
+
+    def value_of(t, b):
+        return b * t + (1 - b) * t * t
 
     @jit
-    def gain(theta):
-        return 0.7
+    def gain(b):
+        return 0.5
 
     @jit
-    def value(t, theta):
-        return 0.5 * (t + t * t)
+    def value(t, b):
+        return b * t + (1.0 - b) * t * t
 
     @jit
-    def slope(t, theta):
-        return tl.where(t > 0.0, 0.7 * (0.5 + t), 0.0)
+    def slope(t, b):
+        return tl.where(t > 0.0, 0.5 * b + (1.0 - b) * t, 0.0)
 
     @jit
-    def slope_of_weight(p, theta):
-        return tl.where(p > 0.0, 0.35 * tl.sqrt(1.0 + 8.0 * p), 0.0)
+    def slope_of_weight(p, b):
+        return tl.where(p > 0.0, 0.5 * tl.sqrt(b * b + 4.0 * (1.0 - b) * p), 0.0)
 
     normalizer = Threshold(
         name="mixed", formula="", sums_to="1", sparse=True, paper="", reference=reference,
+        parameter=Parameter("b", default=0.0, low=0.0, high=1.0),
         gain=gain, value=value, slope=slope, slope_of_weight=slope_of_weight,
     )
 """
@@ -128,13 +129,34 @@ def discovered(folder, name, text):
         normalizers._members.pop(name, None)
 
 
-def test_a_threshold_map_that_is_no_power(tmp_path):
-    with discovered(tmp_path, "mixed", MIXED) as choice:
-        s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
-        p, ds, _ = both_ways(s, choice, dp)
-        exact = oracle(s, choice, dp)
-        torch.testing.assert_close(p.double(), exact[0], rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(ds.double(), exact[1], rtol=1e-3, atol=1e-4)
+def test_a_threshold_map_that_is_a_power_for_its_default_alone(tmp_path):
+    """Taken for one at every parameter, its rows came out as zeros."""
+    with discovered(tmp_path, "mixed", MIXED):
+        assert not normalizers.get("mixed").is_power and normalizers.get("entmax").is_power
+        for b in (0.0, 0.4, 1.0):
+            choice = normalizers.get(f"mixed(b={b})")
+            s, dp = scores(9, 130, torch.float32, 12), scores(9, 130, torch.float32, 13)
+            p, ds, _ = both_ways(s, choice, dp)
+            exact = oracle(s, choice, dp)
+            torch.testing.assert_close(p.double(), exact[0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(ds.double(), exact[1], rtol=1e-3, atol=1e-4)
+            q, k = scores(1, 8, torch.float32, 14)[None, None], scores(130, 8, torch.float32, 15)[None, None]
+            want = regard.reference.attention(q, k, k, normalizer=choice)[0].float()
+            torch.testing.assert_close(regard.attention(q, k, k, normalizer=choice), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        ("return b * t + (1.0 - b) * t * t", "return t * t", "tiles ≠ reference at b = 1"),
+        ("0.5 * b + (1.0 - b) * t", "0.25 * b + (1.0 - b) * t", "tile slopes ≠ derivative of the reference at b = 1"),
+        ("gain=gain,", "gain=gain, order=2,", r"value must be t\*\*order"),
+    ],
+)
+def test_a_record_is_checked_beside_its_default_too(tmp_path, right, wrong, complaint):
+    assert right in MIXED
+    with pytest.raises(ValueError, match=complaint), discovered(tmp_path, "mixed", MIXED.replace(right, wrong)):
+        pass
 
 
 def test_a_pointwise_map_whose_slope_needs_the_score(tmp_path):

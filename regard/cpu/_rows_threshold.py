@@ -14,7 +14,6 @@ import torch
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_parts import CHUNK, INF, fill, load, nothing_or_nan, positions
 from regard.cpu._rows_side import forward_short, interleave_direct, interleave_loaded
-from regard.normalizers._language import speak
 
 SHORT = 128  # columns up to which rows are solved side by side
 WHOLE = 64  # entries that a vector loop takes at once
@@ -26,21 +25,8 @@ CLOSED = 12  # after so many closed-form steps only Newton's
 def tiles(normalizer, dtype):
     names = "gain", "value", "slope", "slope_of_weight", "order"
     interleave = interleave_direct if dtype in (torch.float32, torch.float64) else interleave_loaded
-    flags = {"interleave": interleave, "power": is_power(normalizer)}
+    flags = {"interleave": interleave, "power": normalizer.is_power}
     return {**flags, **{name: getattr(normalizer, name) for name in names}}
-
-
-def is_power(normalizer):
-    """Is value(t) = t^(1/gain), and slope(t) = value(t)/t, whatever the parameter? Then Newton has a better step."""
-    parameter, t = normalizer.parameter, np.linspace(0.1, 1.0, 10)
-    inside = [x for x in (1.1, 1.5, 1.9) if parameter and parameter.low <= x <= parameter.high]
-    for theta in inside or [parameter.default if parameter else 0.0]:
-        power = t ** (1.0 / speak(normalizer.gain)(theta))
-        if not np.allclose(speak(normalizer.value)(t, theta), power):
-            return False
-        if not np.allclose(speak(normalizer.slope)(t, theta), power / t):
-            return False
-    return True
 
 
 def moments(y, size, tau):

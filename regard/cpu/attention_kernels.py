@@ -13,8 +13,7 @@ import torch
 
 from regard.cpu import attention_rows, attention_rows_backward, attention_tiles
 from regard.cpu._compile import kernel
-from regard.cpu._rows_threshold import is_power
-from regard.normalizers import Choice, Normalizer, Ratio
+from regard.normalizers import Choice, Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
 
 MADE_OF = dict(  # statistic -> the sums it takes beside those that are always kept
@@ -89,7 +88,7 @@ def tiles(normalizer: Normalizer, precision: str) -> dict:
         smallest=float(limits.tiny),
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
-        power=family == "threshold" and is_power(normalizer),
+        power=isinstance(normalizer, Threshold) and normalizer.is_power,
         level=attention_tiles.threshold_level if family == "threshold" else attention_tiles.plain_level,
         score=attention_tiles.threshold_score if family == "threshold" else attention_tiles.plain_level,
         rest=getattr(normalizer, "rest", nothing),

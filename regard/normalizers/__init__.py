@@ -26,7 +26,9 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.normalizers._families import Normalizer, Parameter, Pointwise, Ratio, Threshold
+from regard.normalizers._families import Pointwise, Ratio, Threshold
+from regard.normalizers._language import jit, tl
+from regard.normalizers._record import Normalizer, Parameter
 
 __all__ = [
     "BrokenFile",
@@ -39,7 +41,9 @@ __all__ = [
     "discover",
     "file_of",
     "get",
+    "jit",
     "names",
+    "tl",
 ]
 
 _members: dict[str, Normalizer] = {}

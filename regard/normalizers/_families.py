@@ -1,4 +1,4 @@
-"""The three families, and the record that checks its own mathematics when it is made.
+"""The three families of normalisers.
 
 All three share one backward, ds = a·dp − b·δ with δ = Σ_j c_j·dp_j:
 
@@ -22,154 +22,12 @@ import torch
 from torch import Tensor
 
 from regard.normalizers._language import jit, speak, tl
+from regard.normalizers._record import Normalizer
 
 
 @jit
 def nothing(c):
     return tl.minimum(c, 0.0)  # c = exp(−m) > 0 may overflow: 0·c would be NaN
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One number that a normaliser takes: `entmax(alpha=1.25)`, `sigmoid(bias=-3)`, and where its tile functions serve.
-
-    Above `fused_high` they break the family's law, and the reference computes. Towards low values they may magnify
-    rounding: below `wide_below` rows take float64, below `series_below` the record's `series`; attention, which keeps
-    its dtype, goes by the reference below `fused_low`. Outside [wide_below, fused_high] statistics and Jacobian of a
-    threshold map take the reference's weights, which τ does not tell.
-    """
-
-    name: str
-    default: float
-    low: float = float("-inf")
-    high: float = float("inf")
-    fused_low: float = float("-inf")
-    fused_high: float = float("inf")
-    parts_high: float = float("inf")  # above it rows in parts are refused: what the parts share does not tell weights
-    wide_below: float = float("-inf")
-    series_below: float = float("-inf")
-    softmax_at: float | None = None  # where the map is softmax
-
-    def check(self, value: float) -> float:
-        if not (self.low <= value <= self.high):  # also refuses NaN
-            raise ValueError(f"{self.name} must lie in [{self.low:g}, {self.high:g}], got {value!r}")
-        return float(value)
-
-    @property
-    def around(self) -> list[float]:
-        """The default and others: what is said of a map whatever its parameter has to hold for all of them."""
-        others = (self.default - 1.0, self.default + 1.0, -self.default)
-        return [self.default, *(min(max(value, self.low), self.high) for value in others)]
-
-
-@dataclass(frozen=True)
-class Normalizer:
-    """A map from a row of scores to weights: what it is, and its mathematics in two languages.
-
-    `reference(scores, visible, theta)` is plain torch on the last dimension, meant for float64; autograd is its
-    backward. `visible` is a bool tensor (True = counts) or None; `theta` the parameter (number or tensor) or None.
-    `series` takes the same: a form without derivatives, for parameters below `series_below`.
-    The families below add the tile functions of the fused kernels.
-    """
-
-    name: str
-    formula: str
-    sums_to: str
-    sparse: bool
-    paper: str
-    reference: Callable[[Tensor, Tensor | None, Any], Tensor]
-    parameter: Parameter | None = None
-    fused: bool = True  # False: reference only, and a fused call says so
-    parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
-    series: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None
-    scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
-    rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
-    family: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"name must be an identifier, got {self.name!r}")
-        with torch.device("cpu"):  # whatever the default device is when this is made
-            self._check()
-
-    def __copy__(self) -> Normalizer:  # it never changes
-        return self
-
-    def __deepcopy__(self, memo: dict) -> Normalizer:
-        return self
-
-    def __reduce__(self) -> tuple:
-        """A record is pickled as its name, by which kernels find it too."""
-        from regard import normalizers
-
-        return normalizers.record, (normalizers.get(self).name,)
-
-    def _check(self) -> None:
-        rows = np.array([[0.3, -1.2, 2.0, 0.3], [5.0, -5.0, 0.1, 4.9], [-0.4, -0.1, -2.0, -3.0]])
-        theta = None if self.parameter is None else self.parameter.default
-        p = self.reference(torch.from_numpy(rows), None, theta).numpy()
-        q = self.reference(torch.from_numpy(rows[:, ::-1].copy()), None, theta).numpy()
-        self._must(np.isfinite(p).all() and (p >= 0).all(), "weights must be finite and ≥ 0")
-        self._must(np.allclose(p, q[:, ::-1], atol=1e-12), "reordering the scores must reorder the weights")
-        thetas = [None] if self.parameter is None else self.parameter.around
-        object.__setattr__(self, "scale_free", all(self._is_scale_free(rows, value) for value in thetas))
-        object.__setattr__(self, "rises", all(self._rises(value) for value in thetas))
-        self._must(not self.fused or np.allclose(p, self._tiles_forward(rows, theta), atol=1e-9), "tiles ≠ reference")
-        if self.fused:
-            dp = np.cos(np.arange(rows.size)).reshape(rows.shape)
-            s = torch.from_numpy(rows).requires_grad_()
-            ds = torch.autograd.grad(self.reference(s, None, theta), s, torch.from_numpy(dp))[0].numpy()
-            for a, b, c in self._tiles_slopes(rows, p, theta):
-                ours = a * dp - b * (c * dp).sum(-1, keepdims=True)
-                self._must(np.allclose(ds, ours, atol=1e-7), "tile slopes ≠ derivative of the reference")
-        if self.parameter is not None and self.parameter.series_below > float("-inf"):
-            self._must(self.parameter.series_below <= self.parameter.wide_below, "series_below lies above wide_below")
-            low = torch.from_numpy(rows), None, self.parameter.low
-            same = self.series is not None and torch.allclose(self.series(*low), self.reference(*low), atol=1e-12)
-            self._must(same, "series ≠ reference at the lowest parameter")
-        if self.parameter_vjp is not None:
-            scores, step = torch.from_numpy(rows), 1e-5
-            grads = torch.ones_like(scores).cumsum(-1)
-            up, down = (self.reference(scores, None, theta + h) for h in (step, -step))
-            slope = ((up - down) * grads).sum(-1) / (2 * step)
-            column = torch.full((len(rows), 1), float(theta), dtype=scores.dtype)
-            ours = self.parameter_vjp(self.reference(scores, None, theta), grads, column)
-            self._must(torch.allclose(slope, ours, atol=1e-5), "parameter_vjp ≠ derivative in the parameter")
-
-    def _is_scale_free(self, rows: np.ndarray, theta: Any) -> bool:
-        p, *scaled = (self.reference(torch.from_numpy(factor * rows), None, theta) for factor in (1.0, 0.01, 100.0))
-        return all(torch.allclose(p, other, rtol=1e-9, atol=1e-12) for other in scaled)
-
-    def _rises(self, theta: Any) -> bool:
-        line = self.reference(torch.linspace(-4.0, 4.0, 33, dtype=torch.float64)[None], None, theta)
-        return bool((line.diff() >= -1e-12).all())
-
-    def _must(self, holds: Any, what: str) -> None:
-        if not holds:
-            raise ValueError(f"normaliser {self.name!r}: {what}")
-
-    def _tiles_forward(self, s: np.ndarray, theta: Any) -> np.ndarray:
-        raise TypeError(f"normaliser {self.name!r}: make a Pointwise, Ratio or Threshold, or set fused=False")
-
-    def _tiles_slopes(self, s: np.ndarray, p: np.ndarray, theta: Any) -> list[tuple[Any, Any, Any]]:
-        raise TypeError(f"normaliser {self.name!r}: make a Pointwise, Ratio or Threshold, or set fused=False")
-
-    def cold(self, scores: Tensor, visible: Tensor | None, theta: Any) -> Tensor:
-        """The limit of temperature → 0⁺: all weight on the maximum, shared equally between ties."""
-        if self.scale_free:
-            return self.reference(scores, visible, theta)
-        if visible is not None:
-            scores = scores.masked_fill(~visible, float("-inf"))
-        top = scores.amax(-1, keepdim=True)
-        winners = ((scores == top) & (scores > float("-inf"))).to(scores.dtype)
-        return winners / winners.sum(-1, keepdim=True).clamp_min(1)
-
-    def hot(self, scores: Tensor, visible: Tensor | None, theta: Any) -> Tensor:
-        """The limit of temperature → ∞: the map of equal scores, uniform over the visible entries."""
-        if self.scale_free:
-            return self.reference(scores, visible, theta)
-        seen = scores > float("-inf") if visible is None else visible & (scores > float("-inf"))
-        return self.reference(torch.zeros_like(scores), seen, theta)
 
 
 @dataclass(frozen=True)
@@ -295,14 +153,24 @@ class Threshold(Normalizer):
     order: int = field(default=0)  # 1: value = t, 2: value = t²; the solver may then use sums of t; 0: anything else
     family: ClassVar[str] = "threshold"
 
-    def __post_init__(self) -> None:
-        theta = 0.0 if self.parameter is None else self.parameter.default
+    def _check_tiles(self, rows, theta):
         t = np.linspace(0.0, 1.0, 33)
-        p = speak(self.value)(t, theta)
+        p = speak(self.value)(t, theta or 0.0)
         self._must(np.isclose(p[-1], 1.0) and abs(p[0]) < 1e-12, "value must run from value(0) = 0 to value(1) = 1")
         self._must((np.diff(p) > 0).all() and (np.diff(p, 2) > -1e-12).all(), "value must be increasing and convex")
         self._must(self.order == 0 or np.allclose(p, t**self.order), "value must be t**order")
-        super().__post_init__()
+        super()._check_tiles(rows, theta)
+
+    @functools.cached_property
+    def is_power(self) -> bool:
+        """Is value(t) = t^(1/gain) and slope(t) = value(t)/t, whatever the parameter? Then Newton has a better step."""
+        t = np.linspace(0.1, 1.0, 10)
+        for theta in self._fused_thetas():
+            power = t ** (1.0 / speak(self.gain)(theta or 0.0))
+            pairs = (self.value, power), (self.slope, power / t)
+            if not all(np.allclose(speak(side)(t, theta or 0.0), want) for side, want in pairs):
+                return False
+        return True
 
     def _solve(self, s, theta):
         x = speak(self.gain)(theta or 0.0) * s

@@ -11,8 +11,9 @@ tensor([0.0000, 0.3260, 0.6740])
 import torch
 
 from regard.normalizers import _near_softmax, softmax
-from regard.normalizers._families import Parameter, Threshold
+from regard.normalizers._families import Threshold
 from regard.normalizers._language import jit, tl
+from regard.normalizers._record import Parameter
 
 NEAR = 1.1  # below it 1/(α−1) magnifies float32's rounding too much, and the reference has another form
 

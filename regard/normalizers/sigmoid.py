@@ -7,8 +7,9 @@ tensor([0.5000, 0.8808])
 
 import torch
 
-from regard.normalizers._families import Parameter, Pointwise
+from regard.normalizers._families import Pointwise
 from regard.normalizers._language import jit, tl
+from regard.normalizers._record import Parameter
 
 
 def reference(scores, visible, theta):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.cpu._rows_threshold import is_power
 from regard.normalizers._language import speak
 from regard.parallel.gradients import KeyGradients, RowGradients, rows_of, upstream_of
 from regard.parallel.layout import Spans
@@ -36,7 +35,6 @@ NEWTON = (
     16  # steps: from τ₀ it needs 2 to 6. Where F is not convex (α > 2) it may not arrive, and the bracket is halved
 )
 CLOSE = {torch.float64: 1e-11}  # |F − 1| before the last step; 1e-5 for the others, and the step squares it
-power = functools.cache(is_power)
 
 
 @dataclass
@@ -135,7 +133,7 @@ def _newton(line: Line, rows: Problem, c: Tensor, dead: Tensor, sums) -> Tensor:
         over = (value - 1.0).masked_fill(dead, 0.0)
         low, ceiling = torch.where(over >= 0, c, low), torch.where(over < 0, c, ceiling)
         far = value.clamp_min(1e-300)
-        rise = (far - far ** (1.0 - gain)) if power(choice.normalizer) else over * gain
+        rise = (far - far ** (1.0 - gain)) if choice.is_power else over * gain
         moved = c + rise / slope.where(slope > 0, 1.0)
         inside = (moved >= low) & (moved <= ceiling) & (slope > 0) & (step < NEWTON)
         c = torch.where(over == 0, c, torch.where(inside, moved, 0.5 * (low + ceiling)))

@@ -1,7 +1,6 @@
 """squares(s)_i = s_i² / Σ_j s_j²: a ninth normaliser, in one file, whose weights fall before they rise."""
 
-from regard.normalizers import Ratio
-from regard.normalizers._language import jit
+from regard.normalizers import Ratio, jit
 
 
 def reference(scores, visible, theta):

@@ -270,8 +270,7 @@ def test_errors_name_the_argument():
 
 NINTH = """
 import torch
-from regard.normalizers import Ratio
-from regard.normalizers._language import jit, tl
+from regard.normalizers import Ratio, jit, tl
 
 @jit
 def squared(e, s, c):

@@ -8,7 +8,7 @@ from rows_data import rows
 
 import regard
 from regard import normalizers
-from regard.normalizers._language import jit, tl
+from regard.normalizers import jit, tl
 
 KNOWN = torch.tensor([-2.0, 0.0, 0.5])
 

@@ -11,8 +11,7 @@ from regard import normalizers, statistics
 from regard.cpu import attention_kernels
 from regard.health import bins
 from regard.health.page import data
-from regard.normalizers import Normalizer, Pointwise
-from regard.normalizers._language import jit, tl
+from regard.normalizers import Normalizer, Pointwise, jit, tl
 from regard.parallel import plan
 from regard.problem import Problem
 from regard.statistics import of_scores, of_weights

@@ -27,10 +27,20 @@ def _doctest_names(doctest_namespace):
     doctest_namespace.update(regard=regard, torch=torch)
 
 
+def _threads(count: int):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For small samples and models: two workers with a thread each are faster than two that share their threads."""
+    yield from _threads(1)
+
+
 @pytest.fixture
 def two_threads():
     """More than one, whatever the worker's share is: for what must not depend on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
+    yield from _threads(2)

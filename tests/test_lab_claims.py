@@ -22,13 +22,7 @@ from regard.lab.run import claims
 SEEDS = 20
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small samples: two workers with a thread each are faster than two that share their threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", lab.names())

@@ -5,23 +5,18 @@ import resource
 from dataclasses import replace
 
 import pytest
-import torch
 
 from regard.cli import main
 from regard.lab.training import experiment, results, timing
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def tiny(monkeypatch, one_thread):
     """The scale experiment, made so small that a run takes less than a second."""
     known = experiment.experiments()
     sizes = {"layers": 1, "width": 256, "length": 8, "batch": 2, "validation": 64}
     small = replace(known["scale"].presets["small"], steps=2, every=1, sizes=sizes)
     monkeypatch.setitem(known, "scale", replace(known["scale"], presets={"small": small, "full": small}))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_without_a_name_the_experiments_are_listed(capsys):

@@ -7,14 +7,7 @@ from regard.lab import training
 from regard.lab.training import loop, pairs, text
 from regard.lab.training.results import collect
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Small models: two workers with a thread each are faster than two that share their threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", training.names())

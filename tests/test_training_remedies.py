@@ -10,13 +10,7 @@ from regard.lab import training
 from regard.lab.training import loop
 from regard.lab.training.experiments import collapse, retrieval
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(name: str, **changes):

@@ -1,4 +1,4 @@
-"""A part of the keys in plain torch, a block of queries at a time: any device, any dtype, any α.
+"""A part of the keys in plain torch, a block of queries at a time: any device, any dtype, any map with tile functions.
 
 What the fused engines (`regard.cpu.parts`, `regard.kernels.parts`) do, said as one reads it:
 

@@ -12,6 +12,7 @@ from regard.health import examine
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -104,6 +105,16 @@ def test_lists_and_findings_choose_heads_too(page, saved):
     assert (int(cell.get_attribute("data-layer")), int(cell.get_attribute("data-head"))) == where
 
 
+def test_arrow_keys_choose_heads_and_stop_at_the_edges(page):
+    page.find_element(By.CSS_SELECTOR, 'rect[data-layer="0"][data-head="0"]').click()
+    svg = page.find_element(By.CSS_SELECTOR, "#map svg")
+    for keys, where in (("UUL", (0, 0)), ("DRR", (1, 2)), ("DDDRRRR", (2, 3)), ("LU", (1, 2))):
+        for key in keys:
+            svg.send_keys({"U": Keys.UP, "D": Keys.DOWN, "L": Keys.LEFT, "R": Keys.RIGHT}[key])
+        cell = page.find_element(By.CSS_SELECTOR, "rect.cell.chosen")
+        assert (int(cell.get_attribute("data-layer")), int(cell.get_attribute("data-head"))) == where, keys
+
+
 def test_what_if_shows_the_heads_as_they_would_be(page, saved):
     Select(page.find_element(By.ID, "treatment")).select_by_visible_text("temperature=3")
     page.find_element(By.CSS_SELECTOR, 'rect[data-layer="1"][data-head="0"]').click()
@@ -185,6 +196,8 @@ def test_two_reports_side_by_side(browser, saved, tmp_path):
     painted = browser.find_element(By.CSS_SELECTOR, '#map-change rect[data-layer="0"][data-head="0"]')
     assert painted.get_attribute("fill") == "rgb(222 222 218)"  # where nothing changed
     assert len(browser.find_elements(By.CSS_SELECTOR, "rect.cell.chosen")) == 3
+    browser.find_element(By.CSS_SELECTOR, "#map-b svg").send_keys(Keys.RIGHT)
+    assert browser.find_element(By.ID, "chosen").text.startswith("Layer 1, head 3 ")
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 

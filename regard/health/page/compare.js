@@ -39,13 +39,7 @@
         return cell;
       });
     });
-    svg.addEventListener("keydown", (event) => {
-      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      const row = Math.min(Math.max(state.layer + step[0], 0), data.layers.length - 1);
-      choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), widths[row] - 1) });
-    });
+    walk(svg, widths, state, (where) => choose(where));
     return cells;
   };
   const maps = [build("map-a", "A"), build("map-b", "B"), build("map-change", "B minus A")];

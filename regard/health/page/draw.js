@@ -70,6 +70,15 @@ const ruler = (parent, range, paint) => {
   make("span", parent, `${show(range.high)}${range.log ? " (log)" : ""}`);
 };
 
+// the arrow keys choose a head of a map: `widths` is how many each of its rows has
+const walk = (svg, widths, state, choose) => svg.addEventListener("keydown", (event) => {
+  const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  const row = Math.min(Math.max(state.layer + step[0], 0), widths.length - 1);
+  choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), widths[row] - 1) });
+});
+
 // marks for an axis of bins, at values that people would choose: powers of ten first, then 2 and 5, then round steps
 const ticks = (edges, left, width, apart) => {
   const many = edges.length - 1, low = edges[0], high = edges[many], chosen = [];

@@ -56,13 +56,7 @@
     for (let head = 0; head < widest; head += step) {
       draw("text", { x: LEFT + (head + 0.5) * CELL, y: TOP - 6, "text-anchor": "middle" }, svg, head);
     }
-    svg.addEventListener("keydown", (event) => {
-      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      const row = Math.min(Math.max(state.layer + step[0], 0), data.layers.length - 1);
-      choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), tables[0][row].length - 1) });
-    });
+    walk(svg, tables[0].map((heads) => heads.length), state, choose);
     byId("map").appendChild(svg);
     if (widest > 40) byId("map").classList.add("wide");
   };

@@ -340,6 +340,14 @@ def test_a_parameter_under_another_name_has_all_the_care_of_entmax(a, monkeypatc
             plan.choose(Problem(q, k, v, normalizers.get(mine), 1.0), None)
 
 
+def test_the_bounds_of_a_parameter_are_inside():
+    q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(8))
+    for alpha, backend in ((1.0049, "reference"), (1.005, "cpu"), (2.0, "cpu"), (2.0001, "reference")):
+        assert regard.attention_path(q, k, v, normalizer=f"entmax(alpha={alpha})").backend == backend
+    for alpha in (1.005, 4.0):
+        plan.choose(Problem(q, k, v, normalizers.get(f"entmax(alpha={alpha})"), 1.0), None)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

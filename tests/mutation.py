@@ -26,7 +26,11 @@ from mutation_page import EQUIVALENT, place, publish
 
 ROOT = Path(__file__).parents[1]
 STATISTICS = [f"tests/test_statistics{part}.py" for part in ("", "_digits", "_merge", "_weights")]
-CONTRACT = [*(f"tests/test_{name}.py" for name in ("contract", "normalize", "kernel_rows")), *STATISTICS, "-k"]
+CONTRACT = [
+    *(f"tests/test_{name}.py" for name in ("contract", "records", "normalize", "kernel_rows")),
+    *STATISTICS,
+    "-k",
+]
 KERNELS = ["tests/test_kernel_attention.py", "-k", "not other_types"]
 LISTS = ["tests/test_kernel_lists.py", *KERNELS]
 DECODE = ["tests/test_kernel_decode.py"]

@@ -44,7 +44,7 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
         return z.new_zeros((*z.shape, z.shape[-1]))
     if t == math.inf:
         return _dense(z, lambda row: limit(row, choice, None, None, cold=False))
-    if not choice.normalizer.fused:
+    if not (choice.fused or choice.is_blurred()):
         return _dense(z, lambda row: choice.reference(row / t, None, choice.theta))
     return (_in_one_step if torch.compiler.is_compiling() else _closed)(z, choice.spec, t)
 

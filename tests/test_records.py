@@ -9,11 +9,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import regard
 from regard import normalizers
+from regard.normalizers._language import WORDS, torch_words
 from regard.parallel import plan
 from regard.problem import Problem
 
@@ -160,6 +162,68 @@ def test_a_parameter_under_another_name_has_all_the_care_of_entmax(a, monkeypatc
     if a in (1.0005, 1.004, 8.0):
         with pytest.raises(ValueError, match=r"mine.*: a must lie in \[1.005, 4.0\] where rows are in parts"):
             plan.choose(Problem(q, k, v, normalizers.get(mine), 1.0), None)
+
+
+CLIPPED = """
+    import torch
+    from regard.normalizers import Parameter, Pointwise, jit, sigmoid, tl
+
+    @jit
+    def near(b):
+        return tl.minimum(tl.maximum(b, -1.0), 1.0)
+
+    @jit
+    def value(s, b):
+        return 1.0 / (1.0 + tl.exp(-s - near(b)))
+
+    @jit
+    def slope(s, b):
+        return value(s, b) * (1.0 - value(s, b))
+
+    normalizer = Pointwise(
+        name="clipped", formula="", sums_to="", sparse=False, paper="", reference=sigmoid.reference, value=value,
+        slope=slope, parameter=Parameter("b", default=0.0, low=-9.0, high=9.0, fused_low=-1.0, fused_high=1.0),
+    )
+"""
+
+
+def test_outside_of_its_bounds_nobody_calls_the_tile_functions(tmp_path, monkeypatch):
+    """Tiles of sigmoid that serve biases from −1 to 1."""
+    for known in ("_members", "_files"):
+        monkeypatch.setattr(normalizers, known, dict(getattr(normalizers, known)))
+    (tmp_path / "clipped.py").write_text(textwrap.dedent(CLIPPED))
+    normalizers.discover(tmp_path)
+    z, grad = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(7))
+    q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(8))
+    for b, backend in ((-3.0, "reference"), (1.0, "cpu"), (3.0, "reference")):
+        mine, theirs = f"clipped(b={b})", f"sigmoid(bias={b})"
+        assert regard.attention_path(q, k, v, normalizer=mine).backend == backend
+        for function in (
+            lambda name: regard.normalize(z, name),
+            lambda name: regard.vjp(z, grad, name),
+            lambda name: regard.jacobian(z, name),
+            lambda name: regard.attention(q, k, v, normalizer=name),
+            lambda name: regard.statistics.of_scores(z, normalizer=name)["entropy"],
+            lambda name: regard.statistics.of_scores(z, normalizer=name)["gradient_gain"],
+        ):
+            torch.testing.assert_close(function(mine), function(theirs), rtol=1e-5, atol=1e-6)
+        if b != 1.0:
+            with pytest.raises(ValueError, match=r"b must lie in \[-1.0, 1.0\] where rows are in parts"):
+                plan.choose(Problem(q, k, v, normalizers.get(mine), 1.0), None)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_takes_a_parameter_alone_beside_scores_and_in_their_place(word):
+    """`tl.exp(b)` of a parameter is a number: statistics and Jacobians, which speak torch, failed at it."""
+    x, b = torch.tensor([0.5, 2.0], dtype=torch.float64), 1.25
+    calls = dict(
+        maximum=[(b, 0.5), (x, b), (b, x)], where=[(b > 1, b, 0.5), (b < 1, x, b), (b > 1, x, b), (x > 1, x, b)]
+    )
+    calls["minimum"] = calls["maximum"]
+    for given in calls.get(word, [(b,), (x,)]):
+        found = getattr(torch_words, word)(*given)
+        numbers = [y.numpy() if isinstance(y, torch.Tensor) else y for y in given]
+        assert np.allclose(np.asarray(found), getattr(np, word)(*numbers)), given
 
 
 def test_the_bounds_of_a_parameter_are_inside():

@@ -69,12 +69,15 @@ class Choice:
 
     @property
     def fused(self) -> bool:
-        """Do the fused rows take it, with this parameter?"""
-        return self.normalizer.fused and (self.theta is None or self.theta <= self.normalizer.parameter.fused_high)
+        """Do the fused rows take it, with this parameter? Below `fused_low` only where a wider dtype helps."""
+        parameter = self.normalizer.parameter
+        if self.theta is None or not self.normalizer.fused:
+            return self.normalizer.fused
+        return self.theta <= parameter.fused_high and not parameter.wide_below <= self.theta < parameter.fused_low
 
     @property
     def fused_in_attention(self) -> bool:
-        """Does fused attention take it, which has no wider dtype to go to where rounding is magnified?"""
+        """Does fused attention take it, which has no wider dtype to go to?"""
         return self.fused and (self.theta is None or self.theta >= self.normalizer.parameter.fused_low)
 
     def is_blurred(self, theta: Any = None) -> bool:
@@ -83,12 +86,13 @@ class Choice:
         if theta is None or self.family != "threshold":
             return False
         parameter = self.normalizer.parameter
-        return isinstance(theta, Tensor) or not parameter.wide_below <= theta <= parameter.fused_high
+        low = max(parameter.wide_below, parameter.fused_low)
+        return isinstance(theta, Tensor) or not low <= theta <= parameter.fused_high
 
     @property
     def merges(self) -> bool:
         """Do the sums of `statistics.State` tell its statistics? They take the largest score for the largest weight."""
-        return self.normalizer.fused and self.normalizer.rises
+        return self.normalizer.rises and (self.fused or self.family == "threshold")
 
     @property
     def softmax_family(self) -> bool:

@@ -27,23 +27,24 @@ WORDS = ("abs", "exp", "exp2", "log", "log2", "maximum", "minimum", "sqrt", "whe
 numpy_words = SimpleNamespace(**{word: getattr(np, word) for word in WORDS if word != "abs"}, abs=np.abs)
 
 
-def _tensor(x: Any, like: Any) -> Any:
-    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=like.dtype, device=like.device)
+def _torch_word(word: str) -> Any:
+    """torch's function, which also takes plain numbers: of a parameter alone it is numpy's."""
+
+    def said(*given):
+        like = next((x for x in given if isinstance(x, torch.Tensor)), None)
+        if like is None:
+            return float(getattr(np, word)(*given))
+        if word == "where" and not isinstance(given[0], torch.Tensor):
+            return given[1] if given[0] else given[2]
+        if word in ("maximum", "minimum"):
+            numbers = dict(dtype=like.dtype, device=like.device)
+            given = [x if isinstance(x, torch.Tensor) else torch.as_tensor(x, **numbers) for x in given]
+        return getattr(torch, word)(*given)
+
+    return said
 
 
-def _pairwise(function: Any) -> Any:
-    def word(a, b):
-        like = a if isinstance(a, torch.Tensor) else b
-        return function(_tensor(a, like), _tensor(b, like))
-
-    return word
-
-
-torch_words = SimpleNamespace(
-    **{word: getattr(torch, word) for word in WORDS if word not in ("maximum", "minimum")},
-    maximum=_pairwise(torch.maximum),
-    minimum=_pairwise(torch.minimum),
-)
+torch_words = SimpleNamespace(**{word: _torch_word(word) for word in WORDS})
 
 try:
     import triton.language as tl

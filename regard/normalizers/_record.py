@@ -15,10 +15,10 @@ from torch import Tensor
 class Parameter:
     """One number that a normaliser takes: `entmax(alpha=1.25)`, `sigmoid(bias=-3)`, and where its tile functions serve.
 
-    Above `fused_high` they break the family's law, and the reference computes. Towards low values they may magnify
-    rounding: below `wide_below` rows take float64, below `series_below` the record's `series`; attention, which keeps
-    its dtype, goes by the reference below `fused_low`. Outside [wide_below, fused_high] statistics and Jacobian of a
-    threshold map take the reference's weights, which τ does not tell.
+    Outside [fused_low, fused_high] they do not, and the reference computes; but where they only magnify rounding, below
+    `wide_below`, rows take float64, and below `series_below` the record's `series`. Statistics and Jacobian of a
+    threshold map take the reference's weights wherever τ, in the scores' own dtype, does not tell them. Rows in parts
+    take parameters up to `parts_high`, if that lies beyond `fused_high`.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Parameter:
     high: float = float("inf")
     fused_low: float = float("-inf")
     fused_high: float = float("inf")
-    parts_high: float = float("inf")  # above it rows in parts are refused: what the parts share does not tell weights
+    parts_high: float = float("-inf")
     wide_below: float = float("-inf")
     series_below: float = float("-inf")
     softmax_at: float | None = None  # where the map is softmax

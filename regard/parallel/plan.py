@@ -147,11 +147,13 @@ def choose(problem: Problem, backend: str | None) -> ModuleType:
     if not choice.normalizer.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
     parameter = choice.normalizer.parameter
-    if parameter is not None and not parameter.fused_low <= choice.theta <= parameter.parts_high:
-        raise ValueError(
-            f"normalizer {choice.spec!r}: {parameter.name} must lie in [{parameter.fused_low}, {parameter.parts_high}] "
-            "where rows are in parts; use regard.attention"
-        )
+    if parameter is not None:
+        low, high = parameter.fused_low, max(parameter.fused_high, parameter.parts_high)
+        if not low <= choice.theta <= high:
+            raise ValueError(
+                f"normalizer {choice.spec!r}: {parameter.name} must lie in [{low}, {high}] where rows are in parts; "
+                "use regard.attention"
+            )
     if problem.stats and not choice.merges:
         raise ValueError(
             f"statistics of {choice.spec!r}, whose weights fall somewhere as scores rise, cannot be merged over ranks; "

@@ -134,8 +134,8 @@ def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, na
 
 
 def _trace(s: Tensor, seen: Tensor, choice, theta) -> Tensor:
-    """tr ∂p/∂s: from the tile functions, or by a derivative per key where there are none."""
-    if choice.normalizer.fused:
+    """tr ∂p/∂s: from the tile functions, or by a derivative per key where there are none that serve."""
+    if choice.fused:
         terms, frame = Terms(choice, theta), solve_frame(s, seen, choice, theta)
         _, v, slope, cross = (x.masked_fill(~seen, 0.0).sum(-1, keepdim=True) for x in terms(s, frame))
         z = v + terms.rest(frame) if choice.family == "ratio" else torch.ones_like(v)
@@ -178,7 +178,7 @@ def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> T
 
 def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
-    if not choice.normalizer.fused or (choice.family == "ratio" and not choice.softmax_family):
+    if not (choice.fused or choice.family == "threshold") or (choice.family == "ratio" and not choice.softmax_family):
         return None
     theta = 0.0 if choice.theta is None else choice.theta
     if choice.family == "ratio":

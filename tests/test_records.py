@@ -212,6 +212,26 @@ def test_outside_of_its_bounds_nobody_calls_the_tile_functions(tmp_path, monkeyp
                 plan.choose(Problem(q, k, v, normalizers.get(mine), 1.0), None)
 
 
+def test_a_ratio_with_a_parameter_which_its_tiles_would_not_hear_of(monkeypatch):
+    def sharper(scores, visible, k):
+        return normalizers.get("softmax").reference(scores * k, visible, None)
+
+    softmax, parameter = normalizers.get("softmax").normalizer, normalizers.Parameter("k", 1.0, 0.1, 9.0)
+    with pytest.raises(ValueError, match="a ratio know no parameter; set fused=False"):
+        dataclasses.replace(softmax, name="sharper", reference=sharper, parameter=parameter)
+    mine = dataclasses.replace(softmax, name="sharper", reference=sharper, parameter=parameter, fused=False)
+    monkeypatch.setitem(normalizers._members, "sharper", mine)
+    z = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(regard.normalize(z, "sharper(k=3)"), torch.softmax(3 * z, -1))
+    torch.testing.assert_close(regard.jacobian(z, "sharper(k=3)"), 3 * regard.jacobian(3 * z))
+    out, stats = regard.attention(q, k, v, normalizer="sharper(k=3)", return_stats=True)
+    want, soft = regard.attention(q, k, v, temperature=1 / 3, return_stats=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(stats["entropy"], soft["entropy"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stats["gradient_gain"], 3 * soft["gradient_gain"], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_takes_a_parameter_alone_beside_scores_and_in_their_place(word):
     """`tl.exp(b)` of a parameter is a number: statistics and Jacobians, which speak torch, failed at it."""

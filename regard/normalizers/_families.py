@@ -69,6 +69,7 @@ class Pointwise(Normalizer):
 class Ratio(Normalizer):
     """p = u/Z with Z = Σv + rest(c); Z = 0 gives p = 0. Tile functions take (e, s, c): e = exp(s − m), c = exp(−m).
 
+    They know no parameter: a ratio that takes one is made with fused=False.
     `denominator` (v) and its slope default to the numerator's. `shift` says what m is: "max" (the row's maximum),
     "max0" (at least 0, so that c cannot overflow) or "none" (m = 0; e must then not be used). `exponential` states
     u = e, so that log u = s − m needs no logarithm. `slope_of_weight(p, 1/Z)` = a = b, if that is all backward needs.
@@ -90,6 +91,8 @@ class Ratio(Normalizer):
         if self.denominator is None:
             object.__setattr__(self, "denominator", self.numerator)
             object.__setattr__(self, "denominator_slope", self.numerator_slope)
+        known = self.parameter is None or not self.fused
+        self._must(known, "the tile functions of a ratio know no parameter; set fused=False")
         if self.shift not in ("max", "max0", "none"):
             raise ValueError(f"shift must be 'max', 'max0' or 'none', got {self.shift!r}")
         super().__post_init__()

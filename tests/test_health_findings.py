@@ -330,3 +330,76 @@ def test_the_gravest_comes_first():
     order = [findings.SEVERITIES.index(finding.severity) for finding in report.findings]
     assert order == sorted(order)
     assert all(finding.remedy and finding.evidence and finding.threshold for finding in report.findings)
+
+
+class Projected(nn.Module):
+    """Attention whose values and output come from layers of its own."""
+
+    def __init__(self, heads=4, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(heads * width, 3 * heads * width), nn.Linear(heads * width, heads * width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def dead(model, x=None):
+    x = torch.randn(2, 24, 32) if x is None else x
+    return [(one.severity, one.heads) for one in examine(nn.Sequential(model), [x, x]).findings if one.kind == "dead"]
+
+
+@torch.no_grad()
+def test_dead_by_its_values():
+    model = Projected()
+    assert dead(model) == []
+    model.qkv.weight[72:80] = 0.0  # of head 1: its bias is left
+    assert dead(model) == [("warning", (("0", 1),))]
+    model.qkv.weight[64:72] *= 1e-9  # weight decay without a gradient
+    model.qkv.bias[64:72] = 0.0
+    assert dead(model) == [("warning", (("0", 0), ("0", 1)))]
+    assert dead(Projected(), torch.ones(2, 24, 32)) == [("note", tuple(("0", head) for head in range(4)))]  # the text
+    assert dead(model, torch.randn(2, 3, 32)) == []  # too few rows to tell
+
+
+@torch.no_grad()
+def test_dead_by_the_output_projection():
+    model = Projected()
+    model.proj.weight[:, 16:24] = 0.0
+    assert dead(model) == [("warning", (("0", 2),))]
+    model.proj.weight.zero_()
+    assert dead(model) == [("note", tuple(("0", head) for head in range(4)))]  # a block that begins as the identity
+    torch.nn.utils.parametrizations.weight_norm(model.proj)  # computed: not looked at
+    assert dead(model) == []
+
+
+@torch.no_grad()
+def test_dead_heads_are_found_in_merged_readings(tmp_path):
+    model = Projected()
+    model.qkv.weight[64:72] = 0.0
+    model.proj.weight[:, 16:24] = 0.0
+    same = torch.ones(2, 24, 32)  # where the text makes all values alike, and elsewhere not
+    report = examine(nn.Sequential(model), [same, torch.randn(2, 24, 32), same], snapshot=tmp_path / "readings")
+    assert [one.heads for one in report.findings if one.kind == "dead"] == [(("0", 0),), (("0", 2),)]
+
+
+@torch.no_grad()
+def test_dead_heads_share_their_values_with_a_group():
+    q, k = healthy()
+    model = nn.Sequential(Fixed(q, k[:, :4], enable_gqa=True))
+    values = torch.randn_like(k[:, :4])
+    values[:, 1] = 3.0
+    model[0].forward = lambda x: F.scaled_dot_product_attention(q, k[:, :4], values, enable_gqa=True)
+    (found,) = (one for one in examine(model, [torch.zeros(1)]).findings if one.kind == "dead")
+    assert found.heads == (("0", 2), ("0", 3)) and found.measured == (0.0, 0.0)
+
+
+@torch.no_grad()
+def test_columns_are_not_read_where_several_calls_share_them():
+    model = Projected()
+    model.proj.weight[:, 16:24] = 0.0
+    alone = model.forward
+    model.forward = lambda x: alone(alone(x))
+    assert dead(model) == []

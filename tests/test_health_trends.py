@@ -125,3 +125,16 @@ def test_heads_that_are_sharp_by_trade_may_sharpen():
     for seen, told_of in ((heads, 0), ([], 1)):
         trends = Trends()
         assert sum(len(trends.add([row], seen, {heads[0].index: "a"})) for row in falling) == told_of
+
+
+def test_a_head_without_values_is_told_of():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True, dropout=0.0)
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight[32:40] = 0.0  # the values of head 0
+    with regard.Monitor(layer, every=1, budget=1.0), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(SAMPLES + 2):
+            layer(torch.randn(2, 24, 16))
+    (told,) = (str(one.message) for one in seen)
+    assert told.startswith("self_attn, head 0: dead in each of the last 10 samples; its values differ by 0")

@@ -22,6 +22,7 @@ from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.threads import turn_of
+from regard.health.values import find_unread
 from regard.health.what_if import parse_all
 
 Modules = list[tuple[str, nn.Module]]
@@ -204,6 +205,7 @@ def _report(
     model, modules: Modules, size: int, layers: list[Layer], changes, done: int, failure, seconds: float, title
 ) -> Report:
     heads = heads_of(layers)
+    find_unread(dict(modules), layers)
     what_if = {}
     for change in changes:
         changed = heads_if(layers, change.name)

@@ -107,14 +107,14 @@ def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading
     for many in {reading.heads for reading in readings}:  # layers of as many heads at once: numpy is slow to start
         places = [at for at, reading in enumerate(readings) if reading.heads == many]
         alike = [readings[at] for at in places]
-        twins, predicted, judged = twins_of(alike), predicted_variances(alike), _judged(alike)
+        twins, predicted, can_be = twins_of(alike), predicted_variances(alike), judged(alike)
         for row, (at, spreads) in enumerate(zip(places, spreads_of(alike), strict=True)):
             layer, reading = pairs[at][0], readings[at]
             dtype = str(layer.dtype).removeprefix("torch.")
             told[at] = [
                 HeadReading(
                     layer.name, layer.index, head, spread, reading, predicted[row][head], dtype, layer.head_dim,
-                    layer.scale, judged[row][head], twins.get((row, head), ()),
+                    layer.scale, can_be[row][head], twins.get((row, head), ()),
                 )
                 for head, spread in enumerate(spreads)
                 if spread.count("entropy")
@@ -122,7 +122,8 @@ def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading
     return [told[at] for at in range(len(pairs))]
 
 
-def _judged(readings: Sequence[LayerReading]) -> list[list[bool]]:
+def judged(readings: Sequence[LayerReading]) -> list[list[bool]]:
+    """Per reading and head, has it enough rows with enough keys that its shape says something?"""
     rows, keys = (stacked(readings, name)[:, ROW["visible_keys"]] for name in ("count", "mean"))
     return ((rows >= LEAST_ROWS) & (keys >= LEAST_KEYS)).tolist()
 

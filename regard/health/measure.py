@@ -25,6 +25,7 @@ from regard.health.readings import LayerReading
 from regard.health.rows import Rows, Shown
 from regard.health.standing import Standing, distance
 from regard.health.uses import MANY, Uses
+from regard.health.values import Ends, ends, fetched, spans
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 
@@ -42,6 +43,7 @@ class Sight:
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
     masks: list[Shown] = field(default_factory=list)  # what the masks of its calls show
+    values: list[Ends] = field(default_factory=list)  # of its calls
     done: torch.cuda.Event | None = None  # when the reading has all that the batch told, if a GPU takes it aside
 
     blind: Tensor | None = None  # [H] rows that see no key and are no padding
@@ -69,11 +71,14 @@ class Layer:
     kind: str = ""
     dtype: torch.dtype | None = None
     head_dim: int = 0
+    value_dim: int = 0
     scale: float = math.nan  # over 1/√d; NaN where it is learned
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
     odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `Shown`; and whether it drops weights
     blind: list[int] = field(default_factory=list)  # per head, rows that see no key and are no padding; empty: none
+    values: list[tuple[float, float]] = field(default_factory=list)  # per head: see `spans`
+    unread: list[int] = field(default_factory=list)  # the heads that nothing behind reads
     not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
     folded: bool = False  # were its calls of three dims?
     told: tuple[LayerReading, list] | None = None  # the heads of a reading, told while the model was still at work
@@ -91,6 +96,7 @@ class Layer:
             self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
         self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
         self.odd |= {name for mask in sight.masks for name, so in mask.odd.items() if bool(so)}
+        self.hold(spans(sight.values, self.heads))
         if sight.blind is not None:
             self.miss(sight.blind.tolist())
         return merged
@@ -98,6 +104,11 @@ class Layer:
     def miss(self, blind: list[int]) -> None:
         """Add rows that see no key, per head."""
         self.blind = [a + b for a, b in zip_longest(self.blind, blind, fillvalue=0)]
+
+    def hold(self, values: Sequence[tuple[float, float]]) -> None:
+        """Add what is known of the values, per head."""
+        pairs = zip_longest(self.values, values, fillvalue=(0.0, 0.0))
+        self.values = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
 
     def join(self, other: Layer) -> None:
         """Add what another use told."""
@@ -110,6 +121,7 @@ class Layer:
         elif other.reading is not None:
             self.absorb(Sight(other.reading, 0.0, sampled=other.sampled, what_if=other.what_if), other.error)
             self.odd |= other.odd
+            self.hold(other.values)
             self.miss(other.blind)
 
     def give_up(self, reason: str, not_finite: Sequence[int] = ()) -> None:
@@ -168,6 +180,8 @@ class Recorder:
         sights, self._batch = {key: sight for key, sight in self._batch.items() if sight.apart is not None}, {}
         with self.beside():
             differences = _numbers([sight.apart for sight in sights.values() if sight.apart is not None])
+            for sight, values in zip(sights.values(), fetched([s.values for s in sights.values()]), strict=True):
+                sight.values = values
         self._aside.join()
         wrong = False
         for (key, sight), heads in zip(sights.items(), differences, strict=True):
@@ -240,7 +254,7 @@ class Recorder:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
             layer.heads, layer.folded = heads, call.folded
             layer.kind, layer.dtype = call.kind, coarsest(call.q, call.k, call.v)
-            layer.head_dim = call.q.shape[-1]
+            layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
             scale = resolve_scale(call.options.get("scale"), layer.head_dim)
             layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
             self._batch[key] = Sight(LayerReading(heads, device), limit(layer.dtype, device))
@@ -255,6 +269,8 @@ class Recorder:
     def _read(self, sight: Sight, call: Call, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
         sight.reading.update(stats, rows, start)
         predict(sight.reading, call, rows)
+        if call.v.numel():
+            sight.values.append(ends(call.v))
 
     def _try(self, layer: Layer, sight: Sight, call: Call, rows: Tensor | None, start: int) -> None:
         """What would be read if the call were changed."""

@@ -162,7 +162,8 @@ class Monitor:
                 rows += self._record(layer, step)
             else:
                 self.unmeasured[layer.label] = layer.reason or "it was not reached"
-        for told in self._trends.add(rows, heads_of(layers), {layer.index: layer.label for layer in layers}):
+        labels = {layer.index: layer.label for layer in layers}
+        for told in self._trends.add(rows, heads_of(layers), labels, layers):
             warnings.warn(told, AttentionWarning, stacklevel=2)
         self._tell_unmeasured(len(layers))
         if self.samples:  # the first one compiles kernels, which is not held against the budget

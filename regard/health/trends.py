@@ -1,10 +1,10 @@
 """What a monitor warns of: heads that are ill in sample after sample, and heads on their way there.
 
-Ill is what the findings call so, *exploding logits*, *collapsed*, *dying gradient* and *scale off*, in each of the last
-ten samples: one odd batch is no illness. On its way is a head whose last ten samples are in order but for a few pairs,
-whose last three have come to a quarter of the largest logit that is allowed, or to twice the smallest entropy ratio,
-and whose line, followed four times its span ahead, passes the limit. Sound trainings begin with long, steep ways too;
-they stop before that.
+Ill is what the findings call so, *exploding logits*, *collapsed*, *dying gradient*, *scale off* and *dead* (by its
+values), in each of the last ten samples: one odd batch is no illness. On its way is a head whose last ten samples are
+in order but for a few pairs, whose last three have come to a quarter of the largest logit that is allowed, or to twice
+the smallest entropy ratio, and whose line, followed four times its span ahead, passes the limit. Sound trainings begin
+with long, steep ways too; they stop before that.
 
 >>> from regard.health.trends import ordered
 >>> ordered([1, 2, 3, 5, 4, 6, 7, 8, 9, 10]), ordered([1, 2, 9, 8, 7, 6, 5, 4, 3, 10])
@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 
-from regard.health.findings import collapsed, dying_gradient, exploding_logits, scale_off
+from regard.health.findings import collapsed, dead, dying_gradient, exploding_logits, scale_off
 from regard.health.findings._finding import positional_heads
 from regard.health.heads import HeadReading
+from regard.health.measure import Layer
 
 SAMPLES = 10
 AHEAD = 4.0  # times the span of the samples
@@ -31,6 +32,7 @@ ILL = {
     collapsed: "the 95th percentile of its entropy ratio is {:.2g}",
     dying_gradient: "no gradient passes a share {:.2g} of its rows",
     scale_off: "its logits' variance is {:.3g}",
+    dead: "its values differ by {:.2g} from key to key",
 }
 
 Place = tuple[str, int]  # layer and head
@@ -44,21 +46,29 @@ class Trends:
         self._ill: dict[tuple[str, Place], int] = {}  # in how many samples on end
         self._told: set[tuple[str, Place]] = set()
 
-    def add(self, rows: Iterable[dict], heads: Sequence[HeadReading], labels: Mapping[int, str]) -> list[str]:
-        """What there is to tell after one more sample, its rows and its heads; labels are those of the layers."""
+    def add(
+        self,
+        rows: Iterable[dict],
+        heads: Sequence[HeadReading],
+        labels: Mapping[int, str],
+        layers: Sequence[Layer] = (),
+    ) -> list[str]:
+        """What there is to tell after one more sample: its rows, its heads and their layers, whose labels these are."""
         new: dict[str, list[tuple[Place, str]]] = {}
         silent = self._told | {("falling", (labels[head.index], head.head)) for head in positional_heads(heads)[1]}
-        for kind, place, what in chain(self._illnesses(heads, labels), self._ways(rows)):
+        for kind, place, what in chain(self._illnesses(heads, layers, labels), self._ways(rows)):
             if (kind, place) not in silent:
                 self._told.add((kind, place))
                 new.setdefault(kind, []).append((place, what))
         return [_text(found) for found in new.values()]
 
-    def _illnesses(self, heads: Sequence[HeadReading], labels: Mapping[int, str]) -> Iterator[tuple[str, Place, str]]:
+    def _illnesses(
+        self, heads: Sequence[HeadReading], layers: Sequence[Layer], labels: Mapping[int, str]
+    ) -> Iterator[tuple[str, Place, str]]:
         for module, words in ILL.items() if heads else ():
             kind: str = module.KIND
             found: dict[tuple[int, int], float] = {}
-            for finding in module.find(heads):
+            for finding in module.find(heads) if hasattr(module, "find") else module.find_in_layers(layers):
                 if finding.severity != "note":
                     found |= dict(zip(finding.places, finding.measured, strict=True))
             for head in heads:

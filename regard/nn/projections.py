@@ -1,4 +1,4 @@
-"""Where a module keeps the weights that make its queries and keys, head by head."""
+"""Where a module keeps the weights that make its queries and keys, head by head, and those that read its output."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from regard._dtensor import is_dtensor
 
 SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"), ("Wq", "Wk"))
 STACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")  # q, k, v one after another
+OUTPUTS = ("out_proj", "o_proj", "output_proj", "c_proj", "o", "out_lin", "linear_out", "to_out", "Wo", "wo", "proj",
+           "dense", "projection_layer")  # fmt: skip
 NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "qk_norm")
 
 
@@ -98,6 +100,29 @@ def sources(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
             return query, key
     stacked = (getattr(module, name, None) for name in STACKED)
     return next(((layer, layer) for layer in stacked if isinstance(layer, nn.Module)), None)
+
+
+def output_weight(module: nn.Module, parent: nn.Module | None = None) -> Tensor | None:
+    """The matrix [outputs, H·E] that what an attention module's heads gave is multiplied by; None where none is found.
+
+    It is the module's own, or, as in BERT, `output.dense` of what holds the module.
+
+    >>> import torch
+    >>> from regard.nn.projections import output_weight
+    >>> output_weight(torch.nn.MultiheadAttention(8, 2)).shape
+    torch.Size([8, 8])
+    """
+    beside = getattr(getattr(parent, "output", None), "dense", None)
+    for layer in (*(getattr(module, name, None) for name in OUTPUTS), beside):
+        if isinstance(layer, (nn.Sequential, nn.ModuleList)) and len(layer):
+            layer = layer[0]  # then dropout
+        if isinstance(layer, nn.Module) and hasattr(layer, "weight"):
+            try:
+                weight = _floating(layer)
+            except NotFound:
+                return None
+            return None if is_dtensor(weight) else weight.mT if _out(layer) else weight
+    return None
 
 
 def not_growing(module: nn.Module) -> str | None:

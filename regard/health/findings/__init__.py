@@ -6,7 +6,7 @@ tells how often they cry wolf.
 
 >>> from regard.health import findings
 >>> findings.kinds()[:4]
-['causal at the wrong end', 'collapsed', 'diffuse', 'dropout in evaluation']
+['causal at the wrong end', 'collapsed', 'dead', 'diffuse']
 """
 
 from __future__ import annotations

@@ -248,8 +248,10 @@ def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
     layer.kind = told["kind"] or layer.kind
     layer.folded = told["folded"]
     layer.head_dim, layer.scale = told["head_dim"] or layer.head_dim, told["scale"]
+    layer.value_dim = told["value_dim"] or layer.value_dim
     layer.dtype = layer.dtype if told["dtype"] is None else getattr(torch, told["dtype"])
     layer.miss(told["blind"])
+    layer.hold(told["values"])
     if told["reading"] is not None:
         reading = _reading(told["reading"])
         layer.reading = reading if layer.reading is None else layer.reading.merge(reading)

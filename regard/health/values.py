@@ -1,0 +1,88 @@
+"""What the values of a head leave its weights to decide: how far apart they lie within a sequence, and their size,
+
+    apart_h = max (max_j v_j − min_j v_j),    size_h = max |v|,    over sequences and channels,
+
+and which heads nothing behind the attention reads: their columns of the output projection are 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from regard.nn.projections import output_weight
+
+if TYPE_CHECKING:
+    from regard.health.measure import Layer
+
+Ends = tuple[Tensor, Tensor]  # the least and the largest value over the keys, [B, G, E] each
+SAMPLED = 1024  # keys whose values are looked at, at least
+NOTHING = 1e-6  # of the layer's largest column: what counts as 0
+
+
+def ends(v: Tensor) -> Ends:
+    """Of values [B, G, N, E]; nothing waits."""
+    v = v.detach()[:, :, :: max(1, v.shape[2] // SAMPLED)]
+    return v.amin(2), v.amax(2)  # on a CPU torch's aminmax takes 3 to 15 times as long
+
+
+def fetched(seen: Sequence[Sequence[Ends]]) -> list[list[Ends]]:
+    """The same on the CPU, with one wait for the device where they share it."""
+    tensors = list(chain.from_iterable(pair for pairs in seen for pair in pairs))
+    if len({(x.device, x.dtype) for x in tensors}) == 1:
+        together = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
+        tensors = [part.view(x.shape) for part, x in zip(together, tensors, strict=True)]
+    landed = iter(tensors)
+    return [[(next(landed).cpu(), next(landed).cpu()) for _ in pairs] for pairs in seen]
+
+
+def spans(seen: Sequence[Ends], heads: int) -> list[tuple[float, float]]:
+    """Per query head (apart, size), over the calls whose ends these are.
+
+    >>> from regard.health.values import ends, spans
+    >>> v = torch.tensor([[0.0, 5.0, 2.0], [1.0, 1.0, 1.0]])[None, :, :, None]  # two heads of three keys
+    >>> spans([ends(v)], heads=4)
+    [(5.0, 5.0), (5.0, 5.0), (0.0, 1.0), (0.0, 1.0)]
+    """
+    if not seen:
+        return []
+    found = [torch.stack([high.double() - low.double(), torch.maximum(high, -low).double()]) for low, high in seen]
+    apart, size = torch.stack([both.amax((1, 3)) for both in found]).amax(0).repeat_interleave(
+        heads // seen[0][0].shape[1], 1
+    )  # fmt: skip
+    return list(zip(apart.tolist(), size.tolist(), strict=True))
+
+
+def find_unread(modules: Mapping[str, nn.Module], layers: Sequence[Layer]) -> None:
+    """Note in each layer the heads whose columns of its output projection are 0, with one wait for all of them.
+
+    What a module makes of several calls is its own affair: differential attention mixes the columns of two.
+    """
+    calls = Counter(layer.name for layer in layers)
+    once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
+    found = [(layer, _columns(modules, layer)) for layer in once]
+    known = [(layer, columns) for layer, columns in found if columns is not None]
+    for (layer, _), columns in zip(known, _numbers([columns for _, columns in known]), strict=True):
+        most = columns.view(layer.heads, -1).amax(1)
+        layer.unread = (most <= NOTHING * most.amax()).nonzero().flatten().tolist()
+
+
+def _columns(modules: Mapping[str, nn.Module], layer: Layer) -> Tensor | None:
+    """[H·E] the largest number in each; None where the projection is not found, or is not one of these heads."""
+    if layer.name not in modules:
+        return None
+    weight = output_weight(modules[layer.name], modules.get(layer.name.rpartition(".")[0]))
+    if weight is None or weight.shape[1] != layer.heads * layer.value_dim:
+        return None
+    return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
+
+
+def _numbers(columns: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len({(x.device, x.dtype) for x in columns}) == 1:
+        return torch.cat(list(columns)).cpu().split([len(x) for x in columns])
+    return [x.cpu() for x in columns]

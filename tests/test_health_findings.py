@@ -269,6 +269,12 @@ def test_heads_that_look_elsewhere_are_no_twins():
     assert "duplicate heads" not in kinds(q, k)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-5])
+def test_uniform_heads_are_no_twins(size):
+    q, k = healthy()
+    assert set(kinds(q * size, k)) == {"diffuse", "scale off"}
+
+
 def test_logits_far_below_zero_explode_too():
     q, k = healthy()
     q[..., 0], k[..., 0] = 100.0, 0.0

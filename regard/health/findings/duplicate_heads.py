@@ -5,7 +5,8 @@ Rows are told by entropy ratio, sharpness, logit variance and distance; heads ar
     Σ (f_g − f_h)² < 0.005 · mean of Σ (f − f̄)²  over the rows,
 
 0 for copies and about 2 for strangers; 0.005 leaves 0.25 % of unshared variance, a correlation above 0.997. Heads in
-one layer of trained models are often prunable (arXiv 1905.10650), but seldom equal row by row.
+one layer of trained models are often prunable (arXiv 1905.10650), but seldom equal row by row. Heads whose logits do
+not vary are not compared: uniform rows are alike whoever makes them, and *diffuse* tells of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from __future__ import annotations
 from regard.health.findings._finding import finding
 
 KIND = "duplicate heads"
+UNIFORM = 1e-8  # of the mean logit variance: below it strangers come out as twins
 
 
 def find(heads):
-    found = [(head, len(head.twins)) for head in heads if head.twins and head.can_be_judged]
+    found = [
+        (head, len(head.twins))
+        for head in heads
+        if head.twins and head.can_be_judged and head.statistics.mean("logit_variance") > UNIFORM
+    ]
     pairs = sorted({(head.index, *sorted((head.head, twin))) for head, _ in found for twin in head.twins})
     shown = ", ".join(f"layer {index} heads {a} and {b}" for index, a, b in pairs[:4]) + (
         ", …" if len(pairs) > 4 else ""

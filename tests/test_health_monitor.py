@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from copied_models import Copied
 from torch import nn
 
 import regard
@@ -288,3 +289,17 @@ def test_a_callback_without_its_package_says_what_to_install(monkeypatch, packag
 def test_bad_options_are_told(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         regard.Monitor(layer(), **options)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_copy_that_data_parallel_runs_on_the_first_device_is_watched(inside):
+    model, rows = layer(dropout=0.0), []
+    copied, x = Copied(model), torch.randn(4, 10, 16)
+    with regard.Monitor(model if inside else copied, every=2, log=rows.append, budget=1.0) as monitor:
+        for _ in range(3):
+            copied(x)
+    assert (monitor.step, monitor.samples) == (3, 2)
+    assert [row["step"] for row in rows] == [1, 1, 3, 3]
+    for row, head in zip(rows[:2], regard.examine(copied, [x[:1]]).heads, strict=True):
+        assert row["layer"] == head.layer == "self_attn"
+        assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from copied_models import Copied
 from qk_clip_data import Self, exploded, logits, ours, step
 from torch import nn
 
@@ -327,3 +328,19 @@ def test_beside_a_monitor_both_see_every_step(first, attention):
             told = [row for row in rows if row["step"] == turn + 1]
             assert [row["max_logit"] for row in told] == pytest.approx(tops, rel=1e-4)
     assert intercept.ACTIVE == intercept._STACK == intercept.OPENED == []
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_copies_of_data_parallel_are_watched(inside):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    copied, x = Copied(model, second="cpu"), torch.randn(4, 8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    for _ in range(2):  # the first call starts to watch
+        copied(x).sum().backward()
+        optimizer.step()
+        clipped = regard.qk_clip(model if inside else copied, threshold=0.1)
+    assert [(clip.layer, clip.head) for clip in clipped.heads] == [("self_attn", 0), ("self_attn", 1)]
+    alone = regard.examine(model, [x]).heads
+    assert max(head.statistics["max_logit"].max for head in alone) == pytest.approx(0.1, rel=1e-4)
+    regard.qk_clip.stop(model)

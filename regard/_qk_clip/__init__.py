@@ -11,7 +11,7 @@ from torch import nn
 from regard._qk_clip.clipped import Clip, Clipped
 from regard._qk_clip.watch import WATCHES, Watch, unhook
 from regard._qk_clip.weights import parts, places, shrinking
-from regard.health.intercept import as_written
+from regard.health.intercept import as_copied, as_written
 from regard.nn.projections import NotFound, not_growing, projections
 
 __all__ = ["Clip", "Clipped", "qk_clip", "stop"]
@@ -43,7 +43,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     It watches the forward of `model` itself. What `torch.compile` returned may be given too: its training forwards then
     run uncompiled, and layers have the names of the model as written. Where the model given was compiled and the
     compiled one runs, or only a part of it is called, the last forward of each `regard.nn` module counts; other
-    attentions cannot be seen then, and a call after an optimizer's step in which none was seen raises.
+    attentions cannot be seen then, and a call after an optimizer's step in which none was seen raises. Of
+    `nn.DataParallel` over several devices it watches the module inside, in whichever copy of it a thread runs.
 
     Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
     factor τ/m there. So does the other side of frozen weights (`requires_grad` False), which stay as they are. Heads
@@ -65,6 +66,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
     if not (number and 0 < threshold < math.inf):
         raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
+    model = as_copied(model)
     watch = WATCHES.get(model)
     if watch is None:
         watch = WATCHES[model] = Watch(model)
@@ -98,6 +100,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
 
 def stop(model: nn.Module) -> None:
     """Stop watching `model` for `qk_clip`; the model is as it was."""
+    model = as_copied(model)
     watch = WATCHES.pop(model, None)
     if watch is not None:
         watch.close()

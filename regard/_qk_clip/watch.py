@@ -134,8 +134,9 @@ class Watch:
             judged = tops.new_zeros(2, len(tops)) if outputs is None else outputs.judged(name, q, k)
         with self._told:
             self.shapes[name] = q.shape[1], q.shape[-1]
-            self.judged[name] = torch.maximum(self.judged.get(name, judged), judged)
-            self.largest[name] = torch.maximum(self.largest[name], tops) if name in self.largest else tops
+            known, known_of = self.largest.get(name, tops), self.judged.get(name, judged)
+            self.largest[name] = torch.maximum(known, tops.to(known.device))  # nn.DataParallel's copies have their own
+            self.judged[name] = torch.maximum(known_of, judged.to(known_of.device))
 
     def _before(self, module, inputs) -> None:
         if torch.compiler.is_compiling() or not self._hooks:

@@ -17,7 +17,7 @@ from regard.health import findings
 from regard.health.bins import LAYOUT
 from regard.health.call import forget_masks
 from regard.health.heads import heads_if, heads_of, tell_early, uncounted
-from regard.health.intercept import Interception, as_written
+from regard.health.intercept import Interception, as_copied, as_written
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.rows import is_inverted, is_two_sided, pad_of, padding_of
@@ -80,7 +80,7 @@ def examine(
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
-    model = as_written(model)
+    model = as_written(as_copied(model))
     recorder = Recorder(changes, backend)
     rounds = None
     if group is not None or snapshot is not None:

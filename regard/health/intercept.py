@@ -44,6 +44,11 @@ def as_written(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def as_copied(model: nn.Module) -> nn.Module:
+    """What nn.DataParallel copies to its devices, where `model` is one that has several: it is the copies that run."""
+    return model.module if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1 else model
+
+
 class Interception:
     """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output).
 

@@ -14,7 +14,7 @@ from torch import nn
 from regard.health.bins import NAMES, ROW
 from regard.health.forwards import close_context, close_forward, open_forward
 from regard.health.heads import SEES_NOTHING, heads_of
-from regard.health.intercept import Interception
+from regard.health.intercept import Interception, as_copied
 from regard.health.measure import Layer, Recorder, folded
 from regard.health.trends import Trends
 from regard.health.writers import MEANS, writer
@@ -40,7 +40,8 @@ class Monitor:
     [(1, 0), (1, 1), (1, 2), (1, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
 
     Args:
-        model: the model in training. Its forward in training mode is a step; nothing else need be called.
+        model: the model in training. Its forward in training mode is a step; nothing else need be called. Of
+            `nn.DataParallel` over several devices the copy on the first of them is watched.
         every: measure one step in so many.
         log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes
             a dict), a path of a JSONL file, a function that takes a dict per head, or None.
@@ -53,6 +54,7 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        model = as_copied(model)
         if model._compiled_call_impl is not None:
             raise ValueError(
                 "model was compiled in place, where no hook is called; watch what torch.compile(model) returns instead"
@@ -115,7 +117,7 @@ class Monitor:
             self._warn("the model", "missed", told)
 
     def _before(self, module, inputs) -> None:
-        if module is not self.model:  # a shallow copy of it has the same hooks
+        if not self._stands_for_it(module):
             return
         self._end_sample()
         if not module.training:
@@ -134,9 +136,14 @@ class Monitor:
             self._warn("the model", "compiled", told)
             return
         recorder = _Timed(sequences=self.sequences)
-        context = Interception(self.model, observe=recorder).in_forward()
+        context = Interception(module, observe=recorder).in_forward()
         open_forward(context)
         self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
+
+    def _stands_for_it(self, module: nn.Module) -> bool:
+        """Is it the model, or that copy of nn.DataParallel's which runs on its device? Every copy has its hooks."""
+        copied = getattr(module, "_is_replica", False)
+        return module is self.model or (copied and _device(module) == _device(self.model))
 
     def _end_sample(self) -> None:
         """Close what is still open, of a forward that Ctrl-C ended: torch calls no hook then."""
@@ -145,7 +152,9 @@ class Monitor:
 
     def _after(self, module, inputs, output) -> None:
         started = time.perf_counter()
-        if module is not self.model or (sample := self._samples.pop(threading.get_ident(), None)) is None:
+        if not self._samples or not self._stands_for_it(module):
+            return
+        if (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
         recorder, _, step, opening = sample
         close_forward()
@@ -217,6 +226,15 @@ class _Hook:
 
     def __getstate__(self) -> dict:
         return {"call": None}
+
+
+def _device(module: nn.Module) -> torch.device | None:
+    """Where its weights are; those of a replica are parameters no more."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *getattr(part, "_former_parameters", {}).values()):
+            if tensor is not None:
+                return tensor.device
+    return None
 
 
 def _in_compiled_code() -> bool:

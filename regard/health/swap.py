@@ -29,7 +29,8 @@ class using:
     Without `with` it stays until `.restore()`. Nothing of the model is changed: its weights, configuration and classes
     are as before, its calls are led elsewhere. Only what is given changes; a model's own soft cap, mask, sink and bias
     stay, but for a learned sink under a normaliser that has no exponential denominator for it to join. A compiled model
-    runs as it was written, uncompiled. With gradient checkpointing, which runs the forward again in backward, call
+    runs as it was written, uncompiled; copies that `nn.DataParallel` makes for several devices run as they are, and a
+    block that led no call warns. With gradient checkpointing, which runs the forward again in backward, call
     `backward()` inside the block too: outside, the model's own attention would be differentiated.
 
     Args:
@@ -93,8 +94,8 @@ class using:
         self.restore()
         if self.calls == 0 and kind is None:
             warnings.warn(
-                "regard.using led no attention call: the model did not run, ran as it was compiled before, or computes "
-                "attention by hand (regard.examine says so)",
+                "regard.using led no attention call: the model did not run, ran as it was compiled before or in copies "
+                "made by nn.DataParallel, or computes attention by hand (regard.examine says so)",
                 stacklevel=2,
             )
 

@@ -102,6 +102,17 @@ def test_its_cost_stays_within_the_budget():
         train(model, 5)
     assert {row["step"] for row in rows} == {1, 2}  # the first is free, the second spends all there is
     assert monitor.spent > 0
+    assert monitor.left_out == 3
+
+
+def test_samples_that_the_budget_leaves_out_are_told_of_once():
+    model = layer()
+    with regard.Monitor(model, every=1, budget=1e-9) as monitor, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(model, 30)
+    (told,) = (str(one.message) for one in seen)
+    assert told.startswith("the monitor: samples cost more than budget=1e-09 of the time: 20 of 22 were left out")
+    assert (monitor.samples, monitor.left_out) == (2, 28)
 
 
 def test_a_jsonl_file(tmp_path):

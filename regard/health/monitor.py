@@ -20,6 +20,7 @@ from regard.health.trends import Trends
 from regard.health.writers import MEANS, writer
 
 MISSED = 3  # steps without a forward: one may have been skipped
+LEFT, MOST = 20, 0.75  # samples that the budget left out, and their share, from which on it is told
 WRAPPERS = ("_fn", "compile_wrapper")  # how torch's frames about compiled, and not to be compiled, functions are called
 
 
@@ -45,7 +46,8 @@ class Monitor:
         every: measure one step in so many.
         log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes
             a dict), a path of a JSONL file, a function that takes a dict per head, or None.
-        budget: the share of the training time that it may cost; a sample that would exceed it is left out.
+        budget: the share of the training time that it may cost; a sample that would exceed it is left out. Where that
+            befalls most of them, it warns once.
         sequences: how many sequences of a batch are measured.
     """
 
@@ -66,6 +68,7 @@ class Monitor:
         self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
         self.step = 0
         self.samples = 0
+        self.left_out = 0  # samples that were due, for the budget
         self.spent = 0.0  # seconds of measuring
         self.unmeasured: dict[str, str] = {}
         self._write = writer(log)
@@ -73,6 +76,7 @@ class Monitor:
         self._given_step: int | None = None
         self._missed = 0  # steps on end that began and had no forward
         self._sampled_step: int | None = None
+        self._left_step: int | None = None
         self._samples: dict[int, tuple] = {}  # under way, by thread
         self._turn = threading.RLock()  # of the numbers above; never held over a forward
         self._trends = Trends()
@@ -128,7 +132,10 @@ class Monitor:
             self._missed = 0
             self.step = step = self.step + 1 if self._given_step is None else self._given_step
             due = (step - 1) % self.every == 0 and step != self._sampled_step
-            if not due or self.spent > self.budget * (now - self._begun):
+            if not due:
+                return
+            if self.spent > self.budget * (now - self._begun):
+                self._leave_out(step)
                 return
             self._sampled_step = step
         if _in_compiled_code():
@@ -139,6 +146,15 @@ class Monitor:
         context = Interception(module, observe=recorder).in_forward()
         open_forward(context)
         self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
+
+    def _leave_out(self, step: int) -> None:
+        self.left_out += step != self._left_step  # a step may have several forwards
+        self._left_step = step
+        due = self.samples + self.left_out
+        if self.left_out >= LEFT and self.left_out > MOST * due:
+            told = f"samples cost more than budget={self.budget:g} of the time: {self.left_out} of {due} were left "
+            told += "out, and a head is called ill after ten; raise budget to have more of them"
+            self._warn("the monitor", "budget", told)
 
     def _stands_for_it(self, module: nn.Module) -> bool:
         """Is it the model, or that copy of nn.DataParallel's which runs on its device? Every copy has its hooks."""
@@ -152,9 +168,7 @@ class Monitor:
 
     def _after(self, module, inputs, output) -> None:
         started = time.perf_counter()
-        if not self._samples or not self._stands_for_it(module):
-            return
-        if (sample := self._samples.pop(threading.get_ident(), None)) is None:
+        if not self._stands_for_it(module) or (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
         recorder, _, step, opening = sample
         close_forward()

@@ -57,6 +57,22 @@ def test_training_goes_on_as_without_it():
     assert intercept.ACTIVE == []
 
 
+@pytest.mark.parametrize("watch", [lambda model: regard.Monitor(model, every=1, budget=1.0), regard.qk_clip])
+def test_random_numbers_of_the_training_are_left_alone(watch):
+    """torch's attention is asked for its weights by default, and is then run twice."""
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+        if watched:
+            watch(attention)
+        torch.manual_seed(1)
+        x = torch.randn(3, 10, 16)
+        found.append(torch.stack([attention(x, x, x)[0] for _ in range(3)]))
+    assert torch.equal(*found)
+    assert found[1].requires_grad
+
+
 def test_a_forward_that_raises_is_no_sample():
     """And nothing is told of it: it may have raised before any attention."""
     model, rows = layer(), []

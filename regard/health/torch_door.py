@@ -5,6 +5,7 @@ A torch function mode catches them inside a watched module's forward, whatever n
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections import UserList
@@ -18,6 +19,7 @@ from regard.health.intercept import SDPA, Catching, attend, running, watched
 from regard.health.threads import PerThread
 from regard.masks import unbiased
 
+BEFORE_TRAINING = 13  # arguments of torch's multi-head function
 SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -120,10 +122,13 @@ def _multi_head(func, args, kwargs):
     asked = {**kwargs, "need_weights": False}
     if weights is not None and kwargs.get("attn_mask") is not None:
         asked["is_causal"] = False  # the mask says it, and torch believes the mask where weights are wanted
+    looks = wanted and weights is None  # once more, for the observers alone: what it gives is not the model's
+    if looks and running().training and len(args) <= BEFORE_TRAINING:
+        asked["training"] = False  # dropping would take random numbers that the model's later layers are to have
     _TOLD.append(dict(cross=query is not key, weights=weights))
     try:
-        result = func(*args, **kwargs) if wanted and weights is None else None
-        with _BY_NAME:
+        result = func(*args, **kwargs) if looks else None
+        with _BY_NAME, torch.no_grad() if looks else contextlib.nullcontext():
             output, _ = func(*args, **asked)
         if weights is None:
             return (output, None) if result is None else result

@@ -73,6 +73,27 @@ def test_random_numbers_of_the_training_are_left_alone(watch):
     assert found[1].requires_grad
 
 
+def test_a_layer_that_is_not_faithful_keeps_its_own_output(monkeypatch):
+    """Of a frozen model too, whose long calls `examine` would lead elsewhere, and run again."""
+    from transformers import LlamaConfig, LlamaModel
+    from transformers.models.llama import modeling_llama
+
+    def eager_attention_forward(*args, **kwargs):
+        output, weights = own(*args, **kwargs)
+        return 0.5 * output, weights
+
+    own = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+    model = LlamaModel(LlamaConfig(**sizes, attn_implementation="eager")).requires_grad_(False).train()
+    ids = torch.randint(20, (1, 300))
+    expected = model(ids)[0]
+    with regard.Monitor(model, every=1), pytest.warns(AttentionWarning, match="differs by 1 from the model's own"):
+        seen = model(ids)[0]
+    assert torch.equal(seen, expected)
+
+
 def test_a_forward_that_raises_is_no_sample():
     """And nothing is told of it: it may have raised before any attention."""
     model, rows = layer(), []

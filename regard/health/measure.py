@@ -147,6 +147,8 @@ def folded(layers: Iterable[Layer]) -> list[Layer]:
 class Recorder:
     """An observer that measures: one Layer per module and, where a module is used again, per use: see `Uses`."""
 
+    replaces = True  # may the model go on with a rebuilt output? Only where a batch can be run again: see `settle`
+
     def __init__(
         self, what_if: Sequence[WhatIf] = (), backend: str | None = None, sequences: int | None = None
     ) -> None:
@@ -215,7 +217,7 @@ class Recorder:
         known = self._batch.get(key)
         if known is not None and known.reading.heads != call.q.shape[1]:
             return self._give_up(key, HEADS_CHANGE, otherwise)
-        long = call.sliceable and call.q.shape[2] > WHOLE
+        long = self.replaces and call.sliceable and call.q.shape[2] > WHOLE
         sampled = long and call is whole and not call.dropout and not call.q.requires_grad and real is None
         output = rebuilt if sampled else otherwise()
         with torch.no_grad():

@@ -265,6 +265,7 @@ class _Timed(Recorder):
     """A recorder that knows what it cost beyond what the model does anyway, and whose failure is not the model's."""
 
     seconds = 0.0
+    replaces = False
 
     def __call__(self, call, name, otherwise):
         own, outputs, failed = 0.0, [], False

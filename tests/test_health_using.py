@@ -125,3 +125,23 @@ def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
     torch.testing.assert_close(compiled(x), own)
     assert intercept.ACTIVE == intercept.OPENED == [] and not intercept._STACK
     torch._dynamo.reset()
+
+
+class Viewed(nn.Module):
+    """Takes a view of torch's output, which torch lays out so that it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).split(16, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).view(x.shape)
+
+
+def test_outputs_lie_in_memory_as_those_of_torch():
+    model, x = Viewed(), torch.randn(2, 300, 16)
+    with regard.using(model, normalizer="entmax15"):
+        model(x).sum().backward()
+    report = regard.examine(nn.Sequential(model), [x])  # beyond 256 queries it goes on with the rebuilt output
+    assert report.interrupted is None and len(report.heads) == 2

@@ -84,6 +84,11 @@ def as_four(x: Tensor) -> Tensor:
     return x.flatten(0, x.ndim - 4)
 
 
+def laid_out(o: Tensor) -> Tensor:
+    """[B, H, M, E] in memory as [B, M, H, E], as torch's fused attention leaves it: models take views of that."""
+    return o.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def is_vmapped(x: Tensor | None) -> bool:
     """Does it stand for many tensors, inside torch.vmap?"""
     while x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x):

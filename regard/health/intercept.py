@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from regard.health.call import MAPPED, Call, forget_masks, is_vmapped
+from regard.health.call import MAPPED, Call, forget_masks, is_vmapped, laid_out
 from regard.health.forwards import OPENED, bury_dead, close_forward, open_forward
 from regard.health.threads import PerThread, SlowPath
 from regard.health.uses import given_tokens
@@ -216,13 +216,17 @@ def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
         if one.swap is not None and one.sees(call.module):
             swapped = one.swap(swapped)
     if swapped is not call:
-        otherwise = swapped.run
+        otherwise = partial(_run, swapped)
     if any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
         swapped = replace(swapped, obstacle=MAPPED)
     for one in reversed(active):  # the first one asked has the others behind it
         if one.observe is not None and one.sees(call.module):
             otherwise = partial(one.observe, swapped, one.names[id(call.module)], otherwise)
     return otherwise()
+
+
+def _run(call: Call) -> Tensor:
+    return laid_out(call.run())
 
 
 class Catching(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard.health import quick
 from regard.health.aside import Aside
-from regard.health.call import Call
+from regard.health.call import Call, laid_out
 from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
 from regard.health.findings.eval_dropout import DROPS
 from regard.health.intercept import step
@@ -249,7 +249,7 @@ class Recorder:
                 self._read(sight, call, stats, rows, start)
                 sight.differs(difference(call.own(at), part, None if rows is None else rows[:, at]))
             sight.done = self._aside.last(call.q.device)
-        return rebuilt.to(call.q.dtype)
+        return laid_out(rebuilt.to(call.q.dtype))
 
     def _sight(self, key: tuple[str, int], call: Call) -> Sight:
         if key not in self._batch:

@@ -154,3 +154,23 @@ def test_ranks_that_share_a_sequence_have_no_whole_weights_and_say_so():
         with pytest.raises(ValueError, match=r"context_parallel: .* need_weights=False"):
             module(x, x, x)
     assert module(x, x, x)[1].shape == (2, 5, 5)
+
+
+def test_an_eager_model_of_transformers_gets_the_weights_that_were_used():
+    from transformers import LlamaConfig, LlamaModel
+
+    torch.manual_seed(0)
+    sizes = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    model = LlamaModel(LlamaConfig(**sizes, vocab_size=20, attn_implementation="eager")).eval()
+    ids = torch.randint(20, (2, 12))
+    with torch.no_grad():
+        (own,) = model(ids, output_attentions=True).attentions
+        with regard.using(model, temperature=1.0):
+            (same,) = model(ids, output_attentions=True).attentions
+        with regard.using(model, normalizer="sparsemax", temperature=0.01):
+            (sparse,) = model(ids, output_attentions=True).attentions
+    torch.testing.assert_close(same, own)
+    torch.testing.assert_close(sparse.sum(-1), torch.ones(2, 4, 12))
+    assert (sparse == 0).sum() > (own == 0).sum()

@@ -38,6 +38,7 @@ class Call:
     sliceable: bool = True  # may `own` be asked for a few rows only?
     obstacle: str | None = None  # why it cannot be measured, where that is plain from the outside
     folded: bool = False  # of three dims, which may hold heads among the sequences
+    shows: bool = False  # does the model want the weights as well?
     told: dict = field(default_factory=dict)  # what the model told its attention function beside all this
     weights: list[Tensor] | None = None  # where they are wanted, for `run` to put them in
 

@@ -56,8 +56,11 @@ def _called(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         out, weights = own(module, query, key, value, attention_mask, **kwargs)
         return out.transpose(1, 2)
 
-    out = attend(_as_call(own, module, query, key, value, attention_mask, kwargs), otherwise)
-    return out.transpose(1, 2), weights
+    call = _as_call(own, module, query, key, value, attention_mask, kwargs)
+    if call.shows and call.options["sink"] is None and any(one.swap is not None for one in watched(module)):
+        call.weights = []
+    out = attend(call, otherwise)
+    return out.transpose(1, 2), call.weights[0] if call.weights else weights
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -88,6 +91,7 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = getattr(own, "__name__", type(own).__name__)
     eager = name == "eager_attention_forward"
     sdpa = name == "sdpa_attention_forward"
+    shows = eager and bool(kwargs.get("output_attentions"))
     queries, keys = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -116,6 +120,7 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     options = dict(scale=kwargs.get("scaling"), softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"))
     return Call(
         module, query, key, value, own=run, kind=name.removesuffix("_attention_forward"), mask=mask, causal=causal,
-        options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=eager or sdpa, obstacle=obstacle,
+        options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=(eager and not shows) or sdpa,
+        obstacle=obstacle, shows=shows,
         told={name: kwargs[name] for name in ("sliding_window",) if name in kwargs},
     )  # fmt: skip

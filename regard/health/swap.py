@@ -106,7 +106,10 @@ class using:
         changed = replace(self._change(call), kind="using", sliceable=False)
         if self._pieces is not None:
             if call.weights is not None:
-                raise ValueError("context_parallel: no rank has whole weights; call the module with need_weights=False")
+                raise ValueError(
+                    "context_parallel: no rank has whole weights; call the module with need_weights=False (of "
+                    "transformers: output_attentions=False)"
+                )
             changed = self._pieces.call(changed)
         return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0, weights=None).run(), rows))
 

@@ -1,4 +1,5 @@
-"""The weights of a call that `using` leads, where its caller wants them, as torch's MultiheadAttention does by default.
+"""The weights of a call that `using` leads, where its caller wants them, as torch's MultiheadAttention does by default
+and an eager model of transformers with output_attentions.
 
     p = dropout(normaliser((cap(scale·q kᵀ) + bias) / T)),    o = p·v
 
@@ -44,6 +45,7 @@ def _weights(problem) -> tuple[Tensor, Tensor]:
     """p, and the values it weighs."""
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (problem.q, problem.k, problem.v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # heads that share them
     bias, visible = problem.bias, problem.mask
     if bias is not None:
         visible = bias != -math.inf

@@ -276,7 +276,11 @@ def test_online_softmax_of_nothing():
 def test_softmax_backward_is_the_gradient():
     z = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     p, g = torch.softmax(z, -1), torch.randn(3, 5, dtype=torch.float64)
-    assert torch.allclose(regard.softmax_backward(g, p), torch.autograd.grad(p, z, g)[0])
+    want, p = torch.autograd.grad(p, z, g)[0], p.detach()
+    assert torch.allclose(regard.softmax_backward(g, p), want)
+    compiled = torch.compile(regard.softmax_backward, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(g, p), want)
+    assert compiled(g.float(), p).dtype == regard.softmax_backward(g.float(), p).dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

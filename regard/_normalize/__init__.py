@@ -187,7 +187,7 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
             f"got {tuple(grad_output.shape)}"
         )
     check_device(grad_output, "grad_output", softmax_output)
-    dtype = torch.result_type(grad_output, softmax_output)
+    dtype = torch.promote_types(grad_output.dtype, softmax_output.dtype)  # result_type cannot be compiled
     g, p = (x.to(torch.promote_types(dtype, torch.float32)) for x in (grad_output, softmax_output))
     return (p * (g - (p * g).sum(-1, keepdim=True))).to(dtype)
 

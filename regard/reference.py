@@ -101,8 +101,7 @@ def attention(
             def measure(names):
                 return statistics.of_scores(logits, visible, choice, sink=sink, first=first_query, names=names)
 
-            rows = Rows(q * scale if isinstance(scale, Tensor) else q, measure)
-            t = temperature(visible.sum(-1).to(s.dtype), rows)[..., None]
+            t = temperature(visible.sum(-1).to(s.dtype), Rows(q, measure))[..., None]
         s = s / (t.double() if isinstance(t, Tensor) else t)
     if sink is not None:
         p = with_sink(choice, s, visible, sink)

@@ -67,6 +67,20 @@ def test_every_path_agrees_with_the_reference_in_value_and_gradient(name, option
             assert ours.any()
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0}])
+def test_a_policy_reads_the_same_queries_however_the_scale_is_written(dtype, tolerance, options):
+    """A scale per head multiplies q, or a temperature in 16 bits: neither is the policy's business."""
+    q, k, v = (x.detach().to(dtype) for x in qkv())
+    given = dict(temperature=make("query"), enable_gqa=True, **options)
+    want = regard.attention(q, k, v, scale=-1.7, **given)
+    per_head = torch.full((HEADS,), -1.7, dtype=torch.float64)
+    found = (regard.attention(q, k, v, scale=per_head, **given),
+             regard.reference.attention(q, k, v, scale=per_head, **given)[0])  # fmt: skip
+    for out in found:
+        assert torch.allclose(out.double(), want.double(), atol=tolerance)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 @pytest.mark.filterwarnings("default")  # numpy's, in Triton's interpreter
 @pytest.mark.parametrize("name", ["refit", "query"])

@@ -42,6 +42,7 @@ class Call:
     temperature: Tensor | None  # 3-dim, not expanded
     sink: Tensor | None
     policy: object | None
+    queries: Tensor  # [B, H, M, D] as given, which a policy reads: problem.q may hold a scale per head
     wanted: tuple[str, ...]
     lead: tuple[int, ...]  # (…, H)
     dtype: torch.dtype  # of the result
@@ -76,7 +77,7 @@ class Call:
         kv_lead = lead if heads == 1 else (*lead[:-1], kv_heads)
         k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
         scale = resolve_scale(scale, q.shape[-1])
-        per_head = None
+        given, per_head = q, None
         if isinstance(scale, Tensor):
             per_head, scale = check_scale(scale, heads, q), 1.0
         bias = mask = None
@@ -128,4 +129,4 @@ class Call:
         sink = check_sink(sink, choice, heads, lead, batch, queries, q)
         problem.sink = None if sink is None else sink.expand(batch, heads, queries)
         path = choose(problem, policy, backend)
-        return cls(problem, bias, mask, tensor, sink, policy, wanted, lead, dtype, path)
+        return cls(problem, bias, mask, tensor, sink, policy, given, wanted, lead, dtype, path)

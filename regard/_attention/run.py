@@ -87,7 +87,7 @@ def with_policy(call: Call) -> Call:
         plain = replace(call.problem, stats=statistics.resolve(names), dropout_p=0.0)
         return RUN[call.path.backend](replace(call, problem=plain, policy=None, wanted=plain.stats))[1]
 
-    asked = check_asked(call.policy(visible_keys(call.problem), Rows(call.problem.q, measure)), call)
+    asked = check_asked(call.policy(visible_keys(call.problem), Rows(call.queries, measure)), call)
     problem = replace(call.problem, temperature=asked.expand(call.problem.q.shape[:3]))
     return replace(call, problem=problem, temperature=asked, policy=None)
 

@@ -162,4 +162,4 @@ def _ask(plan: Plan, call: Call, scheme) -> Tensor:
         values = Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 
-    return check_asked(call.policy(torch.cat(counts, -1), Rows(problem.q, measure)), call)
+    return check_asked(call.policy(torch.cat(counts, -1), Rows(call.queries, measure)), call)

@@ -13,7 +13,7 @@ from torch import Tensor
 class Rows(NamedTuple):
     """The rows of one call. `rows(("entropy",))` measures them with temperature 1, in one more pass."""
 
-    q: Tensor  # [B, H, M, D], as they meet the keys
+    q: Tensor  # [B, H, M, D], before the scale
     measure: Callable[[tuple[str, ...]], dict[str, Tensor]]
 
     def __call__(self, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -1,11 +1,14 @@
 """Context parallel on 2, 3 and 4 gloo processes: pieces give what the whole gives; a lost rank is named."""
 
 import pytest
+import torch
+import torch.distributed as dist
 from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
 from parallel_models import clipped_shards, examined, head_sharded, in_a_model
 from parallel_refused import all_full, raises_inside, refused
 
+import regard
 from regard.parallel.layout import given_spans, spans
 
 
@@ -56,6 +59,24 @@ def test_what_a_rank_raises_in_a_call_is_named_by_the_others():
 def test_what_all_ranks_raise_alike_leaves_them_able_to_try_again():
     with Crew(3, timeout=20.0) as crew:
         crew(all_full)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_in_16_bits_a_scale_per_head_learns_as_in_one_call(adaptive):
+    """It is part of the temperature there, also of the one that a policy measures with."""
+    draw = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn(3, 1, 2, 40, 8, generator=draw).bfloat16()
+    temperature = regard.temperature.Adaptive() if adaptive else 0.1 + torch.rand(1, 2, 40, 1, generator=draw)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for attention in (regard.attention, regard.parallel.attention):
+            scale = torch.tensor([0.7, -1.3], requires_grad=True)
+            out = attention(q, k, v, scale=scale, temperature=temperature)
+            found += torch.autograd.grad(out.float().square().sum(), scale)
+        assert torch.allclose(*found, rtol=5e-4)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_balanced_ranks_have_equal_causal_work():

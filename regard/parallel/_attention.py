@@ -158,7 +158,7 @@ def _ask(plan: Plan, call: Call, scheme) -> Tensor:
         plain = replace(
             problem, stats=statistics.with_helpers(statistics.resolve(names), problem.choice), dropout_p=0.0
         )
-        given = problem.q, problem.k, problem.v, call.bias, None, call.sink
+        given = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
         values = Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 

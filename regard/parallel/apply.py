@@ -94,7 +94,8 @@ class Apply(torch.autograd.Function):
         rises = None if totals[0].rises is None else torch.cat([total.rises for total in totals], 2)
         ctx.plan, ctx.scheme = plan, scheme
         out = o.to(problem.q.dtype)
-        ctx.save_for_backward(out, m, z, c, rises, values, bias, temperature, sink)
+        exact = o if ctx.needs_input_grad[6] else out  # rounded to 16 bits δ would show in a temperature's gradient
+        ctx.save_for_backward(out, exact, m, z, c, rises, values, bias, temperature, sink)
         ctx.set_materialize_grads(False)
         return out, values
 
@@ -108,10 +109,10 @@ class Apply(torch.autograd.Function):
 def _pulled(ctx, do, dvalues):
     """The gradients of everything that `Apply` was given."""
     plan, problem = ctx.plan, ctx.plan.problem
-    o, m, z, c, rises, values, bias, temperature, sink = ctx.saved_tensors
+    o, exact, m, z, c, rises, values, bias, temperature, sink = ctx.saved_tensors
     needs = ctx.needs_input_grad
     do = torch.zeros_like(o) if do is None else do
-    delta = (do.to(m.dtype) * (o if rises is None else rises).to(m.dtype)).sum(-1)
+    delta = (do.to(m.dtype) * (exact if rises is None else rises).to(m.dtype)).sum(-1)
     if rises is not None:
         delta = torch.where(z == 0, 0.0, delta / z)
     whole = Whole(m, z, delta, c, _tilt(problem, m, z, values, dvalues), o)

@@ -23,6 +23,19 @@ def test_a_plain_sdpa_call(options):
         torch.testing.assert_close(means(report, name), expected[name].mean((0, 2)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "policy", ["adaptive", lambda _, rows: 0.2 + rows(("mass",))["mass"]], ids=["module", "function"]
+)
+def test_what_a_temperature_policy_measures_is_no_layer(policy):
+    """Its pass at T = 1 has weights that the model never uses."""
+    model, x = regard.nn.MultiheadAttention(12, 3, normalizer="entmax15", temperature=policy), torch.randn(2, 9, 12)
+    report = examine(model, [x])
+    assert [(head.layer, head.index, head.head) for head in report.heads] == [("", 0, head) for head in range(3)]
+    with torch.no_grad():
+        used = model(x, return_stats=True)[1]
+    torch.testing.assert_close(means(report, "entropy"), used.entropy.mean((0, 2)).double(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("additive", [False, True])
 def test_rows_that_see_nothing_are_not_counted_in_regards_own_plain_call(additive):
     mask = torch.rand(2, 1, 9, 9) > 0.4

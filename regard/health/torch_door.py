@@ -18,6 +18,7 @@ from regard.health.call import NESTED, Call, as_four, causal_rows, cleaned, rows
 from regard.health.intercept import SDPA, Catching, attend, running, watched
 from regard.health.threads import PerThread
 from regard.masks import unbiased
+from regard.temperature.rows import asking
 
 BEFORE_TRAINING = 13  # arguments of torch's multi-head function
 SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
@@ -169,7 +170,7 @@ _TOLD: UserList[dict] = PerThread()  # by the multi-head calls that this thread 
 def _regard(func, args):
     """regard's own op: [o, frame, z, stats] of exactly the distribution it names."""
     module = running()
-    if not watched(module):
+    if not watched(module) or asking():
         return func(*args)
     q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
     results: list = []

@@ -36,6 +36,34 @@ def test_what_a_temperature_policy_measures_is_no_layer(policy):
     torch.testing.assert_close(means(report, "entropy"), used.entropy.mean((0, 2)).double(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(normalizer="entmax(alpha=2.5)", is_causal=True),
+        dict(backend="reference", softcap=2.0, sink=torch.ones(3), window=(4, 1)),
+        dict(normalizer="entmax(alpha=1.001)", temperature=regard.temperature.Adaptive(), return_stats=("mass",)),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_a_call_that_takes_the_reference(options):
+    class Dense(Own):
+        def forward(self, x):
+            result = regard.attention(*self.project(x), **self.options)
+            return result[0] if isinstance(result, tuple) else result
+
+    module, x = Dense(**options), torch.randn(2, 9, 12)
+    report = examine(module, [x])
+    with torch.no_grad():
+        expected = regard.attention(*module.project(x), **{**options, "return_stats": True})[1]
+    assert not report.unmeasured and len(report.heads) == 3
+    torch.testing.assert_close(means(report, "entropy"), expected.entropy.mean((0, 2)).double(), rtol=1e-4, atol=1e-6)
+    if "is_causal" in options:
+        with regard.using(module, normalizer="sparsemax"):
+            torch.testing.assert_close(
+                module(x), regard.attention(*module.project(x), is_causal=True, normalizer="sparsemax")
+            )
+
+
 @pytest.mark.parametrize("additive", [False, True])
 def test_rows_that_see_nothing_are_not_counted_in_regards_own_plain_call(additive):
     mask = torch.rand(2, 1, 9, 9) > 0.4

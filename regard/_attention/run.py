@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
@@ -117,7 +118,7 @@ def _run_fused(call: Call):
     if problem.stats and not problem.choice.merges:  # no kernel's sums tell them
         out, _ = _run_fused(replace(call, problem=replace(problem, stats=())))
         with torch.no_grad():
-            return out, _run_reference(call)[1]
+            return out, by_reference(call)[1]
     names = statistics.with_helpers(problem.stats, problem.choice)
     left, right = (-1 if side is None else side for side in (problem.left, problem.right))
     o, _, _, values = _ops.attention(
@@ -145,6 +146,14 @@ def _run_fused(call: Call):
 
 def _run_reference(call: Call):
     call = with_policy(call)
+    given = call.problem.q, call.problem.k, call.problem.v
+    if not torch.compiler.is_compiling() and has_torch_function(given):  # as an op asks who looks on
+        return handle_torch_function(by_reference, given, call)
+    return by_reference(call)
+
+
+def by_reference(call: Call):
+    """(o, statistics) of a call whose policy was asked, by the dense reference."""
     problem = replace(call.problem, seed=_seeded(call.problem))
     if any(transformed(x) for x in (problem.q, problem.k, problem.v)):
         out, stacked = reference.of_whole(problem)  # checkpoints do not go through transforms

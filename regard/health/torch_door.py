@@ -1,4 +1,4 @@
-"""The door to torch: its `scaled_dot_product_attention`, its `multi_head_attention_forward`, and regard's own op.
+"""The door to torch: its `scaled_dot_product_attention` and `multi_head_attention_forward`, regard's op and reference.
 
 A torch function mode catches them inside a watched module's forward, whatever name they were imported under.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard._attention.run import by_reference
 from regard.health.call import NESTED, Call, as_four, causal_rows, cleaned, rows_of
 from regard.health.intercept import SDPA, Catching, attend, running, watched
 from regard.health.threads import PerThread
@@ -33,6 +34,7 @@ class Mode(Catching):
             **dict.fromkeys(SDPAS, lambda func, args, kwargs: _sdpa(*args, **kwargs)),
             F.multi_head_attention_forward: _multi_head,
             torch.ops.regard.attention.default: lambda func, args, kwargs: _regard(func, args),
+            by_reference: lambda func, args, kwargs: _reference(func, args),
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -169,26 +171,48 @@ _TOLD: UserList[dict] = PerThread()  # by the multi-head calls that this thread 
 
 def _regard(func, args):
     """regard's own op: [o, frame, z, stats] of exactly the distribution it names."""
+    q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
+    options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
+    sides = tuple(None if side < 0 else side for side in (left, right))
+    return [*_own((q, k, v), bias, mask, causal, sides, temperature, sink, dropout, options, lambda: func(*args))]
+
+
+def _reference(func, args):
+    """regard's reference, which takes what no kernel does: (o, statistics)."""
+    (call,), problem = args, args[0].problem
+    options = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
+    options["key_lengths"] = problem.key_lengths
+    return _own(
+        (problem.q, problem.k, problem.v), call.bias, call.mask, problem.causal, (problem.left, problem.right),
+        call.temperature, call.sink, problem.dropout_p, options, lambda: func(call),
+    )  # fmt: skip
+
+
+def _own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, run):
+    """A call of regard's: what `run` gives, output first; a swap changes the output alone."""
     module = running()
     if not watched(module) or asking():
-        return func(*args)
-    q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
+        return run()
     results: list = []
 
     def own(rows=None):
         if not results:
-            results.extend(func(*args))
+            results.extend(run())
         return results[0] if rows is None else results[0].index_select(-2, rows)
 
-    joint = mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]
-    options["window"] = None if left < 0 and right < 0 else tuple(None if side < 0 else side for side in (left, right))
+    options["window"] = None if sides == (None, None) else sides
     call = Call(
-        module, q, k, v, own=own, kind="regard", mask=joint, causal=causal, options=options,
+        module,
+        *qkv,
+        own=own,
+        kind="regard",
+        mask=mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf),
+        causal=causal,
+        options=options,
         obstacle="it drops weights at random (dropout in training)" if dropout else None,
-    )  # fmt: skip
+    )
     output = attend(call, own)
     own()  # the rows' state and statistics, which a swapped output has not
-    return [output, *results[1:]]
+    return output, *results[1:]

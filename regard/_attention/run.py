@@ -70,7 +70,24 @@ def _run_torch(call: Call):
         out = attend(q, k, v)
     if not problem.dropout_p and not torch.compiler.is_compiling() and not is_mapped(out):
         out = differentiable_twice(out, (q, k, v), attend)
+    if mask is None:
+        out = _with_nan(out, q, k)
     return (out if dead is None else out.masked_fill(dead, 0.0)), {}
+
+
+def _with_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Over fewer keys than a register holds, torch's CPU kernel answers 0 for a row whose logits are all NaN.
+
+    Without a mask every row sees key 0, so that its logit tells.
+    """
+    if torch.compiler.is_compiling() or not 0 < k.shape[2] < 16 or not out.numel() or not readable(out):
+        return out
+    if not bool((out.detach()[..., 0] == 0).any()):
+        return out
+    first = k.detach()[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logit = (q.detach() * first).sum(-1, keepdim=True, dtype=torch.float64)
+    lost = logit.isnan() & (out.detach() == 0).all(-1, keepdim=True)
+    return out + torch.zeros_like(logit, dtype=out.dtype).masked_fill(lost, math.nan) if bool(lost.any()) else out
 
 
 def _seeded(problem: Problem) -> Tensor | None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
         return SCALES[scale](head_dim)
     if isinstance(scale, Tensor):
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be None, a number, a word or a tensor, got {type(scale).__name__}")
     if not -math.inf < scale < math.inf:  # a compiled graph cannot ask isfinite of a symbol
         raise ValueError(f"scale must be finite, got {scale!r}")

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -20,6 +21,23 @@ MASKS = {
     "bias": lambda m, n: {"attn_mask": torch.randn(2, 1, m, n, generator=torch.Generator().manual_seed(2))},
     "row": lambda m, n: {"attn_mask": torch.rand(2, 1, 1, n, generator=torch.Generator().manual_seed(3)) > 0.3},
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sink", [10.03, 1e5])
+def test_a_sink_written_as_a_number_is_not_rounded_to_16_bits(sink, dtype):
+    q, k, v = 4 * torch.randn(3, 1, 2, 5, 4).to(dtype)
+    found = regard.attention(q, k, v, sink=sink, return_stats=("logsumexp",))[1].logsumexp
+    want = regard.reference.attention(q, k, v, sink=sink, return_stats=("logsumexp",))[2].logsumexp
+    torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-5)
+
+
+def test_numpys_numbers_are_numbers():
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    plain = dict(scale=0.5, sink=0.25, softcap=3.0, temperature=2.0, dropout_p=0.0)
+    theirs = {name: np.float32(number) for name, number in plain.items()}
+    want = regard.attention(q, k, v, window=(2, None), **plain)
+    assert torch.equal(regard.attention(q, k, v, window=(np.int64(2), None), **theirs), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

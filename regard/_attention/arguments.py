@@ -149,9 +149,10 @@ def check_window(window) -> tuple[int | None, int | None]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), each a number of keys or None, got {window!r}")
     for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or side < 0):
             raise ValueError(f"window's sides must be ints ≥ 0, or None for no limit (elsewhere −1), got {window!r}")
-    left, right = (side if side is None or side < UNLIMITED else None for side in window)  # i + sys.maxsize overflows
+    sides = (side if side is None or isinstance(side, int) else int(side) for side in window)  # NumPy's ints
+    left, right = (side if side is None or side < UNLIMITED else None for side in sides)  # i + sys.maxsize overflows
     return left, right
 
 
@@ -232,8 +233,8 @@ def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | Non
 def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
     if sink is None:
         return None
-    if isinstance(sink, (int, float)) and not isinstance(sink, bool):
-        sink = q.new_tensor([float(sink)])
+    if isinstance(sink, numbers.Real) and not isinstance(sink, bool):
+        sink = q.new_tensor([float(sink)], dtype=_ops.accumulator(q.dtype))
     if not isinstance(sink, Tensor) or not is_float(sink):
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")

@@ -61,7 +61,7 @@ class Call:
         attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device)
         q, k, v, attn_mask = autocast(q, k, v, attn_mask)
         dtype = q.dtype
-        if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+        if not isinstance(dropout_p, numbers.Real) or not 0.0 <= dropout_p < 1.0:
             raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
         if dropout_p and wanted:
             raise ValueError(

@@ -128,3 +128,22 @@ def test_the_gain_of_tied_maxima_beside_lesser_keys(name, ties):
     p = regard.normalize(s, name, backend="reference")
     found = regard.statistics.of_scores(s[None], normalizer=name)["gradient_gain"]
     assert torch.allclose(found, (p * (1.0 - p)).sum(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "entmax15", "entmax(alpha=1.25)"])
+def test_scores_of_any_dtype_and_size_are_measured_in_full_precision(name, dtype):
+    s = (3.0 * torch.randn(2, 1001, generator=torch.Generator().manual_seed(0)) + 1e4).to(dtype)
+    ours, truth = of_scores(s, normalizer=name), of_scores(s.double(), normalizer=name)
+    for key in statistics.NAMES:
+        assert ours[key].dtype == torch.float32
+        torch.testing.assert_close(ours[key], truth[key].float(), rtol=1e-6, atol=0.0)
+
+
+def test_additive_scores_of_sixteen_bits_have_statistics_in_float32():
+    layer = regard.nn.MultiheadAttention(8, 1, score="additive", temperature=regard.temperature.Adaptive()).bfloat16()
+    with torch.no_grad():
+        out, stats = layer(torch.randn(1, 301, 8).bfloat16(), return_stats=True)
+    assert out.dtype == torch.bfloat16
+    assert {x.dtype for x in stats.values()} == {torch.float32}
+    assert bool((stats.visible_keys == 301.0).all())

@@ -65,7 +65,7 @@ def attention(
 
         t = temperature
         if callable(t) and not isinstance(t, Tensor):
-            t = t(shown.sum(-1).to(s.dtype), Rows(q, measure))[..., None]
+            t = t(shown.sum(-1).to(torch.promote_types(s.dtype, torch.float32)), Rows(q, measure))[..., None]
         s = s if t is None else s / t
         stats = {}
         if wanted:
@@ -76,7 +76,7 @@ def attention(
         else:  # one more key, without a value
             joined = torch.cat([s, column], -1), torch.cat([shown, torch.ones_like(column, dtype=torch.bool)], -1)
             p = normalize(joined[0], normalizer, mask=joined[1])[..., :-1]
-        return F.dropout(p, dropout_p) @ v, stats
+        return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     parts = []
     for first in range(0, q.shape[2], BLOCK):

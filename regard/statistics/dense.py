@@ -20,6 +20,7 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
 
     `visible` is a bool mask that broadcasts (True = visible; −inf scores are hidden too), `sink` a logit that joins
     the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is `first` + its index in dim −2.
+    The result is float32, or float64 for float64 scores.
 
     >>> regard.statistics.of_scores(torch.zeros(2, 4), normalizer="sparsemax").entropy
     tensor([1.3863, 1.3863])
@@ -28,6 +29,8 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
     check_float(scores, "scores")
     if isinstance(first, Tensor) or not hasattr(first, "__index__"):
         _refuse("first must be an int", first)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    scores = scores.double()  # where τ and the mean tell large logits apart
     seen = scores != -math.inf
     seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
     if sink is not None:
@@ -35,15 +38,15 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
         sink = _fitting(sink, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
     rows = first + _positions(scores)
     if not choice.merges:
-        return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names)
+        return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names, dtype)
     if choice.is_blurred(theta):
-        p = choice.reference(scores.double(), seen, choice.theta if theta is None else theta)
-        state = State.of(scores.double(), seen, choice, torch.zeros_like(p[..., :1]), rows, theta=theta, weights=p)
-        found = state.finish(choice, sink, theta, p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True))
-        return Statistics({name: found[name].to(scores.dtype) for name in NAMES if name in names})
-    frame = solve_frame(scores, seen, choice, theta)
-    stats = State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
-    return Statistics({name: stats[name] for name in NAMES if name in names})
+        p = choice.reference(scores, seen, choice.theta if theta is None else theta)
+        state = State.of(scores, seen, choice, torch.zeros_like(p[..., :1]), rows, theta=theta, weights=p)
+        stats = state.finish(choice, sink, theta, p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True))
+    else:
+        frame = solve_frame(scores, seen, choice, theta)
+        stats = State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+    return Statistics({name: stats[name].to(dtype) for name in NAMES if name in names})
 
 
 def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = "softmax", visible=None) -> Statistics:
@@ -109,7 +112,7 @@ def _of_shown(p: Tensor, seen: Tensor, choice, rows: Tensor) -> dict[str, Tensor
     return {name: x if name == "visible_keys" else x.masked_fill(sick, math.nan) for name, x in stats.items()}
 
 
-def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, names) -> Statistics:
+def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, names, dtype) -> Statistics:
     """The same of maps whose sums do not tell them: from the weights themselves, with no care for nearly one-hot rows.
 
     Nothing here carries a gradient.
@@ -130,7 +133,7 @@ def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, na
         stats["gradient_gain"] = _trace(s.masked_fill(lost[..., None], 0.0), seen, choice, theta)
     stats = {name: x if name == "visible_keys" else x.masked_fill(lost, math.nan) for name, x in stats.items()}
     stats["max_logit"] = hidden.amax(-1) if s.shape[-1] else torch.full_like(mean, -math.inf)
-    return Statistics({name: stats[name].to(scores.dtype) for name in NAMES if name in names})
+    return Statistics({name: stats[name].to(dtype) for name in NAMES if name in names})
 
 
 def _trace(s: Tensor, seen: Tensor, choice, theta) -> Tensor:

@@ -72,8 +72,11 @@ def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
             return torch.diag_embed(a / t).masked_fill(poisoned[..., None], math.nan).to(z.dtype)
         b, c = a, a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)[..., None]
-    full = (torch.diag_embed(a) - c[..., :, None] * b[..., None, :]) / t
-    return full.masked_fill(poisoned, math.nan).to(z.dtype)
+    full = -c[..., :, None] * b[..., None, :]
+    if moves_with_its_scores(choice):  # columns sum to 0: the diagonal of a nearly one-hot row need not cancel
+        full = full.masked_fill(torch.eye(z.shape[-1], dtype=torch.bool, device=z.device), 0.0)
+        a = -full.sum(-2)
+    return ((full + torch.diag_embed(a)) / t).masked_fill(poisoned, math.nan).to(z.dtype)
 
 
 # for a compiled graph, in which a normaliser's functions cannot be retold in torch

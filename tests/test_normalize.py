@@ -402,3 +402,35 @@ def test_alpha_next_to_one_hides_what_softmax_hides(alpha):
     assert seen[0, 3] == 0 and (seen[1] == 0).all() and seen[2].isnan().all()
     for ours, theirs in ((regard.entmax(z, alpha, mask=mask), seen), (regard.entmax(z, alpha), regard.softmax(z))):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("alpha", [1.5, 3.0, 5.0, 10.0, 32.0])
+@pytest.mark.parametrize("small", [0.3, 0.02])
+def test_entmax_of_a_large_alpha_keeps_the_digits_of_small_weights(alpha, small):
+    large, gain = 1.0 - small, alpha - 1.0  # p₁^(α−1) − p₂^(α−1) = (α−1)·(s₁ − s₂)
+    z = torch.tensor([0.0, (small**gain - large**gain) / gain, -9.0], dtype=torch.float64, requires_grad=True)
+    p = regard.entmax(z, alpha)
+    want = torch.tensor([large, small, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(p, want, rtol=0.0, atol=1e-13)
+    slope = 1.0 / (large ** (alpha - 2.0) + small ** (alpha - 2.0))  # g₁·g₂ / (g₁ + g₂)
+    row = torch.tensor([slope, -slope, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(p[0], z)[0], row, rtol=1e-12, atol=0.0)
+    z, name = z.detach(), f"entmax(alpha={alpha})"
+    torch.testing.assert_close(regard.jacobian(z, name), torch.stack([row, -row, 0.0 * row]), rtol=1e-12, atol=0.0)
+    stats = regard.statistics.of_scores(z, normalizer=name)
+    torch.testing.assert_close(stats.gradient_gain, 2.0 * row[0], rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(stats.entropy, -torch.special.xlogy(want, want).sum(), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 1.75])
+def test_a_weight_next_to_nothing_leaves_the_others_of_entmax_alone(alpha):
+    want = torch.tensor([0.6, 0.4, 1e-20], dtype=torch.float64)
+    z = want ** (alpha - 1.0) / (alpha - 1.0)
+    torch.testing.assert_close(regard.normalize(z, f"entmax(alpha={alpha})", backend="reference"), want)
+
+
+def test_the_jacobian_of_a_nearly_one_hot_row_keeps_its_digits():
+    small = 1.0 / (1.0 + math.exp(30.0))
+    want = small * (1.0 - small) * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64)
+    ours = regard.jacobian(torch.tensor([30.0, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(ours, want, rtol=1e-13, atol=0.0)

@@ -16,12 +16,14 @@ from regard.normalizers._language import jit, tl
 from regard.normalizers._record import Parameter
 
 NEAR = 1.1  # below it 1/(α−1) magnifies float32's rounding too much, and the reference has another form
+SMALLEST = 1e-75  # t of the smallest weight, as its slopes are told: their powers must not overflow
 
 
 def solve(scores, visible, alpha):
-    """p = max((α−1)·s − τ, 0)^{1/(α−1)}: bisection on the largest weight, then Newton steps that only autograd sees.
+    """p = max((α−1)·s − τ, 0)^{1/(α−1)}: bisection, then Newton steps that only autograd sees.
 
-    The largest weight lies in (0, 1] and fixes τ, however small t = (α−1)·s − τ gets for a large α. Each
+    t = (α−1)·s − τ is told from the lowest score that has weight: from the largest one it would cancel, and for a large
+    α the root magnifies what is left. That score's t, or for α > 2 its weight, lies in (0, 1] and fixes τ. Each
     differentiable Newton step doubles the orders that are right: three give τ its first seven derivatives.
     """
     if scores.shape[-1] == 0:
@@ -30,23 +32,20 @@ def solve(scores, visible, alpha):
     seen = seen | (scores.isnan() if visible is None else scores.isnan() & visible)
     empty = ~seen.any(-1, keepdim=True)
     gain = alpha - 1.0
-    x = gain * scores.masked_fill(~seen, 0.0)
-    x = x.masked_fill(~seen, float("-inf"))
-    x = x - x.detach().amax(-1, keepdim=True).masked_fill(empty, 0.0)
-
-    def weights(tau):
-        t = (x - tau).clamp_min(0.0)
-        positive = t > 0
-        return torch.where(positive, t.masked_fill(~positive, 1.0) ** (1.0 / gain), 0.0)
+    steep = gain.clamp_min(1.0) if isinstance(gain, torch.Tensor) else max(gain, 1.0)
+    place = _lowest(scores.detach().masked_fill(~seen, float("-inf")), gain)
+    s = scores.masked_fill(~seen, 0.0)
+    x = _above(s, place, gain).masked_fill(~seen | (s < s.gather(-1, place)), float("-inf"))
 
     with torch.no_grad():
         low, high = torch.zeros_like(x[..., :1]), torch.ones_like(x[..., :1])
         for _ in range(60):
             middle = (low + high) / 2
-            above = weights(-(middle**gain)).sum(-1, keepdim=True) >= 1.0
+            above = _root(x + middle**steep, gain).sum(-1, keepdim=True) >= 1.0
             low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        found = (-(high**gain)).detach()  # no_grad does not stop a tangent that rides on α
-        inside = (x > found) & seen
+        value = _root(x + high**steep, gain).detach()  # no_grad does not stop a tangent that rides on α
+        found = -(high**steep).clamp_min(SMALLEST).detach()
+        inside = (x > found) & (value > 0)
     tau = found
     for _ in range(3):
         t = torch.where(inside, x - tau, 1.0)
@@ -54,10 +53,39 @@ def solve(scores, visible, alpha):
         fall = torch.where(inside, t ** (1.0 / gain - 1.0), 0.0).sum(-1, keepdim=True) / gain
         step = excess / fall.masked_fill(empty, 1.0)
         tau = found + (step - step.detach()) + (tau - tau.detach())
+    p = torch.where(inside, torch.where(inside, x - tau, 1.0) ** (1.0 / gain), 0.0)
+    total = value.sum(-1, keepdim=True).masked_fill(empty, 1.0)  # 1 but for rounding
     nan = scores.isnan().any(-1, keepdim=True) | (scores == float("inf")).any(-1, keepdim=True)
-    p = weights(tau).masked_fill(~inside, 0.0)
-    total = p.detach().sum(-1, keepdim=True)  # 1 but for rounding, which a large α magnifies
-    return (p / total.masked_fill(empty, 1.0)).masked_fill(nan, float("nan"))
+    return ((value + (p - p.detach())) / total).masked_fill(nan, float("nan"))
+
+
+def _above(s, place, gain):
+    """(α−1)·(s − lowest). Beyond α = 2 the lowest has the largest slope, which would cancel: there it moves along."""
+    lowest = s.gather(-1, place)
+    still = gain * (s - lowest.detach())
+    moving = (gain * (s - lowest)).scatter(-1, place, 0.0)
+    if isinstance(gain, torch.Tensor):
+        return torch.where(gain > 1.0, moving, still)
+    return moving if gain > 1.0 else still
+
+
+def _root(t, gain):
+    """max(t, 0)^{1/(α−1)}."""
+    positive = t > 0
+    return torch.where(positive, t.where(positive, 1.0) ** (1.0 / gain), 0.0)
+
+
+@torch.no_grad()
+def _lowest(scores, gain):
+    """Where the lowest score s_j with weight stands, (…, 1): those above it, with τ = (α−1)·s_j, sum to less than 1."""
+    ordered, places = scores.sort(-1, descending=True)
+    low = torch.zeros_like(places[..., :1])  # one that has weight, and one below it that has none
+    high = torch.full_like(low, scores.shape[-1])
+    for _ in range(scores.shape[-1].bit_length()):
+        middle = (low + high) // 2
+        weighs = _root(gain * (ordered - ordered.gather(-1, middle)), gain).sum(-1, keepdim=True) < 1.0
+        low, high = torch.where(weighs, middle, low), torch.where(weighs, high, middle)
+    return places.gather(-1, low)
 
 
 def reference(scores, visible, theta):

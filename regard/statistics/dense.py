@@ -43,6 +43,9 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
         p = choice.reference(scores, seen, choice.theta if theta is None else theta)
         state = State.of(scores, seen, choice, torch.zeros_like(p[..., :1]), rows, theta=theta, weights=p)
         stats = state.finish(choice, sink, theta, p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True))
+        slope = Terms(choice, theta).of_weights(p)[2]  # the smallest weight may have the largest: squares would cancel
+        gain = _gain(slope, slope / slope.sum(-1, keepdim=True).clamp_min(1e-300))
+        stats["gradient_gain"] = gain.masked_fill(stats["mass"].isnan(), math.nan)
     else:
         frame = solve_frame(scores, seen, choice, theta)
         stats = State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
@@ -191,14 +194,20 @@ def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     else:
         slope = torch.where(seen, speak(choice.slope_of_weight, torch_words)(p, theta), 0.0).to(p.dtype)
         total = slope.sum(-1, keepdim=True)
-        share = slope / torch.where(total > 0, total, 1.0) if choice.family == "threshold" else torch.zeros_like(slope)
-    if not p.shape[-1]:
-        return p.sum(-1)
+        share = slope / torch.where(total > 0, total, 1.0)
+    if choice.family == "pointwise":
+        return slope.sum(-1)
+    missing = 1.0 - p.sum(-1, keepdim=True) if choice.family == "ratio" and speak(choice.rest)(1.0) else 0.0
+    return _gain(slope, share, missing)
+
+
+def _gain(slope: Tensor, share: Tensor, missing: Tensor | float = 0.0) -> Tensor:
+    """Σ slope·(1 − share), where 1 − the largest share is the sum of the others and of what is missing."""
+    if not share.shape[-1]:
+        return share.sum(-1)
     at = share.argmax(-1, keepdim=True)
     others = share.scatter(-1, at, 0.0).sum(-1, keepdim=True)
-    missing = 1.0 - p.sum(-1, keepdim=True) if choice.family == "ratio" and speak(choice.rest)(1.0) else 0.0
-    complement = (1.0 - share).scatter(-1, at, others + missing) if choice.family != "pointwise" else 1.0
-    return (slope * complement).sum(-1)
+    return (slope * (1.0 - share).scatter(-1, at, others + missing)).sum(-1)
 
 
 def _positions(x: Tensor) -> Tensor:

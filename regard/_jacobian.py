@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.library import custom_op
 from regard import _ops, normalizers
 from regard._normalize.arguments import check_device, check_scores, check_temperature, choose_rows_backend
 from regard._normalize.run import careful
-from regard._normalize.tempered import below_top, is_extreme, limit, moves_with_its_scores
+from regard._normalize.tempered import below_top, is_extreme, limit, moves_with_its_scores, scaled
 from regard.statistics import Terms, solve_frame
 
 
@@ -122,7 +123,8 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
         return vjp(z.double(), grad.double(), normalizer, t, backend=backend).to(z.dtype)
     backend = choose_rows_backend(z.device, backend)
     if not choice.fused or backend == "reference":
-        ds = torch.func.vjp(lambda x: choice.reference(x / t, None, choice.theta), z.double())[1](grad.double())[0]
+        rows = partial(scaled, choice=choice, scale=1.0 / t)
+        ds = torch.func.vjp(lambda x: choice.reference(rows(x), None, choice.theta), z.double())[1](grad.double())[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
         return ds.masked_fill(bad, math.nan).to(z.dtype)
     scores, backend = careful(z, choice, backend)

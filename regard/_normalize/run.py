@@ -18,7 +18,7 @@ from regard._normalize.arguments import (
     column_of,
     under_autocast,
 )
-from regard._normalize.tempered import tempered
+from regard._normalize.tempered import scaled, tempered
 from regard._values import has_no_values, is_mapped
 from regard.normalizers import Choice
 
@@ -101,7 +101,7 @@ def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> 
     z = z if visible is None else z.masked_fill(~visible, -math.inf)  # what is hidden cannot leak, not even as NaN
     bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
     factor = torch.full_like(bad, scale, dtype=torch.float64).masked_fill(bad, math.nan)  # the gradient is NaN too
-    p = choice.reference(z.double() * factor, visible, theta).to(z.dtype)
+    p = choice.reference(scaled(z.double(), choice, factor), visible, theta).to(z.dtype)
     return p.masked_fill(bad, math.nan)
 
 

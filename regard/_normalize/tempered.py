@@ -66,6 +66,14 @@ def below_top(z: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]
     return z - top, top
 
 
+def scaled(z: Tensor, choice: Choice, scale: float | Tensor) -> Tensor:
+    """scale·z for the reference, which takes no scale: from the row's maximum on if that is all the same, and finite
+    where z is."""
+    wide = below_top(z)[0] if z.shape[-1] and moves_with_its_scores(choice) else z
+    most = torch.finfo(z.dtype).max
+    return torch.where(z.abs() < math.inf, (wide * scale).clamp(-most, most), z * scale)
+
+
 def _by_row(z: Tensor, choice: Choice, theta, t: Tensor, visible: Tensor | None, rows: Rows) -> Tensor:
     """Rows divided by their own temperature; 0 and inf are limits, anything below 0 or NaN gives NaN."""
     if z.numel() == 0:

@@ -10,6 +10,8 @@ def forward(s: Tensor, choice, theta: Tensor | None, mask: Tensor | None, scale:
     theta = choice.theta if theta is None else theta[:, None]
     with torch.no_grad():
         hidden = s if mask is None else s.masked_fill(~mask, float("-inf"))
+        top = hidden.amax(-1, keepdim=True) if s.shape[-1] else hidden.sum(-1, keepdim=True)
+        hidden = hidden - top.masked_fill(top.abs() == float("inf"), 0.0)  # a product rounds by the score, or overflows
         return choice.series(hidden * scale, mask, theta), s.new_zeros((2, s.shape[0]))
 
 

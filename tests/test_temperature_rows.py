@@ -125,6 +125,19 @@ def test_log_softmax_subtracts_before_it_divides(kind):
     assert torch.equal(regard.log_softmax(z, temperature=kind(inf)), torch.tensor([[1.0, 1.0, 1.0, 0.0]]).div(3).log())
 
 
+@pytest.mark.parametrize("t", [1.0, 0.5, 0.0, inf])
+@pytest.mark.parametrize("kind", [float, lambda t: torch.full((2, 1), t)])
+def test_the_logarithm_of_no_weight_is_minus_infinity_at_every_temperature(kind, t):
+    z = torch.tensor([[-inf, -inf], [0.0, 0.0]], requires_grad=True)
+    log_p = regard.log_softmax(z, temperature=kind(t))
+    assert torch.equal(log_p, regard.softmax(z.detach(), temperature=kind(t)).log())
+    assert torch.equal(torch.autograd.grad(log_p.sum(), z)[0], torch.zeros(2, 2))
+    if 0.0 < t < inf:
+        lse = regard.logsumexp(z, temperature=kind(t))
+        assert torch.allclose(lse, torch.tensor([-inf, math.log(2.0)]))
+        assert torch.allclose(torch.autograd.grad(lse.sum(), z)[0], torch.tensor([[0.0], [0.5 / t]]).expand(2, 2))
+
+
 @pytest.mark.parametrize("function", [regard.log_softmax, regard.logsumexp])
 def test_logarithms_give_temperature_its_gradient(function):
     generator = torch.Generator().manual_seed(2)

@@ -28,8 +28,10 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     tensor(1000.6932)
     """
     rows, t, _ = _checked(z, dim, temperature)
+    nothing = (rows == -math.inf).all(-1)
+    rows = rows.masked_fill(nothing[..., None], 0.0)  # −inf has no gradient of 0
     if t is None:
-        return torch.logsumexp(rows, -1)
+        return torch.logsumexp(rows, -1).masked_fill(nothing, -math.inf)
     inside = (t > 0.0) & (t < math.inf)
     if inside is False or (isinstance(t, Tensor) and readable(inside) and not bool(inside.all())):
         raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
@@ -37,17 +39,21 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     total = (top / t + torch.logsumexp(quotient(below, t), -1, keepdim=True)).squeeze(-1)
     if isinstance(t, Tensor):
         total = total.masked_fill(~inside.squeeze(-1), math.nan)
-    return total.to(rows.dtype)
+    return total.masked_fill(nothing, -math.inf).to(rows.dtype)
 
 
 def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
     """z_i/T − log Σ_j exp(z_j/T), without forming the weights. At T = 0 or inf the logarithm of softmax's limit.
+
+    A row of −inf, in which softmax weighs nothing, is −inf with a gradient of 0 at every T (torch's is NaN).
 
     >>> import regard, torch
     >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
     tensor([    0., -1000.])
     """
     rows, t, axis = _checked(z, dim, temperature)
+    nothing = (rows == -math.inf).all(-1, keepdim=True)
+    rows = rows.masked_fill(nothing, 0.0)
     if t is None:
         result = torch.log_softmax(rows, -1)
     elif not isinstance(t, Tensor):
@@ -60,6 +66,7 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
             result = torch.where(cold, _at_limit(rows, cold=True), result)
             result = torch.where(hot, _at_limit(rows, cold=False), result)
             result = result.masked_fill(~(t >= 0.0), math.nan)
+    result = result.masked_fill(nothing, -math.inf)
     return result.movedim(-1, axis) if z.ndim else result.reshape(())
 
 

@@ -56,7 +56,7 @@ def attention(
     The weights are those before dropout, which `seed` decides. q may be a block of `queries` that begins at
     `first_query`.
     """
-    wanted = statistics.resolve(return_stats)
+    wanted = statistics.asked(return_stats)
     choice = normalizers.get(normalizer)
     if key_lengths is not None and not isinstance(key_lengths, Tensor):
         key_lengths = torch.tensor(key_lengths, device=q.device)
@@ -114,7 +114,7 @@ def attention(
         keep = philox.keep(seed, p.shape, dropout_p, first_query, queries).to(p.device)
         dropped = p * keep / (1.0 - dropout_p)
     out = dropped @ v
-    if not wanted:
+    if wanted is None:
         return out, p
     return out, p, statistics.of_scores(s, visible, choice, sink=sink, first=first_query, names=wanted)
 
@@ -172,7 +172,7 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
         sink=None if problem.sink is None else problem.sink[..., None],
         window=window,
         key_lengths=problem.key_lengths,
-        return_stats=problem.stats,
+        return_stats=problem.stats or False,
         seed=problem.seed,
         first_query=first,
         queries=total,

@@ -152,3 +152,15 @@ def test_a_tuple_names_what_comes_back():
     q, k, v = torch.randn(3, 1, 1, 4, 8)
     _, stats = regard.attention(q, k, v, return_stats=("gradient_gain", "entropy"), backend="reference")
     assert tuple(stats) == ("entropy", "gradient_gain")
+
+
+@pytest.mark.parametrize("names", [(), [], set()])
+def test_no_names_bring_no_statistics(names):
+    q, k, v = torch.randn(3, 1, 1, 4, 8)
+    for backend in (None, "cpu", "reference"):
+        out, stats = regard.attention(q, k, v, return_stats=names, backend=backend)
+        assert stats == {} and torch.allclose(out, regard.attention(q, k, v), atol=1e-6)
+    assert regard.reference.attention(q, k, v, return_stats=names)[2] == {}
+    for score in ("scaled_dot", "additive"):
+        layer = regard.nn.MultiheadAttention(8, 2, score=score)
+        assert layer(q[0], return_stats=names)[1] == {}

@@ -57,8 +57,8 @@ def attention(
         sink: a logit per head that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
-        return_stats: True for all statistics, or names; the result is then (out, stats). `entropy`, `logsumexp` and
-            `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
+        return_stats: True for all statistics, or a tuple of names, even (); the result is then (out, stats). `entropy`,
+            `logsumexp` and `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
     With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,
@@ -76,7 +76,7 @@ def attention(
     )  # fmt: skip
     out, stats = RUN[call.path.backend](call)
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
-    if not call.wanted:
+    if call.wanted is None:
         return out
     return out, Statistics({name: stats[name].reshape(out.shape[:-1]) for name in call.wanted})
 

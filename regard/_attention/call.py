@@ -43,7 +43,7 @@ class Call:
     sink: Tensor | None
     policy: object | None
     queries: Tensor  # [B, H, M, D] as given, which a policy reads: problem.q may hold a scale per head
-    wanted: tuple[str, ...]
+    wanted: tuple[str, ...] | None  # None: the output alone
     lead: tuple[int, ...]  # (…, H)
     dtype: torch.dtype  # of the result
     path: Path
@@ -53,7 +53,7 @@ class Call:
         cls, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink,
         window, key_lengths, return_stats, backend,
     ) -> Call:  # fmt: skip
-        wanted = statistics.resolve(return_stats)
+        wanted = statistics.asked(return_stats)
         choice = normalizers.get(normalizer).simplest
         check_tensors(q, k, v)
         rank = max(q.ndim, k.ndim, v.ndim)
@@ -124,7 +124,7 @@ class Call:
             left=left,
             right=right,
             dropout_p=float(dropout_p),
-            stats=wanted,
+            stats=wanted or (),
         )
         sink = check_sink(sink, choice, heads, lead, batch, queries, q)
         problem.sink = None if sink is None else sink.expand(batch, heads, queries)

@@ -161,12 +161,12 @@ class MultiheadAttention(nn.Module):
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
         attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device, past)
         order = Order.of(k.shape[2], past, is_causal, window, attn_mask, key_lengths)
-        wanted = statistics.resolve(return_stats)
+        wanted = statistics.asked(return_stats)
         run = self._additive if self.score == "additive" else self._product
-        out, stats = run(q, order.keys(k), order.keys(v), wanted, order.options)
+        out, stats = run(q, order.keys(k), order.keys(v), wanted or (), order.options)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         result = [out]
-        if wanted:
+        if wanted is not None:
             result.append(stats)
         if cache is not None and cache is not False:
             result.append(Cache(k, v))
@@ -193,10 +193,10 @@ class MultiheadAttention(nn.Module):
             temperature=self.temperature,
             softcap=self.softcap,
             sink=self.sink,
-            return_stats=wanted,
+            return_stats=wanted or False,
             **options,
         )
-        return result if wanted else (result, None)
+        return result if wanted else (result, statistics.Statistics())
 
     def _additive(self, q, k, v, wanted, options):
         temperature = self.temperature

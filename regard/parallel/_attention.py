@@ -140,7 +140,7 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = Apply.apply(plan, scheme, *given)
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
-    if not call.wanted:
+    if call.wanted is None:
         return out
     found = dict(zip(names, values.to(call.problem.accumulator), strict=True))
     shaped = {name: found[name].reshape(out.shape[:-1]) for name in call.wanted}

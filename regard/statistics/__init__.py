@@ -19,7 +19,7 @@ tensor([3.7430e-13])
 from __future__ import annotations
 
 from regard.statistics.dense import of_scores, of_weights
-from regard.statistics.names import DIFFERENTIABLE, NAMES, Statistics, marked, resolve, with_helpers
+from regard.statistics.names import DIFFERENTIABLE, NAMES, Statistics, asked, marked, resolve, with_helpers
 from regard.statistics.state import State
 from regard.statistics.terms import Terms, solve_frame
 
@@ -29,6 +29,7 @@ __all__ = [
     "State",
     "Statistics",
     "Terms",
+    "asked",
     "marked",
     "of_scores",
     "of_weights",

@@ -64,6 +64,11 @@ def with_helpers(names: tuple[str, ...], choice) -> tuple[str, ...]:
     return resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
 
 
+def asked(wanted: bool | str | Iterable[str]) -> tuple[str, ...] | None:
+    """The statistics asked for, as `resolve` has them; None where nobody asks: of () an empty answer is due."""
+    return None if wanted is False or wanted is None else resolve(wanted)
+
+
 def resolve(wanted: bool | str | Iterable[str]) -> tuple[str, ...]:
     """The statistics asked for, in the table's order: True is all, a tuple of names those."""
     if wanted is True:

@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, stats: tuple[str, ...] = ()) -> tuple[Tensor, Statistics | None]:
-        attended = self.attention(self.before_attention(x), is_causal=True, return_stats=stats)
+        attended = self.attention(self.before_attention(x), is_causal=True, return_stats=stats or False)
         attended, measured = attended if stats else (attended, None)
         x = x + attended
         return x + self.mlp(self.before_mlp(x)), measured

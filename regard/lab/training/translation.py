@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None, source: Tensor | None, source_lengths, stats, measured):
         def attend(kind, module, *inputs, **options):
-            out = module(*inputs, **options, return_stats=stats)
+            out = module(*inputs, **options, return_stats=stats or False)
             if stats:
                 out, found = out
                 measured.append((kind, found))

@@ -86,6 +86,7 @@ def tiles(normalizer: Normalizer, precision: str) -> dict:
         silent=isinstance(normalizer, Ratio) and normalizer.exponential and normalizer.rest is not nothing,
         lowest=float(np.log(limits.tiny)) - 20.0,  # its exp is 0
         smallest=float(limits.tiny),
+        largest=float(limits.max),
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
         power=isinstance(normalizer, Threshold) and normalizer.is_power,

@@ -176,10 +176,19 @@ def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse
         if tile.ratio:
             total += tile.rest(c)
             z[r] = total
-            inverse[r] = 1.0 / total if total != 0.0 else 0.0
+            boost = boosted(total)
+            inverse[r] = 1.0 / (boost * total) if total != 0.0 else 0.0
+            if boost != 1.0:
+                for j in range(len(x)):
+                    x[j] *= boost
         else:
             z[r] = 0.0
             inverse[r] = 1.0
+
+
+def boosted(z):
+    """A power of two for u and Z of logits next to 0, where 1/Z would overflow."""
+    return real(2.0**64) if z < real(2.0**-96) else real(1.0)
 
 
 def general_row(x, r, top, m, c, theta, i, key, sums):

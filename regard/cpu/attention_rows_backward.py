@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from regard.cpu._compile import real, tile, words
-from regard.cpu.attention_rows import CHUNK, count_and_mean, interval, maximum_of, opened
+from regard.cpu.attention_rows import CHUNK, boosted, count_and_mean, interval, maximum_of, opened
 from regard.philox import KEY_A, KEY_B, ROUND_A, ROUND_B
 
 
@@ -22,15 +22,16 @@ def backward_from_weights(s, dp, i0, rows, j0, left, right, limit, parameter, fr
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         g = opened(dp, r, first, last)
-        inverse = inverted(z[r])
+        boost, inverse, steepest = inverted(z[r])
         m, c = framed(x, frame[r], theta)
-        extra = slope_argument(inverse, theta)
+        extra = slope_argument(steepest, theta)
         total = np.float64(0.0)
         for start in range(0, len(x), CHUNK):
             chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part = real(0.0)
             for j in range(len(chunk)):
-                p = words.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta)) * scaled(inverse)
+                u = words.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta))
+                p = boost * u * scaled(inverse)
                 part = words.accumulate(part, share_of(p, extra) * dchunk[j])
                 chunk[j] = p
             total += part
@@ -50,14 +51,14 @@ def backward_from_scores(s, dp, i0, rows, j0, left, right, limit, parameter, fra
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         g = opened(dp, r, first, last)
-        inverse = inverted(z[r])
+        boost, inverse, steepest = inverted(z[r])
         m, c = framed(x, frame[r], theta)
         total = np.float64(0.0)
         for start in range(0, len(x), CHUNK):
             chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
             part = real(0.0)
             for j in range(len(chunk)):
-                share = share_of_score(chunk[j], m, c, theta, inverse)
+                share = share_of_score(chunk[j], m, c, theta, boost, inverse)
                 part = words.accumulate(part, words.where(chunk[j] == real(-math.inf), 0.0, share) * dchunk[j])
             total += part
         shift = real(settled(total, inverse))
@@ -79,8 +80,8 @@ def backward_from_scores(s, dp, i0, rows, j0, left, right, limit, parameter, fra
                 y = chunk[j]
                 hidden = y == real(-math.inf)
                 y = words.where(hidden, 0.0, y)
-                p = tile.weight(y, m, c, theta) * scaled(inverse)
-                d = (tile.rise(y, m, c, theta) * dchunk[j] - tile.fall(y, m, c, theta) * shift) * scaled(inverse)
+                p = boost * tile.weight(y, m, c, theta) * scaled(inverse)
+                d = (tile.rise(y, m, c, theta) * dchunk[j] - tile.fall(y, m, c, theta) * shift) * scaled(steepest)
                 if tile.watched:
                     log_p = (y - top) - log_total
                     d += by_lse * p + by_variance * (y - mean)
@@ -151,17 +152,22 @@ def sums_at(x, m, c, theta):
     return values, slopes
 
 
-def share_of_score(y, m, c, theta, inverse):
+def share_of_score(y, m, c, theta, boost, inverse):
     """The same from the score."""
     if tile.ratio:
-        return tile.weight(y, m, c, theta) * inverse
+        return boost * tile.weight(y, m, c, theta) * inverse
     if tile.coupled:
         return tile.rise(y, m, c, theta)
     return real(0.0)
 
 
 def inverted(z):
-    return real(1.0) / z if z != real(0.0) else real(0.0)
+    """(boost, 1/(boost·Z), 1/Z), the last one finite: of logits next to 0 it is the largest number."""
+    boost = real(1.0)
+    if tile.ratio:
+        boost = boosted(z)
+    inverse = real(1.0) / (boost * z) if z != real(0.0) else real(0.0)
+    return boost, inverse, min(boost * inverse, real(tile.largest))
 
 
 def scaled(inverse):

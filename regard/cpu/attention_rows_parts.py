@@ -140,7 +140,8 @@ def backward_part(s, dp, i0, rows, j0, left, right, limit, parameter, m, c, z, d
         first, last = interval(i0 + r % rows, j0, left, right, limit, s.shape[1])
         x = opened(s, r, first, last)
         g = opened(dp, r, first, last)
-        inverse, shift, frame, offset = inverted(z[r]), delta[r], tile.score(m[r], theta), c[r]
+        boost, inverse, steepest = inverted(z[r])
+        shift, frame, offset = delta[r], tile.score(m[r], theta), c[r]
         lift, beta, gamma, mean = real(0.0), real(0.0), real(0.0), real(0.0)
         if tile.tilted:
             lift, beta, gamma, mean = tilt[0, r], tilt[1, r], tilt[2, r], tilt[3, r]
@@ -152,9 +153,9 @@ def backward_part(s, dp, i0, rows, j0, left, right, limit, parameter, m, c, z, d
                 y = chunk[j]
                 hidden = y == real(-math.inf)
                 y = words.where(hidden, 0.0, y)
-                p = tile.weight(y, frame, offset, theta) * scaled(inverse)
+                p = boost * tile.weight(y, frame, offset, theta) * scaled(inverse)
                 rise, fall = tile.rise(y, frame, offset, theta), tile.fall(y, frame, offset, theta)
-                d = (rise * dchunk[j] - fall * shift) * scaled(inverse)
+                d = (rise * dchunk[j] - fall * shift) * scaled(steepest)
                 if tile.tilted:
                     d += p * (lift - beta * (y - frame)) + gamma * (y - mean)
                 d = words.where(hidden, 0.0, d)

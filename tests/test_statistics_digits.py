@@ -147,3 +147,16 @@ def test_additive_scores_of_sixteen_bits_have_statistics_in_float32():
     assert out.dtype == torch.bfloat16
     assert {x.dtype for x in stats.values()} == {torch.float32}
     assert bool((stats.visible_keys == 301.0).all())
+
+
+@pytest.mark.parametrize("size", [1e4, 1e12, 1e20])
+@pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax(alpha=1.25)"])
+def test_threshold_maps_are_measured_at_logits_of_any_size(name, size):
+    k = torch.tensor([size, size, 0.0, -size]).reshape(1, 1, 4, 1)
+    options = dict(scale=1.0, normalizer=name, return_stats=True)
+    want = dict(mass=1.0, max_weight=0.5, entropy=math.log(2.0), participation=2.0, support=2.0, first_key_mass=0.5)
+    want |= dict(max_logit=size, mean_logit=size / 4.0, logsumexp=size)
+    for backend in ("cpu", "reference"):
+        _, stats = regard.attention(torch.ones(1, 1, 1, 1), k, torch.eye(4)[None, None], backend=backend, **options)
+        for key, value in want.items():
+            torch.testing.assert_close(stats[key], torch.full((1, 1, 1), value), rtol=1e-4, atol=0.0)

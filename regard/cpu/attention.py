@@ -31,7 +31,6 @@ from regard import philox
 from regard.cpu import _cores
 from regard.cpu import attention_kernels as kernels
 from regard.cpu.attention_blocks import Block, Blocks, Scratch, Task
-from regard.normalizers._language import speak
 from regard.problem import Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE, State
 
@@ -47,7 +46,10 @@ def forward(problem: Problem) -> Forward:
 
 
 def weighed(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """o in the given dtype, (frame, z) [2, B, H, M], and the sums [17, B, H, M] that statistics are made of."""
+    """o in the given dtype, (frame, z) [2, B, H, M], and the sums [17, B, H, M] that statistics are made of.
+
+    Among the sums the frame of a threshold map is τ − gain·max.
+    """
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
     o = torch.empty((*rows, problem.v.shape[-1]), dtype=dtype)
     states = torch.empty((2, *rows), dtype=wide)
@@ -74,9 +76,6 @@ def weighed(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
                 sums[:, *block.rows] = found.view(len(sums), *block.heads)
 
     blocks.run(work)
-    if problem.stats and problem.choice.family == "threshold":  # told from the maximum on, in the rows' precision
-        frame, top = sums[FIELDS.index("frame")], sums[FIELDS.index("top")]
-        frame += torch.where(top.isfinite(), speak(problem.choice.gain)(theta) * top, 0.0)
     return o, states, sums
 
 
@@ -211,7 +210,8 @@ def _statistics(problem: Problem, sums: Tensor) -> Tensor:
     def work(start: int, own: dict) -> None:
         here = slice(start, start + ROWS)
         state = State(**{name: field[here] for name, field in zip(FIELDS, sums, strict=True)})
-        found = state.finish(problem.choice, None if sink is None else sink[here])
+        above = -state.frame if problem.choice.family == "threshold" else None  # told from the maximum on: logits round
+        found = state.finish(problem.choice, None if sink is None else sink[here], above=above)
         for name, values in zip(problem.stats, flat, strict=True):
             values[here] = found[name]
 

@@ -278,7 +278,7 @@ def general_sums(x, top, mean, m, c, theta, offset, unit):
 def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
     """p = value(max(gain·s − τ, 0)) with Σp = 1, solved on the entries within 1 of the maximum.
 
-    The frame among the sums is τ − gain·max: the caller adds the rest in float64.
+    The frame among the sums is τ − gain·max.
     """
     theta = real(parameter)
     gain = tile.gain(theta)

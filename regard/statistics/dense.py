@@ -47,9 +47,20 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
         gain = _gain(slope, slope / slope.sum(-1, keepdim=True).clamp_min(1e-300))
         stats["gradient_gain"] = gain.masked_fill(stats["mass"].isnan(), math.nan)
     else:
-        frame = solve_frame(scores, seen, choice, theta)
-        stats = State.of(scores, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+        top = _top(scores, seen) if choice.family == "threshold" else torch.zeros_like(rows)  # τ is told from it
+        frame = solve_frame(scores - top, seen, choice, theta)
+        stats = State.of(scores - top, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+        for name in ("max_logit", "mean_logit", "logsumexp"):
+            stats[name] = stats[name] + top.squeeze(-1)
     return Statistics({name: stats[name].to(dtype) for name in NAMES if name in names})
+
+
+def _top(scores: Tensor, seen: Tensor) -> Tensor:
+    """(…, 1): the largest score that is seen, a constant; 0 where there is none, or it is not finite."""
+    if not scores.shape[-1]:
+        return scores.sum(-1, keepdim=True)
+    top = scores.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
+    return top.masked_fill(~(top.abs() < math.inf), 0.0)
 
 
 def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = "softmax", visible=None) -> Statistics:

@@ -130,15 +130,19 @@ class State:
         state.top = top
         return state
 
-    def finish(self, choice, sink: Tensor | None = None, theta=None, largest: Tensor | None = None) -> Statistics:
+    def finish(self, choice, sink: Tensor | None = None, theta=None, largest=None, above=None) -> Statistics:
         """Every statistic of the table, each of shape (…), from the state of the whole row.
 
-        `largest` (…, 1) is the largest of the weights that the state was made of, if it was.
+        `largest` (…, 1) is the largest of the weights that the state was made of, if it was, and `above` how far the
+        largest score of a threshold map lies above τ, where that is known better than by the difference.
         """
         terms = Terms(choice, theta)
         none = self.n == 0
         top = torch.where(none, torch.zeros_like(self.top), self.top)
-        u, v, du, cross = terms(top, self.frame) if largest is None else terms.of_weights(largest)
+        if largest is not None:
+            u, v, du, cross = terms.of_weights(largest)
+        else:
+            u, v, du, cross = terms(top, self.frame) if above is None else terms.above(above)
         ties = self.ties
         positive = (u > 0) & ~none
         safe_u = torch.where(positive, u, torch.ones_like(u))

@@ -30,11 +30,14 @@ class Terms:
         if self.family == "ratio":
             return self.ratio(torch.exp(s - frame), s, torch.exp(-frame).expand(s.shape))
         if self.family == "threshold":
-            t = (tile["gain"](self.theta) * s - frame).clamp_min(0.0)
-            u, du = (tile[name](t, self.theta).to(s.dtype) for name in ("value", "slope"))
-            return u, u, du, du * du
+            return self.above((tile["gain"](self.theta) * s - frame).clamp_min(0.0))
         u = self.choice.reference(s, None, self.theta)  # its gradient is finite at any score
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
+
+    def above(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same of a threshold map's t = gain·s − τ."""
+        u, du = (self.tile[name](t, self.theta).to(t.dtype) for name in ("value", "slope"))
+        return u, u, du, du * du
 
     def of_weights(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same of a threshold map's weights, where τ is too coarse to tell them."""

@@ -119,6 +119,13 @@ def test_support_counts_the_weights_that_underflow(m, sharp):
     assert torch.equal(attention.forward(problem).stats.double(), truth) and truth.max() > 5
 
 
+def test_support_counts_the_weights_of_entmax_that_underflow():
+    """Next to α = 1 t^(1/(α−1)) is 0 in float32 where t is not."""
+    problem = make(17, "entmax(alpha=1.01)", b=1, h=2, g=1, m=9, n=50, d=16, e=16, sharp=30.0, stats=("support",))
+    _, truth = reference.of_problem(problem)
+    assert torch.equal(attention.forward(problem).stats.double(), truth) and truth.max() > 5
+
+
 @pytest.mark.parametrize("m", [1, 9])
 def test_softpick_of_logits_near_0_does_not_cancel(m):
     names = ("mass", "entropy", "max_weight", "gradient_gain")

@@ -132,7 +132,7 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             se += tiles.fold(tl.where(seen, tl.where(below, tl.exp2(gap), 0.0), 0.0), C)
         if NEED.distance:
             far += statistics.stretch(u, scene.i, j, start, sum_u, C.BEHIND and not EDGE, C)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, u, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, t, C)
     r = Sums(r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
     values = sweeps.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:

@@ -212,6 +212,32 @@ def test_outside_of_its_bounds_nobody_calls_the_tile_functions(tmp_path, monkeyp
                 plan.choose(Problem(q, k, v, normalizers.get(mine), 1.0), None)
 
 
+REACH = normalizers.Parameter("alpha", default=2.0, low=1.2, high=2.0, fused_low=2.0)
+TILES = ("gain", "value", "slope", "slope_of_weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [(dict(parameter=REACH), "mine(alpha=1.5)"), (dict(fused=False, **dict.fromkeys(TILES)), "mine")],
+    ids=["beyond its tiles", "no tiles"],
+)
+def test_a_threshold_map_whose_slopes_nobody_tells(changes, name, monkeypatch):
+    """entmax with the tiles of sparsemax, which serve α = 2 alone; entmax15 with none."""
+
+    def reference(scores, visible, alpha):
+        return normalizers.get("entmax").reference(scores, visible, alpha or 1.5)
+
+    mine = dataclasses.replace(normalizers.get("sparsemax").normalizer, name="mine", reference=reference, **changes)
+    monkeypatch.setitem(normalizers._members, "mine", mine)
+    z = torch.randn(5, 11, generator=torch.Generator().manual_seed(7))
+    q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(8))
+    torch.testing.assert_close(regard.jacobian(z, name), regard.jacobian(z, "entmax15"), rtol=1e-4, atol=1e-6)
+    ours, theirs = (regard.attention(q, k, v, normalizer=x, return_stats=True)[1] for x in (name, "entmax15"))
+    for statistic in ("entropy", "support", "gradient_gain"):
+        torch.testing.assert_close(ours[statistic], theirs[statistic], rtol=1e-4, atol=1e-5)
+    assert "gradient_gain" not in regard.statistics.of_weights(regard.normalize(z, name), normalizer=name)
+
+
 def test_a_ratio_with_a_parameter_which_its_tiles_would_not_hear_of(monkeypatch):
     def sharper(scores, visible, k):
         return normalizers.get("softmax").reference(scores * k, visible, None)

@@ -80,10 +80,16 @@ class Choice:
         """Does fused attention take it, which has no wider dtype to go to?"""
         return self.fused and (self.theta is None or self.theta >= self.normalizer.parameter.fused_low)
 
+    @property
+    def has_slopes(self) -> bool:
+        """Do its tile functions tell slopes at this parameter, or a threshold map's `reference_slope` instead?"""
+        stand_in = self.family == "threshold" and self.reference_slope is not None
+        return self.fused or (self.normalizer.fused and stand_in)
+
     def is_blurred(self, theta: Any = None) -> bool:
         """Is τ too coarse to tell a threshold map's weights? Of a tensor `theta`: yes, as any entry may be so."""
         theta = self.theta if theta is None else theta
-        if theta is None or self.family != "threshold":
+        if theta is None or self.family != "threshold" or not self.has_slopes:
             return False
         parameter = self.normalizer.parameter
         low = max(parameter.wide_below, parameter.fused_low)
@@ -92,7 +98,7 @@ class Choice:
     @property
     def merges(self) -> bool:
         """Do the sums of `statistics.State` tell its statistics? They take the largest score for the largest weight."""
-        return self.normalizer.rises and (self.fused or self.family == "threshold")
+        return self.normalizer.rises and self.has_slopes
 
     @property
     def softmax_family(self) -> bool:

@@ -195,7 +195,7 @@ def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> T
 
 def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
-    if not (choice.fused or choice.family == "threshold") or (choice.family == "ratio" and not choice.softmax_family):
+    if not choice.has_slopes or (choice.family == "ratio" and not choice.softmax_family):
         return None
     theta = 0.0 if choice.theta is None else choice.theta
     if choice.family == "ratio":
@@ -203,7 +203,8 @@ def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     elif choice.slope_of_weight is None:
         return None
     else:
-        slope = torch.where(seen, speak(choice.slope_of_weight, torch_words)(p, theta), 0.0).to(p.dtype)
+        tell = getattr(choice, "reference_slope", None) or speak(choice.slope_of_weight, torch_words)
+        slope = torch.where(seen, tell(p, theta), 0.0).to(p.dtype)
         total = slope.sum(-1, keepdim=True)
         share = slope / torch.where(total > 0, total, 1.0)
     if choice.family == "pointwise":

@@ -112,6 +112,14 @@ def test_every_file_with_marks_says_so():
             assert "<!-- in the file -->" in text, path
 
 
+def test_every_table_has_a_head():
+    """A blank line inside one makes plain text of the rows below it."""
+    for path in [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]:
+        text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for first in re.finditer(r"(?<!\|\n)^\|.*\n(.*)", text, flags=re.M):
+            assert re.fullmatch(r"\|[ :|-]+", first.group(1)), f"{path.name}: {first.group(0)[:60]}"
+
+
 def test_figures_are_the_lab_s(build):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="deep/why.md"))
     build.results.cache_clear()

@@ -41,8 +41,9 @@ def takes_back(dp: Tensor, saved: Tensor, F: Any, family: str, mask: Tensor | No
 def _suits(s: Tensor) -> bool:
     if not s.is_cuda or s.shape[1] % 16 or s.data_ptr() % 16:
         return False
-    device = torch.cuda.get_device_properties(s.device)
-    return device.major == 9 and device.multi_processor_count < 2 * s.shape[0]
+    from regard.kernels.hopper import capable, processors
+
+    return capable(s.device) and processors(s.device) < 2 * s.shape[0]
 
 
 def forward(

@@ -76,4 +76,4 @@ def test_a_row_that_is_taken_fits_its_places(card, number, column, others, cuts)
         assert cut["EVEN"] == (columns == chunks * chunk) and chunk // 2 % (threads * cut["VECTOR"]) == 0
         together = options["grid"][0] // 132
         assert together * ((chunks - 1) * chunk * column + RESERVED) < BYTES
-        assert together * threads * options["maxnreg"] <= 65536
+        assert together * threads * options["maxnreg"] <= 65536 and options["enable_fp_fusion"]

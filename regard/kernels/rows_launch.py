@@ -92,4 +92,4 @@ def _cut(s: Tensor, F: Any, size: int, cuts: dict) -> tuple[int, dict[str, Any],
     phases = PHASES if PHASES * programs <= R else 1
     cut = dict(F=F, CHUNK=chunk, VECTOR=16 // s.element_size(), EVEN=chunks * chunk == N, PHASES=phases)
     registers = 65536 // (32 * warps * together) // 8 * 8
-    return chunks, cut, dict(grid=(programs,), num_warps=warps, maxnreg=registers)
+    return chunks, cut, dict(grid=(programs,), num_warps=warps, maxnreg=registers, enable_fp_fusion=True)

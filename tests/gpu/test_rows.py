@@ -5,6 +5,7 @@ import torch
 
 from regard import normalizers
 from regard.kernels import rows, rows_launch
+from regard.normalizers import jit, tl
 
 COUNTS, SPREADS = (1, 2, 8, 64, 128), (0.1, 0.5, 1.0, 3.0, 10.0, 50.0)
 
@@ -131,9 +132,8 @@ def test_long_rows_of_threshold_maps(name, alpha, dtype, n):
     p, state = rows.forward(s, choice)
     again, told = rows.forward(s, choice)
     ds = rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
-    assert torch.equal(p.nan_to_num(-1), again.nan_to_num(-1)) and torch.equal(
-        state.nan_to_num(-1), told.nan_to_num(-1)
-    )
+    assert torch.equal(p.nan_to_num(-1), again.nan_to_num(-1))
+    assert torch.equal(state.nan_to_num(-1), told.nan_to_num(-1))
     assert p[50:52].isnan().all() and ds[50:52].isnan().all() and (p[52] == 0).all() and (ds[52] == 0).all()
     assert p[53, n // 2] == 1.0
     sound = [i for i in range(144) if i not in (50, 51, 52)]
@@ -141,14 +141,52 @@ def test_long_rows_of_threshold_maps(name, alpha, dtype, n):
     same = choice.reference(s[sound].float(), None, choice.theta).to(dtype)
     bound = 2 * ((same.double() - exact).abs().amax(-1) + 8 * eps * exact.amax(-1))
     assert ((p[sound].double() - exact).abs().amax(-1) <= bound).all()
-    if (
-        dtype == torch.float32
-    ):  # from the same weights: near the edge of the support slopes are as steep as τ's last bit
+    if dtype == torch.float32:
         assert ((p[sound].double().sum(-1) - 1).abs() <= 2e-6).all()
-        a, wide = torch.where(p[sound] > 0, p[sound].double() ** (2.0 - alpha), 0.0), dp[sound].double()
-        gradient = a * (wide - (a * wide).sum(-1, keepdim=True) / a.sum(-1, keepdim=True))
-        slopes = gradient.abs().amax(-1) + a.amax(-1) * wide.abs().amax(-1)
-        assert ((ds[sound].double() - gradient).abs().amax(-1) <= 1e-5 * slopes).all()
+    # from the same weights: near the edge of the support slopes are as steep as τ's last bit
+    a, wide = torch.where(p[sound] > 0, p[sound].double() ** (2.0 - alpha), 0.0), dp[sound].double()
+    gradient = a * (wide - (a * wide).sum(-1, keepdim=True) / a.sum(-1, keepdim=True))
+    slopes = gradient.abs().amax(-1) + a.amax(-1) * wide.abs().amax(-1)
+    assert ((ds[sound].double() - gradient).abs().amax(-1) <= (1e-5 + eps) * slopes).all()
+
+
+@jit
+def far(e, s, c):
+    return tl.abs(s) * e
+
+
+@jit
+def far_slope(e, s, c):
+    return (tl.abs(s) + tl.where(s > 0.0, 1.0, -1.0)) * e
+
+
+def far_reference(scores, visible, theta):
+    """|s|·exp(s) / Σ."""
+    s = scores.where(scores > -float("inf"), 0.0)
+    u = s.abs() * torch.exp(s - scores.detach().amax(-1, keepdim=True))
+    return u / u.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("n", [40000, 65536])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_long_rows_of_a_ratio_whose_slopes_do_not_end(dtype, n):
+    """A map of one's own, 0·∞ at −inf: backward takes another score for it."""
+    ratio = normalizers.Ratio(
+        name="far", formula="", sums_to="1", sparse=False, paper="", reference=far_reference, numerator=far,
+        numerator_slope=far_slope,
+    )  # fmt: skip
+    choice, eps = normalizers.Choice(ratio, None), torch.finfo(dtype).eps
+    s, dp = torch.randn(2, 96, n, device="cuda").to(dtype)
+    s[:, ::7] = -float("inf")
+    p, state = rows.forward(s, choice, None, None, 0.5)
+    ds = rows.backward(dp, s, state, choice, None, None, 0.5)
+    wide = (0.5 * s.double()).requires_grad_()
+    exact = far_reference(wide, None, None)
+    gradient = 0.5 * torch.autograd.grad(exact, wide, dp.double())[0]
+    size = exact.detach().amax(-1)
+    assert ((p.double() - exact.detach()).abs().amax(-1) <= 8 * eps * size).all()
+    slopes = gradient.abs().amax(-1) + 2 * size * dp.double().abs().amax(-1)
+    assert ((ds.double() - gradient).abs().amax(-1) <= 16 * eps * slopes).all()
 
 
 MANY = [("softmax1", torch.float32, 36864), ("softmax", torch.bfloat16, 40000), ("entmax15", torch.float32, 36864)]

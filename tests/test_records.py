@@ -295,6 +295,15 @@ def test_a_record_checks_what_stands_in_for_its_tiles(changes, complaint):
         dataclasses.replace(normalizers.get("entmax").normalizer, **changes)
 
 
+def test_a_reference_that_fails_beside_its_default_says_where():
+    def slower(scores, visible, k):
+        return normalizers.get("sigmoid").reference(scores * (1.0 / k), visible, 0.0)
+
+    sigmoid, parameter = normalizers.get("sigmoid").normalizer, normalizers.Parameter("k", default=1.0)
+    with pytest.raises(ValueError, match=r"the reference fails .* at k = 0; say by low and high what it is"):
+        dataclasses.replace(sigmoid, name="mine", reference=slower, parameter=parameter, fused=False)
+
+
 def test_a_record_of_ones_own_is_not_taken_for_its_namesake():
     softmax = normalizers.get("softmax").normalizer
     assert normalizers.get(softmax).normalizer is softmax

@@ -103,8 +103,15 @@ class Normalizer:
         self._must(np.isfinite(p).all() and (p >= 0).all(), "weights must be finite and ≥ 0")
         self._must(np.allclose(p, q[:, ::-1], atol=1e-12), "reordering the scores must reorder the weights")
         thetas = [None] if self.parameter is None else self.parameter.around
-        object.__setattr__(self, "scale_free", all(self._is_scale_free(rows, value) for value in thetas))
-        object.__setattr__(self, "rises", all(self._rises(value) for value in thetas))
+        found = []
+        for value in thetas:
+            try:
+                found.append((self._is_scale_free(rows, value), self._rises(value)))
+            except ArithmeticError as wrong:
+                at = f" at {self.parameter.name} = {value:g}; say by low and high what it is" if self.parameter else ""
+                raise ValueError(f"normaliser {self.name!r}: the reference fails ({wrong}){at}") from wrong
+        for name, holds in zip(("scale_free", "rises"), zip(*found, strict=True), strict=True):
+            object.__setattr__(self, name, all(holds))
         for value in self._fused_thetas() if self.fused else ():
             try:
                 self._check_tiles(rows, value)

@@ -40,7 +40,8 @@ def forward(problem: Problem) -> Part:
     o, (m, z), sums = weighed(problem, problem.accumulator)
     rest = getattr(problem.choice.normalizer, "rest", nothing)
     if rest is not nothing:  # it joins once, when all parts are there
-        z = z - speak(rest, torch_words)(torch.exp(-m))
+        own = z - speak(rest, torch_words)(torch.exp(-m))
+        o, z = o * torch.where(own > 0, z / own, 0.0)[..., None], own
     return Part(o, m, z, sums=sums if problem.stats else None)
 
 

@@ -295,6 +295,22 @@ def test_a_record_checks_what_stands_in_for_its_tiles(changes, complaint):
         dataclasses.replace(normalizers.get("entmax").normalizer, **changes)
 
 
+def test_a_ratio_that_states_more_than_it_is():
+    """exp(s) / 2Σ exp(s), of which attention would have taken the sum for Z."""
+
+    def half(scores, visible, theta):
+        return 0.5 * normalizers.get("softmax").reference(scores, visible, theta)
+
+    def twice(e, s, c):
+        return e + e
+
+    changes = dict(name="mine", reference=half, denominator=twice, denominator_slope=twice, slope_of_weight=None)
+    softmax = normalizers.get("softmax").normalizer
+    with pytest.raises(ValueError, match="exponential states that u and v are e"):
+        dataclasses.replace(softmax, **changes)
+    assert not dataclasses.replace(softmax, **changes, exponential=False).exponential
+
+
 def test_a_reference_that_fails_beside_its_default_says_where():
     def slower(scores, visible, k):
         return normalizers.get("sigmoid").reference(scores * (1.0 / k), visible, 0.0)

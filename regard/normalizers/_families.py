@@ -72,7 +72,7 @@ class Ratio(Normalizer):
     They know no parameter: a ratio that takes one is made with fused=False.
     `denominator` (v) and its slope default to the numerator's. `shift` says what m is: "max" (the row's maximum),
     "max0" (at least 0, so that c cannot overflow) or "none" (m = 0; e must then not be used). `exponential` states
-    u = e, so that log u = s − m needs no logarithm. `slope_of_weight(p, 1/Z)` = a = b, if that is all backward needs.
+    u = v = e: then log u = s − m needs no logarithm. `slope_of_weight(p, 1/Z)` = a = b, if that is all backward needs.
     `signed(e, s, c)` = w with u = max(w, 0) and v = |w|, if there is such a w: rounding to 16 bits can clip as it goes.
     """
 
@@ -123,6 +123,8 @@ class Ratio(Normalizer):
     def _tiles_forward(self, s, theta):
         e, c, inverse = self._frame(s)
         u, v = speak(self.numerator)(e, s, c), speak(self.denominator)(e, s, c)
+        stated = not self.exponential or (np.allclose(u, e) and np.allclose(v, e))
+        self._must(stated, "exponential states that u and v are e, and kernels take e for them")
         if self.signed is not None:
             w = speak(self.signed)(e, s, c)
             self._must(np.allclose(np.maximum(w, 0.0), u) and np.allclose(np.abs(w), v), "max(w, 0) ≠ u or |w| ≠ v")

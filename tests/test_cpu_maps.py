@@ -13,8 +13,7 @@ from test_cpu_rows import INF, NAN, both_ways, oracle, scores
 
 import regard
 from regard import normalizers
-from regard.cpu import parts
-from regard.parallel import merge
+from regard.parallel import merge, plan
 from regard.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -179,12 +178,13 @@ def test_what_joins_a_ratio_of_ones_own_joins_once_where_keys_are_in_parts(tmp_p
     """The silent 1 beside two halves of the keys, which each rank's part leaves out."""
     q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(9))
     with discovered(tmp_path, "ninth", NINTH.format(power=1.0)) as choice:
-        total = merge.Total(choice)
-        for first in (0, 3):
-            here = slice(first, first + 3)
-            total.add(parts.forward(Problem(q, k[:, :, here], v[:, :, here], choice, 0.5, first_key=first)))
-        out = total.finish(Problem(q, k, v, choice, 0.5))[0]
-        torch.testing.assert_close(out, regard.attention(q, k, v, normalizer="ninth"))
+        for backend in ("cpu", "triton"):
+            total, engine = merge.Total(choice), plan.choose(Problem(q, k, v, choice, 0.5), backend)
+            for first in (0, 3):
+                here = slice(first, first + 3)
+                total.add(engine.forward(Problem(q, k[:, :, here], v[:, :, here], choice, 0.5, first_key=first)))
+            out = total.finish(Problem(q, k, v, choice, 0.5))[0]
+            torch.testing.assert_close(out, regard.attention(q, k, v, normalizer="ninth"))
 
 
 def test_a_ninth_normaliser_from_a_file_and_its_edit(tmp_path):

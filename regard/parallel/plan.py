@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard import normalizers
 from regard._ops.backends import backend_module
+from regard.normalizers._families import nothing
 from regard.parallel import mixture, plain
 from regard.parallel.layout import Spans, placed
 from regard.parallel.line import Line
@@ -164,4 +165,6 @@ def choose(problem: Problem, backend: str | None) -> ModuleType:
     if backend not in PARTS:
         return plain
     engine = backend_module(PARTS, backend)
-    return engine if backend == "cpu" or engine.takes(problem) else plain
+    # Triton's part has in its z what joins once
+    joins = choice.family == "ratio" and not choice.exponential and choice.rest is not nothing
+    return engine if backend == "cpu" or (engine.takes(problem) and not joins) else plain

@@ -422,6 +422,23 @@ def test_entmax_of_a_large_alpha_keeps_the_digits_of_small_weights(alpha, small)
     torch.testing.assert_close(stats.entropy, -torch.special.xlogy(want, want).sum(), rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.parametrize(("alpha", "small"), [(10.0, 1e-12), (20.0, 1e-4), (32.0, 3e-3), (32.0, 1e-12)])
+def test_the_slope_of_the_smallest_weight_of_a_large_alpha(alpha, small):
+    """Where t = p^(α−1) of it is less than floats can differentiate: what it loses the others gain, at their slope."""
+    gain = alpha - 1.0
+    z = torch.tensor([0.0, (small**gain - (1.0 - small) ** gain) / gain], dtype=torch.float64, requires_grad=True)
+    p, name = regard.entmax(z, alpha), f"entmax(alpha={alpha})"
+    slope = (1.0 - small) ** (2.0 - alpha) * torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(p[1], z)[0], slope, rtol=1e-8, atol=0.0)
+    z = z.detach()
+    torch.testing.assert_close(regard.jacobian(z, name), torch.stack([-slope, slope]), rtol=1e-8, atol=0.0)
+    gained = regard.statistics.of_scores(z, normalizer=name).gradient_gain
+    torch.testing.assert_close(gained, 2.0 * slope[1], rtol=1e-8, atol=0.0)
+    for dtype in (torch.float64, torch.float32):
+        of_weights = regard.statistics.of_weights(p.detach().to(dtype), normalizer=name).gradient_gain
+        torch.testing.assert_close(of_weights, gained.to(dtype), rtol=1e-5, atol=0.0)
+
+
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 1.75])
 def test_a_weight_next_to_nothing_leaves_the_others_of_entmax_alone(alpha):
     want = torch.tensor([0.6, 0.4, 1e-20], dtype=torch.float64)

@@ -49,7 +49,8 @@ def solve(scores, visible, alpha):
     tau = found
     for _ in range(3):
         t = torch.where(inside, x - tau, 1.0)
-        excess = torch.where(inside, t ** (1.0 / gain), 0.0).sum(-1, keepdim=True) - 1.0
+        total = torch.where(inside, t ** (1.0 / gain), 0.0).sum(-1, keepdim=True)
+        excess = total - total.detach()  # 0: what rounding, or SMALLEST, leaves of it would ride on the slopes
         fall = torch.where(inside, t ** (1.0 / gain - 1.0), 0.0).sum(-1, keepdim=True) / gain
         step = excess / fall.masked_fill(empty, 1.0)
         tau = found + (step - step.detach()) + (tau - tau.detach())
@@ -107,9 +108,9 @@ def series(scores, visible, alpha):
 
 
 def reference_slope(p, alpha):
-    """g′ = p^(2−α), and 0 where p is."""
+    """g′ = p^(2−α), and 0 where p is; finite, as is the sum of many, where a large α makes it overflow."""
     seen = p > 0
-    return torch.where(seen, p.where(seen, 1.0) ** (2.0 - alpha), 0.0)
+    return torch.where(seen, p.where(seen, 1.0) ** (2.0 - alpha), 0.0).clamp_max(1e-8 * torch.finfo(p.dtype).max)
 
 
 def reference_excess(p, alpha):

@@ -91,7 +91,7 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     stats = _of_shown(p, seen, choice, _positions(p))
     gain = _gain_of_weights(p, choice, seen)
     if gain is not None:
-        stats["gradient_gain"] = gain.masked_fill(p.isnan().any(-1), math.nan)
+        stats["gradient_gain"] = gain.to(p.dtype).masked_fill(p.isnan().any(-1), math.nan)
     if scores is not None:
         logits = of_scores(scores, seen, normalizer)
         for name in ("max_logit", "mean_logit", "logit_variance", "logsumexp", "gradient_gain"):
@@ -204,7 +204,7 @@ def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
         return None
     else:
         tell = getattr(choice, "reference_slope", None) or speak(choice.slope_of_weight, torch_words)
-        slope = torch.where(seen, tell(p, theta), 0.0).to(p.dtype)
+        slope = torch.where(seen, tell(p.double(), theta), 0.0)  # beyond α = 2 that of a small weight is large
         total = slope.sum(-1, keepdim=True)
         share = slope / torch.where(total > 0, total, 1.0)
     if choice.family == "pointwise":

@@ -156,21 +156,27 @@ def test_ranks_that_share_a_sequence_have_no_whole_weights_and_say_so():
     assert module(x, x, x)[1].shape == (2, 5, 5)
 
 
-def test_an_eager_model_of_transformers_gets_the_weights_that_were_used():
-    from transformers import LlamaConfig, LlamaModel
+@pytest.mark.parametrize("asked", ["by the caller", "by the configuration"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_oss"])  # GPT-2 tells its attention nothing; gpt-oss has sinks
+def test_an_eager_model_of_transformers_gets_the_weights_that_were_used(kind, asked):
+    from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(0)
-    sizes = dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
-    )
-    model = LlamaModel(LlamaConfig(**sizes, vocab_size=20, attn_implementation="eager")).eval()
-    ids = torch.randint(20, (2, 12))
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
+    if kind != "gpt2":
+        sizes |= dict(intermediate_size=16, num_key_value_heads=2, head_dim=4)
+    if kind == "gpt_oss":
+        sizes |= dict(num_local_experts=2, num_experts_per_tok=1)
+    config = AutoConfig.for_model(kind, **sizes, vocab_size=20, attn_implementation="eager")
+    model = AutoModel.from_config(config, attn_implementation="eager").eval()
+    model.config.output_attentions = asked == "by the configuration"
+    ids, wish = torch.randint(20, (2, 12)), {"output_attentions": True} if asked == "by the caller" else {}
     with torch.no_grad():
-        (own,) = model(ids, output_attentions=True).attentions
+        (own,) = model(ids, **wish).attentions
         with regard.using(model, temperature=1.0):
-            (same,) = model(ids, output_attentions=True).attentions
+            (same,) = model(ids, **wish).attentions
         with regard.using(model, normalizer="sparsemax", temperature=0.01):
-            (sparse,) = model(ids, output_attentions=True).attentions
+            (sparse,) = model(ids, **wish).attentions
     torch.testing.assert_close(same, own)
     torch.testing.assert_close(sparse.sum(-1), torch.ones(2, 4, 12))
     assert (sparse == 0).sum() > (own == 0).sum()

@@ -16,6 +16,11 @@ from transformers.modeling_utils import AttentionInterface
 from regard.health.call import Call, causal_rows, cleaned, joined, rows_of
 from regard.health.intercept import SDPA, attend, watched
 
+try:  # what the forward under way collects from its modules, by name
+    from transformers.utils.output_capturing import _active_collector as _COLLECTED
+except ImportError:
+    _COLLECTED = None
+
 _KEPT: dict[str, object] = {}
 
 
@@ -57,7 +62,7 @@ def _called(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, a
         return out.transpose(1, 2)
 
     call = _as_call(own, module, query, key, value, attention_mask, kwargs)
-    if call.shows and call.options["sink"] is None and any(one.swap is not None for one in watched(module)):
+    if call.shows and any(one.swap is not None for one in watched(module)):
         call.weights = []
     out = attend(call, otherwise)
     return out.transpose(1, 2), call.weights[0] if call.weights else weights
@@ -87,11 +92,21 @@ def _folded(mask: Tensor, group: int, rows: int) -> Tensor:
 _FOLDED: deque = deque(maxlen=2)
 
 
+def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
+    """Does the model ask for them? It tells its function, or collects what its modules give (GPT-2), as its caller or
+    its configuration wants."""
+    collected = None if _COLLECTED is None else _COLLECTED.get()
+    if collected is not None:
+        return any(name.endswith("attentions") for name in collected)
+    said = kwargs.get("output_attentions")
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if said is None else said)
+
+
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = getattr(own, "__name__", type(own).__name__)
     eager = name == "eager_attention_forward"
     sdpa = name == "sdpa_attention_forward"
-    shows = eager and bool(kwargs.get("output_attentions"))
+    shows = eager and _wants_weights(module, kwargs)
     queries, keys = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -4,7 +4,8 @@ and an eager model of transformers with output_attentions.
     p = dropout(normaliser((cap(scale·q kᵀ) + bias) / T)),    o = p·v
 
 Output and weights are of one p, N × N as it was asked for. T is what `regard.attention` would divide by. The causal
-order is in the mask, where torch looks for it too when weights are wanted; sinks, windows and lengths it has none of.
+order is in the mask, where torch looks for it too when weights are wanted; windows and lengths it has none of. A sink
+is one more key, without a value and without a column in p.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from regard._attention.call import Call as Checked
 from regard._attention.run import with_policy
 from regard._normalize.arguments import is_autocast, under_autocast
 from regard.masks import blanked
+from regard.reference import with_sink
 from regard.scores import soft_cap
 
 if TYPE_CHECKING:
@@ -55,4 +57,8 @@ def _weights(problem) -> tuple[Tensor, Tensor]:
     s = soft_cap((problem.scale * q) @ k.transpose(-1, -2), problem.softcap)
     s = s if bias is None else s + bias
     t = 1.0 if problem.temperature is None else problem.temperature[..., None]
+    if problem.sink is not None:
+        sink = problem.sink[..., None].to(wide)
+        seen = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
+        return with_sink(problem.choice, s / t, seen, sink), v
     return regard.normalize(s, problem.choice.spec, temperature=t, mask=visible), v

@@ -456,7 +456,8 @@ def test_the_jacobian_of_a_nearly_one_hot_row_keeps_its_digits():
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("name", [*normalizers.names(), "entmax(alpha=1.0005)", "entmax(alpha=3)"])
 def test_scores_that_the_temperature_makes_overflow_weigh_as_at_zero(name, backend):
-    for row, temperature in (([1e300, 1.0, -1e300], 1e-10), ([-1e300, -2e300, -math.inf], 1e-29), ([-1e30], 1e-300)):
+    rows = [1e300, 1.0, -1e300], [-1e300, -2e300, -math.inf], [-1e30], [2e300, 1e300, 2e300, -math.inf]
+    for row, temperature in zip(rows, (1e-10, 1e-29, 1e-300, 1e-10), strict=True):
         z = torch.tensor(row, dtype=torch.float64, requires_grad=True)
         p = regard.normalize(z, name, temperature=temperature, backend=backend)
         torch.testing.assert_close(p, regard.normalize(z, name, temperature=0.0))

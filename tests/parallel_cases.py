@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -152,6 +153,18 @@ def every_case(rank: int, world: int) -> None:
         check(rank, world, "entmax15", 10, shared, None, dict(is_causal=True, stats=False, lengths=True))
     check(rank, world, "entmax(alpha=3)", 5, False, None, dict(is_causal=True))
     check(rank, world, "softmax", 6, False, None, dict(is_causal=True, temperature=True, dtype=torch.bfloat16))
+
+
+def large_logits(rank: int, world: int) -> None:
+    """A threshold next to logits that float32, and then float64, no longer tell from it."""
+    k, v = torch.arange(16.0).remainder(5.0).view(1, 1, 16, 1), torch.eye(16)[None, None]
+    for name, size in itertools.product(("sparsemax", "entmax15"), (1e8, 1e20)):
+        options = dict(scale=1.0, normalizer=name, return_stats=("mass", "entropy", "max_weight", "gradient_gain"))
+        truth, known = regard.attention(torch.ones_like(k), size * k, v, backend="reference", **options)
+        ours, stats = parallel.attention(*map(parallel.shard, (torch.ones_like(k), size * k, v)), **options)
+        torch.testing.assert_close(ours, parallel.shard(truth))
+        for key, row in known.items():
+            torch.testing.assert_close(stats[key], parallel.shard(row, dim=-1), msg=f"{name} {size} {key}")
 
 
 def odd_pieces(rank: int, world: int) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_cases import bytes_sent, dies, every_case, odd_pieces, same_bits, triton_parts
+from parallel_cases import bytes_sent, dies, every_case, large_logits, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
 from parallel_models import clipped_shards, examined, head_sharded, in_a_model
 from parallel_refused import all_full, raises_inside, refused
@@ -17,6 +17,7 @@ def test_pieces_give_the_whole(world):
     with Crew(world) as crew:
         crew(every_case)
         crew(odd_pieces)
+        crew(large_logits)
         crew(bytes_sent)
         bits = crew(same_bits)
         assert all(other == bits[0] for other in bits)

@@ -88,7 +88,7 @@ class Apply(torch.autograd.Function):
         values = m.new_empty((len(problem.stats), *m.shape))
         for total, (here, rows) in zip(totals, chunks, strict=True):
             if problem.stats:
-                found = total.statistics(rows, m[:, :, here], z[:, :, here])
+                found = total.statistics(rows, *(None if x is None else x[:, :, here] for x in (m, z, c)))
                 for name, row in zip(problem.stats, values, strict=True):
                     row[:, :, here] = found[name]
         rises = None if totals[0].rises is None else torch.cat([total.rises for total in totals], 2)

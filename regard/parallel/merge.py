@@ -64,11 +64,15 @@ class Total:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
             self.state = state if self.state is None else merged(self.state, state, self.choice)
 
-    def statistics(self, problem: Problem, m: Tensor, z: Tensor) -> Statistics:
-        """Those named in `problem.stats`, of whole rows whose m and z `finish` gave."""
+    def statistics(self, problem: Problem, m: Tensor, z: Tensor, c: Tensor | None) -> Statistics:
+        """Those named in `problem.stats`, of whole rows whose m and z `finish` gave; a threshold map's τ is m + c."""
         if self.mix is None:
             sink = None if problem.sink is None else problem.sink.double()[..., None]
-            return self.state.finish(self.choice, sink)
+            above = None
+            if self.choice.family == "threshold" and c is not None:  # told from the maximum on: logits round
+                top = self.state.top
+                above = torch.where(top.abs() < math.inf, -c.double()[..., None], top - self.state.frame)
+            return self.state.finish(self.choice, sink, above=above)
         silent = None
         if self.choice.family == "ratio":
             silent = torch.zeros_like(z)

@@ -95,7 +95,8 @@ def solve(plan: Plan, rows: Problem, queries: Spans) -> Solved:
     for here, _, pair in pairs:
         high, c, kept = plan.engine.solve(pair, ROOM)
         high = high.masked_fill(high.isnan(), math.inf)  # the maximum of a NaN is the backend's affair
-        own = torch.stack([high, torch.where(high == -math.inf, -math.inf, high + c)]).double()
+        wide = high.double()  # where τ is told apart from it
+        own = torch.stack([wide, torch.where(wide == -math.inf, -math.inf, wide + c)])
         bounds[..., here] = torch.maximum(bounds[..., here], own)
         crowded = torch.maximum(crowded, (kept[0] > ROOM).any())
         found.append((kept, high))
@@ -103,7 +104,7 @@ def solve(plan: Plan, rows: Problem, queries: Spans) -> Solved:
     bounds, crowded = told[:-1].view(bounds.shape), bool(told[-1])
     broken, dead = bounds[0] == math.inf, bounds[0].isinf()
     high, tau = bounds.masked_fill(dead, 0.0)
-    solved = Solved(high, tau - high, pairs, broken=broken if bool(broken.any()) else None)
+    solved = Solved(high, (tau - high).clamp(-1.0, 0.0), pairs, broken=broken if bool(broken.any()) else None)
     if not crowded:
         places = [here for here, _, _ in pairs]
         solved.kept = [(kept, own.double() - high[:, :, here]) for here, (kept, own) in zip(places, found, strict=True)]
@@ -124,10 +125,10 @@ def _sums(plan: Plan, solved: Solved, c: Tensor) -> Tensor:
 
 
 def _newton(line: Line, rows: Problem, c: Tensor, dead: Tensor, sums) -> Tensor:
-    """c with F(high + c) = 1, from below; sums(c) are this rank's (F, F′)."""
+    """c with F(high + c) = 1, from below, but for rounding; sums(c) are this rank's (F, F′)."""
     choice = rows.choice
     gain = float(speak(choice.gain)(choice.theta or 0.0))
-    low, ceiling = c, torch.zeros_like(c)
+    low, ceiling = torch.full_like(c, -1.0), torch.zeros_like(c)
     for step in range(1, STEPS):
         value, slope = line.all_reduce(sums(c), "newton", step)
         over = (value - 1.0).masked_fill(dead, 0.0)

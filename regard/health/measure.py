@@ -25,7 +25,7 @@ from regard.health.readings import LayerReading
 from regard.health.rows import Rows, Shown
 from regard.health.standing import Standing, distance
 from regard.health.uses import MANY, Uses
-from regard.health.values import Ends, ends, fetched, spans
+from regard.health.values import Ends, ends, spans
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 
@@ -96,7 +96,6 @@ class Layer:
             self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
         self.error, self.sampled = max(self.error, apart), self.sampled or sight.sampled
         self.odd |= {name for mask in sight.masks for name, so in mask.odd.items() if bool(so)}
-        self.hold(spans(sight.values, self.heads))
         if sight.blind is not None:
             self.miss(sight.blind.tolist())
         return merged
@@ -182,8 +181,7 @@ class Recorder:
         sights, self._batch = {key: sight for key, sight in self._batch.items() if sight.apart is not None}, {}
         with self.beside():
             differences = _numbers([sight.apart for sight in sights.values() if sight.apart is not None])
-            for sight, values in zip(sights.values(), fetched([s.values for s in sights.values()]), strict=True):
-                sight.values = values
+            values = spans([sight.values for sight in sights.values()], [self.layers[key].heads for key in sights])
         self._aside.join()
         wrong = False
         for (key, sight), heads in zip(sights.items(), differences, strict=True):
@@ -193,9 +191,12 @@ class Recorder:
                 self.layers[key].give_up(reason, not_finite)
                 wrong |= sight.sampled
         if not wrong:
-            for (key, sight), heads in zip(sights.items(), differences, strict=True):
-                if self.layers[key].reason is None and self.layers[key].absorb(sight, max(heads, default=0.0)):
-                    self._aside.mark(sight.apart.device)
+            for (key, sight), heads, held in zip(sights.items(), differences, values, strict=True):
+                layer = self.layers[key]
+                if layer.reason is None:
+                    layer.hold(held)
+                    if layer.absorb(sight, max(heads, default=0.0)):
+                        self._aside.mark(sight.apart.device)
         return wrong
 
     def __call__(self, call: Call, name: str, otherwise: Callable[[], Tensor]) -> Tensor:

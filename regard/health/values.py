@@ -31,31 +31,35 @@ def ends(v: Tensor) -> Ends:
     return v.amin(2), v.amax(2)  # on a CPU torch's aminmax takes 3 to 15 times as long
 
 
-def fetched(seen: Sequence[Sequence[Ends]]) -> list[list[Ends]]:
-    """The same on the CPU, with one wait for the device where they share it."""
-    tensors = list(chain.from_iterable(pair for pairs in seen for pair in pairs))
-    if len({(x.device, x.dtype) for x in tensors}) == 1:
-        together = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
-        tensors = [part.view(x.shape) for part, x in zip(together, tensors, strict=True)]
-    landed = iter(tensors)
-    return [[(next(landed).cpu(), next(landed).cpu()) for _ in pairs] for pairs in seen]
+def spans(seen: Sequence[Sequence[Ends]], heads: Sequence[int]) -> list[list[tuple[float, float]]]:
+    """Per layer and query head (apart, size), over its calls, whose ends these are.
 
-
-def spans(seen: Sequence[Ends], heads: int) -> list[tuple[float, float]]:
-    """Per query head (apart, size), over the calls whose ends these are.
+    Where all are of one kind they are told together, with one wait for the device.
 
     >>> from regard.health.values import ends, spans
     >>> v = torch.tensor([[0.0, 5.0, 2.0], [1.0, 1.0, 1.0]])[None, :, :, None]  # two heads of three keys
-    >>> spans([ends(v)], heads=4)
-    [(5.0, 5.0), (5.0, 5.0), (0.0, 1.0), (0.0, 1.0)]
+    >>> spans([[ends(v)]], heads=[4])
+    [[(5.0, 5.0), (5.0, 5.0), (0.0, 1.0), (0.0, 1.0)]]
     """
-    if not seen:
-        return []
-    found = [torch.stack([high.double() - low.double(), torch.maximum(high, -low).double()]) for low, high in seen]
-    apart, size = torch.stack([both.amax((1, 3)) for both in found]).amax(0).repeat_interleave(
-        heads // seen[0][0].shape[1], 1
-    )  # fmt: skip
-    return list(zip(apart.tolist(), size.tolist(), strict=True))
+    calls = list(chain.from_iterable(seen))
+    alike = len({(low.device, low.dtype, low.shape) for low, _ in calls}) == 1
+    told = iter([pair for group in ([calls] if alike else [[call] for call in calls]) for pair in _told(group)])
+    found = []
+    for pairs, count in zip(seen, heads, strict=True):
+        per_call = [next(told) for _ in pairs]
+        groups = [
+            (max(apart), max(size))
+            for apart, size in (zip(*group, strict=True) for group in zip(*per_call, strict=True))
+        ]
+        found.append([span for span in groups for _ in range(count // len(groups))])
+    return found
+
+
+def _told(calls: Sequence[Ends]) -> list[list[tuple[float, float]]]:
+    """Per call and key head (apart, size)."""
+    low, high = torch.stack([torch.stack(side) for side in zip(*calls, strict=True)]).cpu().double()  # [calls, B, G, E]
+    apart, size = (high - low).amax((1, 3)).tolist(), torch.maximum(high, -low).amax((1, 3)).tolist()
+    return [list(zip(*call, strict=True)) for call in zip(apart, size, strict=True)]
 
 
 def find_unread(modules: Mapping[str, nn.Module], layers: Sequence[Layer]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,13 @@ def behind(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
     stream.wait_event(event)
     with torch.cuda.stream(stream):
         yield
+
+
+def landed(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Tensors of one dim on the CPU, with one wait for the device where they share it."""
+    if len({(x.device, x.dtype) for x in tensors}) == 1:
+        return torch.cat(list(tensors)).cpu().split([len(x) for x in tensors])
+    return [x.cpu() for x in tensors]
 
 
 class Aside:

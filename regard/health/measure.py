@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 import regard
 from regard.health import quick
-from regard.health.aside import Aside
+from regard.health.aside import Aside, landed
 from regard.health.call import Call, laid_out
 from regard.health.faithful import coarsest, difference, limit, sample, unfaithful
 from regard.health.findings.eval_dropout import DROPS
@@ -180,7 +180,7 @@ class Recorder:
         """
         sights, self._batch = {key: sight for key, sight in self._batch.items() if sight.apart is not None}, {}
         with self.beside():
-            differences = _numbers([sight.apart for sight in sights.values() if sight.apart is not None])
+            differences = [x.tolist() for x in landed([s.apart for s in sights.values() if s.apart is not None])]
             values = spans([sight.values for sight in sights.values()], [self.layers[key].heads for key in sights])
         self._aside.join()
         wrong = False
@@ -300,11 +300,3 @@ class Recorder:
         self.layers[key].give_up(reason)
         self._batch.pop(key, None)
         return otherwise()
-
-
-def _numbers(tensors: list[Tensor]) -> list[list[float]]:
-    """Their values, with one wait for the device where they share it."""
-    if len({x.device for x in tensors}) == 1:
-        together = iter(torch.cat(tensors).tolist())
-        return [list(islice(together, len(x))) for x in tensors]
-    return [x.tolist() for x in tensors]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from regard.health.aside import landed
 from regard.nn.projections import output_weight
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def find_unread(modules: Mapping[str, nn.Module], layers: Sequence[Layer]) -> No
     once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
     found = [(layer, _columns(modules, layer)) for layer in once]
     known = [(layer, columns) for layer, columns in found if columns is not None]
-    for (layer, _), columns in zip(known, _numbers([columns for _, columns in known]), strict=True):
+    for (layer, _), columns in zip(known, landed([columns for _, columns in known]), strict=True):
         most = columns.view(layer.heads, -1).amax(1)
         layer.unread = (most <= NOTHING * most.amax()).nonzero().flatten().tolist()
 
@@ -84,9 +85,3 @@ def _columns(modules: Mapping[str, nn.Module], layer: Layer) -> Tensor | None:
     if weight is None or weight.shape[1] != layer.heads * layer.value_dim:
         return None
     return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
-
-
-def _numbers(columns: Sequence[Tensor]) -> Sequence[Tensor]:
-    if len({(x.device, x.dtype) for x in columns}) == 1:
-        return torch.cat(list(columns)).cpu().split([len(x) for x in columns])
-    return [x.cpu() for x in columns]

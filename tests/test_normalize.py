@@ -463,3 +463,10 @@ def test_scores_that_the_temperature_makes_overflow_weigh_as_at_zero(name, backe
         torch.testing.assert_close(p, regard.normalize(z, name, temperature=0.0))
         assert torch.autograd.grad(p[0], z)[0].isfinite().all()
         assert regard.vjp(z.detach(), torch.ones(len(row)).double(), name, temperature).isfinite().all()
+
+
+@pytest.mark.parametrize("name", normalizers.names())
+def test_minus_zero_is_zero(name):
+    for row in ([-0.0], [-0.0, -1.0]):  # found by the fuzz: NaN on the reference
+        z = torch.tensor(row, dtype=torch.float64)
+        torch.testing.assert_close(regard.normalize(z, name, backend="reference"), regard.normalize(z + 0.0, name))

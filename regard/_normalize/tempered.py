@@ -69,11 +69,11 @@ def below_top(z: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]
 def scaled(z: Tensor, choice: Choice, scale: float | Tensor) -> Tensor:
     """scale·z for the reference, which takes no scale: from the row's maximum on if that is all the same, and finite
     where z is."""
-    wide, most = z, torch.finfo(z.dtype).max
+    wide, most, least = z, torch.finfo(z.dtype).max, torch.finfo(z.dtype).tiny
     if z.shape[-1] and moves_with_its_scores(choice):
         wide = below_top(z)[0]
     elif z.shape[-1] and choice.family == "ratio":  # what overflows stays apart: the largest score becomes `most`
-        scale = (most / z.detach().amax(-1, keepdim=True).clamp_min(0.0)).clamp_max(scale)
+        scale = (most / z.detach().amax(-1, keepdim=True).clamp_min(least)).clamp_max(scale)  # −0 would turn it round
     return torch.where(z.abs() < math.inf, (wide * scale).clamp(-most, most), z * scale)
 
 

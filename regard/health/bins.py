@@ -135,6 +135,7 @@ def edges(name: str) -> list[float]:
     return values if scale == "asinh" else [0.0, *values[1:]]
 
 
+@cache
 def least(name: str) -> float:
     """What is told of a quantile below this is only that: it lies in the first bin, which reaches to 0."""
     return -math.inf if LAYOUT[name][0] == "asinh" else edges(name)[1]

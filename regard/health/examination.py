@@ -22,7 +22,7 @@ from regard.health.measure import Layer, Recorder, folded
 from regard.health.report import Report, WhatIfReading, how_measured
 from regard.health.rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.threads import turn_of
-from regard.health.values import find_unread
+from regard.health.values import Projections
 from regard.health.what_if import parse_all
 
 Modules = list[tuple[str, nn.Module]]
@@ -104,6 +104,7 @@ def examine(
     started, done, size, failure = time.perf_counter(), 0, 0, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
     pad = pad_of(model)
+    projections = Projections(dict(modules))
     try:
         with _evaluating(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
@@ -114,7 +115,9 @@ def examine(
                     recorder.rows.inverted = bool(recorder.rows.padding) and is_inverted(batch, pad)
                     recorder.begin()  # a function may run a part of the model, whose hook is not called
                     _run(model, modules, batch, done)
-                    size = size or _size(modules)  # while a GPU is at work
+                    size = size or _size(modules)  # while a GPU is at work, and so
+                    with recorder.beside():
+                        projections.look(recorder.layers.values())
                     if rounds is None:
                         tell_early(recorder)
                     while recorder.settle():
@@ -148,6 +151,7 @@ def examine(
             f"made of it was run, examine that){_by_hand(modules)}"
         )
     with recorder.beside():
+        projections.find_unread(layers)
         return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)
 
 
@@ -205,7 +209,6 @@ def _report(
     model, modules: Modules, size: int, layers: list[Layer], changes, done: int, failure, seconds: float, title
 ) -> Report:
     heads = heads_of(layers)
-    find_unread(dict(modules), layers)
     what_if = {}
     for change in changes:
         changed = heads_if(layers, change.name)

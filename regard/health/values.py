@@ -8,7 +8,7 @@ and which heads nothing behind the attention reads: their columns of the output 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -63,25 +63,37 @@ def _told(calls: Sequence[Ends]) -> list[list[tuple[float, float]]]:
     return [list(zip(*call, strict=True)) for call in zip(apart, size, strict=True)]
 
 
-def find_unread(modules: Mapping[str, nn.Module], layers: Sequence[Layer]) -> None:
-    """Note in each layer the heads whose columns of its output projection are 0, with one wait for all of them.
+class Projections:
+    """The output projections behind the layers: looked at while a GPU is at work, told when it is done."""
 
-    What a module makes of several calls is its own affair: differential attention mixes the columns of two.
-    """
-    calls = Counter(layer.name for layer in layers)
-    once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
-    found = [(layer, _columns(modules, layer)) for layer in once]
-    known = [(layer, columns) for layer, columns in found if columns is not None]
-    for (layer, _), columns in zip(known, landed([columns for _, columns in known]), strict=True):
-        most = columns.view(layer.heads, -1).amax(1)
-        layer.unread = (most <= NOTHING * most.amax()).nonzero().flatten().tolist()
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._columns: dict[str, Tensor | None] = {}
 
+    def look(self, layers: Iterable[Layer]) -> None:
+        """Nothing waits; a projection is looked at once."""
+        for layer in layers:
+            if layer.reason is None and layer.name not in self._columns:
+                self._columns[layer.name] = self._of(layer)
 
-def _columns(modules: Mapping[str, nn.Module], layer: Layer) -> Tensor | None:
-    """[H·E] the largest number in each; None where the projection is not found, or is not one of these heads."""
-    if layer.name not in modules:
-        return None
-    weight = output_weight(modules[layer.name], modules.get(layer.name.rpartition(".")[0]))
-    if weight is None or weight.shape[1] != layer.heads * layer.value_dim:
-        return None
-    return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)
+    def find_unread(self, layers: Sequence[Layer]) -> None:
+        """Note in each layer the heads whose columns are 0, with one wait for all of them.
+
+        What a module makes of several calls is its own affair: differential attention mixes the columns of two.
+        """
+        calls = Counter(layer.name for layer in layers)
+        once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
+        self.look(once)
+        known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
+        for (layer, _), columns in zip(known, landed([columns for _, columns in known]), strict=True):
+            most = columns.view(layer.heads, -1).amax(1)
+            layer.unread = (most <= NOTHING * most.amax()).nonzero().flatten().tolist()
+
+    def _of(self, layer: Layer) -> Tensor | None:
+        """[H·E] the largest number in each column; None where the projection is not found, or not of these heads."""
+        if layer.name not in self._modules:
+            return None
+        weight = output_weight(self._modules[layer.name], self._modules.get(layer.name.rpartition(".")[0]))
+        if weight is None or weight.shape[1] != layer.heads * layer.value_dim:
+            return None
+        return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from regard.health.findings._finding import Finding, finding
 from regard.health.heads import judged
+from regard.health.readings import fetched
 
 KIND = "dead"
 SAME = 1e-6  # of a head's largest value, or of the median of those over the layer's heads
@@ -41,15 +42,16 @@ def find_in_layers(layers: Sequence) -> list[Finding]:
     text: list[tuple[Place, float]] = []
     unread: list[tuple[Place, float]] = []
     begins: list[tuple[Place, float]] = []
-    for layer in layers:
-        if layer.reading is None:
-            continue
-        dead = _alike(layer.values)
+    measured = [layer for layer in layers if layer.reading is not None]
+    suspected = [(layer, dead) for layer in measured if (dead := _alike(layer.values))]
+    readings = fetched([layer.reading for layer, _ in suspected])
+    for (layer, dead), reading in zip(suspected, readings, strict=True):
         constant = len(dead) == layer.heads and all(size > 0.0 for _, size in layer.values)
-        (can_be_judged,) = judged([layer.reading.cpu()])
+        (can_be_judged,) = judged([reading])
         for head in dead:
             if can_be_judged[head]:
                 (text if constant else alike).append((Place(layer.name, layer.index, head), layer.values[head][0]))
+    for layer in measured:
         for head in layer.unread:
             whole = len(layer.unread) == layer.heads
             (begins if whole else unread).append((Place(layer.name, layer.index, head), 0.0))

@@ -13,7 +13,7 @@ from attention_data import Poisoned, check_backward, check_forward, make, random
 from rows_data import FUSED
 
 from regard import normalizers, philox, reference, statistics
-from regard.kernels import attention, keys_first
+from regard.kernels import attention, config, keys_first
 from regard.problem import Problem, Upstream
 
 pytestmark = [
@@ -271,7 +271,7 @@ def test_rows_without_a_sum_are_done_again(name):
         o[0, h, i] = frame[0, h, i] = answer.stats[0][0, h, i] = 7.0
     for x in (o, truth[0]):
         x[0, 1, 50] = x[0, 1, 84] = 7.0  # in no block with such a row
-    attention._again(problem, o, frame, z, answer.stats)
+    attention._again(problem, o, frame, z, answer.stats, config.options(problem), None)
     assert all(map(torch.equal, truth, (o, frame, z, answer.stats)))
     assert all(room[room.numel() // 2 :].isnan().all() for room in rooms)
 

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from attention_data import FLOOR, Poisoned, make
 
 from regard import reference
-from regard.kernels import attention, moments
+from regard.kernels import attention, config, moments
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -65,7 +65,7 @@ def test_statistics_of_sums(options, sharp):
     p.k[0, 0, 3, 0] = 0.0
     rough, stats = summed(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
     rough[5, 1, 0, 7] = math.inf  # a reach that no float16 product has
-    attention._statistics(p, rough, stats)
+    attention._statistics(p, rough, stats, config.options(p), None)
     vague = rough[0] < math.inf
     assert vague.any() and not vague.all() and vague[0, 0, -1] and vague[1, 0, 7]
     _, truths = reference.of_problem(p)

@@ -24,6 +24,7 @@ from regard.health.bins import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
 from regard.health.layout import CURVES, POSITIONS, places, position_bin, position_of
 from regard.health.quick import Packed
 from regard.health.readings import COMPARED, LEAST_KEYS, LayerReading
+from regard.kernels.launch import kind_of_tensors, launch
 
 KEPT = statistics.NAMES  # what a call returns; the derived ones follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
@@ -46,13 +47,17 @@ def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | No
     features = packed.new_empty((len(FEATURES), heads, -(-batch * queries // every)), dtype=torch.float64)
     first, last = _bin_of(start), _bin_of(start + queries - 1)
     bins = last - first + 1
-    account[(heads, len(NAMES) + len(CURVES) * bins + len(FEATURES))](
-        packed, packed if rows is None else rows.contiguous().view(torch.uint8), *_plan(packed.device), reading.flat,
-        reading.histogram, features, batch * heads * queries, batch, heads, queries, start, first, bins, POSITIONS,
-        every, features.shape[-1],
-        PLACES=_parts(heads), STATISTICS=len(NAMES), CURVES=len(CURVES), FOLLOWED=FOLLOWED, SLOTS=SLOTS, KEYS=KEYS,
-        LEAST=LEAST_KEYS, HAS_ROWS=rows is not None, BINS=BINS, BLOCK=1024,
+    counted_rows = packed if rows is None else rows.contiguous().view(torch.uint8)
+    arguments = (
+        packed, counted_rows, *_plan(packed.device), reading.flat, reading.histogram, features,
+        batch * heads * queries, batch, heads, queries, start, first, bins, POSITIONS, every, features.shape[-1],
     )  # fmt: skip
+    constants = (
+        _parts(heads), len(NAMES), len(CURVES), FOLLOWED, SLOTS, KEYS, LEAST_KEYS, rows is not None, BINS, 1024,
+    )  # fmt: skip
+    works = len(NAMES) + len(CURVES) * bins + len(FEATURES)
+    kind = kind_of_tensors(packed, counted_rows, reading.flat, reading.histogram)
+    launch(kind, account, heads * works, arguments, constants)
     torch.baddbmm(reading.products, features, features.mT, out=reading.products)
 
 
@@ -237,7 +242,7 @@ def account(
     PLACES: tl.constexpr, STATISTICS: tl.constexpr, CURVES: tl.constexpr, FOLLOWED: tl.constexpr, SLOTS: tl.constexpr,
     KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h, work = tl.program_id(0), tl.program_id(1)
+    h, work = tl.program_id(0) % H, tl.program_id(0) // H
     plane = tl.cast(plane, tl.int64)
     if work < STATISTICS:
         summarize(

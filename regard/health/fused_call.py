@@ -7,15 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.kernels.launch import kind_of_tensors, launch
+
 
 def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
     """Per head ‖own − rebuilt‖ / ‖own‖, both [B, H, R, E], over the rows [B, R] that count: [H]."""
     batch, heads, some, width = own.shape
     apart = torch.empty(heads, dtype=torch.float32, device=own.device)
-    gap[(heads,)](
-        own, rebuilt, own if rows is None else rows.contiguous().view(torch.uint8), apart, *own.stride(),
-        *rebuilt.stride(), batch, some, width, HAS_ROWS=rows is not None, **_tile(width, "BE"),
-    )  # fmt: skip
+    counted = own if rows is None else rows.contiguous().view(torch.uint8)
+    arguments = own, rebuilt, counted, apart, *own.stride(), *rebuilt.stride(), batch, some, width
+    launch(
+        kind_of_tensors(own, rebuilt, counted), gap, heads, arguments, (rows is not None, *_tile(width)), num_warps=8
+    )
     return apart
 
 
@@ -28,16 +31,17 @@ def predict(
     `rows` [B, M] count, and if `of_keys` keys do; without a row that counts nothing is added.
     """
     batch, heads, queries, width = q.shape
-    lengths[(heads,)](
-        q, k, q if rows is None else rows.contiguous().view(torch.uint8), flat, at, calls, scale, *q.stride(),
-        *k.stride(), *every, batch, heads // k.shape[1], queries, k.shape[2], width,
-        HAS_ROWS=rows is not None, OF_KEYS=of_keys, **_tile(width, "BD"),
-    )  # fmt: skip
+    counted = q if rows is None else rows.contiguous().view(torch.uint8)
+    sizes = batch, heads // k.shape[1], queries, k.shape[2], width
+    arguments = q, k, counted, flat, at, calls, scale, *q.stride(), *k.stride(), *every, *sizes
+    constants = rows is not None, of_keys, *_tile(width)
+    launch(kind_of_tensors(q, k, counted, flat), lengths, heads, arguments, constants, num_warps=8)
 
 
-def _tile(width: int, name: str) -> dict[str, int]:
+def _tile(width: int) -> tuple[int, int]:
+    """(rows at a time, the width as a power of two)"""
     wide = triton.next_power_of_2(width)
-    return {name: wide, "BR": max(16, min(64, 4096 // wide)), "num_warps": 8}
+    return max(16, min(64, 4096 // wide)), wide
 
 
 @triton.jit

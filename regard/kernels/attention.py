@@ -49,13 +49,13 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
         inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(o), frame, z, stats)
         decode.forward(p, inputs, key_blocks(p, config), outputs, options(p), config, how)
         return Forward(o, frame, z, stats)
+    kind, opt = kind_of(p, o), options(p)
     if hopper.takes(p):
-        hopper.forward(p, o, frame, z, options(p), lambda rough: _statistics(p, rough, stats))
+        hopper.forward(p, o, frame, z, opt, kind, lambda rough: _statistics(p, rough, stats, opt, kind))
         if hopper.still(p):
-            _again(p, o, frame, z, stats)
+            _again(p, o, frame, z, stats, opt, kind)
         return Forward(o, frame, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
-    kind, opt = kind_of(p, o), options(p)
     config, how = config_of(p, kernel.__name__)
     blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
     views = view(p.q), view(p.k), view(p.v)
@@ -72,26 +72,26 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     return Forward(o, frame, z, stats)
 
 
-def _again(p: Problem, o: torch.Tensor, frame: torch.Tensor, z: torch.Tensor, stats: torch.Tensor) -> None:
+def _again(p: Problem, o: torch.Tensor, frame: torch.Tensor, z: torch.Tensor, stats: torch.Tensor, opt, kind) -> None:
     """Rows that the Hopper kernel could not hold in one frame."""
     config, how = config_of(p, "forward_online")
     heads, many = p.q.shape[0] * p.q.shape[1], 4
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, many)
     outputs = view(o), frame, z, stats, heads * p.q.shape[-2]
-    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, options(p)
-    launch(kind_of(p, o), forward_again, programs, arguments, (config, many), **how)
+    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, opt
+    launch(kind, forward_again, programs, arguments, (config, many), **how)
 
 
-def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor) -> None:
+def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor, opt, kind) -> None:
     """Of the sums that the Hopper kernel leaves; vague rows are summed again."""
     config, how = config_of(p, "forward_lesser")
     rows, many = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
-    launch(kind_of(p), forward_statistics, triton.cdiv(rows, ROWS), (rough, stats, rows, options(p)), (config, ROWS))
+    launch(kind, forward_statistics, triton.cdiv(rows, ROWS), (rough, stats, rows, opt), (config, ROWS))
     if not (config.NEED.shares or config.NEED.moments):
         return
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1], many)
-    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), rough, stats, rows, options(p)
-    launch(kind_of(p), forward_lesser, programs, arguments, (config, many), **how)
+    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), rough, stats, rows, opt
+    launch(kind, forward_lesser, programs, arguments, (config, many), **how)
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:

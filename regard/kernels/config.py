@@ -5,7 +5,7 @@ Block sizes come from a small table; nothing is tuned at run time.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ def _has_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@lru_cache(maxsize=256)
 def pair(number: float | None) -> tuple[float, float]:
     """A Python float as two float32 numbers: a kernel argument has no more bits."""
     number = 0.0 if number is None else float(number)

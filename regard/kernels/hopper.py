@@ -10,7 +10,7 @@ import triton.language as tl
 
 from regard.kernels import bundle, moments, statistics
 from regard.kernels.config import reachable
-from regard.kernels.launch import kind_of, launch
+from regard.kernels.launch import launch
 from regard.normalizers._language import speak
 from regard.problem import Problem
 
@@ -75,7 +75,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
+def forward(p: Problem, o, frame, z, options, kind, statistics_of) -> None:
     """Fill o, frame and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds.
 
     Where the frame is `still`, z is NaN in rows that are to be done again.
@@ -94,7 +94,7 @@ def forward(p: Problem, o, frame, z, options, statistics_of) -> None:
         forms = moments.forms_of(p, C.SPAN)
         form_blocks = described(forms.products, C.BN)
     arguments = *blocked, form_blocks, frame, z, rough, forms, options, blocks
-    launch(kind_of(p, o), forward_hopper, programs, arguments, (C,), num_warps=4)
+    launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
     if p.stats:
         statistics_of(rough)
 

@@ -29,6 +29,13 @@ def kind_of(p: Problem, *others: torch.Tensor) -> Hashable:
     return p.q.dtype, p.q.device, p.reach, p.first_query, bool(p.stats), *aligned, *sizes
 
 
+def kind_of_tensors(*tensors: torch.Tensor) -> Hashable:
+    """The same of a launch whose tensors are these, and whose sizes and strides are among its arguments."""
+    if not tensors[0].is_cuda:
+        return None
+    return tensors[0].device, *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
+
+
 def launch(kind: Hashable, kernel: Any, programs: int, arguments: tuple, constants: tuple = (), **options) -> None:
     """kernel[(programs,)](*arguments, *constants, **options).
 
@@ -38,7 +45,11 @@ def launch(kind: Hashable, kernel: Any, programs: int, arguments: tuple, constan
     if kind is None:
         kernel[(programs,)](*arguments, *constants, **options)
         return
-    plain = [x if x is None else (x == 1, x % 16 == 0) for x in arguments if x is None or type(x) is int]
+    plain = [
+        x if x is None else (x == 1, x % 16 == 0, -(2**31) <= x < 2**31)
+        for x in arguments
+        if x is None or type(x) is int
+    ]
     key = id(kernel), kind, constants, *options.items(), *plain
     found = _compiled.get(key)
     if found is None:

@@ -21,9 +21,9 @@ from regard.kernels.rows_places import (
     first_of,
     places_of,
     quarter,
+    stagger,
     tell,
 )
-from regard.kernels.rows_ring import stagger
 from regard.kernels.rows_solver import add_two
 from regard.kernels.rows_terms import terms
 from regard.kernels.rows_tiles import larger, reciprocal

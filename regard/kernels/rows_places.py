@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from regard.kernels.rows_ring import copy
+# Triton 3.9, 3.6
+copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 class Places(NamedTuple):
@@ -23,6 +24,14 @@ class Places(NamedTuple):
     p: Any
     R: Any
     N: Any
+
+
+@gluon.jit
+def stagger(PHASES: gl.constexpr):
+    """Begin up to PHASES/2 µs later than the first programs: if all summed at once, the memory would idle so long."""
+    if PHASES > 1:
+        pause = gl.program_id(0) % PHASES * 500  # ns
+        gl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, $1;", "=r,r", [pause], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -104,3 +113,45 @@ def tell(p, work, row, first, C: gl.constexpr):
     """Store results of some columns."""
     columns = columns_of(first, p.shape[0], C)
     gl.store(work.p + row * work.N + columns, p.to(work.p.dtype.element_ty), mask=columns < work.N)
+
+
+@gluon.jit
+def taken_in(work, row, more: gl.constexpr, state, fixed, C: gl.constexpr):
+    """(state, a, b) after every score of a row, as they come: state = more(x, state, fixed, is it the first?, C).
+
+    The waits count the copies that were called after the one waited for.
+    """
+    async_copy.wait_group(C.HELD + 1)
+    a = quarter(work, 0, C)
+    call_quarter(work, row, 2, C)
+    state = more(a, state, fixed, True, C)
+    async_copy.wait_group(C.HELD + 1)
+    b = quarter(work, 1, C)
+    call_quarter(work, row, 3, C)
+    state = more(b, state, fixed, False, C)
+    for i in range(C.HELD):
+        async_copy.wait_group(C.HELD + 1)
+        state = more(chunk(work, i, C), state, fixed, False, C)
+        async_copy.commit_group()  # of nothing, so that the waits may count alike
+    async_copy.wait_group(C.HELD + 1)
+    state = more(quarter(work, 2, C), state, fixed, False, C)
+    async_copy.wait_group(C.HELD)
+    state = more(quarter(work, 3, C), state, fixed, False, C)
+    return state, a, b
+
+
+@gluon.jit
+def told_all(work, row, a, b, after, weigh: gl.constexpr, told, C: gl.constexpr):
+    """weigh(x, told, C) of all of a row; the one that comes `after` it is called into the places that are left."""
+    c = quarter(work, 2, C)
+    call_quarter(work, after, 0, C)
+    tell(weigh(c, told, C), work, row, first_of(2, C), C)
+    d = quarter(work, 3, C)
+    call_quarter(work, after, 1, C)
+    tell(weigh(d, told, C), work, row, first_of(3, C), C)
+    for i in range(C.HELD):
+        x = chunk(work, i, C)
+        call_chunk(work, after, i, C)
+        tell(weigh(x, told, C), work, row, i * C.CHUNK, C)
+    tell(weigh(a, told, C), work, row, first_of(0, C), C)
+    tell(weigh(b, told, C), work, row, first_of(1, C), C)

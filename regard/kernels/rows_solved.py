@@ -13,18 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from regard.kernels.rows_places import (
-    by_lane,
-    call_chunk,
-    call_quarter,
-    call_row,
-    chunk,
-    first_of,
-    places_of,
-    quarter,
-    tell,
-)
-from regard.kernels.rows_ring import stagger
+from regard.kernels.rows_places import by_lane, call_row, chunk, places_of, quarter, stagger, taken_in, told_all
 from regard.kernels.rows_solver import FINE, LIMIT, add_three, add_two, advance, sums_of
 from regard.kernels.rows_tiles import finite, larger, reciprocal
 
@@ -50,6 +39,14 @@ class Map(NamedTuple):
     gain: Any
 
 
+class Told(NamedTuple):
+    """What a row's weights are told from."""
+
+    map: Any
+    tau: Any
+    inverse: Any
+
+
 @gluon.jit
 def maxima(x, C: gl.constexpr):
     """Of what a thread has, [LANES, VECTOR]."""
@@ -57,25 +54,11 @@ def maxima(x, C: gl.constexpr):
 
 
 @gluon.jit
-def read_row(work, row, C: gl.constexpr):
-    """(maxima, a, b) of a row. The waits count the copies that were called after the one waited for."""
-    async_copy.wait_group(C.HELD + 1)
-    a = quarter(work, 0, C)
-    call_quarter(work, row, 2, C)
-    most = maxima(a, C)
-    async_copy.wait_group(C.HELD + 1)
-    b = quarter(work, 1, C)
-    call_quarter(work, row, 3, C)
-    most = larger(most, maxima(b, C))
-    for i in range(C.HELD):
-        async_copy.wait_group(C.HELD + 1)
-        most = larger(most, maxima(chunk(work, i, C), C))
-        async_copy.commit_group()  # of nothing, so that the waits may count alike
-    async_copy.wait_group(C.HELD + 1)
-    most = larger(most, maxima(quarter(work, 2, C), C))
-    async_copy.wait_group(C.HELD)
-    most = larger(most, maxima(quarter(work, 3, C), C))
-    return gl.reshape(most, [most.shape[0] * C.VECTOR]), a, b
+def larger_maxima(x, most, _fixed, FIRST: gl.constexpr, C: gl.constexpr):
+    here = maxima(x, C)
+    if not FIRST:
+        here = larger(most, here)
+    return here
 
 
 @gluon.jit
@@ -152,26 +135,9 @@ def solve(work, a, b, after, m, C: gl.constexpr):
 
 
 @gluon.jit
-def weights(x, tau, inverse, m, F: gl.constexpr):
-    return F.weigh(gl.maximum(scaled(x, m) - tau, 0.0), m.theta) * inverse
-
-
-@gluon.jit
-def tell_row(work, row, a, b, after, tau, inverse, m, C: gl.constexpr):
-    """All weights of a row; the one that comes `after` it is called into the places that they leave."""
+def weights(x, told, C: gl.constexpr):
     F: gl.constexpr = C.F
-    c = quarter(work, 2, C)
-    call_quarter(work, after, 0, C)
-    tell(weights(c, tau, inverse, m, F), work, row, first_of(2, C), C)
-    d = quarter(work, 3, C)
-    call_quarter(work, after, 1, C)
-    tell(weights(d, tau, inverse, m, F), work, row, first_of(3, C), C)
-    for i in range(C.HELD):
-        x = chunk(work, i, C)
-        call_chunk(work, after, i, C)
-        tell(weights(x, tau, inverse, m, F), work, row, i * C.CHUNK, C)
-    tell(weights(a, tau, inverse, m, F), work, row, first_of(0, C), C)
-    tell(weights(b, tau, inverse, m, F), work, row, first_of(1, C), C)
+    return F.weigh(gl.maximum(scaled(x, told.map) - told.tau, 0.0), told.map.theta) * told.inverse
 
 
 @gluon.jit
@@ -186,12 +152,13 @@ def forward_solved(s, p, state, R, N, scale: gl.float64, theta: gl.float64, C: g
     call_row(work, gl.program_id(0), C)
     for at in range(gl.program_id(0), R, gl.num_programs(0)):
         row, after = gl.cast(at, gl.int64), at + gl.num_programs(0)
-        few, a, b = read_row(work, at, C)
+        most, a, b = taken_in(work, at, larger_maxima, 0, 0, C)
+        few = gl.reshape(most, [most.shape[0] * C.VECTOR])
         m = Map(gl.reduce(few, 0, larger), factor, theta, gain)
         tau, total, slope = solve(work, a, b, begin(few, m, C), m, C)
         sound = m.top < float("inf")
         inverse = gl.where(sound, reciprocal(total), float("nan"))
-        tell_row(work, row, a, b, after, tau, inverse, m, C)
+        told_all(work, row, a, b, after, weights, Told(m, tau, inverse), C)
         gl.store(state + row, gl.where(m.top == float("-inf"), 0.0, finite(m.top) * factor + tau))
         gl.store(state + R + row, gl.where(sound, slope, float("nan")))
     async_copy.wait_group(0)

@@ -253,3 +253,55 @@ def test_entmax_at_one_is_softmax_and_transforms_are_carried():
     moved = torch.func.jvp(loss, (q[0].double().float(),), (tangent,))[1]
     slope = (loss(q[0] + step * tangent) - loss(q[0] - step * tangent)) / (2 * step)
     assert moved.item() == pytest.approx(slope.item(), rel=0.05, abs=1e-2)
+
+
+BESIDES = {
+    "temperature": torch.tensor([0.7, 1.4], dtype=torch.float64).reshape(2, 1, 1),
+    "sink": torch.tensor([0.3, -1.0], dtype=torch.float64),
+    "attn_mask": torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4),
+    "scale": torch.tensor([0.5, -0.3], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=["plain", "capped"])
+def test_a_tangent_of_what_stands_beside_the_queries_arrives(name, options):
+    q, k, v = heads(2, 2, 4, 3)
+    at, along = BESIDES[name], torch.ones_like(BESIDES[name])
+    forward = torch.autograd.forward_ad
+
+    def tangent(attention):
+        with forward.dual_level():
+            out = attention(q, k, v, **{name: forward.make_dual(at, along)}, **options)
+            return forward.unpack_dual(out).tangent
+
+    exact = tangent(lambda *given, **rest: reference.attention(*given, **rest)[0])
+    torch.testing.assert_close(tangent(regard.attention), exact)
+
+
+def test_so_does_that_of_a_policys_parameters():
+    q, k, v = heads(2, 2, 4, 3)
+    forward = torch.autograd.forward_ad
+    policy = regard.temperature.QueryDependent(2, 3, dtype=torch.float64)
+    begun = policy.bias.detach().clone()
+    del policy.bias  # a tensor may stand in its place
+
+    def out(bias):
+        policy.bias = bias
+        return regard.attention(q, k, v, temperature=policy, normalizer="entmax15")
+
+    with forward.dual_level():
+        tangent = forward.unpack_dual(out(forward.make_dual(begun, torch.ones_like(begun)))).tangent
+    step = 1e-6
+    slope = (out(begun + step) - out(begun - step)) / (2 * step)
+    torch.testing.assert_close(tangent, slope, atol=1e-8, rtol=1e-6)
+
+
+def test_a_backend_asked_for_by_name_loses_no_tangent_in_silence():
+    q, k, v = heads(1, 2, 4, 3)
+    for run in (
+        lambda x: regard.attention(x, k, v, backend="cpu"),
+        lambda x: regard.attention(q, k, v, temperature=1.0 + x[..., :1].square(), backend="cpu"),
+    ):
+        with pytest.raises(ValueError, match=r"backend 'cpu' cannot carry a torch\.func transform"):
+            torch.func.jvp(run, (q,), (k,))

@@ -13,6 +13,7 @@ from regard._normalize.run import transformed
 from regard.problem import Problem
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
+TRANSFORM = "a torch.func transform"
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
         return Path(backend, "asked for by backend=")
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
-    if obstacle is not None and any(transformed(x) for x in (problem.q, problem.k, problem.v)):
-        return Path("reference", "a torch.func transform that the fused ops cannot carry (jvp or a gradient)")
+    if obstacle is not None and is_transformed(problem):
+        return Path("reference", f"{TRANSFORM} that the fused ops cannot carry (jvp or a gradient)")
     if obstacle is None:
         hopper = device == "cuda" and is_hopper(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
@@ -51,6 +52,11 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
             return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")
         return Path("triton", f"{obstacle}: fused GPU kernel")
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
+
+
+def is_transformed(problem: Problem) -> bool:
+    """Does a tangent ride on what the weights are made of, or does torch.func ask for a gradient of it?"""
+    return transformed(problem.q, problem.k, problem.v, problem.bias, problem.temperature, problem.sink)
 
 
 def _not_for_torch(problem: Problem, policy) -> str | None:
@@ -92,6 +98,9 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
     if backend in ("cpu", "triton"):
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
+        if is_transformed(problem):
+            fix = "use backend=None or 'reference'"
+            raise ValueError(f"backend {backend!r} cannot carry {TRANSFORM} (jvp or a gradient); {fix}")
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
 

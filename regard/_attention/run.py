@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
-from regard._attention.path import is_hopper
+from regard._attention.path import is_hopper, is_transformed
 from regard._attention.twice import differentiable_twice
 from regard._normalize.arguments import fits
 from regard._normalize.run import transformed
@@ -60,7 +60,7 @@ def _run_torch(call: Call):
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, **options)
 
-    if transformed(q, k, v):  # torch's fused kernels know neither tangents nor second derivatives
+    if transformed(q, k, v, mask):  # torch's fused kernels know neither tangents nor second derivatives
         with sdpa_kernel(SDPBackend.MATH):
             out = attend(q, k, v)
     elif q.device.type == "cuda" and is_hopper(q.device):
@@ -132,6 +132,8 @@ def check_asked(asked, call: Call) -> Tensor:
 def _run_fused(call: Call):
     call = with_policy(call)
     problem = call.problem
+    if transformed(problem.temperature):  # by what the policy holds
+        return by_reference(call)
     if problem.stats and not problem.choice.merges:  # no kernel's sums tell them
         out, _ = _run_fused(replace(call, problem=replace(problem, stats=())))
         with torch.no_grad():
@@ -172,7 +174,7 @@ def _run_reference(call: Call):
 def by_reference(call: Call):
     """(o, statistics) of a call whose policy was asked, by the dense reference."""
     problem = replace(call.problem, seed=_seeded(call.problem))
-    if any(transformed(x) for x in (problem.q, problem.k, problem.v)):
+    if is_transformed(problem):
         out, stacked = reference.of_whole(problem)  # checkpoints do not go through transforms
     else:
         out, stacked = reference.of_problem(problem)

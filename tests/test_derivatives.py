@@ -185,3 +185,21 @@ def test_the_jacobian_of_a_sick_row_says_nan(name):
     z = torch.tensor([[math.nan, 0.0, 1.0], [math.inf, 0.0, 1.0], [1.0, 2.0, 3.0]])
     whole = regard.jacobian(z, name)
     assert whole[:2].isnan().all() and whole[2].isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vjp_is_carried_through_transforms(name):
+    def ours(z):
+        return regard.vjp(z, OUT, name)
+
+    def exact(z):
+        return torch.func.vjp(lambda x: regard.normalize(x, name, backend="reference"), z)[1](OUT)[0]
+
+    for transform in (
+        lambda f: torch.func.jvp(f, (ROW,), (ALONG,))[1],
+        lambda f: torch.func.grad(lambda z: (f(z) * ALONG).sum())(ROW),
+        lambda f: torch.func.jacrev(f)(ROW),
+    ):
+        torch.testing.assert_close(transform(ours), transform(exact))
+    tangent = torch.func.jvp(lambda g: regard.vjp(ROW, g, name), (OUT,), (ALONG,))[1]
+    torch.testing.assert_close(tangent, regard.vjp(ROW, ALONG, name))

@@ -46,6 +46,7 @@ class OnlineSoftmax:
             raise ValueError("block must have at least one dimension, got a scalar; write block[None]")
         if self.max is not None and block.shape[:-1] != self.max.shape:
             raise ValueError(f"block must have rows of shape {tuple(self.max.shape)}, got {tuple(block.shape[:-1])}")
+        self._check_device(block, "block")
         z = block.to(torch.float64 if block.dtype == torch.float64 else torch.float32)
         if z.shape[-1]:
             m = z.amax(-1)
@@ -67,6 +68,7 @@ class OnlineSoftmax:
         (mine, my_sum), (theirs, their_sum) = self._state, other._state
         if mine.shape != theirs.shape:
             raise ValueError(f"other must have rows of shape {tuple(mine.shape)}, got {tuple(theirs.shape)}")
+        self._check_device(theirs, "other")
         m = torch.maximum(mine, theirs)
         safe = _finite(m).double()
         self._state = m, my_sum * torch.exp(mine.double() - safe) + their_sum * torch.exp(theirs.double() - safe)
@@ -86,8 +88,13 @@ class OnlineSoftmax:
         check_scores(block, "block")
         if block.ndim == 0 or block.shape[:-1] != m.shape:
             raise ValueError(f"block must have the shape {(*m.shape, 'n')} of the rows seen, got {tuple(block.shape)}")
+        self._check_device(block, "block")
         e = torch.exp(block.to(m.dtype) - _finite(m)[..., None])
         return (e / torch.where(total == 0, 1.0, total)[..., None]).to(block.dtype)
+
+    def _check_device(self, x: Tensor, name: str) -> None:
+        if self.max is not None and x.device != self.max.device:
+            raise ValueError(f"{name} must be on {self.max.device}, where the rows seen are, got {x.device}")
 
     def _seen(self) -> tuple[Tensor, Tensor]:
         if self._state is None:

@@ -32,9 +32,14 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
         return scale
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be None, a number, a word or a tensor, got {type(scale).__name__}")
-    if not -math.inf < scale < math.inf:  # a compiled graph cannot ask isfinite of a symbol
+    if not is_finite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}")
     return float(scale)
+
+
+def is_finite(number: float) -> bool:
+    """Is it a number that float64 holds? (A compiled graph cannot ask isfinite of a symbol.)"""
+    return -math.inf < number < math.inf and not (isinstance(number, int) and number.bit_length() > 1023)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

@@ -36,7 +36,8 @@ def test_numpys_numbers_are_numbers():
     q, k, v = torch.randn(3, 1, 2, 5, 4)
     plain = dict(scale=0.5, sink=0.25, softcap=3.0, temperature=2.0, dropout_p=0.0)
     theirs = {name: np.float32(number) for name, number in plain.items()}
-    want = regard.attention(q, k, v, window=(2, None), **plain)
+    want = regard.attention(q, k, v, window=(2, None), is_causal=True, **plain)
+    theirs["is_causal"] = np.bool_(True)
     assert torch.equal(regard.attention(q, k, v, window=(np.int64(2), None), **theirs), want)
 
 
@@ -247,6 +248,36 @@ Q = torch.randn(1, 4, 6, 8)
 def test_nonsense_is_named_before_any_work(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("attn_mask", torch.ones(6, 6)),
+        ("attn_mask", torch.ones(6, 6).bool()),
+        ("scale", torch.ones(4)),
+        ("temperature", torch.ones(6, 1)),
+        ("sink", torch.ones(4)),
+        ("key_lengths", torch.tensor([3])),
+    ],
+)
+def test_a_tensor_that_is_not_dense_is_refused_by_its_name(name, given):
+    with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
+        regard.attention(Q, Q, Q, **{name: given.to_sparse()})
+
+
+@pytest.mark.parametrize("name", ["scale", "temperature", "softcap", "sink"])
+def test_a_number_that_no_float_holds_is_refused_by_its_name(name):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        regard.attention(Q, Q, Q, **{name: 10**400})
+    with pytest.raises(ValueError, match="key_lengths must lie in"):
+        regard.attention(Q, Q, Q, key_lengths=[10**400])
+
+
+def test_a_policy_that_was_not_made_is_refused():
+    for policy in (regard.temperature.SSMax, regard.temperature.Learned):
+        with pytest.raises(TypeError, match=f"got the class {policy.__name__}; make one"):
+            regard.attention(Q, Q, Q, temperature=policy)
 
 
 def test_the_reference_path_never_builds_the_whole_matrix(monkeypatch):

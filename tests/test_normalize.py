@@ -11,6 +11,8 @@ from regard import normalizers
 from regard.normalizers import jit, tl
 
 KNOWN = torch.tensor([-2.0, 0.0, 0.5])
+ONES = torch.ones(2)
+RAGGED = torch.nested.nested_tensor([ONES, ONES[:1]], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +374,11 @@ def test_the_reference_backend_poisons_rows_alike(name):
         (lambda: regard.softmax_backward(torch.ones(1), 1.0), TypeError, "softmax_output must be"),
         (lambda: regard.OnlineSoftmax().update(torch.ones(2)).merge(3), TypeError, "other must be"),
         (lambda: regard.OnlineSoftmax().update(torch.ones(2)).weights([1.0]), TypeError, "block must be"),
+        (lambda: regard.OnlineSoftmax().update(ONES).update(ONES.to("meta")), ValueError, "block must be on cpu"),
+        (lambda: regard.OnlineSoftmax().update(ONES).weights(ONES.to("meta")), ValueError, "block must be on cpu"),
+        (lambda: regard.sigmoid_norm(ONES, bias=ONES.to_sparse()), TypeError, "bias must be a dense tensor"),
+        (lambda: regard.entmax(ONES, ONES[:1].to_sparse()), TypeError, "alpha must be a dense tensor"),
+        (lambda: regard.softmax(ONES, temperature=RAGGED), TypeError, "temperature must be a dense tensor"),
         (lambda: regard.masks.causal(-1), ValueError, "n must be ≥ 0"),
         (lambda: regard.masks.causal(2.5), TypeError, "n must be an int"),
         (lambda: regard.masks.padding([1.5]), TypeError, "lengths must be integers"),

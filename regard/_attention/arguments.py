@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from regard import _ops
-from regard._normalize.arguments import check_scores, fits, is_autocast, is_float
+from regard._normalize.arguments import check_dense, check_scores, fits, is_autocast, is_float
 from regard._values import readable
+from regard.scores import is_finite
 
 UNLIMITED = 1 << 31  # keys to one side: more than there are
 
@@ -83,6 +84,7 @@ def to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
 
 def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
     """One per head [H, 1, 1], or one [], in float32 or wider."""
+    check_dense(scale, "scale")
     if not is_float(scale):
         raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
     if scale.ndim > 2 and scale.shape[-2:] == (1, 1) and scale.numel() == scale.shape[-3]:  # as it broadcasts over q·kᵀ
@@ -109,6 +111,7 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     """4-dim, broadcastable to [B, H, M, N], not expanded where it need not be."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    check_dense(mask, "attn_mask")
     if mask.dtype != torch.bool and not is_float(mask):
         raise TypeError(f"attn_mask must be bool (True = visible) or float16 or wider (added), got {mask.dtype}")
     if mask.device != q.device:
@@ -163,12 +166,12 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
             raise TypeError(f"temperature must be a number, a tensor or a policy, got {type(temperature).__name__}")
-        if not 0 < temperature < math.inf:
+        if not (temperature > 0 and is_finite(temperature)):
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
         return float(temperature), None
-    if not is_float(temperature) or temperature.layout != torch.strided:
-        kind = f"{temperature.dtype}, {temperature.layout}"
-        raise TypeError(f"temperature must be a number or a dense tensor of float16 or wider, got {kind}")
+    check_dense(temperature, "temperature")
+    if not is_float(temperature):
+        raise TypeError(f"temperature must be a number or a tensor of float16 or wider, got {temperature.dtype}")
     if readable(temperature):
         values = temperature.detach()
         if not bool(((values > 0) & (values < math.inf)).all()):
@@ -220,6 +223,9 @@ def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | Non
             key_lengths = torch.tensor([operator.index(n) for n in key_lengths], dtype=torch.int64, device="cpu")
         except TypeError:
             raise TypeError(f"key_lengths must be ints, one per batch entry, got {key_lengths!r}") from None
+        except (ValueError, RuntimeError):  # beyond int64
+            raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths!r}") from None
+    check_dense(key_lengths, "key_lengths")
     if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
     if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
@@ -234,10 +240,13 @@ def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
     if sink is None:
         return None
     if isinstance(sink, numbers.Real) and not isinstance(sink, bool):
+        if not is_finite(sink) and isinstance(sink, int):
+            raise ValueError("sink must be a number that float64 can hold, got an int beyond it")
         sink = q.new_tensor([float(sink)], dtype=_ops.accumulator(q.dtype))
     if not isinstance(sink, Tensor) or not is_float(sink):
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")
+    check_dense(sink, "sink")
     if not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
     wide = sink.to(q.device, _ops.accumulator(q.dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ from regard._attention.path import Path, choose
 from regard._normalize.arguments import check_flag
 from regard.masks import unbiased
 from regard.problem import Problem
-from regard.scores import resolve_scale
+from regard.scores import is_finite, resolve_scale
 
 
 @dataclass
@@ -86,9 +85,11 @@ class Call:
             bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
         left, right = check_window(window)
         number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-        if softcap is not None and not (number and 0 < softcap < math.inf):
+        if softcap is not None and not (number and softcap > 0 and is_finite(softcap)):
             raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
         policy = None
+        if isinstance(temperature, type):
+            raise TypeError(f"temperature must be a policy, got the class {temperature.__name__}; make one of it")
         if callable(temperature) and not isinstance(temperature, Tensor):
             settled = getattr(temperature, "value", None)  # of a policy that asks nothing of the rows
             policy, temperature = (temperature, None) if settled is None else (None, settled)

@@ -15,7 +15,7 @@ from regard import _ops, reference, statistics
 from regard._attention.call import Call
 from regard._attention.path import is_hopper, is_transformed
 from regard._attention.twice import differentiable_twice
-from regard._normalize.arguments import fits
+from regard._normalize.arguments import fits, is_float
 from regard._normalize.run import transformed
 from regard._values import is_mapped, readable
 from regard.problem import Problem
@@ -113,8 +113,8 @@ def with_policy(call: Call) -> Call:
 def check_asked(asked, call: Call) -> Tensor:
     """What a policy gave, as a tensor of 3 dims that broadcasts to [B, H, M]."""
     rows, policy = call.problem.q.shape[:3], type(call.policy).__name__
-    if not isinstance(asked, Tensor) or not asked.is_floating_point():
-        raise TypeError(f"temperature: the policy {policy} must return a floating-point tensor, got {asked!r}")
+    if not isinstance(asked, Tensor) or not is_float(asked):
+        raise TypeError(f"temperature: the policy {policy} must return a tensor of float16 or wider, got {asked!r}")
     if not fits(asked.shape, rows):
         raise ValueError(
             f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard import _ops, normalizers
-from regard._normalize.arguments import check_device, check_scores, check_temperature, fits, is_float
+from regard._normalize.arguments import check_dense, check_device, check_scores, check_temperature, fits, is_float
 from regard._normalize.logarithm import log_softmax as log_softmax
 from regard._normalize.logarithm import logsumexp as logsumexp
 from regard._normalize.run import run
@@ -139,6 +139,7 @@ def sigmoid_norm(
 
 def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> Tensor:
     """A bias per row or entry is one more score, added after the temperature."""
+    check_dense(bias, "bias")
     if not is_float(bias):
         raise TypeError(f"bias must be a number or a tensor of float16 or wider, got {bias.dtype}")
     if not fits(bias.shape, z.shape):

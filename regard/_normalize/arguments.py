@@ -6,6 +6,7 @@ import numbers
 import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,14 +17,18 @@ from regard.normalizers import Parameter
 def check_scores(scores: Tensor, name: str = "scores") -> None:
     if not isinstance(scores, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
-    if scores.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one; convert with .to_padded_tensor(-math.inf)")
-    if scores.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got layout {scores.layout}; convert with .to_dense()")
+    check_dense(scores, name)
     if not is_float(scores):
         raise TypeError(
             f"{name} must be float64, float32, bfloat16 or float16, got {scores.dtype}; convert with .float()"
         )
+
+
+def check_dense(x: Tensor, name: str) -> None:
+    if x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; convert with .to_padded_tensor(-math.inf)")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}; convert with .to_dense()")
 
 
 def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
@@ -40,7 +45,7 @@ def is_float(x: Tensor) -> bool:
 
 
 def check_flag(value: bool, name: str) -> bool:
-    if not isinstance(value, int):
+    if not isinstance(value, (int, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
     return bool(value)
 
@@ -59,9 +64,9 @@ def check_dim(scores: Tensor, dim: int) -> int:
 def check_temperature(temperature: float | Tensor) -> float | Tensor:
     """A float ≥ 0 (inf allowed), or a tensor, whose values are checked where that costs no device sync."""
     if isinstance(temperature, Tensor):
-        if not is_float(temperature) or temperature.layout != torch.strided:
-            kind = f"{temperature.dtype}, {temperature.layout}"
-            raise TypeError(f"temperature must be a number or a dense tensor of float16 or wider, got {kind}")
+        check_dense(temperature, "temperature")
+        if not is_float(temperature):
+            raise TypeError(f"temperature must be a number or a tensor of float16 or wider, got {temperature.dtype}")
         if readable(temperature) and not bool((temperature.detach() >= 0).all()):
             raise ValueError("temperature must be ≥ 0 and not NaN; the tensor has negative or NaN entries")
         return temperature
@@ -97,8 +102,7 @@ def check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor (True = visible), got {kind}; write e.g. mask != 0")
-    if mask.layout != torch.strided or mask.is_nested:
-        raise TypeError(f"mask must be a dense tensor, got layout {mask.layout}; convert with .to_dense()")
+    check_dense(mask, "mask")
     try:
         return mask.expand(shape)
     except RuntimeError:
@@ -107,9 +111,9 @@ def check_mask(mask: Tensor, shape: torch.Size) -> Tensor:
 
 def check_theta(theta: Tensor, parameter: Parameter) -> Tensor:
     name, low, high = parameter.name, parameter.low, parameter.high
-    if not is_float(theta) or theta.layout != torch.strided:
-        kind = f"{theta.dtype}, {theta.layout}"
-        raise TypeError(f"{name} must be a number or a dense tensor of float16 or wider, got {kind}")
+    check_dense(theta, name)
+    if not is_float(theta):
+        raise TypeError(f"{name} must be a number or a tensor of float16 or wider, got {theta.dtype}")
     if readable(theta) and not bool(((theta.detach() >= low) & (theta.detach() <= high)).all()):
         raise ValueError(f"{name} must lie in [{low:g}, {high:g}]; the tensor has other entries")
     return theta

@@ -94,6 +94,14 @@ def test_softpick_moves_at_its_hot_limit(t):
     assert torch.allclose(regard.jacobian(z, "softpick", inf)[1], z.grad)
 
 
+@pytest.mark.parametrize(("t", "size"), [(1e35, 1e-10), (1e40, 1.0), (1e300, 1.0)])
+def test_softpick_by_a_tensor_of_large_temperatures_is_that_of_the_number(t, size):
+    z = size * torch.tensor([[1.0, 2.0, -1.0]])
+    given = torch.tensor([[t]], dtype=torch.float64)
+    for weights in (regard.softpick(z, temperature=t), regard.softpick(z, temperature=given)):
+        torch.testing.assert_close(weights, torch.tensor([[0.25, 0.5, 0.0]]))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_derivatives_at_extreme_temperatures(name):
     generator = torch.Generator().manual_seed(3)

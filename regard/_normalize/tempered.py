@@ -105,7 +105,8 @@ def _row_quotient(wide: Tensor, choice: Choice, t: Tensor, visible: Tensor | Non
         most, least = FAR if moves else EXTREME if pointwise else NEAR, t.detach().amin()
         if least * least == 0.0:  # 1/t², which is in the gradient of t, would overflow
             t = t.double()
-        if torch.maximum(high, -low) < most * least:  # not so if one is NaN
+        fine = moves or pointwise or bool(t.detach().amax() <= EXTREME)  # else float32 may have no such small quotient
+        if fine and torch.maximum(high, -low) < most * least:  # not so if one is NaN
             return (wide / t).to(wide.dtype)
     if moves:
         return quotient(wide.masked_fill(wide <= -FAR * t, -math.inf), t, visible)  # far below: no weight, no overflow

@@ -232,6 +232,8 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q, Q, temperature=1e300, softcap=2.0), ValueError, "temperature must lie between"),
         (lambda: regard.attention(Q, Q, Q, temperature=torch.ones(5)), ValueError, "temperature"),
         (lambda: regard.attention(Q, Q, Q, softcap=-1.0), ValueError, "softcap"),
+        (lambda: regard.attention(Q, Q, Q, softcap=1e300), ValueError, "softcap must lie between"),
+        (lambda: regard.attention(Q, Q, Q, softcap=1e-320), ValueError, "softcap must lie between"),
         (lambda: regard.attention(Q, Q, Q, window=(-1, 0)), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, window=3), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, key_lengths=torch.tensor([7])), ValueError, "key_lengths"),

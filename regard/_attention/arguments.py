@@ -181,6 +181,22 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
     return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
 
 
+def check_cap(softcap: float | None, q: Tensor) -> float | None:
+    if softcap is None:
+        return None
+    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if not (number and softcap > 0 and is_finite(softcap)):
+        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    dtype = _ops.accumulator(q.dtype)
+    limits = torch.finfo(dtype)
+    if not limits.tiny <= float(softcap) <= limits.max:  # it would be 0 or inf there, and every row NaN
+        raise ValueError(
+            f"softcap must lie between {limits.tiny:.3g} and {limits.max:.3g}, as it is kept in "
+            f"{str(dtype).removeprefix('torch.')}, or be None for no cap, got {softcap:g}"
+        )
+    return float(softcap)
+
+
 def divided(scale: float, temperature: float, q: Tensor) -> float:
     """scale / temperature, where the dtype of the scores has it."""
     dtype = _ops.accumulator(q.dtype)

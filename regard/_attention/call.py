@@ -11,6 +11,7 @@ from torch import Tensor
 from regard import _ops, normalizers, statistics
 from regard._attention.arguments import (
     autocast,
+    check_cap,
     check_lengths,
     check_mask,
     check_range,
@@ -28,7 +29,7 @@ from regard._attention.path import Path, choose
 from regard._normalize.arguments import check_flag
 from regard.masks import unbiased
 from regard.problem import Problem
-from regard.scores import is_finite, resolve_scale
+from regard.scores import resolve_scale
 
 
 @dataclass
@@ -84,9 +85,7 @@ class Call:
             shaped = check_mask(attn_mask, lead, batch, heads, queries, keys, q)
             bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
         left, right = check_window(window)
-        number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-        if softcap is not None and not (number and softcap > 0 and is_finite(softcap)):
-            raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+        softcap = check_cap(softcap, q)
         policy = None
         if isinstance(temperature, type):
             raise TypeError(f"temperature must be a policy, got the class {temperature.__name__}; make one of it")
@@ -116,7 +115,7 @@ class Call:
             v=v,
             choice=choice,
             scale=scale,
-            softcap=None if softcap is None else float(softcap),
+            softcap=softcap,
             bias=None if bias is None else bias.expand(batch, heads, queries, keys),
             mask=None if mask is None else mask.expand(batch, heads, queries, keys),
             temperature=None if tensor is None else tensor.expand(batch, heads, queries),

@@ -10,6 +10,7 @@ from torch import nn
 import regard
 from regard.health import examine, findings
 from regard.health.findings.exploding_logits import limit
+from regard.health.tiny import TinyLM, encode
 
 HEADS, LENGTH, WIDTH = 8, 64, 32
 
@@ -379,6 +380,15 @@ def test_dead_by_the_output_projection():
     assert dead(model) == [("note", tuple(("0", head) for head in range(4)))]  # a block that begins as the identity
     torch.nn.utils.parametrizations.weight_norm(model.proj)  # computed: not looked at
     assert dead(model) == []
+
+
+@torch.no_grad()
+def test_dead_in_the_models_of_the_demo():
+    model = TinyLM(layers=1, heads=4, width=32, length=24)
+    text = encode("whatever it is, it is a text")[None, :24]
+    assert dead(model, text) == []
+    model.blocks[0].attention.out.weight[:, 8:16] = 0.0
+    assert dead(model, text) == [("warning", (("0.blocks.0.attention", 1),))]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from regard._dtensor import is_dtensor
 SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"), ("Wq", "Wk"))
 STACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")  # q, k, v one after another
 OUTPUTS = ("out_proj", "o_proj", "output_proj", "c_proj", "o", "out_lin", "linear_out", "to_out", "Wo", "wo", "proj",
-           "dense", "projection_layer")  # fmt: skip
+           "dense", "projection_layer", "projection", "out", "output")  # fmt: skip
 NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "qk_norm")
 
 

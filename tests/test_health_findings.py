@@ -86,6 +86,12 @@ def test_exploding_logits():
     assert limit("float32") == 1e4
 
 
+def test_logits_whose_variance_overflows_are_told_without_a_warning_of_numpy():
+    q, k = healthy()
+    q[:, 1] *= 1e22
+    assert kinds(q, k)["exploding logits"].heads == (("0", 1),)
+
+
 def test_diffuse():
     q, k = healthy()
     q[:, 2] *= 0.02

@@ -224,11 +224,12 @@ def likeness(readings: Sequence[LayerReading]) -> np.ndarray:
     products, totals, compared = (stacked(readings, name) for name in ("products", "totals", "compared"))
     compared = np.maximum(compared, 1.0)[:, None]  # [L, 1, H]
     own = products.diagonal(axis1=-2, axis2=-1)  # [L, F, H]
-    apart = own[..., :, None] + own[..., None, :] - 2.0 * products
-    varies = own - np.square(totals) / compared
-    mean = (varies[..., :, None] + varies[..., None, :]) / 2.0
-    floor = CONSTANT * compared[..., None, :]
-    return (np.maximum(apart, 0.0) / np.maximum(mean, floor)).max(1)  # every feature must agree
+    with np.errstate(invalid="ignore"):  # a variance that overflowed is like none: NaN
+        apart = own[..., :, None] + own[..., None, :] - 2.0 * products
+        varies = own - np.square(totals) / compared
+        mean = (varies[..., :, None] + varies[..., None, :]) / 2.0
+        floor = CONSTANT * compared[..., None, :]
+        return (np.maximum(apart, 0.0) / np.maximum(mean, floor)).max(1)  # every feature must agree
 
 
 def fetched(readings: Sequence[LayerReading]) -> list[LayerReading]:

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -213,6 +214,27 @@ def test_writers():
     assert numbers.keys() == names
     with pytest.raises(TypeError, match="log must have add_scalar"):
         regard.Monitor(layer(), log=7)
+
+
+def test_what_a_sample_does_not_have_is_no_number(tmp_path):
+    rows, board, run, path = [], Scalars(), Run(), tmp_path / "heads.jsonl"
+    for log in (rows.append, board, run, path):
+        with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
+            monitor.model(torch.randn(2, 1, 16))  # rows of one key have neither an entropy ratio nor a gain ratio
+    told = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert told["entropy_ratio"] is told["gain_ratio"] is None and told["max_weight"] == 1.0
+    assert math.isnan(rows[0]["entropy_ratio"]) and rows[0]["max_weight"] == 1.0
+    assert run.logged[0][0].keys() == {name for name, _, _ in board.scalars}
+    assert not any("ratio" in name for name, _, _ in [*board.scalars, *board.histograms])
+
+
+def test_a_jsonl_file_is_json_where_numbers_overflow(tmp_path):
+    model, path = layer(), tmp_path / "heads.jsonl"
+    model.self_attn.in_proj_weight.data[:16] *= 1e22  # its logits have a variance that float32 has not
+    with regard.Monitor(model, every=1, log=path, budget=1.0):
+        train(model, 1)
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert [row["logit_variance"] for row in rows] == [None, None] and rows[0]["max_logit"] > 1e20
 
 
 def test_a_rising_logit_is_told_before_it_is_there():

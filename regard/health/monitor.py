@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -45,7 +46,8 @@ class Monitor:
             `nn.DataParallel` over several devices the copy on the first of them is watched.
         every: measure one step in so many.
         log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes
-            a dict), a path of a JSONL file, a function that takes a dict per head, or None.
+            a dict), a path of a JSONL file, a function that takes a dict per head, or None. A number that a head has
+            not in this sample (an entropy ratio where all rows see one key) is NaN, in the file null.
         budget: the share of the training time that it may cost; a sample that would exceed it is left out. Where that
             befalls most of them, it warns once.
         sequences: how many sequences of a batch are measured.
@@ -201,7 +203,7 @@ class Monitor:
 
     def _record(self, layer: Layer, step: int) -> list[dict]:
         reading = layer.reading.cpu()
-        means = reading.mean.tolist()
+        means = reading.mean.masked_fill(reading.count == 0, math.nan).tolist()
         tops = reading.high[NAMES.index("max_logit")].tolist()
         rows = []
         for head, counted in enumerate(reading.count[ROW["visible_keys"]].tolist()):

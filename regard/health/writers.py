@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +42,8 @@ def _function(log: Callable[[dict], object]) -> Writer:
 
 
 def _named(rows: list[dict]) -> dict[str, float]:
-    return {f"attention/{row['layer']}/head{row['head']}/{name}": row[name] for row in rows for name in VALUES}
+    told = ((row, name) for row in rows for name in VALUES if not math.isnan(row[name]))
+    return {f"attention/{row['layer']}/head{row['head']}/{name}": row[name] for row, name in told}
 
 
 def _jsonl(path: Path) -> Writer:
@@ -50,9 +52,14 @@ def _jsonl(path: Path) -> Writer:
 
     def write(rows: list[dict]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps({name: _finite(x) for name, x in row.items()}) + "\n" for row in rows)
 
     return write
+
+
+def _finite(x):
+    """As JSON has it: it knows neither NaN nor infinity."""
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _tensorboard(log) -> Writer:
@@ -64,6 +71,7 @@ def _tensorboard(log) -> Writer:
             log.add_scalar(name, value, step)
         if hasattr(log, "add_histogram"):
             for name in VALUES:
-                log.add_histogram(f"attention/{layer}/{name}", torch.tensor([row[name] for row in rows]), step)
+                if there := [row[name] for row in rows if math.isfinite(row[name])]:
+                    log.add_histogram(f"attention/{layer}/{name}", torch.tensor(there), step)
 
     return write

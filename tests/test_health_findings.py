@@ -102,6 +102,20 @@ def test_diffuse():
     assert kinds(q, k)["diffuse"].severity == "warning"
 
 
+def test_heads_that_share_a_bias_are_not_twins_and_learned_nothing_by_it():
+    """A fresh Swin: −100 added to the scores hides the other side of a shifted window, in every second layer."""
+    torch.manual_seed(0)
+    q, k = 0.2 * torch.randn(2, 16, HEADS, 16, WIDTH)
+    side = torch.arange(16) % 4 < 2
+    bias = torch.zeros(16, 1, 16, 16)
+    bias[::2] = torch.where(side[:, None] == side, 0.0, -100.0)
+    model = nn.Sequential(Fixed(q, k), Fixed(q, k, attn_mask=bias))
+    found = {one.kind: one.severity for one in examine(model, [torch.zeros(1)]).findings}
+    assert found["diffuse"] == "note" and "duplicate heads" not in found
+    q[:, 1], k[:, 1] = q[:, 0], k[:, 0]
+    assert kinds(q, k)["duplicate heads"].heads == (("0", 0), ("0", 1))
+
+
 def test_a_lone_head_whose_keys_are_all_equal_is_no_design():
     q, k = healthy()
     k[:, 3] = k[:, 3, :1]

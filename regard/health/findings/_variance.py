@@ -8,6 +8,7 @@ from statistics import median
 
 LARGE = 1.5  # scale over 1/√d, from which on it is a suspect; under its inverse, one of being too small
 NORMS = 1.1  # variance over what the norms predict: up to here they alone made it
+ROOM = 16.0  # over that bound: where the first key stands apart, causal rows see ln n times the variance of all keys
 
 
 def by_layer(heads: Sequence) -> list[list]:
@@ -30,6 +31,12 @@ def by_norms(members: Sequence, times: float = NORMS) -> bool:
     """Is the variance of a layer that of directions which know nothing of each other?"""
     measured, predicted = variances(members)
     return measured < times * predicted * few_keys(members) and not math.isnan(members[0].predicted_variance)
+
+
+def by_bias(members: Sequence) -> bool:
+    """Is it more than queries and keys of these norms can make? Var(q·k) ≤ E‖q‖²·E‖k − k̄‖², d times the prediction."""
+    measured, predicted = variances(members)
+    return measured > ROOM * members[0].head_dim * predicted
 
 
 def few_keys(members: Sequence) -> float:

@@ -4,7 +4,8 @@ For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a s
 A lone head of a layer that averages is often by design (it counts what came before): that is a note, unless its logits
 are all the same to the last digit. So it is in a model that has learned nothing yet: in no layer is the scale small or
 the variance of the logits 2 and more, and in half of the layers at least it is what the norms of q and k alone predict,
-where those of a trained model know of each other. A head whose variance is far below its layer's is not excused.
+where those of a trained model know of each other. Layers whose variance is a bias's, added to the scores, say nothing
+about that. A head whose variance is far below its layer's is not excused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 
 from regard.health.findings._finding import CROWD, finding
-from regard.health.findings._variance import LARGE, by_layer, by_norms, variances
+from regard.health.findings._variance import LARGE, by_bias, by_layer, by_norms, variances
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98
@@ -53,7 +54,7 @@ def find(heads):
 
 def beginners(heads) -> list:
     """The heads of a model that has learned nothing yet, but for those that fall far behind their layer."""
-    layers = by_layer(heads)
+    layers = [members for members in by_layer(heads) if not by_bias(members)]  # Swin's windows add −100 to hide keys
     measured = [variances(members)[0] for members in layers]
     for members, variance in zip(layers, measured, strict=True):
         if members[0].scale < 1.0 / LARGE or not 0.0 < variance < BEGUN:

@@ -6,12 +6,15 @@ Rows are told by entropy ratio, sharpness, logit variance and distance; heads ar
 
 0 for copies and about 2 for strangers; 0.005 leaves 0.25 % of unshared variance, a correlation above 0.997. Heads in
 one layer of trained models are often prunable (arXiv 1905.10650), but seldom equal row by row. Heads whose logits do
-not vary are not compared: uniform rows are alike whoever makes them, and *diffuse* tells of them.
+not vary are not compared: uniform rows are alike whoever makes them, and *diffuse* tells of them. Nor are those whose
+logits vary by more than their queries and keys can make them: a bias that the heads share (the −100 of Swin's windows)
+makes them alike.
 """
 
 from __future__ import annotations
 
 from regard.health.findings._finding import finding
+from regard.health.findings._variance import by_bias
 
 KIND = "duplicate heads"
 UNIFORM = 1e-8  # of the mean logit variance: below it strangers come out as twins
@@ -21,7 +24,10 @@ def find(heads):
     found = [
         (head, len(head.twins))
         for head in heads
-        if head.twins and head.can_be_judged and head.statistics.mean("logit_variance") > UNIFORM
+        if head.twins
+        and head.can_be_judged
+        and head.statistics.mean("logit_variance") > UNIFORM
+        and not by_bias([head])
     ]
     pairs = sorted({(head.index, *sorted((head.head, twin))) for head, _ in found for twin in head.twins})
     shown = ", ".join(f"layer {index} heads {a} and {b}" for index, a, b in pairs[:4]) + (

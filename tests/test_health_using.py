@@ -38,6 +38,24 @@ def test_policies_and_examination_inside():
     assert min(head.statistics["support"].mean for head in report.heads) < 12  # what was used, not softmax
 
 
+def test_qk_norm_is_what_its_what_if_told():
+    class Scaled(nn.Module):
+        """Multiplies its queries itself, as OPT, BART and Whisper do."""
+
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x / 8**0.5, x, x, scale=1.0)
+
+    model, x = Scaled(), torch.randn(2, 2, 9, 8)
+    told = regard.examine(model, [x], what_if=["qk_norm"]).what_if["qk_norm"].heads
+    with regard.using(model, qk_norm=True):
+        used, output = regard.examine(model, [x]).heads, model(x)
+    assert [head.to_json()["statistics"] for head in used] == [head.to_json()["statistics"] for head in told]
+    q, k = regard.qk_norm(x, x)
+    torch.testing.assert_close(output, regard.attention(q, k, x))
+    with regard.using(model, qk_norm=True, scale=0.1):
+        torch.testing.assert_close(model(x), regard.attention(q, k, x, scale=0.1))
+
+
 def test_for_good_and_back():
     model, x = encoder(), torch.randn(1, 7, 16)
     own, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}

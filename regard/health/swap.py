@@ -39,7 +39,8 @@ class using:
         temperature: a number, a tensor, "ssmax", "adaptive", or a policy such as `regard.temperature.SSMax(0.5)`.
         scale: a number, "sqrt", "inverse", "none" or a tensor per head.
         softcap: a positive number.
-        qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does.
+        qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does; unless `scale` is
+            given it is 1/√d then, whatever the model's was (1 where its queries were multiplied before).
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
             with the whole inputs, computes its piece, and gets the whole outputs. Gradients of weights are this rank's
             share: sum them over the ranks before a step (docs/scale.md).

@@ -30,6 +30,8 @@ class WhatIf:
 
     def __call__(self, call: Call) -> Call:
         changes = dict(self.options)
+        if self.of_call:
+            changes.setdefault("scale", None)  # of normalised q and k it is 1/√d, whatever the model's was
         if "normalizer" in changes and call.options.get("sink") is not None:
             choice = normalizers.get(changes["normalizer"])
             if not choice.softmax_family:
@@ -59,8 +61,6 @@ def parse(text: str) -> WhatIf:
             raise ValueError(f"what_if: {text!r} sets {twice} twice{why}; give one, or each in a what-if of its own")
         options.update(part.options)
         of_call = of_call or part.of_call
-    if of_call:
-        options.setdefault("scale", None)  # of normalised q and k it is 1/√d, whatever the model's was
     return WhatIf(text, options, of_call)
 
 

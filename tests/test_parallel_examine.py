@@ -1,5 +1,6 @@
 """`regard examine` over several processes: one report; a lost rank ends it, and a snapshot carries on."""
 
+import errno
 import json
 import os
 import subprocess
@@ -77,6 +78,18 @@ def refuses_what_does_not_fit(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             regard.examine(examined, given, snapshot=folder / name)
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, batches = subject()
+    monkeypatch.setattr(os, "replace", full)
+    report = regard.examine(model, batches, snapshot=tmp_path / "snapshot")
+    assert "No space left" in report.interrupted and list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="is a folder; name a file in it"):
+        regard.examine(model, batches, snapshot=tmp_path)
 
 
 def test_a_mark_sees_any_weight_and_any_array():

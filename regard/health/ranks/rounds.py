@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from regard.health import files
 from regard.health.measure import Layer, Recorder
 from regard.health.ranks.marks import batch_mark
 from regard.health.readings import LayerReading
@@ -167,9 +168,9 @@ class Rounds:
         self.written = now
         content = {"what": self.what, "done": self.done, "data": self.data}
         content["layers"] = [_told(layer) for layer in self.merged.values()]
-        beside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        torch.save(content, beside)
-        os.replace(beside, self.path)
+        written = io.BytesIO()
+        torch.save(content, written)
+        files.write(self.path, written.getvalue())
 
     def _resume(self) -> None:
         """Rank 0 reads the snapshot, if there is one, and tells the others how far it goes."""
@@ -195,6 +196,8 @@ class Rounds:
         """What a snapshot holds, if there is one."""
         if not path.parent.is_dir():
             raise SnapshotError(f"snapshot {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+        if path.is_dir():
+            raise SnapshotError(f"snapshot {str(path)!r} is a folder; name a file in it")
         if not path.is_file():
             return None
         try:

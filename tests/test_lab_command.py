@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -151,3 +152,11 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         page.write(path, [lab.run("e24")])
     assert path.read_text() == "an older page" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_page_is_not_written_through_what_lies_beside_it(tmp_path):
+    """In a folder that others can write to, a link may lie where the page is made."""
+    (tmp_path / "theirs").write_text("as it was")
+    (tmp_path / f".lab.html.{os.getpid()}").symlink_to(tmp_path / "theirs")
+    page.write(tmp_path / "lab.html", [lab.run("e24")])
+    assert (tmp_path / "theirs").read_text() == "as it was" and not (tmp_path / "lab.html").is_symlink()

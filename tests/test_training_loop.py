@@ -1,5 +1,6 @@
 """The training loop: resumed runs end as whole ones, divergence is recorded, records are not mixed up."""
 
+import errno
 import json
 import math
 import os
@@ -149,16 +150,12 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path, suffix, damage):
     assert again["final"] == kept["final"]
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "state"
     path.write_text("old")
-
-    def write(beside):
-        beside.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.written_whole(path, write)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full", ".beside")))
+    with pytest.raises(OSError, match=f"disk full: '{path}'"):
+        checkpoint.written_whole(path, b"new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["state"]
 
 

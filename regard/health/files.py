@@ -1,4 +1,4 @@
-"""Write beside, then rename: a report is there whole, or not at all."""
+"""Write beside, then rename: a report, a snapshot or a checkpoint is there whole, or not at all."""
 
 from __future__ import annotations
 

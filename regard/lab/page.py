@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 import regard
+from regard.health import files
 from regard.lab.claim import BEYOND, CORE, NOTES, OURS, Check
 from regard.lab.mathematics import line
 from regard.lab.run import Result
@@ -23,13 +24,7 @@ STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 def write(path: str | os.PathLike[str], results: Sequence[Result], seed: int = 0) -> None:
     """Write the page of these results; a page that was there stays whole until the new one is."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(page(results, seed), encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    files.write(path, page(results, seed))
 
 
 def page(results: Sequence[Result], seed: int = 0) -> str:

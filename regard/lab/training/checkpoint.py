@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from regard.health import files
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: dict) -> None:
@@ -35,8 +36,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
     tensors["random.cpu"] = torch.get_rng_state()
     if any(value.is_cuda for value in tensors.values()):
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    whole = serialized(on_cpu(tensors), {"notes": json.dumps(notes)})
-    written_whole(path, lambda beside: beside.write_bytes(whole))  # its errors are Python's, its mode as the umask says
+    written_whole(path, serialized(on_cpu(tensors), {"notes": json.dumps(notes)}))
 
 
 def load(
@@ -93,14 +93,10 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}
 
 
-def written_whole(path: Path, write) -> None:
-    """`write(beside)` makes a file beside `path`, which then takes its place in one move."""
+def written_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, and its folder where there is none; an error names the file, not the one beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        write(beside)
-        os.replace(beside, path)
+        files.write(path, content)
     except OSError as wrong:
         raise OSError(wrong.errno, wrong.strerror or str(wrong), str(path)) from wrong
-    finally:
-        beside.unlink(missing_ok=True)

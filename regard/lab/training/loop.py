@@ -150,8 +150,7 @@ def finish(trial: Trial) -> dict[str, Any]:
 
 
 def write(path: Path, content: dict) -> None:
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
-    checkpoint.written_whole(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+    checkpoint.written_whole(path, json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def rounded(x: Any) -> Any:

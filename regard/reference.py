@@ -12,6 +12,7 @@ tensor([1., 0.], dtype=torch.float64)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ def attention(
     normalizer="softmax",
     temperature=None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     return_stats=False,
     seed: Tensor | None = None,
     first_query: int = 0,

@@ -1,6 +1,7 @@
 """Every option of regard.attention against the reference: bias, scale, temperature, window, dropout; all at once."""
 
 import sys
+import typing
 
 import pytest
 import torch
@@ -148,3 +149,16 @@ def test_the_reference_takes_the_same_options():
     ):
         want = regard.reference.attention(q, k, v, **options)[0]
         assert torch.allclose(regard.attention(q, k, v, **options), want.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function", [regard.attention, regard.attention_path, regard.reference.attention, regard.parallel.attention]
+)
+def test_a_type_checker_allows_what_a_call_takes(function):
+    """A number as sink and a list of key_lengths: the package says that it is typed."""
+    q, k, v = qkv(2, 2, 5, 3)
+    hints = typing.get_type_hints(function)
+    for name, given in dict(sink=0.5, key_lengths=[2, 5]).items():
+        regard.attention(q, k, v, **{name: given})
+        allowed = [typing.get_origin(kind) or kind for kind in typing.get_args(hints[name])]
+        assert any(isinstance(given, kind) for kind in allowed), hints[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -28,9 +29,9 @@ def attention(
     normalizer: str = "softmax",
     temperature=None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
 ):
@@ -54,7 +55,7 @@ def attention(
             Rows whose logits s/T overflow, or nearly, weigh as T → 0 does on the CPU; their `max_logit`, `mean_logit`
             and `logsumexp` are those of a larger T. On a GPU rows whose logits overflow are NaN.
         softcap: c in c·tanh(x/c), before bias and temperature.
-        sink: a logit per head that joins the denominator after the temperature; softmax and softmax1 only.
+        sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
         return_stats: True for all statistics, or a tuple of names, even (); the result is then (out, stats). `entropy`,
@@ -94,9 +95,9 @@ def attention_path(
     normalizer: str = "softmax",
     temperature=None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
 ) -> Path:

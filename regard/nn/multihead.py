@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ class MultiheadAttention(nn.Module):
         *,
         is_causal: bool = False,
         attn_mask: Tensor | None = None,
-        key_lengths: Tensor | None = None,
+        key_lengths: Tensor | Sequence[int] | None = None,
         window: tuple[int | None, int | None] | None = None,
         cache: Cache | bool | None = None,
         return_stats: bool | str | tuple[str, ...] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -36,9 +37,9 @@ def attention(
     normalizer: str = "softmax",
     temperature=None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
     lengths: tuple[int, int] | None = None,
@@ -92,9 +93,9 @@ def decode(
     normalizer: str = "softmax",
     temperature=None,
     softcap: float | None = None,
-    sink: Tensor | None = None,
+    sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
     lengths: int | None = None,

@@ -373,3 +373,22 @@ def test_the_copy_that_data_parallel_runs_on_the_first_device_is_watched(inside)
     for row, head in zip(rows[:2], regard.examine(copied, [x[:1]]).heads, strict=True):
         assert row["layer"] == head.layer == "self_attn"
         assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(sequences=0),
+        dict(sequences=-1),
+        dict(sequences=1.5),
+        dict(sequences="all"),
+        dict(budget="2 %"),
+        dict(every=0),
+    ],
+)
+def test_what_would_watch_nothing_is_refused_by_name(wrong):
+    """sequences=0 measured no row of any step, and said nothing."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        regard.Monitor(model, **wrong)
+    assert not model._forward_pre_hooks

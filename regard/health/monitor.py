@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 import threading
 import time
@@ -50,11 +51,11 @@ class Monitor:
             not in this sample (an entropy ratio where all rows see one key) is NaN, in the file null.
         budget: the share of the training time that it may cost; a sample that would exceed it is left out. Where that
             befalls most of them, it warns once.
-        sequences: how many sequences of a batch are measured.
+        sequences: how many sequences of a batch are measured; None for all of them.
     """
 
     def __init__(
-        self, model: nn.Module, every: int = 100, log=None, *, budget: float = 0.02, sequences: int = 1
+        self, model: nn.Module, every: int = 100, log=None, *, budget: float = 0.02, sequences: int | None = 1
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -65,8 +66,11 @@ class Monitor:
             )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an int ≥ 1, got {every!r}")
-        if not 0.0 < budget <= 1.0:
-            raise ValueError(f"budget must lie in (0, 1], got {budget!r}")
+        number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+        if not (number and 0.0 < budget <= 1.0):
+            raise ValueError(f"budget must be a number in (0, 1], got {budget!r}")
+        if sequences is not None and (isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 1):
+            raise ValueError(f"sequences must be an int ≥ 1, or None for all, got {sequences!r}")
         self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
         self.step = 0
         self.samples = 0

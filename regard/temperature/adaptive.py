@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -39,10 +40,14 @@ class Adaptive(nn.Module):
         known = {"refit": self.refit, "published": self.published}
         if isinstance(fit, str) and fit not in known:
             raise ValueError(f"fit must be 'refit', 'published' or the coefficients of a polynomial, got {fit!r}")
-        self.coefficients = tuple(float(c) for c in (known[fit] if isinstance(fit, str) else fit))
+        try:
+            self.coefficients = tuple(float(c) for c in (known[fit] if isinstance(fit, str) else fit))
+        except (TypeError, ValueError):
+            raise TypeError(f"fit must be 'refit', 'published' or a sequence of numbers, got {fit!r}") from None
         if not self.coefficients or not all(map(math.isfinite, self.coefficients)):
             raise ValueError(f"fit must hold at least one finite coefficient, got {fit!r}")
-        if not 0 <= floor < math.inf:
+        number = isinstance(floor, numbers.Real) and not isinstance(floor, bool)
+        if not (number and 0 <= floor < math.inf):
             raise ValueError(f"floor must be an entropy ≥ 0, got {floor!r}")
         self.floor = float(floor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ class Learned(nn.Module):
         super().__init__()
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads must be an int ≥ 1, got {heads!r}")
-        if not 0 < begin < math.inf:
+        number = isinstance(begin, numbers.Real) and not isinstance(begin, bool)
+        if not (number and 0 < begin < math.inf):
             raise ValueError(f"begin must be a positive, finite number, got {begin!r}")
         self.log_temperature = nn.Parameter(torch.full((heads,), math.log(begin), device=device, dtype=dtype))
 

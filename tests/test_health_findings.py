@@ -248,6 +248,10 @@ def test_weight_left_to_a_learned_sink_is_dormant_too():
 
     found = {finding.kind: finding for finding in examine(nn.Sequential(Sunk(q, k)), [torch.zeros(1)]).findings}
     assert found["sink-dormant"].heads == (("0", 6),)
+    sink[6] = 5.0
+    report = examine(nn.Sequential(Sunk(q, k)), [torch.zeros(1)])
+    assert 0.3 < report.heads[6].statistics.mean("mass") < 0.7  # a part of the weight is no dormancy
+    assert "sink-dormant" not in {finding.kind for finding in report.findings}
 
 
 def positions_only(offset, heads):

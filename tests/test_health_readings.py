@@ -72,6 +72,16 @@ def test_rows_with_one_key_have_no_entropy_ratio():
     assert reading.spread("entropy_ratio", 0).count == 117
 
 
+def test_ratios_are_those_to_a_uniform_row():
+    stats = statistics()
+    reading, some = LayerReading(2).update(stats), stats.visible_keys >= 2
+    n = stats.visible_keys
+    for name, ratio in (("entropy_ratio", stats.entropy / n.log()), ("gain_ratio", stats.gradient_gain / (1 - 1 / n))):
+        for head in range(2):
+            truth = ratio[:, head][some[:, head]].double().mean().item()
+            assert reading.spread(name, head).mean == pytest.approx(truth, rel=1e-6), name
+
+
 def test_rows_that_do_not_count():
     stats = statistics()
     rows = torch.rand(3, 40) > 0.5
@@ -140,6 +150,24 @@ def test_shares_below_an_edge_are_exact():
         counts[placed[bins.NAMES.index("gain_ratio"), 0, 0]] += 1
     assert bins.share_below("gain_ratio", counts, 1e-4) == pytest.approx(0.6)
     assert math.isnan(bins.quantile("gain_ratio", torch.zeros(bins.BINS, dtype=torch.int64), 0.5, 0.0, 1.0))
+
+
+@pytest.mark.parametrize("name", bins.NAMES)
+def test_shares_below_a_value_are_those_of_its_scale(name):
+    """With one row in each bin an edge has as many rows below it as bins; the middle of a bin has half a row more."""
+    scale, low, high = bins.LAYOUT[name]
+    counts = torch.ones(bins.BINS, dtype=torch.int64)
+    for at in (1, 100, 256, 300, 511):
+        middle = bins.INVERSES[scale](torch.tensor(low + (high - low) * (at + 0.5) / bins.BINS, dtype=torch.float64))
+        assert bins.share_below(name, counts, bins.edges(name)[at]) == pytest.approx(at / bins.BINS, rel=1e-6)
+        assert bins.share_below(name, counts, middle.item()) == pytest.approx((at + 0.5) / bins.BINS, rel=1e-6)
+
+
+def test_a_prediction_counts_where_a_row_does():
+    reading = LayerReading(2)
+    for rows in (None, torch.zeros(1, 3, dtype=torch.bool), torch.tensor([[True, False, False]])):
+        reading.predict(torch.tensor([1.0, 3.0]), rows)
+    assert reading.calls == 2 and reading.predicted.tolist() == [2.0, 6.0]
 
 
 def test_a_share_out_of_range_is_told():

@@ -83,6 +83,17 @@ def test_a_way_may_have_a_few_steps_back():
     assert told(rows([1.0] * 10, [2 * ratio for ratio in falling])) == []
 
 
+def test_a_way_is_told_when_it_has_come_near():
+    """Sound trainings begin with long, steep ways: not before a quarter of the largest logit, or twice the ratio."""
+    steep = [1.0, 3.0, 5.0, 7.0, 9.0, 12.0, 15.0, 18.0, 22.0, 24.0]
+    assert extended(range(10), steep, 45) > 100.0
+    assert told(rows(steep)) == [] and len(told(rows([top + 4.0 for top in steep]))) == 1
+    falling = [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.12, 0.11]
+    assert extended(range(10), falling, 45) < 0.05
+    assert told(rows([1.0] * 10, falling)) == []
+    assert len(told(rows([1.0] * 10, [ratio - 0.04 for ratio in falling]))) == 1
+
+
 def test_scatter_is_no_way():
     draw = random.Random(0)
     assert told(rows([draw.uniform(30.0, 60.0) for _ in range(300)])) == []

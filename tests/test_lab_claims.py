@@ -243,6 +243,28 @@ def test_intervals_cover_the_truth():
         estimate.quantile(torch.randn(10), 0.5)
 
 
+def test_intervals_are_no_wider_than_they_must_be():
+    """Wilson's ends solve (p − p̂)² = Z²·p(1 − p)/n, here of 7 in 20; a quantile's lie Z·√(n q (1 − q)) ranks off."""
+    share = estimate.share(torch.arange(20) < 7)
+    for p in (share.low, share.high):
+        assert (p - 0.35) ** 2 == pytest.approx(estimate.Z**2 * p * (1 - p) / 20)
+    assert share.low < share.value < share.high
+    for q in (0.2, 0.5):
+        half = estimate.Z * math.sqrt(10_001 * q * (1 - q))
+        found = estimate.quantile(torch.arange(10_001.0), q)
+        assert found.value == round(10_000 * q)
+        assert (found.low, found.high) == (math.floor(10_001 * q - half), math.ceil(10_001 * q + half))
+
+
+def test_what_a_claim_allows_in_words():
+    one = exact(1.0)
+    assert [check.allowed for check in (near("x", 0.5, one, 0.1), above("x", 0.01, one), below("x", 2.0, one))] == [
+        "0.5 ± 0.1",
+        "> 0.01",
+        "< 2",
+    ]
+
+
 def test_unknown_claims_are_named():
     with pytest.raises(ValueError, match="did you mean 'dot-variance'"):
         lab.run("dot-varianze")

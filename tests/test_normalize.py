@@ -234,6 +234,20 @@ def test_gumbel_softmax():
     assert torch.equal(soft_grad, hard_grad) and (soft_grad != 0).any()
 
 
+def test_a_soft_sample_is_the_softmax_of_noisy_scores_over_the_temperature():
+    """One generator state is one noise: T·log(p_i/p_0) is (z + g)_i − (z + g)_0, whatever T is."""
+    z = torch.tensor([[0.0, 1.0, 2.0, -1.0]], dtype=torch.float64).expand(50, 4)
+
+    def noisy(t, **kw):
+        p = regard.gumbel_softmax(z, t, generator=torch.Generator().manual_seed(5), **kw)
+        return t * (p / p[:, :1]).log()
+
+    given = torch.empty_like(z).exponential_(generator=torch.Generator().manual_seed(5)).log().neg() + z
+    for t in (0.3, 1.0, 4.0):
+        assert torch.allclose(noisy(t), given - given[:, :1])
+    assert torch.equal(noisy(2.0), noisy(2.0, hard=False))
+
+
 def test_online_softmax_in_any_order_and_tree():
     generator = torch.Generator().manual_seed(0)
     z = rows(60)

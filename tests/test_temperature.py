@@ -11,7 +11,8 @@ from rows_data import FUSED
 from torch import nn
 
 import regard
-from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named, unsized
+from regard.problem import Problem
+from regard.temperature import Adaptive, Fixed, Learned, QueryDependent, SSMax, named, unsized, visible_keys
 
 HEADS, WIDTH = 4, 5
 
@@ -331,3 +332,23 @@ def test_the_examples_of_the_guide_run():
     guide = Path(__file__).parents[1] / "docs" / "remedies.md"
     failed, tried = doctest.testfile(str(guide), module_relative=False)
     assert failed == 0 and tried >= 6
+
+
+@pytest.mark.parametrize("hiding", ["order", "mask", "bias"])
+@pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (40, 0), (300, 70)])
+def test_keys_are_counted_over_more_queries_than_a_block(hiding, first_query, first_key):
+    """Causal order, a window and lengths count positions of the whole sequence, of which q and k may be pieces."""
+    torch.manual_seed(0)
+    batch, queries, keys, lengths = 2, 600, 90, torch.tensor([85, 150])
+    q, k = torch.randn(batch, 1, queries, 4), torch.randn(batch, 1, keys, 4)
+    shown = torch.rand(batch, 1, queries, keys) < 0.5
+    problem = Problem(
+        q, k, k, regard.normalizers.get("softmax"), 1.0, causal=True, left=200, key_lengths=lengths,
+        first_query=first_query, first_key=first_key,
+        mask=shown if hiding == "mask" else None,
+        bias=torch.zeros(shown.shape).masked_fill(~shown, -math.inf) if hiding == "bias" else None,
+    )  # fmt: skip
+    i, j = torch.arange(queries)[:, None] + first_query, torch.arange(keys) + first_key
+    seen = (j <= i) & (j >= i - 200) & (j < lengths[:, None, None, None])
+    wanted = (seen if hiding == "order" else seen & shown).sum(-1)
+    assert torch.equal(visible_keys(problem), wanted.float())

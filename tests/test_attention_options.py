@@ -162,3 +162,16 @@ def test_a_type_checker_allows_what_a_call_takes(function):
         regard.attention(q, k, v, **{name: given})
         allowed = [typing.get_origin(kind) or kind for kind in typing.get_args(hints[name])]
         assert any(isinstance(given, kind) for kind in allowed), hints[name]
+
+
+@pytest.mark.parametrize("window", [None, (2, None), (None, 0), (None, 3), (1, 3), (0, 0)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_causal_order_beside_a_window_sees_what_both_show(window, is_causal):
+    """A window that looks ahead does not open what causal order hides: the oracle's mask, written out."""
+    left, right = window or (None, None)
+    seen = torch.tensor([
+        [(left is None or j >= i - left) and (right is None or j <= i + right) and (j <= i or not is_causal)
+         for j in range(7)] for i in range(2, 7)
+    ])  # fmt: skip
+    given = regard.masks.dense(5, 7, is_causal=is_causal, window_=window, first=2)
+    assert torch.equal(torch.ones(5, 7, dtype=torch.bool) if given is None else given, seen)

@@ -273,3 +273,11 @@ def test_an_interrupt_after_the_rename_is_told_as_itself(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         files.write(tmp_path / "report", "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_a_few_heads_that_cannot_be_judged_are_not_all(report):
+    one, *others = report.heads
+    few = replace(report, findings=[], unmeasured=[], heads=[replace(one, can_be_judged=False), *others])
+    assert few.summary()[-1] == "No head passed a threshold. 1 head had too few rows or keys to be judged."
+    none = replace(few, heads=[replace(head, can_be_judged=False) for head in report.heads])
+    assert none.summary()[-1].startswith("No head has rows and keys enough to be judged")

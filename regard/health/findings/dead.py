@@ -18,6 +18,7 @@ from typing import NamedTuple
 from regard.health.findings._finding import Finding, finding
 from regard.health.heads import judged
 from regard.health.readings import fetched
+from regard.health.values import NOTHING
 
 KIND = "dead"
 SAME = 1e-6  # of a head's largest value, or of the median of those over the layer's heads
@@ -27,7 +28,7 @@ VALUES = (
 )
 COLUMNS = (
     "The columns of the output projection that read these heads are 0: nothing of them reaches the model.",
-    "every number in them ≤ 1e-6 of the layer's largest",
+    f"every number in them ≤ {NOTHING:g} of the layer's largest",
 )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from regard.health.findings._finding import finding
 from regard.health.findings._variance import by_bias
+from regard.health.heads import TWINS
 
 KIND = "duplicate heads"
 UNIFORM = 1e-8  # of the mean logit variance: below it strangers come out as twins
@@ -38,7 +39,7 @@ def find(heads):
         "warning",
         found,
         f"The same distribution row by row: {shown}.",
-        "squared difference < 0.005 of the rows' own variation, in entropy ratio, sharpness, logit variance and "
+        f"squared difference < {TWINS:g} of the rows' own variation, in entropy ratio, sharpness, logit variance and "
         "distance",
         "Remove one of each pair, or break the symmetry: check that heads were not initialised or tied alike.",
     )

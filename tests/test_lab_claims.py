@@ -205,6 +205,8 @@ def test_the_rule():
         _ = Finding([right, off.beyond()], None).verdict
     with pytest.raises(Undecided, match="derivation is off"):
         _ = Finding([right, off.ours()], None).verdict
+    with pytest.raises(Undecided, match="of the claim itself"):
+        _ = Finding([off.beyond()], None, condition="c").verdict
 
 
 def test_an_interval_that_straddles_decides_nothing():

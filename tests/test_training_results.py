@@ -82,6 +82,16 @@ def test_normalisers_are_told_with_the_parameters_they_ran_with():
     assert all(part in words for part in ("entmax has α = 1.25", "−4.852", "−2.773"))
 
 
+def test_normalisers_that_all_fall_short_refute_the_claim(monkeypatch):
+    result = json.loads(json.dumps(training.shipped("normalizers")))
+    for record in result["records"]:
+        record["final"]["loss"] += float(record["variant"] != "softmax")
+    others = {name: training.shipped(name) for name in NAMES if name != "normalizers"}
+    monkeypatch.setattr(training, "shipped", {**others, "normalizers": result}.__getitem__)
+    told = lab.run("compare-normalizers")
+    assert told.verdict == "wrong" and told.right.startswith("None does: softmax1 +")
+
+
 def test_what_the_docs_show_ships():
     pages = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[1] / "docs").glob("*.md"))
     shown = {kind: set(re.findall(rf"\[\[{kind}: ([\w-]+)\]\]", pages)) for kind in ("results", "training", "times")}

@@ -108,6 +108,8 @@ class Finding:
         if not all(agreed[OURS]):
             missed = next(check for check in self.checks if check.role == OURS and not check.agrees)
             raise Undecided(f"our own derivation is off: {missed.what}: {missed.allowed}, measured {missed.measured}")
+        if not agreed[CORE]:
+            raise Undecided("no check is of the claim itself")
         if not all(agreed[CORE]):
             return WRONG
         if all(agreed[BEYOND]):

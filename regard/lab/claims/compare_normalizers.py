@@ -20,6 +20,7 @@ def measure(bench):
         for name, e in behind.items()
     }
     near = [name for name in behind if checks[name].agrees]
+    far = [name for name in behind if name not in near]
     ratio = {name: told[name]["entropy_ratio"]["mean"] for name in told}
     sharpness = ", ".join(f"{ran[name]} {ratio[name]:.2f}" for name in sorted(ratio, key=ratio.get))
     losses = ", ".join(f"{ran[name]} {e.value:+.3f} ± {e.high - e.value:.3f}" for name, e in behind.items())
@@ -35,7 +36,7 @@ def measure(bench):
             f"({other['how']['command']})."
         )
     return Finding(
-        [checks[name] for name in near] + [checks[name].beyond() for name in behind if name not in near],
+        [checks[name] for name in near] + [checks[name].beyond() if near else checks[name] for name in far],
         condition=f"the normaliser is {' or '.join(ran[name] for name in near)}: {told['softmax']['runs']} seeds do "
         "not tell it from softmax",
         right=f"None does: {losses}",

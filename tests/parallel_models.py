@@ -23,6 +23,24 @@ def examined(rank: int, world: int) -> None:
     assert one == many and len(shared.heads) == 8
 
 
+def examined_in_part(rank: int, world: int) -> None:
+    """A batch of the last round, which is not full, fails on one rank; or rank 0 after the last one that is."""
+    from parallel_subject import subject
+
+    model, batches = subject()
+    whole = regard.examine(model, batches[:world]).to_json()["heads"]
+    odd = torch.randn(2, 9, 31)  # of another width
+    told = regard.examine(model, [*batches[:world], odd], group=True)
+    assert f"rank 0, batch {world}: " in told.interrupted and told.to_json()["heads"] == whole
+
+    def full(done):
+        if rank == 0 and done == world:
+            raise OSError("no space left")
+
+    told = regard.examine(model, batches[:world], group=True, progress=full)
+    assert f"rank 0, batch {world}: OSError: no space left" in told.interrupted and told.to_json()["heads"] == whole
+
+
 def head_sharded(rank: int, world: int) -> None:
     """DTensors sharded over heads pass through regard.attention unchanged; so does a tensor-parallel model."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -128,6 +128,8 @@ def examine(
                     rounds.after(done - 1)
                 if progress is not None:
                     progress(done)
+            if rounds is not None:
+                rounds.end(done)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
         recorder.settle()
@@ -138,7 +140,7 @@ def examine(
         forget_masks()
     layers = list(recorder.layers.values())
     if rounds is not None:
-        layers = rounds.finish(done) if failure is None else rounds.layers()
+        layers = rounds.finish() if failure is None else rounds.layers()
     layers = folded(layers)
     if failure is not None and not any(layer.reading for layer in layers):
         raise failure

@@ -107,14 +107,20 @@ class Rounds:
             raise RoundError(f"rank {first}, batch {round_ + first}: {errors[0][1]}")
         if last:
             self.done = number + 1
-        self._write()
+        else:
+            self._write()
 
-    def finish(self, count: int) -> list[Layer]:
-        """After the last batch: the round that was not full, then the same merged layers on every rank."""
+    def end(self, count: int) -> None:
+        """Every rank calls this after the last batch: for the round that was not full, and what failed since the last.
+
+        Whoever has failed is waiting for the others' next meeting, so that there is always one more.
+        """
         if count < self.start:
             raise self._other(f"it has {self.start} batches, these are {count}")
-        if self.done < count:
-            self.meet(count - 1, last=True)
+        self.meet(count - 1, last=True)
+
+    def finish(self) -> list[Layer]:
+        """After all have met: the same merged layers on every rank."""
         layers = self.layers()
         if self.path is not None and self.rank == 0:
             self.path.unlink(missing_ok=True)  # whole: nothing to resume

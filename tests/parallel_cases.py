@@ -208,10 +208,27 @@ def odd_pieces(rank: int, world: int) -> None:
     assert torch.allclose(parallel.unshard(ours), want, atol=1e-5)
     few_keys(rank, world)
     same_sizes(rank, world)
+    not_finite(rank, world)
     short = x.detach()[:, :, :2]  # ranks without a query, under a mask
     told = dict(temperature=regard.temperature.SSMax(), attn_mask=torch.tensor([True, False])[None, None, None])
     ours = parallel.unshard(parallel.attention(*[parallel.shard(short)] * 3, **told))
     assert torch.allclose(ours, regard.attention(short, short, short, **told), atol=1e-5)
+
+
+def not_finite(rank: int, world: int) -> None:
+    """A NaN is told by the statistics of the rows that see it; a key whose logit is −inf is hidden."""
+    x = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(1)).double()
+    for name, backend in itertools.product(("softmax", "entmax15"), ("cpu", "reference")):
+        for number in (torch.nan, torch.inf, -torch.inf):
+            odd = x.clone()
+            odd[0, 1, 3, 0] = number
+            told = dict(is_causal=True, normalizer=name, return_stats=True)
+            for whole in ((x, odd, x), (odd, x, x)):
+                _, known = regard.attention(*whole, **told, backend="reference")
+                _, ours = parallel.attention(*map(parallel.shard, whole), **told, backend=backend)
+                for statistic, want in known.items():
+                    want = parallel.shard(want, dim=-1)
+                    assert torch.allclose(ours[statistic], want, equal_nan=True), (name, backend, number, statistic)
 
 
 def few_keys(rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from regard.cpu._compile import real, tile, words
 from regard.cpu._rows_threshold import solve
-from regard.cpu.attention_rows import CHUNK, FRAME, TOP, general_row, interval, maximum_of, opened
+from regard.cpu.attention_rows import CHUNK, FRAME, TOP, N, general_row, interval, maximum_of, opened
 from regard.cpu.attention_rows_backward import inverted, scaled, sums_at
 
 
@@ -107,8 +107,10 @@ def weigh_part(s, i0, rows, j0, left, right, limit, parameter, high, c, values, 
             sums[TOP, r] = top
         if top > real(-math.inf):
             general_row(x, r, top, m, c[r], theta, i, j0 + first, sums)
-        else:
+        else:  # nothing is seen, or a NaN
             for j in range(len(x)):
+                if tile.measured:
+                    sums[N, r] += x[j] != real(-math.inf)
                 x[j] = real(0.0)
         if tile.measured:
             sums[FRAME, r] = np.float64(high[r]) + np.float64(c[r])

@@ -78,6 +78,7 @@ def blocks(problem: Problem) -> Iterator[Block]:
             s = s + problem.bias[:, :, rows].to(s.dtype)
         if problem.temperature is not None:
             s = s / problem.temperature[:, :, rows, None]
+        seen = seen & (s != -math.inf)
         yield Block(problem, rows, s.masked_fill(~seen, 0.0), seen, capped, own_k, own_v)
 
 

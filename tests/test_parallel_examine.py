@@ -63,6 +63,16 @@ def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expec
     assert resumed == whole and not (tmp_path / "snapshot").exists()
 
 
+def test_rank_0_alone_tells_of_a_batch_that_failed(tmp_path):
+    """torchrun ends all others at the first status that is not 0, and rank 0 has a report to write."""
+    port = free_port()
+    crew = [start(tmp_path, rank, 2, port, PARALLEL_SUBJECT="fails") for rank in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in crew]
+    assert [process.returncode for process in crew] == [1, 0], said
+    assert "not finished: RoundError: rank 0, batch 4: RuntimeError: batch of 13" in said[0]
+    assert json.loads((tmp_path / "report.json").read_text())["how"]["batches"] == 4
+
+
 def refuses_what_does_not_fit(folder: Path) -> None:
     """Other data, other weights, a file that is none, a folder that is not there."""
     model, batches = subject()

@@ -61,6 +61,8 @@ def main(options) -> int:
     for name in ("length", "batch", "limit"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if not 0 < options.timeout < 1e9:
+        options.fail(f"--timeout must be seconds, more than 0 and less than 1e9, got {options.timeout:g}")
     check(options, options.out, *KINDS)
     for path, suffix in ((options.json, ".json"), (options.png, ".png")):
         if path is not None:

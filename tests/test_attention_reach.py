@@ -305,3 +305,36 @@ def test_a_backend_asked_for_by_name_loses_no_tangent_in_silence():
     ):
         with pytest.raises(ValueError, match=r"backend 'cpu' cannot carry a torch\.func transform"):
             torch.func.jvp(run, (q,), (k,))
+
+
+def within_jvp(function, x):
+    return torch.func.jvp(function, (x,), (x.cos(),))[1]
+
+
+def within_grad(function, x):
+    return torch.func.grad(lambda x: function(x).square().sum())(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("transform", [within_jvp, within_grad])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"normalizer": "entmax15"}], ids=str)
+def test_a_compiled_transform_is_carried_too(transform, options):
+    q, k, v = heads(1, 2, 4, 3)
+
+    def whole(x):
+        return transform(lambda y: regard.attention(y, k, v, **options), x)
+
+    compiled = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), whole(q))
+    rows = torch.compile(lambda x: transform(regard.sparsemax, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(rows(q), transform(regard.sparsemax, q))
+
+
+def test_a_graph_compiled_outside_of_forward_mode_loses_no_tangent_in_silence():
+    q, k, v = heads(1, 2, 4, 3)
+    forward = torch.autograd.forward_ad
+    for function in (lambda x: regard.attention(x, k, v, normalizer="entmax15"), regard.sparsemax):
+        compiled = torch.compile(function, backend="aot_eager")
+        assert torch.equal(compiled(q), function(q))
+        with forward.dual_level(), pytest.raises(NotImplementedError, match="carry no tangents"):
+            compiled(forward.make_dual(q, q.cos()))

@@ -108,13 +108,16 @@ def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> 
 def transformed(*tensors: Tensor | None) -> bool:
     """Whether a tangent rides on one of these, or torch.func asks for its gradient: what the ops cannot carry."""
     if torch.compiler.is_compiling():
-        return False
+        return _is_within_transform()
     given = [x for x in tensors if x is not None]
     forward = torch.autograd.forward_ad
     if forward._current_level >= 0 and any(forward.unpack_dual(x).tangent is not None for x in given):
         return True
-    if not any(is_mapped(x) or x.requires_grad for x in given):
-        return False
+    return any(is_mapped(x) or x.requires_grad for x in given) and _is_within_transform()
+
+
+@torch.compiler.assume_constant_result  # torch guards a graph by the transforms that it was made in
+def _is_within_transform() -> bool:
     kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
     return any("Jvp" in kind or "Grad" in kind for kind in kinds)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
-from regard._ops.backends import ATTENTION, accumulator, backend_module, in_place
+from regard._ops.backends import ATTENTION, accumulator, backend_module, in_place, refuse_tangents
 from regard.problem import Forward, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
@@ -64,6 +64,7 @@ def attention(
     stats: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    refuse_tangents(q, k, v, bias, temperature, sink)
     options = (scale, softcap, causal, left, right, dropout_p, normalizer, stats, backend)
     problem = problem_of(q, k, v, bias, mask, temperature, sink, key_lengths, seed, *options)
     with in_place(backend):
@@ -113,6 +114,7 @@ def attention_backward(
     wants: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dtemperature, dsink); those not in `wants` are empty. dstats [3, B, H, M] or None."""
+    refuse_tangents(do, dstats, q, k, v, bias, temperature, sink)
     options = (scale, softcap, causal, left, right, dropout_p, normalizer, stats, backend)
     problem = problem_of(q, k, v, bias, mask, temperature, sink, key_lengths, seed, *options)
     wanted = wants.split(",")

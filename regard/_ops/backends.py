@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 ROWS = {"cpu": "regard.cpu.rows", "triton": "regard.kernels.rows", "series": "regard._ops.series_rows"}
 ATTENTION = {"cpu": "regard.cpu.attention", "triton": "regard.kernels.attention"}
@@ -27,6 +28,14 @@ def in_place(backend: str) -> AbstractContextManager:
     if backend != "cpu" or not torch._C._len_torch_function_stack():  # a default device is a mode there
         return nullcontext()
     return torch.device("cpu")
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """What a graph that was compiled outside of forward mode brings into it: an op would lose them in silence."""
+    forward = torch.autograd.forward_ad
+    given = () if forward._current_level < 0 else (x for x in tensors if x is not None)
+    if any(forward.unpack_dual(x).tangent is not None for x in given):
+        raise NotImplementedError("regard's fused ops carry no tangents; call what is not compiled, or torch.func.jvp")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
-from regard._ops.backends import ROWS, accumulator, backend_module, in_place
+from regard._ops.backends import ROWS, accumulator, backend_module, in_place, refuse_tangents
 from regard.normalizers._language import speak, torch_words
 
 
@@ -15,6 +15,7 @@ from regard.normalizers._language import speak, torch_words
 def rows(
     s: Tensor, mask: Tensor | None, theta: Tensor | None, normalizer: str, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
+    refuse_tangents(s, theta)
     module = backend_module(ROWS, backend)
     with in_place(backend):
         return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)
@@ -38,6 +39,7 @@ def rows_backward(
     scale: float,
     backend: str,
 ) -> Tensor:
+    refuse_tangents(dp, saved, state, theta)
     module = backend_module(ROWS, backend)
     choice = normalizers.get(normalizer)
     with in_place(backend):

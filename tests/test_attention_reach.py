@@ -15,6 +15,8 @@ import regard
 from regard import reference
 from regard.temperature import SSMax
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
+
 MAPS = ["softmax", "softmax1", "sigmoid", "softpick", "entmax15", "sparsemax", "entmax(alpha=1.3)"]
 
 
@@ -131,7 +133,6 @@ def test_entropy_alone_and_values_alone():
     assert slope is None or not slope.any()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
 def test_tangents_and_hessians(name):
     q, k, v = heads(1, 1, 3, 2)
@@ -237,7 +238,6 @@ def test_checkpointing_autocast_and_vmap():
     assert torch.allclose(shared[1], run(q + 1, k, v), atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 def test_entmax_at_one_is_softmax_and_transforms_are_carried():
     q, k, v = (x.detach() for x in qkv(2, 3, 4, 8))
     out, stats = regard.attention(q, k, v, normalizer="entmax(alpha=1)", return_stats=True)
@@ -315,7 +315,6 @@ def within_grad(function, x):
     return torch.func.grad(lambda x: function(x).square().sum())(x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own use of it
 @pytest.mark.parametrize("transform", [within_jvp, within_grad])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"normalizer": "entmax15"}], ids=str)
 def test_a_compiled_transform_is_carried_too(transform, options):

@@ -88,6 +88,13 @@ def test_only_the_statistics_asked_for(name):
         check_forward(attention, make(11, name, **SMALL, m=5, n=19, stats=names))
 
 
+@pytest.mark.parametrize("softcap", [1e4, 1e9, 1e38])
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_a_soft_cap_far_above_the_logits_is_none(name, softcap):
+    problem = make(3, name, **SMALL, m=18, n=20, softcap=softcap)
+    check_backward(attention, problem, check_forward(attention, problem))
+
+
 def test_nearly_one_hot_rows_keep_their_gain_and_entropy():
     q = torch.tensor([[[[1.0]], [[1.0]]]])  # [1, 2, 1, 1]
     k = torch.tensor([[[[30.0], [0.0], [0.0]], [[-500.0], [-530.0], [-530.0]]]])

@@ -75,7 +75,15 @@ def test_threshold_maps_in_gluon(name, options, roads):
     assert roads == [[False, on_hopper()]]
 
 
-@pytest.mark.parametrize("options", [dict(softcap=2.0, d=96, e=80), dict(b=2, lengths=True), dict(m=301, causal=True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(softcap=2.0, d=96, e=80),
+        dict(softcap=1e9, d=96, e=80),
+        dict(b=2, lengths=True),
+        dict(m=301, causal=True),
+    ],
+)
 def test_stored_in_triton(options, roads):
     check(make(3, **WIDE | dict(m=300, n=280) | options))
     assert roads == [[True, False]]

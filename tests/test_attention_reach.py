@@ -286,12 +286,15 @@ def test_so_does_that_of_a_policys_parameters():
     begun = policy.bias.detach().clone()
     del policy.bias  # a tensor may stand in its place
 
-    def out(bias):
+    def out(bias, **options):
         policy.bias = bias
-        return regard.attention(q, k, v, temperature=policy, normalizer="entmax15")
+        return regard.attention(q, k, v, temperature=policy, normalizer="entmax15", **options)
 
     with forward.dual_level():
-        tangent = forward.unpack_dual(out(forward.make_dual(begun, torch.ones_like(begun)))).tangent
+        moved = forward.make_dual(begun, torch.ones_like(begun))
+        tangent = forward.unpack_dual(out(moved)).tangent
+        with pytest.raises(ValueError, match="backend 'cpu' cannot carry"):
+            out(moved, backend="cpu")
     step = 1e-6
     slope = (out(begun + step) - out(begun - step)) / (2 * step)
     torch.testing.assert_close(tangent, slope, atol=1e-8, rtol=1e-6)

@@ -14,6 +14,7 @@ from regard.problem import Problem
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
 TRANSFORM = "a torch.func transform"
+ASKED = "asked for by backend="
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
         _check_backend(backend, problem, obstacle)
-        return Path(backend, "asked for by backend=")
+        return Path(backend, ASKED)
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if obstacle is not None and is_transformed(problem):
@@ -57,6 +58,12 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
 def is_transformed(problem: Problem) -> bool:
     """Does a tangent ride on what the weights are made of, or does torch.func ask for a gradient of it?"""
     return transformed(problem.q, problem.k, problem.v, problem.bias, problem.temperature, problem.sink)
+
+
+def cannot_carry(backend: str) -> ValueError:
+    return ValueError(
+        f"backend {backend!r} cannot carry {TRANSFORM} (jvp or a gradient); use backend=None or 'reference'"
+    )
 
 
 def _not_for_torch(problem: Problem, policy) -> str | None:
@@ -99,8 +106,7 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if is_transformed(problem):
-            fix = "use backend=None or 'reference'"
-            raise ValueError(f"backend {backend!r} cannot carry {TRANSFORM} (jvp or a gradient); {fix}")
+            raise cannot_carry(backend)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
 

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import _ops, reference, statistics
 from regard._attention.call import Call
-from regard._attention.path import is_hopper, is_transformed
+from regard._attention.path import ASKED, cannot_carry, is_hopper, is_transformed
 from regard._attention.twice import differentiable_twice
 from regard._normalize.arguments import fits, is_float
 from regard._normalize.run import transformed
@@ -133,6 +133,8 @@ def _run_fused(call: Call):
     call = with_policy(call)
     problem = call.problem
     if transformed(problem.temperature):  # by what the policy holds
+        if call.path.reason == ASKED:
+            raise cannot_carry(call.path.backend)
         return by_reference(call)
     if problem.stats and not problem.choice.merges:  # no kernel's sums tell them
         out, _ = _run_fused(replace(call, problem=replace(problem, stats=())))

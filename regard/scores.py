@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -39,7 +41,8 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
 
 def is_finite(number: float) -> bool:
     """Is it a number that float64 holds? (A compiled graph cannot ask isfinite of a symbol.)"""
-    return -math.inf < number < math.inf and not (isinstance(number, int) and number.bit_length() > 1023)
+    beyond = isinstance(number, (int, Fraction)) and abs(number) > sys.float_info.max
+    return -math.inf < number < math.inf and not beyond
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -234,6 +235,7 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q, Q, softcap=-1.0), ValueError, "softcap"),
         (lambda: regard.attention(Q, Q, Q, softcap=1e300), ValueError, "softcap must lie between"),
         (lambda: regard.attention(Q, Q, Q, softcap=1e-320), ValueError, "softcap must lie between"),
+        (lambda: regard.attention(Q, Q, Q, softcap=Fraction(1, 10**400)), ValueError, "softcap must lie between"),
         (lambda: regard.attention(Q, Q, Q, window=(-1, 0)), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, window=3), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, key_lengths=torch.tensor([7])), ValueError, "key_lengths"),
@@ -270,8 +272,10 @@ def test_a_tensor_that_is_not_dense_is_refused_by_its_name(name, given):
 
 @pytest.mark.parametrize("name", ["scale", "temperature", "softcap", "sink"])
 def test_a_number_that_no_float_holds_is_refused_by_its_name(name):
-    with pytest.raises(ValueError, match=f"{name} must be"):
-        regard.attention(Q, Q, Q, **{name: 10**400})
+    for number in (10**400, Fraction(10**400)):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            regard.attention(Q, Q, Q, **{name: number})
+    regard.attention(*[Q.double()] * 3, **{name: 2**1023})  # float64 does
     with pytest.raises(ValueError, match="key_lengths must lie in"):
         regard.attention(Q, Q, Q, key_lengths=[10**400])
 

@@ -192,7 +192,7 @@ def check_cap(softcap: float | None, q: Tensor) -> float | None:
     if not limits.tiny <= float(softcap) <= limits.max:  # it would be 0 or inf there, and every row NaN
         raise ValueError(
             f"softcap must lie between {limits.tiny:.3g} and {limits.max:.3g}, as it is kept in "
-            f"{str(dtype).removeprefix('torch.')}, or be None for no cap, got {softcap:g}"
+            f"{str(dtype).removeprefix('torch.')}, or be None for no cap, got {float(softcap):g}"
         )
     return float(softcap)
 
@@ -256,8 +256,8 @@ def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
     if sink is None:
         return None
     if isinstance(sink, numbers.Real) and not isinstance(sink, bool):
-        if not is_finite(sink) and isinstance(sink, int):
-            raise ValueError("sink must be a number that float64 can hold, got an int beyond it")
+        if not is_finite(sink) and isinstance(sink, numbers.Rational):
+            raise ValueError("sink must be a number that float64 can hold, got one beyond it")
         sink = q.new_tensor([float(sink)], dtype=_ops.accumulator(q.dtype))
     if not isinstance(sink, Tensor) or not is_float(sink):
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__

@@ -24,7 +24,7 @@ def examined(rank: int, world: int) -> None:
 
 
 def examined_in_part(rank: int, world: int) -> None:
-    """A batch of the last round, which is not full, fails on one rank; or rank 0 after the last one that is."""
+    """A batch of the last round, which is not full, fails on one rank; or a rank after the last one that is."""
     from parallel_subject import subject
 
     model, batches = subject()
@@ -33,12 +33,15 @@ def examined_in_part(rank: int, world: int) -> None:
     told = regard.examine(model, [*batches[:world], odd], group=True)
     assert f"rank 0, batch {world}: " in told.interrupted and told.to_json()["heads"] == whole
 
-    def full(done):
-        if rank == 0 and done == world:
-            raise OSError("no space left")
+    for who in (0, world - 1):
 
-    told = regard.examine(model, batches[:world], group=True, progress=full)
-    assert f"rank 0, batch {world}: OSError: no space left" in told.interrupted and told.to_json()["heads"] == whole
+        def full(done, who=who):
+            if rank == who and done == world:
+                raise OSError("no space left")
+
+        told = regard.examine(model, batches[:world], group=True, progress=full)
+        assert f"rank {who}, batch {world}: OSError: no space left" in told.interrupted
+        assert told.how["batches"] == world and told.to_json()["heads"] == whole
 
 
 def head_sharded(rank: int, world: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -93,6 +94,7 @@ class Rounds:
         for layer in self.recorder.layers.values():  # the next round's readings are its own
             layer.reading, layer.error, layer.blind = None, 0.0, []
             layer.what_if.clear()
+        told["count"] = number + 1 if last else sys.maxsize  # of all batches, where they have come to an end
         everyone = self._gathered(told, number)
         errors = [(rank, x["error"]) for rank, x in enumerate(everyone) if x["error"] is not None]
         first = errors[0][0] if errors else self.world
@@ -103,8 +105,8 @@ class Rounds:
         round_ = self.done
         self.done += min(first, self.world)
         if errors:
-            self.done = round_ + first
-            raise RoundError(f"rank {first}, batch {round_ + first}: {errors[0][1]}")
+            self.done = min(round_ + first, *(x["count"] for x in everyone))
+            raise RoundError(f"rank {first}, batch {self.done}: {errors[0][1]}")
         if last:
             self.done = number + 1
         else:
@@ -134,14 +136,14 @@ class Rounds:
         return list(merged.values())
 
     def _gathered(self, told: dict, number: int) -> list[dict]:
-        """What every rank told, at rank 0 whole; elsewhere only the errors."""
+        """What every rank told, at rank 0 whole; elsewhere only the errors and counts."""
         if self.line is None or self.world == 1:
             return [told]
         step = "examine batch"
         packed = _packed(told)
-        sizes = self.line.all_gather_numbers([packed.numel(), told["error"] is not None], step, number)
+        sizes = self.line.all_gather_numbers([packed.numel(), told["error"] is not None, told["count"]], step, number)
         found = []
-        for rank, (size, _) in enumerate(sizes):
+        for rank, (size, _, count) in enumerate(sizes):
             if rank == self.rank:
                 found.append(told)
                 if rank:
@@ -150,8 +152,8 @@ class Rounds:
                 room = torch.empty(size, dtype=torch.uint8)
                 found.append(_unpacked(self.line.swap(None, room, rank, rank, step, number).wait()))
             else:
-                found.append({"error": None, "layers": []})
-        failed = [rank for rank, (_, wrong) in enumerate(sizes) if wrong]
+                found.append({"error": None, "layers": [], "count": count})
+        failed = [rank for rank, (_, wrong, _) in enumerate(sizes) if wrong]
         if failed:
             texts = self._shared([x["error"] for x in found])
             for x, text in zip(found, texts, strict=True):

@@ -116,6 +116,19 @@ def test_heads_that_share_a_bias_are_not_twins_and_learned_nothing_by_it():
     assert kinds(q, k)["duplicate heads"].heads == (("0", 0), ("0", 1))
 
 
+@pytest.mark.parametrize("temperature", [0.05, torch.full((HEADS, 1, 1), 0.05), regard.temperature.Fixed(0.05)])
+def test_a_temperature_is_no_bias(temperature):
+    """What it makes of the logits' variance is predicted, and twins under it are twins."""
+    q, k = torch.randn(2, 2, HEADS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    q[:, 1], k[:, 1] = q[:, 0], k[:, 0]
+    model = Fixed(q, k)
+    with regard.using(model, temperature=temperature):
+        report = examine(model, [torch.zeros(1)])
+    for head in report.heads:
+        assert head.predicted_variance == pytest.approx(head.statistics["logit_variance"].mean, rel=0.2)
+    assert {found.kind: found.heads for found in report.findings}["duplicate heads"] == (("", 0), ("", 1))
+
+
 def test_a_lone_head_whose_keys_are_all_equal_is_no_design():
     q, k = healthy()
     k[:, 3] = k[:, 3, :1]

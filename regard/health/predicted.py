@@ -1,6 +1,8 @@
-"""scale²·E‖q‖²·E‖k − k̄‖²/d per head: the variance of the logits if no query knew of any key's direction."""
+"""scale²·E‖q/T‖²·E‖k − k̄‖²/d per head: the variance of the logits if no query knew of any key's direction."""
 
 from __future__ import annotations
+
+import numbers
 
 from torch import Tensor
 
@@ -14,8 +16,10 @@ SAMPLED = 1024  # rows and keys whose norms are taken, at least
 
 def predict(reading: LayerReading, call: Call, rows: Tensor | None) -> None:
     """Add one call's prediction to a reading, over the rows [B, M] that count and, in self-attention, their keys."""
-    scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
-    if not call.q.is_cuda or isinstance(scale, Tensor):
+    scale, temperature = resolve_scale(call.options.get("scale"), call.q.shape[-1]), _temperature(call)
+    if isinstance(temperature, numbers.Real):
+        scale = scale / temperature
+    if not call.q.is_cuda or isinstance(scale, Tensor) or isinstance(temperature, Tensor):
         reading.predict(predicted_variance(call, rows, scale), rows)
         return
     from regard.health import fused_call
@@ -25,6 +29,12 @@ def predict(reading: LayerReading, call: Call, rows: Tensor | None) -> None:
         reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows, _every(call),
         _of_keys(call, rows), scale,
     )  # fmt: skip
+
+
+def _temperature(call: Call):
+    """A number or a tensor where it is known before the rows are; a policy that asks of them is not counted."""
+    given = call.options.get("temperature")
+    return getattr(given, "value", given)
 
 
 def _every(call: Call) -> tuple[int, int]:
@@ -40,6 +50,10 @@ def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -
     every_q, every_k = _every(call)
     q, k = call.q.detach()[:, :, ::every_q].float(), call.k.detach()[:, :, ::every_k].float()
     norm = q.square().sum(-1)  # [B, H, M]
+    temperature = _temperature(call)
+    if isinstance(temperature, Tensor):
+        per_row = temperature.detach().to(q).expand(*call.q.shape[:3], 1)
+        norm = norm / per_row[:, :, ::every_q, 0].square()
     if rows is None:
         q_norm = norm.mean((0, 2))
     else:

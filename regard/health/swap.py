@@ -28,10 +28,13 @@ class using:
 
     Without `with` it stays until `.restore()`. Nothing of the model is changed: its weights, configuration and classes
     are as before, its calls are led elsewhere. Only what is given changes; a model's own soft cap, mask, sink and bias
-    stay, but for a learned sink under a normaliser that has no exponential denominator for it to join. A compiled model
-    runs as it was written, uncompiled; copies that `nn.DataParallel` makes for several devices run as they are, and a
-    block that led no call warns. With gradient checkpointing, which runs the forward again in backward, call
-    `backward()` inside the block too: outside, the model's own attention would be differentiated.
+    stay, but for a learned sink under a normaliser that has no exponential denominator for it to join. A number that
+    the model gives `regard.attention` as temperature, with no soft cap or bias beside it, is a part of its scale here:
+    `scale` and `qk_norm` replace both, `temperature` comes on top. Any other temperature stays, or is replaced.
+
+    A compiled model runs as it was written, uncompiled; copies that `nn.DataParallel` makes for several devices run as
+    they are, and a block that led no call warns. With gradient checkpointing, which runs the forward again in backward,
+    call `backward()` inside the block too: outside, the model's own attention would be differentiated.
 
     Args:
         model: any module that `regard.examine` can examine.

@@ -279,3 +279,44 @@ def test_an_entropy_penalty_reaches_additive_scores():
         weight -= 2e-5 * step
         below = entropy().entropy.sum()
     torch.testing.assert_close((slope * step).sum(), (above - below) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        (dict(attn_mask=torch.ones(5, 5, dtype=torch.long)), TypeError, "attn_mask must be bool"),  # it would be added
+        (dict(attn_mask=torch.ones(3, 5, dtype=torch.bool)), ValueError, r"attn_mask must broadcast to \(2, 2, 5, 5\)"),
+        (dict(attn_mask=[[True]]), TypeError, "attn_mask must be a tensor"),
+        (dict(key_lengths=[5, 9]), ValueError, r"key_lengths must lie in \[0, 5\]"),
+        (dict(key_lengths=[-1, 5]), ValueError, r"key_lengths must lie in \[0, 5\]"),
+        (dict(key_lengths=[3]), ValueError, r"key_lengths must have shape \(2,\)"),
+        (dict(key_lengths="ab"), TypeError, "key_lengths must be ints"),
+        (dict(is_causal="no"), TypeError, "is_causal"),
+    ],
+)
+def test_every_score_refuses_the_same_nonsense(score, options, error, word):
+    with pytest.raises(error, match=word):
+        MultiheadAttention(8, 2, score=score)(X, **options)
+
+
+@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize(
+    ("policy", "error", "word"),
+    [
+        (lambda count, rows: -torch.ones(()), ValueError, "positive"),
+        (lambda count, rows: torch.ones(7), ValueError, "must broadcast"),
+        (lambda count, rows: 2.0, TypeError, "must return a tensor"),
+        (regard.temperature.Learned(4), ValueError, r"temperature must broadcast to \(2, 2, 5, 1\)"),
+    ],
+)
+def test_every_score_checks_its_temperature(score, policy, error, word):
+    with pytest.raises(error, match=word):
+        MultiheadAttention(8, 2, score=score, temperature=policy)(X)
+
+
+@pytest.mark.parametrize("score", regard.nn.SCORES)
+@pytest.mark.parametrize("mask", [torch.tensor([True, False, True, True, False]), torch.linspace(-1.0, 1.0, 5)])
+def test_a_mask_may_have_one_dimension(score, mask):
+    layer, x = MultiheadAttention(8, 2, score=score), torch.randn(2, 5, 8)
+    torch.testing.assert_close(layer(x, attn_mask=mask), layer(x, attn_mask=mask.expand(5, 5)))

@@ -181,6 +181,23 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
     return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
 
 
+def check_asked(asked, policy, rows) -> Tensor:
+    """What a policy gave for rows of this shape, [B, H, M]."""
+    name = type(policy).__name__
+    if not isinstance(asked, Tensor) or not is_float(asked):
+        raise TypeError(f"temperature: the policy {name} must return a tensor of float16 or wider, got {asked!r}")
+    if not fits(asked.shape, rows):
+        raise ValueError(
+            f"temperature: what the policy {name} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
+            f"{tuple(asked.shape)}"
+        )
+    if readable(asked):
+        least = asked.detach().amin().item() if asked.numel() else 1.0
+        if least <= 0:
+            raise ValueError(f"temperature: the policy {name} must return positive numbers, got {least:g} among them")
+    return asked
+
+
 def check_cap(softcap: float | None, q: Tensor) -> float | None:
     if softcap is None:
         return None

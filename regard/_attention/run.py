@@ -12,10 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import _ops, reference, statistics
+from regard._attention.arguments import check_asked
 from regard._attention.call import Call
 from regard._attention.path import ASKED, cannot_carry, is_hopper, is_transformed
 from regard._attention.twice import differentiable_twice
-from regard._normalize.arguments import fits, is_float
 from regard._normalize.run import transformed
 from regard._values import is_mapped, readable
 from regard.problem import Problem
@@ -105,25 +105,14 @@ def with_policy(call: Call) -> Call:
         plain = replace(call.problem, stats=statistics.resolve(names), dropout_p=0.0)
         return RUN[call.path.backend](replace(call, problem=plain, policy=None, wanted=plain.stats))[1]
 
-    asked = check_asked(call.policy(visible_keys(call.problem), Rows(call.queries, measure)), call)
+    asked = settled(call, call.policy(visible_keys(call.problem), Rows(call.queries, measure)))
     problem = replace(call.problem, temperature=asked.expand(call.problem.q.shape[:3]))
     return replace(call, problem=problem, temperature=asked, policy=None)
 
 
-def check_asked(asked, call: Call) -> Tensor:
-    """What a policy gave, as a tensor of 3 dims that broadcasts to [B, H, M]."""
-    rows, policy = call.problem.q.shape[:3], type(call.policy).__name__
-    if not isinstance(asked, Tensor) or not is_float(asked):
-        raise TypeError(f"temperature: the policy {policy} must return a tensor of float16 or wider, got {asked!r}")
-    if not fits(asked.shape, rows):
-        raise ValueError(
-            f"temperature: what the policy {policy} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
-            f"{tuple(asked.shape)}"
-        )
-    if readable(asked):
-        least = asked.detach().amin().item() if asked.numel() else 1.0
-        if least <= 0:
-            raise ValueError(f"temperature: the policy {policy} must return positive numbers, got {least:g} among them")
+def settled(call: Call, asked) -> Tensor:
+    """What a call's policy gave, as a tensor of 3 dims that broadcasts to [B, H, M]."""
+    asked = check_asked(asked, call.policy, call.problem.q.shape[:3])
     asked = asked.to(call.problem.q.device, call.problem.accumulator)
     asked = asked.reshape(*(1,) * (3 - asked.ndim), *asked.shape)
     return asked if call.temperature is None else asked * call.temperature  # the latter is a scale per head

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
+from regard._attention.arguments import check_asked, check_temperature
 from regard._normalize import normalize
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
@@ -45,7 +46,11 @@ def attention(
     >>> stats.support[0, 0]
     tensor([1., 2., 3., 4., 5.])
     """
-    groups = q.shape[1] // k.shape[1]
+    batch, heads, queries = q.shape[:3]
+    policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
+    if policy is None:
+        check_temperature(temperature, (batch, heads), batch, heads, queries, q)
+    groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(
         q.shape[2], k.shape[2], is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device
@@ -64,8 +69,9 @@ def attention(
             return statistics.of_scores(s, shown, normalizer, sink=column, first=first, names=names)
 
         t = temperature
-        if callable(t) and not isinstance(t, Tensor):
-            t = t(shown.sum(-1).to(torch.promote_types(s.dtype, torch.float32)), Rows(q, measure))[..., None]
+        if policy is not None:
+            counts = shown.sum(-1).to(torch.promote_types(s.dtype, torch.float32))
+            t = check_asked(policy(counts, Rows(q, measure)), policy, counts.shape)[..., None]
         s = s if t is None else s / t
         stats = {}
         if wanted:
@@ -79,7 +85,7 @@ def attention(
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     parts = []
-    for first in range(0, q.shape[2], BLOCK):
+    for first in range(0, queries, BLOCK):
         rows = slice(first, first + BLOCK)
         cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
         parts.append(checkpoint(block, q[:, :, rows], k, v, *cut, first, use_reentrant=False))

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from regard import normalizers, statistics
 from regard._attention import attention
+from regard._attention.arguments import check_lengths, check_mask
+from regard._normalize.arguments import check_flag
 from regard._values import is_mapped
 from regard.masks import unbiased
 from regard.nn import additive, torch_weights
@@ -160,8 +162,13 @@ class MultiheadAttention(nn.Module):
             cache = self._check_cache(cache, k)
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
+        is_causal = check_flag(is_causal, "is_causal")
         attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device, past)
-        order = Order.of(k.shape[2], past, is_causal, window, attn_mask, key_lengths)
+        batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+        if attn_mask is not None:
+            attn_mask = check_mask(attn_mask, (batch, heads), batch, heads, queries, keys, q)
+        key_lengths = check_lengths(key_lengths, batch, keys, q)
+        order = Order.of(keys, past, is_causal, window, attn_mask, key_lengths)
         wanted = statistics.asked(return_stats)
         run = self._additive if self.score == "additive" else self._product
         out, stats = run(q, order.keys(k), order.keys(v), wanted or (), order.options)

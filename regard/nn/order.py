@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from regard._attention.arguments import check_window
@@ -28,8 +27,6 @@ class Order(NamedTuple):
         >>> order.first, order.options["window"]
         (7, (0, 3))
         """
-        if key_lengths is not None:
-            key_lengths = torch.as_tensor(key_lengths)
         left, right = check_window(window)
         first = 0
         if past or (is_causal and attn_mask is not None):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
 from regard._attention.call import Call
-from regard._attention.run import check_asked
+from regard._attention.run import settled
 from regard.masks import unbiased
 from regard.parallel.apply import Apply, Sharded, Shared
 from regard.parallel.call import Given
@@ -163,4 +163,4 @@ def _ask(plan: Plan, call: Call, scheme) -> Tensor:
         values = Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 
-    return check_asked(call.policy(torch.cat(counts, -1), Rows(call.queries, measure)), call)
+    return settled(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))

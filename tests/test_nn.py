@@ -320,3 +320,13 @@ def test_every_score_checks_its_temperature(score, policy, error, word):
 def test_a_mask_may_have_one_dimension(score, mask):
     layer, x = MultiheadAttention(8, 2, score=score), torch.randn(2, 5, 8)
     torch.testing.assert_close(layer(x, attn_mask=mask), layer(x, attn_mask=mask.expand(5, 5)))
+
+
+@pytest.mark.parametrize("score", regard.nn.SCORES)
+def test_no_queries_have_all_their_statistics(score):
+    layer = MultiheadAttention(8, 2, score=score)
+    out, stats = layer(torch.randn(2, 0, 8), torch.randn(2, 3, 8), return_stats=True)
+    assert out.shape == (2, 0, 8) and set(stats) == set(regard.statistics.NAMES)
+    assert all(numbers.shape == (2, 2, 0) for numbers in stats.values())
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())  # as other ranks have them

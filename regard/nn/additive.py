@@ -85,12 +85,12 @@ def attention(
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     parts = []
-    for first in range(0, queries, BLOCK):
+    for first in range(0, max(queries, 1), BLOCK):  # of no queries, a block of none
         rows = slice(first, first + BLOCK)
         cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
         parts.append(checkpoint(block, q[:, :, rows], k, v, *cut, first, use_reentrant=False))
-    out = torch.cat([o for o, _ in parts], 2) if parts else torch.zeros_like(q)
-    stats = {name: torch.cat([stats[name] for _, stats in parts], 2) for name in wanted if parts}
+    out = torch.cat([o for o, _ in parts], 2)
+    stats = {name: torch.cat([stats[name] for _, stats in parts], 2) for name in wanted}
     return out, statistics.Statistics(stats)
 
 

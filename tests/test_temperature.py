@@ -352,3 +352,14 @@ def test_keys_are_counted_over_more_queries_than_a_block(hiding, first_query, fi
     seen = (j <= i) & (j >= i - 200) & (j < lengths[:, None, None, None])
     wanted = (seen if hiding == "order" else seen & shown).sum(-1)
     assert torch.equal(visible_keys(problem), wanted.float())
+
+
+@pytest.mark.parametrize("name", regard.temperature.NAMES)
+def test_a_policy_can_be_made_on_meta_and_filled_later(name):
+    with torch.device("meta"):
+        empty = regard.nn.MultiheadAttention(8, 2, temperature=name)
+    assert repr(empty.temperature)
+    filled = regard.nn.MultiheadAttention(8, 2, temperature=name)
+    empty.to_empty(device="cpu").load_state_dict(filled.state_dict())
+    x = torch.randn(1, 4, 8)
+    assert torch.equal(empty(x), filled(x))

@@ -7,6 +7,8 @@ import numbers
 import torch
 from torch import Tensor, nn
 
+from regard._values import has_no_values
+
 SMALLEST = 1e-3  # of |s|: T stays finite and positive wherever an optimizer leads s
 
 
@@ -35,7 +37,8 @@ class SSMax(nn.Module):
         if isinstance(s, bool) or not isinstance(s, Tensor | numbers.Real):
             raise TypeError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
         value = torch.as_tensor(s, dtype=torch.float32)
-        if value.ndim > 1 or not bool(((value > 0) & value.isfinite()).all()):
+        positive = has_no_values(value) or bool(((value > 0) & value.isfinite()).all())
+        if value.ndim > 1 or not positive:
             raise ValueError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
         if learn:
             self.s = nn.Parameter(value.clone())
@@ -48,4 +51,5 @@ class SSMax(nn.Module):
         return 1.0 / (s * torch.log(visible_keys.clamp_min(2.0)))
 
     def extra_repr(self) -> str:
-        return f"s={[round(x, 4) for x in self.s.flatten().tolist()]}, learn={isinstance(self.s, nn.Parameter)}"
+        s = "…" if self.s.is_meta else [round(x, 4) for x in self.s.flatten().tolist()]
+        return f"s={s}, learn={isinstance(self.s, nn.Parameter)}"

@@ -157,6 +157,49 @@ def clipped_shards(rank: int, world: int) -> None:
             assert torch.equal(mine.full_tensor(), other), name
 
 
+class Dropped(torch.nn.Module):
+    """Runs the layers it is told to, in that order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({name: regard.nn.MultiheadAttention(8, 2) for name in "abc"})
+
+    def forward(self, x, names):
+        for name in names:
+            x = self.layers[name](x)
+        return x
+
+
+def clipped_where_layers_are_dropped(rank: int, world: int) -> None:
+    """Whichever layers each rank runs, in whatever order, qk_clip leaves all with the same weights, none too large."""
+    torch.manual_seed(0)
+    model = Dropped()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(rank))
+    regard.qk_clip(model, 1.0)
+    for first, others in (("a", "ba"), ("ab", "ba"), ("abc", "b"), ("ba", "a"), ("a", "ab")):
+        with torch.no_grad():
+            for name in "abc":
+                model.layers[name].q_proj.weight.normal_(generator=torch.Generator().manual_seed(ord(name))).mul_(9)
+        ran = others if rank else first
+        with torch.no_grad():
+            inputs = [model(x, ran[:at]) for at in range(len(ran))]
+        model(x, ran).sum().backward()
+        clipped = regard.qk_clip(model, 1.0)
+        known = {name.removeprefix("layers.") for name in clipped.max_logit}
+        assert known >= set("ab")
+        every: list = [None] * world
+        dist.all_gather_object(every, (clipped.max_logit, [p.detach() for p in model.parameters()]))
+        for tops, weights in every:
+            assert tops == every[0][0]
+            assert all(map(torch.equal, weights, every[0][1]))
+        for name, before in zip(ran, inputs, strict=True):
+            if name in known:
+                tops = model.layers[name](before, return_stats=("max_logit",))[1].max_logit.amax((0, 2))
+                assert bool((tops < 1.001).all()), (name, tops)
+    assert known == set("abc")  # c was met after the ranks had agreed, and is told of from the next call on
+    regard.qk_clip.stop(model)
+
+
 def in_a_model(rank: int, world: int) -> None:
     """Models of transformers, whole inputs in and whole outputs out, every rank on its piece."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 from parallel_cases import bytes_sent, dies, every_case, large_logits, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
-from parallel_models import clipped_shards, examined, examined_in_part, head_sharded, in_a_model
+from parallel_models import (
+    clipped_shards,
+    clipped_where_layers_are_dropped,
+    examined,
+    examined_in_part,
+    head_sharded,
+    in_a_model,
+)
 from parallel_refused import all_full, raises_inside, refused
 
 import regard
@@ -25,6 +32,7 @@ def test_pieces_give_the_whole(world):
         crew(examined_in_part)
         crew(head_sharded)
         crew(clipped_shards)
+        crew(clipped_where_layers_are_dropped)
         crew(refused)
         if world == 2:
             crew(in_a_model)

@@ -58,10 +58,15 @@ def test_ranks_clip_by_the_largest_of_all(monkeypatch):
 
     def all_reduce(numbers, operation, group):
         asked.append((operation, group))
-        numbers[0] = torch.maximum(numbers[0], torch.tensor([0.0, 400.0]))  # what another rank saw
+        numbers[0, 1:] = torch.maximum(numbers[0, 1:], torch.tensor([0.0, 400.0]))  # what another rank saw
+
+    def all_gather_object(said, shapes, group):
+        said[:] = [shapes]
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     weight = model.q_proj.weight.clone()
     (clip,) = regard.qk_clip(model, 100.0, group="mine").heads
     assert asked == [(torch.distributed.ReduceOp.MAX, "mine")]

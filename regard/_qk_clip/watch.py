@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from regard._attention import attention
 from regard._qk_clip.outputs import Outputs
+from regard._qk_clip.ranks import Ranks
 from regard.health.call import MAPPED, NESTED
 from regard.health.forwards import bury_dead, close_forward, open_forward
 from regard.health.intercept import Interception, as_written
@@ -28,6 +29,7 @@ class Watch:
         self.largest: dict[str, Tensor] = {}  # layer -> [H]
         self.judged: dict[str, Tensor] = {}  # layer -> [2, H]: see `Outputs.judged`
         self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
+        self._ranks = Ranks()
         self._outputs: dict[int, Outputs] = {}  # by thread
         self._told = threading.Lock()  # of the numbers above, while a thread adds to them; never over a forward
         self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be looked at
@@ -95,18 +97,20 @@ class Watch:
             "Give it the module that is called: what torch.compile returned, if it is that, and none compiled in place"
         )
 
-    def take(self, group) -> dict[str, Tensor]:
+    def take(self, model: nn.Module, group) -> dict[str, Tensor]:
         """Layer → [3, H], the same on every rank: largest logits, 1 where normalised, 1 where from elsewhere; then
         forget. Nothing waits."""
         with self._told:
             found = {name: torch.cat([tops[None], self.judged[name]]) for name, tops in self.largest.items()}
             self.largest, self.judged, self.forwards = {}, {}, 0
-        if found and torch.distributed.is_available() and torch.distributed.is_initialized():
-            widths = [numbers.shape[1] for numbers in found.values()]
-            joined = torch.cat([numbers.to(next(iter(found.values())).device) for numbers in found.values()], 1)
-            torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group=group)
-            return dict(zip(found, joined.split(widths, 1), strict=True))
-        return found
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return found
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        joined, late = self._ranks.largest(found, self.shapes, group, device)
+        with self._told:
+            for name in late:
+                self._count(name, found[name][0], found[name][1:])
+        return joined
 
     def __call__(self, call, name: str, otherwise) -> Tensor:
         output = otherwise()
@@ -134,9 +138,12 @@ class Watch:
             judged = tops.new_zeros(2, len(tops)) if outputs is None else outputs.judged(name, q, k)
         with self._told:
             self.shapes[name] = q.shape[1], q.shape[-1]
-            known, known_of = self.largest.get(name, tops), self.judged.get(name, judged)
-            self.largest[name] = torch.maximum(known, tops.to(known.device))  # nn.DataParallel's copies have their own
-            self.judged[name] = torch.maximum(known_of, judged.to(known_of.device))
+            self._count(name, tops, judged)
+
+    def _count(self, name: str, tops: Tensor, judged: Tensor) -> None:
+        known, known_of = self.largest.get(name, tops), self.judged.get(name, judged)
+        self.largest[name] = torch.maximum(known, tops.to(known.device))  # nn.DataParallel's copies have their own
+        self.judged[name] = torch.maximum(known_of, judged.to(known_of.device))
 
     def _before(self, module, inputs) -> None:
         if torch.compiler.is_compiling() or not self._hooks:

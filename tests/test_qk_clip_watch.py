@@ -6,12 +6,14 @@ import io
 import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from copied_models import Copied
 from qk_clip_data import Self, exploded, logits, ours, step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import regard
 from regard.health import intercept
@@ -349,3 +351,29 @@ def test_copies_of_data_parallel_are_watched(inside):
     alone = regard.examine(model, [x]).heads
     assert max(head.statistics["max_logit"].max for head in alone) == pytest.approx(0.1, rel=1e-4)
     regard.qk_clip.stop(model)
+
+
+def reentrant(function, x):
+    return checkpoint(function, x.requires_grad_(), use_reentrant=True)
+
+
+def offloaded(function, x):
+    with torch.autograd.graph.save_on_cpu():
+        return function(x)
+
+
+@pytest.mark.parametrize("run", [partial(checkpoint, use_reentrant=False), reentrant, offloaded])
+def test_what_checkpointing_lets_go_is_kept_only_for_who_clips(run):
+    model, x = regard.nn.MultiheadAttention(8, 2), torch.randn(2, 6, 8)
+    with torch.no_grad():
+        model.q_proj.weight[:4] *= 1e4
+    run(model, x).sum().backward()
+    assert not model._last
+    assert regard.qk_clip(model, 1.0).max_logit == {}  # from the next step on
+    run(model, x).sum().backward()
+    assert 0 in [clip.head for clip in regard.qk_clip(model, 1.0).heads]
+    assert bool((model(x, return_stats=("max_logit",))[1].max_logit[:, 0] < 1.001).all())
+    regard.qk_clip.stop(model)
+    model._last.clear()
+    run(model, x).sum().backward()
+    assert not model._last

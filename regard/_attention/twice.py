@@ -19,8 +19,7 @@ def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callab
     decides what is saved (checkpointing, offloading).
     """
     node = out.grad_fn
-    elsewhere = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    if node is None or elsewhere or not node.name().startswith(FUSED):
+    if node is None or is_saved_elsewhere() or not node.name().startswith(FUSED):
         return out
     kept = list(inputs)
 
@@ -40,3 +39,8 @@ def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callab
 
     node.register_hook(again)
     return out
+
+
+def is_saved_elsewhere() -> bool:
+    """Does somebody else decide what this forward saves for backward?"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

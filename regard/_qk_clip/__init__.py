@@ -36,9 +36,9 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
 
     Call it after every `optimizer.step()`; nothing else need be done. The logits are those of the training forwards
     since the last call, scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts
-    to watch; for `regard.nn` it already knows the last forward, in other models it clips from the next step on.
-    Watching costs one fused pass over q and k per forward; nothing waits for the GPU. `regard.qk_clip.stop(model)` ends
-    it.
+    to watch; for `regard.nn` it already knows the last forward, in other models, and where forwards are checkpointed,
+    it clips from the next step on. Watching costs one fused pass over q and k per forward; nothing waits for the GPU.
+    `regard.qk_clip.stop(model)` ends it.
 
     It watches the forward of `model` itself. What `torch.compile` returned may be given too: its training forwards then
     run uncompiled, and layers have the names of the model as written. Where the model given was compiled and the

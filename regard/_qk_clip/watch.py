@@ -56,10 +56,18 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._ask_modules(False)
+
+    def _ask_modules(self, asked: bool) -> None:
+        for reference in self.ours.values():
+            module = reference()
+            if module is not None:
+                module._is_clipped = asked
 
     def read_modules(self) -> None:
         """What `regard.nn` modules remember of a training call that was not watched."""
         bury_dead()
+        self._ask_modules(True)
         for name, module in self.ours.items():
             for thread in list(getattr(module(), "_last", ())):
                 self._read(name, thread)

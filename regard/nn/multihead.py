@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from regard import normalizers, statistics
 from regard._attention import attention
 from regard._attention.arguments import check_lengths, check_mask
+from regard._attention.twice import is_saved_elsewhere
 from regard._normalize.arguments import check_flag
 from regard._values import is_mapped
 from regard.masks import unbiased
@@ -103,6 +104,7 @@ class MultiheadAttention(nn.Module):
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
         self.temperature = _temperature(temperature, num_heads, self.head_dim, place)
         self._last: dict[int, tuple] = {}  # by thread
+        self._is_clipped = False  # does `regard.qk_clip` ask for it?
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention, **options) -> MultiheadAttention:
@@ -226,17 +228,22 @@ class MultiheadAttention(nn.Module):
         )
 
     def _remember(self, q, k, scale, options) -> None:
-        """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them."""
+        """The last training call's q and k, which backward keeps alive anyway: `regard.qk_clip` measures them.
+
+        Where it does not (checkpointing, offloading), they are let go unless somebody clips.
+        """
         # torch 2.11 says that it exports whenever it compiles
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if exporting or not (self.training and torch.is_grad_enabled()):
             return
         if torch.compiler.is_compiling() or not is_mapped(q):  # what torch.func wraps is gone after the call
+            if not (self._is_clipped or torch.compiler.is_compiling()) and _is_let_go():
+                return
             thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
             self._last[thread] = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self):
-        return {**self.__dict__, "_last": {}}
+        return {**self.__dict__, "_last": {}, "_is_clipped": False}
 
     def _check_inputs(self, query, key, value) -> None:
         widths = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
@@ -262,6 +269,11 @@ class MultiheadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, kv_heads={self.kv_heads}, score={self.score}, normalizer={self.normalizer}"
+
+
+def _is_let_go() -> bool:
+    """Does backward keep nothing of this forward, or is it one that backward runs again?"""
+    return is_saved_elsewhere() or torch._C._current_graph_task_id() != -1
 
 
 def _check_sizes(**sizes: int | None) -> None:

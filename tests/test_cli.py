@@ -79,6 +79,9 @@ def test_tables_align_and_escape():
         (["list", "--js"], "--js"),
         (["bench", "columns"], "rows"),
         (["bench", "--markdown", "no/such/folder/x.md"], "no/such/folder"),
+        (["bench", "--markdown", "."], "'.' is a folder"),
+        (["bench", "accuracy", "--markdown", "no/such/folder/x.md"], "no/such/folder"),
+        (["bench", "accuracy", "--markdown", "."], "'.' is a folder"),
     ],
 )
 def test_a_bad_command_line_is_one_line_and_status_2(words, says, capsys):
@@ -281,7 +284,7 @@ def test_bench_prints_and_writes_its_tables(tiny_bench, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "0.5× torch (≤ 1.1 ✓)" in out
     assert "2× torch (≤ 1.5 ✗)" in out
-    text = written.read_text()
+    text = written.read_text(encoding="utf-8")
     assert "- torch: " in text
     assert "- commit: " in text
     assert "| causal | 4 ms | 2 ms | 2× torch (≤ 1.5 ✗) |" in text

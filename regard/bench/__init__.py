@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from regard.bench import measure
+from regard.bench import options as asked
 from regard.bench.busy import ALLOWED, Others
 
 PARTS = ("rows", "attention")
@@ -19,19 +19,12 @@ PARTS = ("rows", "attention")
 def arguments(parser) -> None:
     parser.add_argument("part", nargs="?", choices=PARTS, help="one of them; both by default")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds: a look, not a measurement")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the tables there")
+    asked.arguments(parser)
 
 
 def main(options) -> int:
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        options.fail("argument --device: torch finds no CUDA device here; use --device cpu")
-    if options.markdown is not None and not options.markdown.parent.is_dir():
-        options.fail(f"argument --markdown: no folder {str(options.markdown.parent)!r}; make it first")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = asked.check(options)
     others = Others()
     results = {part: run(part, device, options.quick) for part in PARTS if options.part in (None, part)}
     cores = others.cores()
@@ -48,7 +41,7 @@ def main(options) -> int:
         text = [f"- {key}: {value}" for key, value in machine.items()]
         command = "regard bench " + " ".join(word for word in (options.part, options.quick and "--quick") if word)
         text = [f"# `{command.strip()}`", "", *text, *(f"\n{table.markdown()}" for table in tables)]
-        options.markdown.write_text("\n".join(text) + "\n")
+        options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
     if cores is not None and cores > ALLOWED:
         print(f"other processes kept {cores:.2f} cores busy: repeat on a quiet machine", file=sys.stderr)
     failures = [result for found in results.values() for result in found if "regard" in result.failures]

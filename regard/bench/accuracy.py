@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 import regard
 from regard import normalizers, statistics
 from regard.bench import measure as machine
+from regard.bench import options as asked
 from regard.table import Table
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -49,14 +49,11 @@ class Entry:
 
 def arguments(parser) -> None:
     parser.add_argument("--quick", action="store_true", help="no rows of a million keys")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
-    parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the tables there")
+    asked.arguments(parser)
 
 
 def main(options) -> int:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        options.fail("argument --device: torch finds no CUDA device here; use --device cpu")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = asked.check(options)
     entries = measure(device, options.quick)
     tables = [table(entries, names, title) for title, names in PARTS.items()]
     for part in tables:

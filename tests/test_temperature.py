@@ -363,3 +363,25 @@ def test_a_policy_can_be_made_on_meta_and_filled_later(name):
     empty.to_empty(device="cpu").load_state_dict(filled.state_dict())
     x = torch.randn(1, 4, 8)
     assert torch.equal(empty(x), filled(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+@pytest.mark.parametrize("theta", [-1e4, -100.0, -20.0, 20.0, 100.0, 1e4])
+def test_a_learned_temperature_stays_positive_and_finite(theta, score, dtype):
+    layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature="learned", dtype=dtype)
+    nn.init.constant_(layer.temperature.log_temperature, theta)
+    out = layer(torch.randn(2, 5, 8, dtype=dtype), is_causal=True)
+    out.float().sum().backward()
+    assert bool(out.isfinite().all()) and bool(layer.temperature.log_temperature.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("name", [None, *regard.temperature.NAMES])
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+def test_parameters_that_are_nan_show_in_the_loss(name, score):
+    layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature=name)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, math.nan)
+    assert layer(torch.randn(2, 5, 8), is_causal=True).sum().isnan()
+    with pytest.raises(ValueError, match="positive and finite"):
+        regard.attention(*torch.randn(3, 1, 2, 5, 4), temperature=torch.tensor(math.nan))

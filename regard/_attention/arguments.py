@@ -159,8 +159,13 @@ def check_window(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[float, Tensor | None]:
-    """(number, None) or (1, tensor of 3 dims that broadcasts to [B, H, M])."""
+def check_temperature(
+    temperature, lead, batch, heads, queries, q, *, learned: bool = False
+) -> tuple[float, Tensor | None]:
+    """(number, None) or (1, tensor of 3 dims that broadcasts to [B, H, M]).
+
+    A NaN that is `learned` is let through: parameters become that when a run diverges, and then its loss shows it.
+    """
     if temperature is None:
         return 1.0, None
     if not isinstance(temperature, Tensor):
@@ -174,7 +179,7 @@ def check_temperature(temperature, lead, batch, heads, queries, q) -> tuple[floa
         raise TypeError(f"temperature must be a number or a tensor of float16 or wider, got {temperature.dtype}")
     if readable(temperature):
         values = temperature.detach()
-        if not bool(((values > 0) & (values < math.inf)).all()):
+        if not bool((((values > 0) & (values < math.inf)) | (values.isnan() & learned)).all()):
             raise ValueError("temperature must be positive and finite; the tensor has other entries")
     temperature = temperature.to(q.device)
     wide = temperature.to(_ops.accumulator(q.dtype))

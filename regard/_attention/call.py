@@ -86,13 +86,14 @@ class Call:
             bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
         left, right = check_window(window)
         softcap = check_cap(softcap, q)
-        policy = None
+        policy, learned = None, False
         if isinstance(temperature, type):
             raise TypeError(f"temperature must be a policy, got the class {temperature.__name__}; make one of it")
         if callable(temperature) and not isinstance(temperature, Tensor):
             settled = getattr(temperature, "value", None)  # of a policy that asks nothing of the rows
             policy, temperature = (temperature, None) if settled is None else (None, settled)
-        number, tensor = check_temperature(temperature, lead, batch, heads, queries, q)
+            learned = settled is not None
+        number, tensor = check_temperature(temperature, lead, batch, heads, queries, q, learned=learned)
         if per_head is not None:
             if q.dtype in (torch.float32, torch.float64):
                 q = q * per_head

@@ -49,7 +49,7 @@ def attention(
     batch, heads, queries = q.shape[:3]
     policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
     if policy is None:
-        check_temperature(temperature, (batch, heads), batch, heads, queries, q)
+        check_temperature(temperature, (batch, heads), batch, heads, queries, q, learned=True)  # none is given as such
     groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(

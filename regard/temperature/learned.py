@@ -8,6 +8,8 @@ import numbers
 import torch
 from torch import Tensor, nn
 
+LARGEST = 87.0  # of |θ|: T stays finite and positive, in float32 too, wherever an optimizer leads θ
+
 
 class Learned(nn.Module):
     """T_h = exp(θ_h): one learned temperature per head, always positive, begun at `begin`.
@@ -34,7 +36,8 @@ class Learned(nn.Module):
     @property
     def value(self) -> Tensor:
         """[H, 1, 1]: T per head, which broadcasts to (B, H, M, 1)."""
-        return self.log_temperature.exp()[:, None, None]
+        wide = self.log_temperature.to(torch.promote_types(self.log_temperature.dtype, torch.float32))
+        return wide.clamp(-LARGEST, LARGEST).exp()[:, None, None]
 
     def forward(self, visible_keys: Tensor, rows) -> Tensor:
         return self.value[..., 0].to(visible_keys)

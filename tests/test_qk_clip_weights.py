@@ -175,3 +175,19 @@ def test_frozen_weights_stay_as_they_are(frozen, kv_heads):
     else:
         assert [clip.head for clip in clipped.heads] == [0] and clipped.skipped == {}
         assert torch.allclose(logits(model, x, "1"), before.clamp_max(50.0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 16, "vdim": 8}])
+def test_a_key_that_is_learned_beside_the_weights_is_held_too(sizes):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(16, 4, batch_first=True, add_bias_kv=True, **sizes)
+    with torch.no_grad():
+        layer.bias_k.mul_(300.0)
+    keys = layer.bias_k.clone()
+    x, value = torch.randn(2, 6, 16), torch.randn(2, 6, layer.vdim)
+    regard.qk_clip(layer, 1.0)
+    layer(x, x, value)[0].sum().backward()
+    assert len(regard.qk_clip(layer, 1.0).heads) == 4
+    layer(x, x, value)
+    assert regard.qk_clip(layer, 1e9).max_logit[""] == pytest.approx([1.0] * 4, rel=1e-4)
+    assert torch.equal(layer.bias_k, keys)

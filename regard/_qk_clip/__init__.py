@@ -47,10 +47,11 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     `nn.DataParallel` over several devices it watches the module inside, in whichever copy of it a thread runs.
 
     Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
-    factor τ/m there. So does the other side of frozen weights (`requires_grad` False), which stay as they are. Heads
-    below the threshold keep their weights to the bit. A head whose logit is not finite is left alone. Scores that do
-    not follow the weights' size (cosine, QK-norm, additive) are skipped, with the reason; so are weights that something
-    else uses too and weights that are computed (weight_norm, LoRA). Queries and keys of one layer may share theirs.
+    factor τ/m there, and where one key more is learned beside them (torch's add_bias_kv). So does the other side of
+    frozen weights (`requires_grad` False), which stay as they are. Heads below the threshold keep their weights to the
+    bit. A head whose logit is not finite is left alone. Scores that do not follow the weights' size (cosine, QK-norm,
+    additive) are skipped, with the reason; so are weights that something else uses too and weights that are computed
+    (weight_norm, LoRA). Queries and keys of one layer may share theirs.
     Where normalising is written inside a forward, and no name tells of it, the lengths of queries and keys do: they
     no longer vary with the tokens as the projections' outputs do. They tell as well where a stack holds its rows
     otherwise than all queries, then all keys (q, k and v of each head side by side): such a layer is skipped.

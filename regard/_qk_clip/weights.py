@@ -14,7 +14,7 @@ Places = dict[int, list[tuple[int, int]]]
 def shrinking(query: Projection, key: Projection) -> list[Projection]:
     """The projections among which a layer's factor is divided: both, or the one that may change for one head alone."""
     free = [one for one in (query, key) if not _frozen(one)]
-    if query.heads != key.heads:  # a key head serves several queries
+    if query.heads != key.heads or not key.makes_all:  # a key head serves several queries, or one key is nobody's
         free = [one for one in free if one is query]
     if not free:
         which = "query and key weights are" if _frozen(key) else "query weights are"

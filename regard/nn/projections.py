@@ -30,6 +30,7 @@ class Projection:
     width: int  # of all heads together
     start: int = 0
     dim: int = 0
+    makes_all: bool = True  # of the queries or keys; not of torch's keys where one more is learned (add_bias_kv)
 
     @torch.no_grad()
     def shrink(self, factors: Tensor) -> None:
@@ -135,15 +136,17 @@ def not_growing(module: nn.Module) -> str | None:
 
 def _of_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:
     heads, width, bias = module.num_heads, module.embed_dim, module.in_proj_bias
+    makes_all = module.bias_k is None
     if module.in_proj_weight is not None:
         whole = module.in_proj_weight
-        return Projection(whole, bias, heads, width), Projection(whole, bias, heads, width, start=width)
+        key = Projection(whole, bias, heads, width, start=width, makes_all=makes_all)
+        return Projection(whole, bias, heads, width), key
     if is_dtensor(bias):
         raise NotFound("its query and key biases are one tensor that ranks share, and its weights are not")
     biases = (None, None) if bias is None else (bias[:width], bias[width : 2 * width])
     return (
         Projection(module.q_proj_weight, biases[0], heads, width),
-        Projection(module.k_proj_weight, biases[1], heads, width),
+        Projection(module.k_proj_weight, biases[1], heads, width, makes_all=makes_all),
     )
 
 

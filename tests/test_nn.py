@@ -36,6 +36,19 @@ def test_loads_a_torch_state_dict_inside_a_model():
     assert torch.allclose(ours["attention"](x), theirs["attention"](x, x, x)[0], atol=1e-6)
 
 
+def test_torchs_weights_that_are_assigned_have_memory_of_their_own(tmp_path):
+    theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    with torch.device("meta"):
+        ours = MultiheadAttention(8, 2)
+    ours.load_state_dict(theirs.state_dict(), assign=True)
+    stores = [parameter.untyped_storage() for parameter in ours.parameters()]
+    assert len({store.data_ptr() for store in stores}) == len(stores)
+    x = torch.randn(1, 4, 8)
+    assert torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(ours, str(tmp_path / "ours.safetensors"))  # refuses parts of one tensor
+
+
 def test_a_state_dict_survives_a_change_of_normaliser():
     first = MultiheadAttention(8, 2, normalizer="softmax")
     for name in regard.normalizers.names():

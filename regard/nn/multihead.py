@@ -129,9 +129,9 @@ class MultiheadAttention(nn.Module):
         torch_weights.fill(ours, module)
         return ours.train(module.training)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args):
-        torch_weights.rename(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        torch_weights.rename(state_dict, prefix, local_metadata.get("assign_to_params_buffers", False))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def forward(
         self,

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from regard.nn.multihead import MultiheadAttention
 
 
-def rename(state: dict[str, Any], prefix: str = "") -> None:
+def rename(state: dict[str, Any], prefix: str = "", assign: bool = False) -> None:
     """Torch's names in a state dict become ours, in place; ours stay.
+
+    What is assigned, not copied, becomes the parameters themselves: they get memory of their own, which no file format
+    refuses.
 
     >>> import torch
     >>> from regard.nn.torch_weights import rename
@@ -24,7 +27,7 @@ def rename(state: dict[str, Any], prefix: str = "") -> None:
         stacked = state.pop(f"{prefix}in_proj_{kind}", None)
         if stacked is not None:
             for name, part in zip("qkv", stacked.chunk(3), strict=True):
-                state[f"{prefix}{name}_proj.{kind}"] = part
+                state[f"{prefix}{name}_proj.{kind}"] = part.clone() if assign else part
     for name in "qkv":
         separate = state.pop(f"{prefix}{name}_proj_weight", None)
         if separate is not None:

@@ -385,3 +385,10 @@ def test_parameters_that_are_nan_show_in_the_loss(name, score):
     assert layer(torch.randn(2, 5, 8), is_causal=True).sum().isnan()
     with pytest.raises(ValueError, match="positive and finite"):
         regard.attention(*torch.randn(3, 1, 2, 5, 4), temperature=torch.tensor(math.nan))
+
+
+@pytest.mark.parametrize("score", regard.nn.SCORES)
+def test_ssmax_for_other_heads_is_named(score):
+    layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature=SSMax(torch.ones(4)))
+    with pytest.raises(ValueError, match="SSMax with s of 4 heads met queries of 2"):
+        layer(torch.randn(1, 5, 8))

@@ -151,7 +151,7 @@ class MultiheadAttention(nn.Module):
         `cache=True` begins one, a `Cache` continues it: the new keys follow the old, and with `is_causal` or `window`
         query i stands behind all cached keys, which `attn_mask` and `key_lengths` count too. `key` defaults to query
         (self-attention), `value` to key. `is_causal` and `attn_mask` may go together. The statistic `distance` counts
-        queries from 0, cache or not.
+        queries from 0, cache or not, and keys from the first that a `window` leaves to any query.
         """
         key = query if key is None else key
         value = key if value is None else value

@@ -47,6 +47,9 @@ class SSMax(nn.Module):
 
     def forward(self, visible_keys: Tensor, rows) -> Tensor:
         s = self.s.to(visible_keys).abs().clamp_min(SMALLEST)
+        heads = visible_keys.shape[-2] if visible_keys.ndim > 1 else s.numel()
+        if s.numel() not in (1, heads):
+            raise ValueError(f"SSMax with s of {s.numel()} heads met queries of {heads}; give it one for each of those")
         s = s if s.ndim == 0 else s[:, None]
         return 1.0 / (s * torch.log(visible_keys.clamp_min(2.0)))
 

@@ -123,7 +123,7 @@ def config_of(
         SLOT=statistics.slots(stats),
         SPARSE=p.choice.sparse,
         LINEAR=linear(p),
-        BEHIND=right is not None and right <= 0,
+        BEHIND=right is not None and right <= min(p.first_query, 0),
         TILTED=TILTED,
         HEAT=HEAT,
         FOLDED=FOLDED,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 from attention_data import make
 
-from regard.kernels import launch
+from regard.kernels import attention, launch
+from regard.problem import Upstream
 
 
 class Kernel:
@@ -86,3 +91,27 @@ def test_kinds(monkeypatch):
     assert kinds[0] not in map(launch.kind_of, others)
     assert launch.kind_of(plain, plain.q) != launch.kind_of(plain, plain.q.transpose(2, 3))
     assert launch.kind_of(make(0, mask=True)) is None and launch.kind_of(make(0, lengths=True)) is None
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_attention_runs_on_the_device_of_its_tensors(monkeypatch, way):
+    """Triton launches on the current device: a layer on another one would hand it pointers of that."""
+    entered = []
+
+    class Entered(contextlib.AbstractContextManager):
+        def __init__(self, device):
+            entered.append(device)
+
+        def __exit__(self, *failure):
+            entered.append(None)
+
+    def computed(problem, *others):
+        assert entered == [problem.q.device]
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(attention, f"_{way}", computed)
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 8, device="cuda:1")
+        problem = dataclasses.replace(make(0, b=1, h=1, g=1, m=4, n=4), q=q, k=q, v=q)
+        getattr(attention, way)(problem, *([None, Upstream(q)] if way == "backward" else []))
+    assert entered == [torch.device("cuda:1"), None]

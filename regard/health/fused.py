@@ -24,7 +24,7 @@ from regard.health.bins import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
 from regard.health.layout import CURVES, POSITIONS, places, position_bin, position_of
 from regard.health.quick import Packed
 from regard.health.readings import COMPARED, LEAST_KEYS, LayerReading
-from regard.kernels.launch import kind_of_tensors, launch
+from regard.kernels.launch import kind_of_tensors, launch, on_device_of
 
 KEPT = statistics.NAMES  # what a call returns; the derived ones follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
@@ -57,7 +57,8 @@ def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | No
     )  # fmt: skip
     works = len(NAMES) + len(CURVES) * bins + len(FEATURES)
     kind = kind_of_tensors(packed, counted_rows, reading.flat, reading.histogram)
-    launch(kind, account, heads * works, arguments, constants)
+    with on_device_of(packed):
+        launch(kind, account, heads * works, arguments, constants)
     torch.baddbmm(reading.products, features, features.mT, out=reading.products)
 
 

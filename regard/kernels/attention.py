@@ -16,7 +16,7 @@ from regard.kernels.forward_lesser import forward_lesser
 from regard.kernels.forward_online import forward_online
 from regard.kernels.forward_statistics import ROWS, forward_statistics
 from regard.kernels.forward_threshold import forward_threshold
-from regard.kernels.launch import kind_of, launch
+from regard.kernels.launch import kind_of, launch, on_device_of
 from regard.kernels.slopes import State
 from regard.kernels.tiles import Config
 from regard.problem import Forward, Gradients, Problem, Upstream
@@ -33,7 +33,11 @@ SOLVER = {
 
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     """o, the rows' state and statistics of one call; see `regard.problem`. `o` is room for the output, in any order."""
-    p = problem
+    with on_device_of(problem.q):
+        return _forward(problem, o)
+
+
+def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
     if p.sink is not None and not (p.choice.family == "ratio" and p.choice.exponential):
         raise ValueError(f"sink joins Σ exp(s), which {p.choice.name!r} has not; use softmax or softmax1, or drop sink")
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
@@ -96,7 +100,12 @@ def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor, opt, kind)
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Gradients of q, k, v and of what `upstream` asks for; see `regard.problem`."""
-    p, do = problem, upstream.o
+    with on_device_of(problem.q):
+        return _backward(problem, forward, upstream)
+
+
+def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
+    do = upstream.o
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
     heat = torch.empty(shape, **like) if upstream.temperature and p.temperature is not None else None

@@ -8,6 +8,7 @@ its `kind`; the second launch of a kind goes to the compiled kernel at once.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from regard.problem import Problem
 
 MOST = 4096  # kinds of launches that are remembered
 _compiled: dict[tuple, Any] = {}
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager:
+    """Where launches go to the GPU that x is on: Triton asks for the current one, whatever the arguments."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def kind_of(p: Problem, *others: torch.Tensor) -> Hashable:

@@ -303,3 +303,16 @@ def test_statistics_of_short_numbers_wait_for_the_last_keys_to_leave():
     problem = Problem(q, k, k, normalizers.get("entmax15"), 1.0, stats=("entropy",))
     truth = statistics.of_scores(k[..., 0].double(), normalizer="entmax15").entropy
     assert float((attention.forward(problem).stats - truth).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["softmax", "entmax15"])
+def test_rows_more_than_32_bits_from_the_first_of_their_block(name):
+    """Strides below 2³¹, fifteen of which are not; the memory between is never touched."""
+    step, count = 2**31 // 15 + 1, 16
+    page = torch.empty(step * count, dtype=torch.float16)
+    near = make(4, name, b=1, h=1, g=1, m=count, n=count, d=8, e=8, dtype=torch.float16, causal=True)
+    far = {}
+    for place, key in enumerate("qkv"):
+        far[key] = page.as_strided((1, 1, count, 8), (1, 1, step, 1), 8 * place).copy_(getattr(near, key))
+    problem = dataclasses.replace(near, **far)
+    check_backward(attention, problem, check_forward(attention, problem))

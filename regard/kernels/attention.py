@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -29,12 +30,13 @@ SOLVER = {
     torch.float16: (40, 3e-3, 1e-4),
     torch.bfloat16: (40, 3e-3, 1e-4),
 }
+LONGEST = 128  # rows of a block
 
 
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     """o, the rows' state and statistics of one call; see `regard.problem`. `o` is room for the output, in any order."""
     with on_device_of(problem.q):
-        return _forward(problem, o)
+        return _forward(_near(problem), o if o is None or _is_near(o) else None)
 
 
 def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
@@ -101,7 +103,22 @@ def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor, opt, kind)
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Gradients of q, k, v and of what `upstream` asks for; see `regard.problem`."""
     with on_device_of(problem.q):
-        return _backward(problem, forward, upstream)
+        return _backward(_near(problem), forward, replace(upstream, o=_gathered(upstream.o)))
+
+
+def _near(p: Problem) -> Problem:
+    """The same problem with tensors whose blocks the kernels can walk."""
+    near = all(map(_is_near, (p.q, p.k, p.v)))
+    return p if near else replace(p, q=_gathered(p.q), k=_gathered(p.k), v=_gathered(p.v))
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    return x if _is_near(x) else x.contiguous()
+
+
+def _is_near(x: torch.Tensor) -> bool:
+    """Within a block of rows the kernels count in 32 bits: does each entry of one lie as near to its first?"""
+    return LONGEST * x.stride(-2) < 2**31 and 2 * x.shape[-1] * x.stride(-1) < 2**31
 
 
 def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 from attention_data import check_backward, check_forward, make
 
-from regard.kernels import attention, sparse
+from regard.kernels import attention, sparse, statistics
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -118,3 +120,17 @@ def test_lists_longer_than_what_is_at_hand(monkeypatch):
 
 def test_no_block_of_lists_crosses_4_gib():
     assert 2**32 % BYTES == 0  # they begin at multiples of their size, and only the low half of an address moves
+
+
+@triton.jit
+def put_one(ptr, rows, SLOT: tl.constexpr):
+    row = tl.arange(0, 1)
+    statistics.put(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
+
+
+def test_statistics_beyond_32_bits():
+    """The last of fourteen statistics of 2³¹/13 rows and more; the memory before is never touched."""
+    rows = 2**31 // 13 + 1
+    page = torch.empty(13 * rows + 1, dtype=torch.float16)
+    put_one[(1,)](page, rows, 13)
+    assert page[-1] == 3.0

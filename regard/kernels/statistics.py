@@ -190,7 +190,7 @@ def stretch(u, i, j, start, sum_u, BEHIND: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def put(ptr, row, rows, value, dead, bare, seen, SLOT: tl.constexpr):
     if SLOT >= 0:
-        tl.store(ptr + SLOT * rows + row, tl.where(dead, bare, value).to(ptr.dtype.element_ty), mask=seen)
+        tl.store(ptr + SLOT * tiles.wide(rows) + row, tl.where(dead, bare, value).to(ptr.dtype.element_ty), mask=seen)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton")
 from attention_data import make
 
-from regard.kernels import attention, launch
-from regard.problem import Upstream
+from regard import normalizers
+from regard.kernels import attention, config, launch
+from regard.problem import Problem, Upstream
 
 
 class Kernel:
@@ -115,3 +117,20 @@ def test_attention_runs_on_the_device_of_its_tensors(monkeypatch, way):
         problem = dataclasses.replace(make(0, b=1, h=1, g=1, m=4, n=4), q=q, k=q, v=q)
         getattr(attention, way)(problem, *([None, Upstream(q)] if way == "backward" else []))
     assert entered == [torch.device("cuda:1"), None]
+
+
+@pytest.mark.parametrize(("memory", "capability"), [(232448, (9, 0)), (101376, (8, 9))], ids=["H200", "L4"])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
+    """Tiles of k and v for every stage, one of them in use before Hopper, and a block of q."""
+    device = torch.device("cuda", 90 + capability[0])  # what is known of a device is remembered
+    properties = SimpleNamespace(shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
+        for name in ("forward_online", "forward_threshold", "backward_dq"):
+            problem = Problem(q, q, q, normalizers.get("softmax"), 1.0)
+            m, n, _, how = config._blocks(problem, name)
+            stages = max(how["num_stages"] - (capability < (9, 0)), 1)
+            assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard.kernels import hopper, keys_first
 from regard.kernels.backward_product import backward_product
-from regard.kernels.config import bulky, config_of, described, options, view
+from regard.kernels.config import bulky, config_of, cramped, described, options, view
 from regard.kernels.launch import kind_of, launch
 from regard.kernels.slopes import State
 from regard.problem import Gradients, Problem
@@ -40,6 +40,7 @@ def takes(p: Problem, do: torch.Tensor, warm: bool) -> bool:
         and max(p.q.shape[-1], p.v.shape[-1]) in WIDTHS
         and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
         and bulky(p.q, p.k, p.v, do)
+        and not cramped(p.q.device)
         and filled(p) >= FILL
     )
 

@@ -31,6 +31,7 @@ DOUBLE = {"backward_dq": (64, 64, 4, 2, True)}  # heads of 65 to 128 and a thres
 # heads up to 128 where that engine cannot read the inputs
 PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
+WIDE = 16, 16, 4, 1, False  # wider heads, and those of 256 where shared memory is small
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
@@ -63,6 +64,13 @@ def reachable(x: torch.Tensor) -> bool:
 @cache
 def _has_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def cramped(device: torch.device) -> bool:
+    """Has a program less shared memory than the blocks of an H200 take? 99 KiB on most GPUs that are no servers'."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) < 160 * 1024  # ROCm does not say
 
 
 @lru_cache(maxsize=256)
@@ -145,18 +153,19 @@ def config_of(
 def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:
     """(queries, keys) per block, whether by bulk copies, and the launch options: what was fastest on an H200."""
     width = max(p.q.shape[-1], p.v.shape[-1])
-    size = 0 if width <= 64 else 1 if width <= 128 else 2
+    size = sum(width > most for most in (64, 128, 256))
     simple = p.choice.family == "ratio" and p.choice.exponential
     if not p.q.is_cuda or p.q.dtype == torch.float64:
         m, n, warps, stages, bulk = 16, 16, 4, 1, False
     elif kernel == "backward_rows":
         m, n, warps, stages, bulk = 64, 64, 4, 1, False
     elif p.q.dtype == torch.float32:
-        (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[size], 4, 1, False
+        (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[min(size, 2)], 4, 1, False
     elif kernel == "forward_decode":
-        m, n, warps, stages, bulk = decode.rows_per_program(p), *DECODE[size]
+        m, n, warps, stages, bulk = (16, *WIDE[1:]) if size == 3 else (decode.rows_per_program(p), *DECODE[size])
     else:
-        m, n, warps, stages, bulk = HALF[kernel][size]
+        size += size > 0 and cramped(p.q.device)
+        m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
         if size == 1 and p.choice.family == "threshold":
             m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
         if bulk and not bulky(p.q, p.k, p.v, *others):

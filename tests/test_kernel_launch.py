@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 from attention_data import make
 
 from regard import normalizers
-from regard.kernels import attention, config, launch
+from regard._attention import path
+from regard.kernels import attention, config, hopper, launch
 from regard.problem import Problem, Upstream
 
 
@@ -134,3 +135,10 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
             m, n, _, how = config._blocks(problem, name)
             stages = max(how["num_stages"] - (capability < (9, 0)), 1)
             assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)
+
+
+def test_a_rocm_chip_of_the_same_number_is_no_hopper(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # gfx90a
+    device = torch.device("cuda", 77)
+    assert not (hopper.capable(device) or config._has_engine(device) or path.is_hopper(device))

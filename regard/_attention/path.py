@@ -113,7 +113,7 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def on_warpgroups(problem: Problem) -> bool:

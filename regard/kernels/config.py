@@ -63,7 +63,7 @@ def reachable(x: torch.Tensor) -> bool:
 
 @cache
 def _has_engine(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @cache

@@ -67,6 +67,8 @@ def suits(p: Problem) -> bool:
 def capable(device: torch.device) -> bool:
     """Hopper itself (no other chip has its warpgroups), and a Triton whose Gluon was tried."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if torch.version.hip is not None:  # ROCm calls some of its chips 9.0 too
+        return False
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
 
 

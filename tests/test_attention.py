@@ -3,17 +3,21 @@
 import itertools
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
 from attention_data import qkv
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard import normalizers
+from regard._attention.path import choose, widest
+from regard.problem import Problem
 
 MASKS = {
     "none": lambda m, n: {},
@@ -181,6 +185,27 @@ def test_path_says_why():
     ):
         assert path(q, k, v, **options).backend == "cpu" and word in path(q, k, v, **options).reason
     assert path(q, k, v, normalizer="entmax(alpha=3)").backend == "reference"
+
+
+def test_heads_too_wide_for_a_gpu_go_by_the_reference(monkeypatch):
+    room = {"shared_memory_per_block_optin": 232448}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**room))
+    choice = normalizers.get("entmax15")
+    widest.cache_clear()
+    with FakeTensorMode():
+        for dtype, width, backend in (
+            (torch.bfloat16, 1024, "triton"),
+            (torch.bfloat16, 1025, "reference"),
+            (torch.float32, 512, "triton"),
+            (torch.float32, 513, "reference"),
+        ):
+            q = torch.empty(1, 1, 4, width, dtype=dtype, device="cuda")
+            problem = Problem(q, q, q, choice, 1.0)
+            assert choose(problem, None, None).backend == backend
+            if backend == "reference":
+                with pytest.raises(ValueError, match=f"heads of up to {width - 1} here, got {width}"):
+                    choose(problem, None, "triton")
+    widest.cache_clear()
 
 
 def test_the_same_bits_every_time():

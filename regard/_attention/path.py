@@ -51,6 +51,8 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
     if device == "cuda":
         if problem.q.dtype == torch.float64:
             return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")
+        if (width := width_of(problem)) > widest(problem.q.device, problem.q.element_size()):
+            return Path("reference", f"{obstacle}, with heads of {width}, for which the GPU has no shared memory")
         return Path("triton", f"{obstacle}: fused GPU kernel")
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
 
@@ -109,11 +111,26 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
             raise cannot_carry(backend)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
+        if backend == "triton" and device == "cuda":
+            most, width = widest(problem.q.device, problem.q.element_size()), width_of(problem)
+            if width > most:
+                raise ValueError(f"backend 'triton' takes heads of up to {most} here, got {width}; use 'reference'")
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def width_of(problem: Problem) -> int:
+    return max(problem.q.shape[-1], problem.v.shape[-1])
+
+
+@cache
+def widest(device: torch.device, size: int) -> int:
+    """The widest heads, of numbers of `size` bytes, whose blocks the GPU's shared memory holds, in the backward too."""
+    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # ROCm does not say
+    return (2048 if room >= 160 * 1024 else 1024) // size
 
 
 def on_warpgroups(problem: Problem) -> bool:

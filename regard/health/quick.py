@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
+from regard._attention.path import widest
 from regard.health.call import Call
 from regard.problem import Problem
 
@@ -43,6 +44,8 @@ def attention(call: Call) -> tuple[Tensor, Packed] | None:
     if not (q.is_cuda and _plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
         return None
     if q.shape[1] % k.shape[1] or torch.is_autocast_enabled("cuda"):
+        return None
+    if max(q.shape[-1], v.shape[-1]) > widest(q.device, q.element_size()):
         return None
     from regard.kernels import attention as kernels
 

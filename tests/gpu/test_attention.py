@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_data import Poisoned, check_backward, check_forward, make, random_problem
 
+import regard
 from regard import normalizers, reference, statistics
 from regard.kernels import attention
 from regard.problem import Upstream
@@ -49,6 +50,25 @@ def test_wide_types(name, dtype):
 @pytest.mark.parametrize("dtype", HALF)
 def test_wide_heads(dtype):
     check(make(3, b=1, m=200, n=260, d=256, e=192, dtype=dtype, device="cuda"), slack=2.0)
+
+
+@pytest.mark.parametrize(("d", "e"), [(320, 320), (512, 512), (576, 512)])
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "sigmoid"])
+def test_heads_wider_than_256(name, d, e):
+    for dtype in (torch.bfloat16, torch.float32) if e == 320 else (torch.bfloat16,):
+        sizes = dict(b=1, h=2, g=1, m=70, n=90, d=d, e=e, dtype=dtype, device="cuda")
+        check(make(5, name, **sizes, causal=True), slack=2.0)
+        check(make(5, name, **sizes, mask=True), slack=2.0)
+
+
+def test_heads_too_wide_for_shared_memory_go_by_the_reference():
+    q, k = torch.randn(2, 1, 1, 20, 600, device="cuda")
+    out, stats = regard.attention(q, k, k, return_stats=True)
+    assert "shared memory" in regard.attention_path(q, k, k, return_stats=True).reason
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, k), rtol=1e-3, atol=1e-3)
+    assert stats.entropy.isfinite().all()
+    with pytest.raises(ValueError, match="heads of up to 512 here, got 600"):
+        regard.attention(q, k, k, backend="triton")
 
 
 def test_gradients_of_statistics():

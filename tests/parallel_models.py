@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -197,6 +198,27 @@ def clipped_where_layers_are_dropped(rank: int, world: int) -> None:
                 tops = model.layers[name](before, return_stats=("max_logit",))[1].max_logit.amax((0, 2))
                 assert bool((tops < 1.001).all()), (name, tops)
     assert known == set("abc")  # c was met after the ranks had agreed, and is told of from the next call on
+    regard.qk_clip.stop(model)
+
+
+def clipped_where_all_layers_are_dropped(rank: int, world: int) -> None:
+    """A rank that ran no attention waits for no error of its own; what none ran is told to all, at the next call."""
+    torch.manual_seed(0)
+    model = Dropped()
+    x = torch.randn(2, 5, 8)
+    regard.qk_clip(model, 1.0)
+    for first, others in (("", "b"), ("b", ""), ("", "")):
+        model(x, others if rank else first)
+        regard.qk_clip(model, 1.0)
+    model(x, "b")
+    with pytest.raises(ValueError, match="before the last call for this model, no rank saw an attention call"):
+        regard.qk_clip(model, 1.0)
+    assert regard.qk_clip(model, 1.0).max_logit["layers.b"][0] > -math.inf  # what was seen still counts
+    regard.qk_clip.stop(model)
+    regard.qk_clip(model, 1.0)
+    model(x, "")
+    with pytest.raises(ValueError, match="no attention call in them"):  # none knows of any layer
+        regard.qk_clip(model, 1.0)
     regard.qk_clip.stop(model)
 
 

@@ -7,6 +7,7 @@ from parallel_cases import bytes_sent, dies, every_case, large_logits, odd_piece
 from parallel_crew import Crew
 from parallel_models import (
     clipped_shards,
+    clipped_where_all_layers_are_dropped,
     clipped_where_layers_are_dropped,
     examined,
     examined_in_part,
@@ -33,6 +34,7 @@ def test_pieces_give_the_whole(world):
         crew(head_sharded)
         crew(clipped_shards)
         crew(clipped_where_layers_are_dropped)
+        crew(clipped_where_all_layers_are_dropped)
         crew(refused)
         if world == 2:
             crew(in_a_model)

@@ -61,8 +61,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
             transformers, or others whose queries and keys come from linear layers named as usual.
         threshold: τ, the largest logit a head may have.
         group: the process group whose ranks hold the same weights; None is all of them, if there are any. All call it
-            after the same steps; each may have run other layers, in another order. A layer that no rank had run before
-            may be clipped one call later.
+            after the same steps; each may have run other layers, in another order, or none. A layer that no rank had
+            run before may be clipped one call later, and that none saw any attention is told at the next call.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -74,7 +74,6 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     if watch is None:
         watch = WATCHES[model] = Watch(model)
     watch.read_modules()
-    watch.check(model)
     modules, held = dict(as_written(model).named_modules()), places(model)
     result = Clipped()
     for name, (tops, normalised, elsewhere) in watch.take(model, group).items():

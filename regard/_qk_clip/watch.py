@@ -89,32 +89,39 @@ class Watch:
         """Has an optimizer changed the weights since? Loading them is no step."""
         return self._marked is not None and self._marked[0] != _STEPS[0] and self._marked[1] != versions(model)
 
-    def check(self, model: nn.Module) -> None:
+    def _complaint(self, model: nn.Module) -> str | None:
         """Forwards or steps were made and no attention was seen: say so, or nothing would ever be clipped."""
         if self.largest or self.unseen or not (self.forwards or self._stepped(model)):
-            return
+            return None
         if self.ours and all(not_growing(module()) for module in self.ours.values()):
-            return  # `skipped` says so
+            return None  # `skipped` says so
         seen = (
             "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"
         )
-        raise ValueError(
-            f"qk_clip: since the last call for this model, it saw {seen}. It catches regard.nn, torch's "
-            "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers, in forwards "
-            "of the module it is given; where that runs compiled, or only a part of it is called, regard.nn alone. "
-            "Give it the module that is called: what torch.compile returned, if it is that, and none compiled in place"
-        )
+        return f"since the last call for this model, it saw {seen}"
 
     def take(self, model: nn.Module, group) -> dict[str, Tensor]:
         """Layer → [3, H], the same on every rank: largest logits, 1 where normalised, 1 where from elsewhere; then
-        forget. Nothing waits."""
+        forget. Nothing waits for the step that a GPU is at.
+
+        Attention that is missed on one rank alone (layer drop) is not missed; what all of them miss is told at the next
+        call.
+        """
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        complaint = self._complaint(model)
+        if complaint is not None and not together:
+            raise _missed(complaint)
+        if self._ranks.was_blind():
+            raise _missed("before the last call for this model, no rank saw an attention call")
         with self._told:
             found = {name: torch.cat([tops[None], self.judged[name]]) for name, tops in self.largest.items()}
             self.largest, self.judged, self.forwards = {}, {}, 0
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not together:
             return found
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        joined, late = self._ranks.largest(found, self.shapes, group, device)
+        joined, late = self._ranks.largest(found, self.shapes, group, device, complaint is not None)
+        if complaint is not None and not joined:
+            raise _missed(complaint)
         with self._told:
             for name in late:
                 self._count(name, found[name][0], found[name][1:])
@@ -181,6 +188,15 @@ def unhook(model: nn.Module) -> None:
         for at in [at for at, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Watch)]:
             del hooks[at]
             model._forward_hooks_always_called.pop(at, None)
+
+
+def _missed(complaint: str) -> ValueError:
+    return ValueError(
+        f"qk_clip: {complaint}. It catches regard.nn, torch's "
+        "nn.MultiheadAttention and scaled_dot_product_attention, and attention layers of transformers, in forwards "
+        "of the module it is given; where that runs compiled, or only a part of it is called, regard.nn alone. "
+        "Give it the module that is called: what torch.compile returned, if it is that, and none compiled in place"
+    )
 
 
 def versions(model: nn.Module) -> int:

@@ -222,6 +222,22 @@ def clipped_where_all_layers_are_dropped(rank: int, world: int) -> None:
     regard.qk_clip.stop(model)
 
 
+def clipped_after_a_change_of_layers(rank: int, world: int) -> None:
+    """A layer that is taken out, and one whose heads are others than those the ranks had agreed on."""
+    torch.manual_seed(0)
+    model = Dropped()
+    x = torch.randn(2, 5, 8)
+    model(x, "abc")
+    regard.qk_clip(model, 1.0)
+    del model.layers["c"]
+    model.layers["b"] = regard.nn.MultiheadAttention(8, 4)
+    for _ in range(2):
+        model(x, "ab")
+        known = regard.qk_clip(model, 1.0).max_logit
+    assert {name: len(tops) for name, tops in known.items()} == {"layers.a": 2, "layers.b": 4}
+    regard.qk_clip.stop(model)
+
+
 def in_a_model(rank: int, world: int) -> None:
     """Models of transformers, whole inputs in and whole outputs out, every rank on its piece."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from parallel_cases import bytes_sent, dies, every_case, large_logits, odd_pieces, same_bits, triton_parts
 from parallel_crew import Crew
 from parallel_models import (
+    clipped_after_a_change_of_layers,
     clipped_shards,
     clipped_where_all_layers_are_dropped,
     clipped_where_layers_are_dropped,
@@ -35,6 +36,7 @@ def test_pieces_give_the_whole(world):
         crew(clipped_shards)
         crew(clipped_where_layers_are_dropped)
         crew(clipped_where_all_layers_are_dropped)
+        crew(clipped_after_a_change_of_layers)
         crew(refused)
         if world == 2:
             crew(in_a_model)

@@ -377,3 +377,14 @@ def test_what_checkpointing_lets_go_is_kept_only_for_who_clips(run):
     model._last.clear()
     run(model, x).sum().backward()
     assert not model._last
+
+
+def test_a_layer_that_is_taken_out_is_asked_for_no_more():
+    model = nn.Sequential(regard.nn.MultiheadAttention(8, 2), regard.nn.MultiheadAttention(8, 2))
+    x = torch.ones(1, 3, 8)
+    model(x)
+    assert regard.qk_clip(model).max_logit.keys() == {"0", "1"}
+    del model[1]
+    model(x)
+    assert regard.qk_clip(model).max_logit.keys() == {"0"}
+    regard.qk_clip.stop(model)

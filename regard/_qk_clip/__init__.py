@@ -77,6 +77,8 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     modules, held = dict(as_written(model).named_modules()), places(model)
     result = Clipped()
     for name, (tops, normalised, elsewhere) in watch.take(model, group).items():
+        if name not in modules:  # it was taken out of the model
+            continue
         factors = None
         try:
             shrunk = shrinking(*projections(modules[name], *watch.shapes[name]))
@@ -92,7 +94,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
         result._found[name] = tops, factors
     result._skipped |= watch.unseen
     watch.unseen.clear()
-    for name in watch.ours.keys() - result._found.keys():
+    for name in (watch.ours.keys() & modules.keys()) - result._found.keys():
         why = not_growing(modules[name])
         if why is not None:
             result._skipped[name] = why

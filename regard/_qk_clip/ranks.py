@@ -55,7 +55,8 @@ class Ranks:
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
         first, *parts = joined.split([1, *(heads for heads, _ in self.agreed.values())], 1)
         self._news = _leaving(first[:, 0])
-        return dict(zip(self.agreed, parts, strict=True)), late
+        everyones = zip(self.agreed, parts, strict=True)
+        return {name: numbers for name, numbers in everyones if self.agreed[name] == shapes[name]}, late
 
     def _agree(self, shapes: Shapes, group) -> None:
         said: list = [None] * dist.get_world_size(group)

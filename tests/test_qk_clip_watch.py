@@ -388,3 +388,21 @@ def test_a_layer_that_is_taken_out_is_asked_for_no_more():
     model(x)
     assert regard.qk_clip(model).max_logit.keys() == {"0"}
     regard.qk_clip.stop(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at it
+def test_a_graph_is_not_made_anew_for_who_clips():
+    model, x, graphs = regard.nn.MultiheadAttention(8, 2), torch.ones(1, 3, 8), []
+
+    def made(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=made)
+    for _ in range(2):
+        compiled(x)
+    before = len(graphs)
+    assert regard.qk_clip(model).max_logit
+    compiled(x)
+    assert len(graphs) == before and regard.qk_clip(model).max_logit
+    regard.qk_clip.stop(model)

@@ -236,10 +236,11 @@ class MultiheadAttention(nn.Module):
         exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
         if exporting or not (self.training and torch.is_grad_enabled()):
             return
-        if torch.compiler.is_compiling() or not is_mapped(q):  # what torch.func wraps is gone after the call
-            if not (self._is_clipped or torch.compiler.is_compiling()) and _is_let_go():
+        compiling = torch.compiler.is_compiling()
+        if compiling or not is_mapped(q):  # what torch.func wraps is gone after the call
+            if not compiling and not self._is_clipped and _is_let_go():  # a graph would be made anew for who clips
                 return
-            thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+            thread = 0 if compiling else threading.get_ident()
             self._last[thread] = (q.detach(), k.detach(), scale, options)
 
     def __getstate__(self):

@@ -343,3 +343,14 @@ def test_no_queries_have_all_their_statistics(score):
     assert all(numbers.shape == (2, 2, 0) for numbers in stats.values())
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in layer.parameters())  # as other ranks have them
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_soft_cap_far_above_additive_scores_is_none(dtype):
+    free, capped = (MultiheadAttention(8, 2, score="additive", softcap=cap, dtype=dtype) for cap in (None, 1e9))
+    capped.load_state_dict(free.state_dict())
+    x = X.to(dtype)
+    wanted, got = (layer(x, return_stats=("logit_variance",))[1].logit_variance for layer in (free, capped))
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=0)
+    with pytest.raises(ValueError, match="softcap must lie between"):  # all would be NaN
+        MultiheadAttention(8, 2, score="additive", softcap=1e300, dtype=dtype)(x)

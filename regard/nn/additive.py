@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
-from regard._attention.arguments import check_asked, check_temperature
+from regard._attention.arguments import check_asked, check_cap, check_temperature
 from regard._normalize import normalize
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
@@ -50,6 +50,7 @@ def attention(
     policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
     if policy is None:
         check_temperature(temperature, (batch, heads), batch, heads, queries, q, learned=True)  # none is given as such
+    softcap = check_cap(softcap, q)
     groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(
@@ -60,7 +61,9 @@ def attention(
         k, v = blanked(visible, k, v)
 
     def block(q, k, v, visible, bias, first):
-        s = soft_cap(torch.einsum("hd,bhmnd->bhmn", w, torch.tanh(q[:, :, :, None] + k[:, :, None])), softcap)
+        s = torch.einsum("hd,bhmnd->bhmn", w, torch.tanh(q[:, :, :, None] + k[:, :, None]))
+        if softcap is not None:
+            s = soft_cap(s.to(torch.promote_types(s.dtype, torch.float32)), softcap)  # s/cap is 0 in float16
         s = s if bias is None else s + bias
         shown = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
         column = None if sink is None else sink[:, None, None].to(s.dtype).expand(*s.shape[:-1], 1)

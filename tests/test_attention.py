@@ -260,6 +260,8 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q, Q, softcap=-1.0), ValueError, "softcap"),
         (lambda: regard.attention(Q, Q, Q, softcap=1e300), ValueError, "softcap must lie between"),
         (lambda: regard.attention(Q, Q, Q, softcap=1e-320), ValueError, "softcap must lie between"),
+        (lambda: regard.attention(Q, Q, Q, scale=-1e300), ValueError, "scale must lie within"),
+        (lambda: regard.attention(Q, Q, Q, scale=1e300, return_stats=True), ValueError, "scale must lie within"),
         (lambda: regard.attention(Q, Q, Q, softcap=Fraction(1, 10**400)), ValueError, "softcap must lie between"),
         (lambda: regard.attention(Q, Q, Q, window=(-1, 0)), ValueError, "window"),
         (lambda: regard.attention(Q, Q, Q, window=3), ValueError, "window"),

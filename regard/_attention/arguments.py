@@ -231,6 +231,15 @@ def divided(scale: float, temperature: float, q: Tensor) -> float:
     return scale / temperature
 
 
+def check_size(scale: float, q: Tensor) -> None:
+    dtype = _ops.accumulator(q.dtype)
+    largest = torch.finfo(dtype).max
+    if abs(scale) > largest:
+        raise ValueError(
+            f"scale must lie within ±{largest:.3g}, as it is kept in {str(dtype).removeprefix('torch.')}, got {scale:g}"
+        )
+
+
 def check_range(temperature: float, q: Tensor) -> None:
     dtype = _ops.accumulator(q.dtype)
     limits = torch.finfo(dtype)

@@ -17,6 +17,7 @@ from regard._attention.arguments import (
     check_range,
     check_scale,
     check_sink,
+    check_size,
     check_temperature,
     check_tensors,
     check_window,
@@ -110,6 +111,7 @@ class Call:
             else:
                 check_range(number, q)
                 tensor = q.new_full((1, 1, 1), number, dtype=_ops.accumulator(q.dtype))
+        check_size(scale, q)
         problem = Problem(
             q=q,
             k=k,

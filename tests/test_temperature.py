@@ -3,6 +3,8 @@
 import doctest
 import math
 import runpy
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -392,3 +394,16 @@ def test_ssmax_for_other_heads_is_named(score):
     layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature=SSMax(torch.ones(4)))
     with pytest.raises(ValueError, match="SSMax with s of 4 heads met queries of 2"):
         layer(torch.randn(1, 5, 8))
+
+
+@pytest.mark.parametrize(
+    "number", [10**400, Fraction(10**400), Fraction(1, 10**400), -1], ids=["int", "fraction", "next to 0", "negative"]
+)
+def test_a_policy_refuses_numbers_that_no_float_holds_by_name(number):
+    for made, name in ((regard.temperature.Fixed, "value"), (SSMax, "s"), (partial(Learned, 2), "begin")):
+        for device in ("cpu", "meta"):
+            with torch.device(device), pytest.raises(ValueError, match=f"^{name} must be a positive"):
+                made(number)
+    for name in ("temperature", "softcap"):
+        with pytest.raises(ValueError, match="must be a positive"):
+            regard.nn.MultiheadAttention(8, 2, **{name: number})

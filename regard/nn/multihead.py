@@ -21,6 +21,7 @@ from regard._values import is_mapped
 from regard.masks import unbiased
 from regard.nn import additive, torch_weights
 from regard.nn.order import Order
+from regard.scores import is_finite
 from regard.temperature import Fixed, named
 
 SCORES = ("scaled_dot", "dot", "additive", "cosine")
@@ -295,7 +296,7 @@ def _check_options(score, normalizer, dropout, softcap, sink) -> None:
     if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and 0 < softcap < math.inf):
+    if softcap is not None and not (number and is_finite(softcap) and float(softcap) > 0):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     choice = normalizers.get(normalizer)
     if sink and not choice.softmax_family:

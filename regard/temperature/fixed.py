@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 
 import torch
 from torch import Tensor, nn
+
+from regard.scores import is_finite
 
 
 class Fixed(nn.Module):
@@ -22,7 +23,7 @@ class Fixed(nn.Module):
     def __init__(self, value: float) -> None:
         super().__init__()
         number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not (number and 0 < value < math.inf):
+        if not (number and is_finite(value) and float(value) > 0):
             raise ValueError(f"value must be a positive, finite number, got {value!r}")
         self.value = float(value)
 

@@ -8,6 +8,8 @@ import numbers
 import torch
 from torch import Tensor, nn
 
+from regard.scores import is_finite
+
 LARGEST = 87.0  # of |θ|: T stays finite and positive, in float32 too, wherever an optimizer leads θ
 
 
@@ -29,7 +31,7 @@ class Learned(nn.Module):
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads must be an int ≥ 1, got {heads!r}")
         number = isinstance(begin, numbers.Real) and not isinstance(begin, bool)
-        if not (number and 0 < begin < math.inf):
+        if not (number and is_finite(begin) and float(begin) > 0):
             raise ValueError(f"begin must be a positive, finite number, got {begin!r}")
         self.log_temperature = nn.Parameter(torch.full((heads,), math.log(begin), device=device, dtype=dtype))
 

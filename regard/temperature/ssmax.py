@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
 from torch import Tensor, nn
 
 from regard._values import has_no_values
+from regard.scores import is_finite
 
 SMALLEST = 1e-3  # of |s|: T stays finite and positive wherever an optimizer leads s
 
@@ -36,8 +38,9 @@ class SSMax(nn.Module):
         super().__init__()
         if isinstance(s, bool) or not isinstance(s, Tensor | numbers.Real):
             raise TypeError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
-        value = torch.as_tensor(s, dtype=torch.float32)
-        positive = has_no_values(value) or bool(((value > 0) & value.isfinite()).all())
+        known = isinstance(s, Tensor) or (is_finite(s) and float(s) > 0)  # on meta nothing else tells
+        value = torch.as_tensor(s if known else math.nan, dtype=torch.float32)
+        positive = known and (has_no_values(value) or bool(((value > 0) & value.isfinite()).all()))
         if value.ndim > 1 or not positive:
             raise ValueError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
         if learn:

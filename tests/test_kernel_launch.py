@@ -128,6 +128,7 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
     properties = SimpleNamespace(shared_memory_per_block_optin=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(config, "reachable", lambda x: True)  # a fake tensor has no address
     with FakeTensorMode():
         q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
         for name in ("forward_online", "forward_threshold", "backward_dq"):

@@ -5,7 +5,7 @@ READY := .venv/.ready
 ENCODER := .venv/.encoder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz soak mutate test-gpu bench lint format figures docs clean
+.PHONY: help setup demo test fuzz soak test-gpu bench lint format figures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,13 +28,10 @@ test: $(ENCODER)  ## every test a machine without a GPU can run
 	$(BIN)/python -m pytest --quiet --numprocesses 2
 
 fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
-	$(BIN)/python tests/fuzz.py --cases $(or $(CASES),100000)
+	$(BIN)/python tools/fuzz.py --cases $(or $(CASES),100000)
 
 soak: $(READY)  ## a million calls of mixed shapes: memory, files, threads and kernels stay flat; CALLS=… for another number
-	$(BIN)/python tests/soak.py $(or $(CALLS),1000000)
-
-mutate: $(READY)  ## change signs, bounds and rescalings in the mathematics, and see that the tests notice
-	$(BIN)/python tests/mutation.py --sample $(or $(SAMPLE),60)
+	$(BIN)/python tools/soak.py $(or $(CALLS),1000000)
 
 test-gpu:  ## the kernels on the GPU of this machine, with its own python3
 	PYTHONPATH=. python3 -m pytest --quiet --override-ini addopts= -W default tests/gpu

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton") is not None:
-        sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests"))
+        sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests", "support"))
         from interpreter import dress_once
 
         dress_once()

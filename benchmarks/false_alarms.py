@@ -20,7 +20,7 @@ import transformers
 
 import regard
 from regard.health import AttentionWarning, examine, findings
-from regard.health.tiny import batches, checkpoint
+from regard.health.models.tiny import batches, checkpoint
 
 
 def chunks(paths: list[Path], count: int, size: int) -> list[list[str]]:

@@ -42,8 +42,8 @@ from h200_tables import (
     sparse_table,
 )
 
-from regard.kernels import attention
-from regard.problem import Upstream
+from regard._backends.gpu.attention import launch as attention
+from regard._core.problem import Upstream
 
 PARTS = ("attention", "decode", "rows")
 TURNS = 5

@@ -11,8 +11,9 @@ from unittest.mock import patch
 import torch
 
 from regard import normalizers, reference, statistics
-from regard.kernels import attention, backward_stored
-from regard.problem import Problem, Upstream
+from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention.backward import stored_ds
+from regard._core.problem import Problem, Upstream
 
 SHAPES = {
     "d 128, N 4096": (4, 16, 16, 4096, 4096, 128),
@@ -113,7 +114,7 @@ def check(case: Case) -> str:
         for sharp in (1.0, 8.0):  # keys that are no multiple of a tile, but compiled as the timed length is
             keys = 8208 if case.shape in DECODE else 1001 if "4097" in case.shape else 1008
             sizes = (1, 2 * h // g, 2, keys if m == n else m, keys, d)
-            with patch.multiple(backward_stored, SHORT=0, FILL=0):  # the road of many long rows
+            with patch.multiple(stored_ds, SHORT=0, FILL=0):  # the road of many long rows
                 fault = compare(case, problem(sizes, case.name, case.causal, case.stats, torch.seed() % 2**31, sharp))
             if fault:
                 return f"{fault} at {keys} keys, sharpness {sharp}"

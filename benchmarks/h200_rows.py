@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from regard import normalizers
-from regard.kernels import rows
+from regard._backends.gpu.rows import launch as rows
 
 WORKERS = 12
 LENGTHS = (256, 1024, 4096, 8192, 16384, 32768, 65536)

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from regard import normalizers, statistics
-from regard.kernels import parts
-from regard.problem import Problem, Upstream, Whole
+from regard._backends.gpu.attention import partial as parts
+from regard._core.problem import Problem, Upstream, Whole
 
 HEADS, WIDTH = 16, 128
 

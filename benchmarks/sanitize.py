@@ -53,8 +53,13 @@ def call(name: str, kind: str, *sizes) -> None:
     import torch
 
     from regard import normalizers, statistics
-    from regard.kernels import attention, backward_stored, hopper, keys_first, moments, rows, sparse
-    from regard.problem import Problem, Upstream
+    from regard._backends.gpu.attention import launch as attention
+    from regard._backends.gpu.attention.backward import dkv, stored_ds
+    from regard._backends.gpu.attention.hopper import key_moments
+    from regard._backends.gpu.attention.hopper import launch as hopper
+    from regard._backends.gpu.attention.sparse import launch as sparse
+    from regard._backends.gpu.rows import launch as rows
+    from regard._core.problem import Problem, Upstream
 
     def draw(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device="cuda").to(dtype)
@@ -75,14 +80,14 @@ def call(name: str, kind: str, *sizes) -> None:
                 lengths = dict.fromkeys(sparse.LENGTHS, range(256, 2**31))
                 small.enter_context(patch.object(sparse, "LENGTHS", lengths))
             if kind == "moments":
-                behind = dict.fromkeys(moments.LEAST_BEHIND, 256)
-                small.enter_context(patch.multiple(moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
+                behind = dict.fromkeys(key_moments.LEAST_BEHIND, 256)
+                small.enter_context(patch.multiple(key_moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
             if kind == "still":
                 small.enter_context(patch.object(hopper, "LARGE", 0))
                 k[:, :, 3] *= 60.0
             if kind == "stored":
-                small.enter_context(patch.multiple(backward_stored, SHORT=64, FILL=0))
-                small.enter_context(patch.object(keys_first, "SHORT", 64))
+                small.enter_context(patch.multiple(stored_ds, SHORT=64, FILL=0))
+                small.enter_context(patch.object(dkv, "SHORT", 64))
             answer = attention.forward(problem)
             if not every or kind == "lists":
                 attention.backward(problem, answer, Upstream(torch.randn_like(answer.o)))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import examine
-from regard.health.tiny import CHARACTERS, batches, encode
+from regard.health.models.tiny import CHARACTERS, batches, encode
 
 MODELS = {
     "d8": dict(heads=16, head_dim=8, rate=2e-3),

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from regard.health.tiny import TinyLM, save
+from regard.health.models.tiny import TinyLM, save
 from regard.lab.training import Setting, Trial
 from regard.lab.training.loop import evaluation
 from regard.lab.training.step import Step

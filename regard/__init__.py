@@ -8,9 +8,8 @@ torch.Size([1, 2, 16])
 """
 
 from regard import masks, nn, normalizers, reference, statistics, temperature
-from regard._attention import attention, attention_path
-from regard._jacobian import jacobian, vjp
-from regard._normalize import (
+from regard._core.attention import attention, attention_path
+from regard._core.rows.functions import (
     entmax,
     entmax15,
     log_softmax,
@@ -24,8 +23,9 @@ from regard._normalize import (
     softpick,
     sparsemax,
 )
-from regard.gumbel import gumbel_softmax
-from regard.online import OnlineSoftmax
+from regard._core.rows.gumbel import gumbel_softmax
+from regard._core.rows.jacobian import jacobian, vjp
+from regard._core.rows.online_softmax import OnlineSoftmax
 from regard.scores import qk_norm
 
 __version__ = "0.1.0"
@@ -42,7 +42,7 @@ def __getattr__(name: str):
 
         return regard.parallel
     if name == "qk_clip":
-        from regard._qk_clip import qk_clip
+        from regard.health.qk_clip import qk_clip
 
         return qk_clip
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard._values import readable
+from regard._core.readable import readable
 
 
 def causal(n: int, keys: int | None = None, *, device=None) -> Tensor:

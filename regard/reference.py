@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard import masks, normalizers, philox, statistics
-from regard.problem import Problem
+from regard import masks, normalizers, statistics
+from regard._core import philox
+from regard._core.problem import Problem
 from regard.scores import resolve_scale, soft_cap
 from regard.temperature import Rows
 

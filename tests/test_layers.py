@@ -1,4 +1,4 @@
-"""Imports point one way: normalizers ← {reference, cpu, kernels} ← _ops ← {_normalize, _attention} ← … ← cli."""
+"""Imports point one way: normalizers ← {reference, _backends} ← _core ← {nn, parallel, health} ← lab ← cli."""
 
 import ast
 from pathlib import Path
@@ -11,24 +11,30 @@ PACKAGE = Path(regard.__file__).parent
 
 # Lower layers first; a module may import its own layer and those before it. Longest prefix counts.
 LAYERS = [
-    ["regard.normalizers", "regard.table", "regard._values"],
-    ["regard.masks", "regard.scores", "regard.philox", "regard.problem", "regard.statistics", "regard.temperature"],
+    ["regard.normalizers", "regard.table", "regard._core.readable"],
+    [
+        "regard.masks",
+        "regard.scores",
+        "regard.statistics",
+        "regard.temperature",
+        "regard._core.philox",
+        "regard._core.problem",
+    ],
     ["regard.reference"],
-    ["regard.cpu", "regard.kernels"],
-    ["regard._ops"],
-    ["regard._dtensor", "regard._normalize", "regard._attention", "regard._jacobian", "regard.gumbel", "regard.online"],
+    ["regard._backends", "regard._backends.cpu", "regard._backends.gpu"],
+    ["regard._core.ops"],
+    ["regard._core"],
     ["regard"],  # __init__: the public names
     ["regard.nn", "regard.parallel", "regard.listing", "regard.bench"],
     ["regard.health"],
-    ["regard._qk_clip"],
     ["regard.lab"],
     ["regard.cli"],
     ["regard.__main__"],
 ]
 LEVEL = {prefix: level for level, layer in enumerate(LAYERS) for prefix in layer}
-APART = {"regard.cpu", "regard.kernels"}  # one layer, but neither may know of the other
+APART = {"regard._backends.cpu", "regard._backends.gpu"}  # one layer, but neither may know of the other
 # What __init__ hands out from above its own layer.
-PUBLIC_FROM_ABOVE = {"regard.nn", "regard.parallel", "regard.health", "regard._qk_clip"}
+PUBLIC_FROM_ABOVE = {"regard.nn", "regard.parallel", "regard.health"}
 
 
 def module_name(path: Path) -> str:
@@ -88,11 +94,11 @@ def test_imports_point_down(name):
     ("name", "text"),
     [
         ("regard.normalizers.softmax", "from regard.statistics import NAMES"),
-        ("regard.cpu.rows", "import regard.kernels.rows"),
-        ("regard._ops", "def f():\n    from regard import _attention"),
+        ("regard._backends.cpu.rows.launch", "import regard._backends.gpu.rows.launch"),
+        ("regard._core.ops", "def f():\n    from regard._core import attention"),
         ("regard.reference", "from regard import softmax"),
         ("regard.statistics", "import regard"),
-        ("regard.parallel.line", "def f():\n    from regard.health.call import Call"),
+        ("regard.parallel.group", "def f():\n    from regard.health.capture.call import Call"),
     ],
 )
 def test_an_import_that_points_up_is_found(name, text):

@@ -41,7 +41,7 @@ assert told("list")[0] == 0
 with open("told.json", "w") as file:
     json.dump([told(text) for text in {texts!r}], file)
 """
-ROWS = "from regard import kernels, normalizers; from regard.kernels import rows; "
+ROWS = "from regard import normalizers; from regard._backends.gpu.rows import launch as rows; "
 SAVE = "regard.examine(model, [torch.randn(2, 9, 16)]).save('report.{}')"
 
 

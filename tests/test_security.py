@@ -138,22 +138,22 @@ def test_pages_carry_a_policy_that_lets_nothing_in():
 
 def test_the_kernel_folder_is_its_owner_s_alone(tmp_path, monkeypatch):
     pytest.importorskip("numba")
-    from regard.cpu import _compile
+    from regard._backends.cpu.jit import compile
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = _compile.cache_folder()
+    folder = compile.cache_folder()
     assert folder.stat().st_mode & 0o077 == 0
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="others"):
-        _compile.cache_folder()
+        compile.cache_folder()
 
 
 def test_a_planted_kernel_is_not_run(tmp_path, monkeypatch):
     """What lies in the cache folder under a kernel's name is compared with what regard wrote, not believed."""
     pytest.importorskip("numba")
-    from regard.cpu import _compile
+    from regard._backends.cpu.jit import compile
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = _compile._stored("regard_kernel_x", "right = 1\n")
+    path = compile._stored("regard_kernel_x", "right = 1\n")
     path.write_text("wrong = 1\n", encoding="utf-8")
-    assert _compile._stored("regard_kernel_x", "right = 1\n").read_text(encoding="utf-8") == "right = 1\n"
+    assert compile._stored("regard_kernel_x", "right = 1\n").read_text(encoding="utf-8") == "right = 1\n"

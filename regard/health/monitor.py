@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from regard.health.bins import NAMES, ROW
-from regard.health.forwards import close_context, close_forward, open_forward
-from regard.health.heads import SEES_NOTHING, heads_of
-from regard.health.intercept import Interception, as_copied
-from regard.health.measure import Layer, Recorder, folded
-from regard.health.trends import Trends
-from regard.health.writers import MEANS, writer
+from regard.health.capture.forward_scope import close_context, close_forward, open_forward
+from regard.health.capture.interception import Interception, as_copied
+from regard.health.measurement.recorder import Layer, Recorder, folded
+from regard.health.readings.heads import SEES_NOTHING, heads_of
+from regard.health.readings.histogram import NAMES, ROW
+from regard.health.watching.trends import Trends
+from regard.health.watching.writers import MEANS, writer
 
 MISSED = 3  # steps without a forward: one may have been skipped
 LEFT, MOST = 20, 0.75  # samples that the budget left out, and their share, from which on it is told
@@ -107,13 +107,13 @@ class Monitor:
 
     def trainer_callback(self):
         """For `transformers.Trainer(callbacks=[monitor.trainer_callback()])`: steps are the trainer's."""
-        from regard.health.callbacks import trainer_callback
+        from regard.health.watching.callbacks import trainer_callback
 
         return trainer_callback(self)
 
     def lightning_callback(self):
         """For `lightning.Trainer(callbacks=[monitor.lightning_callback()])`: steps are the trainer's."""
-        from regard.health.callbacks import lightning_callback
+        from regard.health.watching.callbacks import lightning_callback
 
         return lightning_callback(self)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from regard import normalizers
-from regard.health.call import Call
+from regard.health.capture.call import Call
 from regard.scores import SCALES, qk_norm
 from regard.temperature import SSMax
 

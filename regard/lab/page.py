@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 import regard
-from regard.health import files
+from regard.health.report import files
 from regard.lab.claim import BEYOND, CORE, NOTES, OURS, Check
 from regard.lab.mathematics import line
 from regard.lab.run import Result

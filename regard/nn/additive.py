@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
-from regard._attention.arguments import check_asked, check_cap, check_temperature
-from regard._normalize import normalize
+from regard._core.rows.functions import normalize
+from regard._core.validation import check_asked, check_cap, check_temperature
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
 from regard.temperature import Rows

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard import normalizers, statistics
-from regard._attention import attention
-from regard._attention.arguments import check_lengths, check_mask
-from regard._attention.twice import is_saved_elsewhere
-from regard._normalize.arguments import check_flag
-from regard._values import is_mapped
+from regard._core.attention import attention
+from regard._core.double_backward import is_saved_elsewhere
+from regard._core.readable import is_mapped
+from regard._core.rows.validation import check_flag
+from regard._core.validation import check_lengths, check_mask
 from regard.masks import unbiased
 from regard.nn import additive, torch_weights
 from regard.nn.order import Order

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from regard._attention.arguments import check_window
+from regard._core.validation import check_window
 
 
 class Order(NamedTuple):

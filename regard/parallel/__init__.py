@@ -10,8 +10,8 @@ docs/scale.md has the cost of each, in time, bytes and memory.
 """
 
 from regard.parallel import traffic
-from regard.parallel._attention import attention, decode
-from regard.parallel.faults import RankError
+from regard.parallel.failures import RankError
 from regard.parallel.layout import shard, unshard
+from regard.parallel.sharded import attention, decode
 
 __all__ = ["RankError", "attention", "decode", "shard", "traffic", "unshard"]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._attention.arguments import to_query_heads
-from regard._attention.call import Call
-from regard._dtensor import is_dtensor
-from regard.parallel import plain
-from regard.parallel.agree import agree, alike_sketches, kind, sketch
+from regard._core.call import Call
+from regard._core.dtensor import is_dtensor
+from regard._core.validation import to_query_heads
+from regard.parallel import partial as plain
+from regard.parallel.group import Line
+from regard.parallel.handshake import agree, alike_sketches, kind, sketch
 from regard.parallel.layout import Spans, check, given_spans, joined, size
-from regard.parallel.line import Line
 from regard.parallel.plan import Plan, choose
 
 

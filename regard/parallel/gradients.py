@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.problem import Gradients, Problem, Upstream, Whole
+from regard._core.problem import Gradients, Problem, Upstream, Whole
 
 
 class RowGradients:

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from regard._dtensor import is_dtensor
-from regard.parallel.agree import agree
-from regard.parallel.line import Line
+from regard._core.dtensor import is_dtensor
+from regard.parallel.group import Line
+from regard.parallel.handshake import agree
 
 LAYOUTS = ("balanced", "contiguous")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._core.problem import Part, Problem
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
-from regard.parallel import mixture
+from regard.parallel import merge_statistics
 from regard.parallel.layout import Spans, placed
-from regard.problem import Part, Problem
 from regard.statistics import State, Statistics
 
 FIELDS = tuple(field.name for field in fields(State))
@@ -42,7 +42,7 @@ class Total:
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
         if self.o is None:
             self.o, self.m, self.z, self.slopes, self.rises = part.o, m, part.z, part.slopes, part.rises
-            self.mix = None if part.stats is None else mixture.started(part.stats, part.first)
+            self.mix = None if part.stats is None else merge_statistics.started(part.stats, part.first)
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
             safe = top.masked_fill(top == -math.inf, 0.0)
@@ -51,15 +51,17 @@ class Total:
             share = torch.where(self.z == 0, 0.0, new / self.z)  # a NaN stays
             self.o.lerp_(part.o, share[..., None])
             if part.stats is not None:
-                self.mix = mixture.mixed(self.mix, mixture.started(part.stats, part.first), old, new, False)
+                self.mix = merge_statistics.mixed(
+                    self.mix, merge_statistics.started(part.stats, part.first), old, new, False
+                )
         else:
             self.o += part.o
             self.z = self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
             self.rises = None if self.rises is None else self.rises + part.rises
             if part.stats is not None:
-                other = mixture.started(part.stats, part.first)
-                self.mix = mixture.mixed(self.mix, other, self.mix["mass"], other["mass"], True)
+                other = merge_statistics.started(part.stats, part.first)
+                self.mix = merge_statistics.mixed(self.mix, other, self.mix["mass"], other["mass"], True)
         if part.sums is not None:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
             self.state = state if self.state is None else merged(self.state, state, self.choice)
@@ -78,7 +80,7 @@ class Total:
             silent = torch.zeros_like(z)
             for logit in silent_logits(problem):
                 silent = silent + torch.exp(logit - m) / z
-        return mixture.finished(self.mix, problem.stats, m, z, silent)
+        return merge_statistics.finished(self.mix, problem.stats, m, z, silent)
 
     def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         """(o, m, z) of whole rows, once every part is in: sink and rest join, dead rows are 0."""
@@ -151,7 +153,7 @@ def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None, rise
     slopes = zero if rows.choice.family == "threshold" else None
     if rows.stats and mixes:
         bare = torch.full_like(zero, -math.inf)
-        named = mixture.needed(rows.stats)
+        named = merge_statistics.needed(rows.stats)
         stats = {name: bare if name in ("max_logit", "logsumexp") else zero for name in named}
         return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
     o = torch.zeros((*shape, rows.v.shape[-1]), **like)

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._ops.backends import backend_module
+from regard._core.ops.backends import backend_module
+from regard._core.problem import Problem
 from regard.normalizers._families import nothing
-from regard.parallel import mixture, plain
+from regard.parallel import merge_statistics
+from regard.parallel import partial as plain
+from regard.parallel.group import Line
 from regard.parallel.layout import Spans, placed
-from regard.parallel.line import Line
-from regard.problem import Problem
 
-PARTS = {"cpu": "regard.cpu.parts", "triton": "regard.kernels.parts"}
+PARTS = {"cpu": "regard._backends.cpu.attention.partial", "triton": "regard._backends.gpu.attention.partial"}
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Plan:
     @property
     def mixes(self) -> bool:
         """Does the engine finish the statistics of each part?"""
-        return self.engine.__name__.startswith("regard.kernels.")
+        return self.engine.__name__.startswith("regard._backends.gpu.")
 
     @property
     def total_queries(self) -> int:
@@ -103,7 +104,7 @@ class Plan:
             k=k[:, :, there],
             v=v[:, :, there],
             choice=part_choice(rows),
-            stats=mixture.needed(rows.stats) if self.mixes else rows.stats,
+            stats=merge_statistics.needed(rows.stats) if self.mixes else rows.stats,
             bias=cut(rows.bias),
             mask=cut(rows.mask),
             temperature=None if rows.temperature is None else rows.temperature[:, :, here],

@@ -8,7 +8,7 @@ import numbers
 import torch
 from torch import Tensor, nn
 
-from regard._values import has_no_values
+from regard._core.readable import has_no_values
 from regard.scores import is_finite
 
 SMALLEST = 1e-3  # of |s|: T stays finite and positive wherever an optimizer leads s

@@ -11,8 +11,8 @@ from attention_data import Poisoned, check_backward, check_forward, make, random
 
 import regard
 from regard import normalizers, reference, statistics
-from regard.kernels import attention
-from regard.problem import Upstream
+from regard._backends.gpu.attention import launch as attention
+from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
 HALF = [torch.bfloat16, torch.float16]

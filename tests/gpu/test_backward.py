@@ -10,8 +10,10 @@ import torch
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make, relative
 
 from regard import statistics
-from regard.kernels import attention, backward_stored, hopper, keys_first
-from regard.problem import Upstream
+from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention.backward import dkv, stored_ds
+from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
 WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", stats=())
@@ -21,7 +23,7 @@ WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", st
 def roads(monkeypatch):
     """Which road the calls took: (ds stored?, in Gluon?). Short rows take the long ones' road."""
     taken = []
-    takes, serves = backward_stored.takes, keys_first.serves
+    takes, serves = stored_ds.takes, dkv.serves
 
     def stored(p, do, warm):
         taken.append([takes(p, do, warm), None])
@@ -31,14 +33,14 @@ def roads(monkeypatch):
         taken[-1][1] = serves(*call)
         return taken[-1][1]
 
-    for module in (attention, backward_stored):
+    for module in (attention, stored_ds):
         monkeypatch.setattr(module, "torch", Poisoned())
-    monkeypatch.setattr(backward_stored, "takes", stored)
-    monkeypatch.setattr(keys_first, "serves", gluon)
+    monkeypatch.setattr(stored_ds, "takes", stored)
+    monkeypatch.setattr(dkv, "serves", gluon)
     for module, name, number in (
-        (backward_stored, "SHORT", 64),
-        (backward_stored, "FILL", 0),
-        (keys_first, "SHORT", 64),
+        (stored_ds, "SHORT", 64),
+        (stored_ds, "FILL", 0),
+        (dkv, "SHORT", 64),
     ):
         monkeypatch.setattr(module, name, number)
     return taken
@@ -111,7 +113,7 @@ def test_pieces_and_runs_agree_to_the_bit(monkeypatch):
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
     for most in (2**30, 5 * 512 * 512 * 2, 2 * 512 * 512 * 2):
-        monkeypatch.setattr(backward_stored, "MOST", most)
+        monkeypatch.setattr(stored_ds, "MOST", most)
         grads = attention.backward(problem, answer, upstream)
         for name in ("q", "k", "v"):
             assert torch.equal(getattr(grads, name), getattr(truth, name)), (most, name)
@@ -137,4 +139,4 @@ def test_scratch_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
-    assert 0.9 * backward_stored.MOST < scratch < 1.1 * backward_stored.MOST
+    assert 0.9 * stored_ds.MOST < scratch < 1.1 * stored_ds.MOST

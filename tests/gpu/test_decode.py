@@ -7,7 +7,8 @@ import torch
 from attention_data import check_backward, check_forward, make
 
 from regard import normalizers
-from regard.kernels import attention, decode
+from regard._backends.gpu.attention import decode
+from regard._backends.gpu.attention import launch as attention
 
 SPLITTING = [name for name in normalizers.names() if normalizers.get(name).family != "threshold"]
 CUDA = dict(device="cuda", dtype=torch.bfloat16)

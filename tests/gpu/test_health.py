@@ -7,8 +7,8 @@ import torch
 from health_data import invented, same_reading
 
 import regard
-from regard.health import examination
-from regard.health.readings import LayerReading
+from regard.health import examine as examination
+from regard.health.readings.layer_reading import LayerReading
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(1, 32, 8192), (3, 5, 777)])
 def test_a_reading_is_what_torch_makes_of_it(shape, masked):
-    from regard.health import fused
+    from regard.health.measurement import gpu_reading
 
     batch, heads, queries = shape
     rows = torch.rand(batch, queries, device="cuda") > 0.3 if masked else None
@@ -24,8 +24,8 @@ def test_a_reading_is_what_torch_makes_of_it(shape, masked):
     for seed in (0, 1):
         stats = invented(batch, heads, queries, seed, "cuda")
         plain._add(stats, rows, start=5)
-        fused.update(other, stats, rows, start=5)
-        fused.update(again, stats, rows, start=5)
+        gpu_reading.update(other, stats, rows, start=5)
+        gpu_reading.update(again, stats, rows, start=5)
     same_reading(plain, other)
     assert torch.equal(other.flat, again.flat)  # equal bits
 
@@ -61,7 +61,7 @@ def test_an_unfaithful_layer_is_found_on_the_second_stream_and_the_batch_runs_ag
             return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
     model, x = torch.nn.Sequential(Odd(), Odd()), torch.randn(1, 2, 600, 64, device="cuda", dtype=torch.bfloat16)
-    from regard.health import measure
+    from regard.health.measurement import recorder as measure
 
     kept, calls = measure.Recorder._measure, []
 

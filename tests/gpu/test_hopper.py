@@ -13,7 +13,9 @@ from attention_data import Poisoned, check_forward, make
 
 import regard
 from regard import reference, statistics
-from regard.kernels import attention, hopper, moments
+from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention.hopper import key_moments
+from regard._backends.gpu.attention.hopper import launch as hopper
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -33,7 +35,7 @@ SHAPES = (  # of one kind to Triton, which compiles anew where a length becomes 
 def poisoned(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(hopper, "torch", Poisoned())
-    monkeypatch.setattr(moments, "torch", Poisoned())
+    monkeypatch.setattr(key_moments, "torch", Poisoned())
 
 
 def taken(seed, name="softmax", **options):
@@ -74,9 +76,9 @@ def test_whole_tiles_of_other_lengths(m, n):
 @pytest.fixture
 def from_keys(monkeypatch):
     """Moments come from the keys' products at lengths that a test can afford."""
-    monkeypatch.setattr(moments, "SPAN", 256)
-    monkeypatch.setattr(moments, "LEAST", 64)
-    monkeypatch.setattr(moments, "LEAST_BEHIND", {64: 257, 128: 257})
+    monkeypatch.setattr(key_moments, "SPAN", 256)
+    monkeypatch.setattr(key_moments, "LEAST", 64)
+    monkeypatch.setattr(key_moments, "LEAST_BEHIND", {64: 257, 128: 257})
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -8,9 +8,10 @@ import pytest
 import torch
 from attention_data import FLOOR, Poisoned, check_backward, check_forward, make
 
-from regard.kernels import attention, sparse
-from regard.kernels.config import config_of, options, view
-from regard.problem import Upstream
+from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention.config import config_of, options, view
+from regard._backends.gpu.attention.sparse import launch as sparse
+from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
 LENGTHS = sparse.LENGTHS

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from regard import normalizers
-from regard.kernels import rows, rows_launch
+from regard._backends.gpu.rows import launch as rows
+from regard._backends.gpu.rows.resident import launch as rows_launch
 from regard.normalizers import jit, tl
 
 COUNTS, SPREADS = (1, 2, 8, 64, 128), (0.1, 0.5, 1.0, 3.0, 10.0, 50.0)

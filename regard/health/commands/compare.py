@@ -7,10 +7,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from regard.health import files
 from regard.health.commands.outputs import check, complain
-from regard.health.page.side_by_side import render, unknown
-from regard.health.terminal import printable
+from regard.health.report import files
+from regard.health.report.page.side_by_side import render, unknown
+from regard.health.report.terminal import printable
 from regard.table import Table
 
 SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")

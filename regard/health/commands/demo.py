@@ -6,10 +6,10 @@ from pathlib import Path
 
 from regard.health.commands.compare import by_finding, by_layer
 from regard.health.commands.outputs import check, complain, save
-from regard.health.examination import examine
-from regard.health.inputs import sample
-from regard.health.progress import counting
-from regard.health.tiny import batches, checkpoint
+from regard.health.commands.progress import counting
+from regard.health.examine import examine
+from regard.health.models.inputs import sample
+from regard.health.models.tiny import batches, checkpoint
 
 SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k, at a high learning rate"))
 CHANGES = ["scale=sqrt", "qk_norm", "normalizer=entmax15"]

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 import regard
-from regard.health import files
 from regard.health.commands.outputs import check, complain, save
-from regard.health.examination import examine
-from regard.health.loading import load, one_line, told
-from regard.health.progress import counting
+from regard.health.commands.progress import counting
+from regard.health.examine import examine
+from regard.health.models.loading import load, one_line, told
+from regard.health.report import files
 from regard.health.what_if import FORMS, parse_all
-from regard.parallel import crew
+from regard.parallel import torchrun
 
 PACKAGE = Path(regard.__file__).parent
 KINDS = (".html", ".json", ".png")
@@ -72,7 +72,7 @@ def main(options) -> int:
         parse_all(options.what_if)
     except ValueError as error:
         options.fail(str(error))
-    ranks, subject = crew.join(options.timeout), None
+    ranks, subject = torchrun.join(options.timeout), None
     try:
         subject = load(
             options.model,
@@ -80,12 +80,12 @@ def main(options) -> int:
             length=options.length,
             batch=options.batch,
             limit=options.limit,
-            device=crew.device(options.device),
+            device=torchrun.device(options.device),
             dtype=options.dtype,
             pickle=options.allow_pickle,
             missing=options.allow_missing,
         )
-        counter = counting("examining", subject.many) if crew.first() else nullcontext()
+        counter = counting("examining", subject.many) if torchrun.first() else nullcontext()
         with counter as advance:
             report = examine(
                 subject.model,
@@ -100,7 +100,7 @@ def main(options) -> int:
         on = f" on {subject.notes['input']}" if subject else ""
         complain("examine", one_line(error) if _is_ours(error) else f"{options.model!r} failed{on}: {told(error)}")
         return 1
-    if not crew.first():  # torchrun would end rank 0 at a status of 1, before the report is written
+    if not torchrun.first():  # torchrun would end rank 0 at a status of 1, before the report is written
         return 0
     report = replace(report, how={**report.how, **subject.notes})
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from regard.health.terminal import printable
+from regard.health.report.terminal import printable
 
 
 def check(options, path: Path, *suffixes: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from regard.health.bins import ROW
 from regard.health.findings._finding import Finding
+from regard.health.readings.histogram import ROW
 
 KIND = "rows that see no key"
 TOLD = {"behind", "after"}  # odd masks that leave one such row, and are findings of their own

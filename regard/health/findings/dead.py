@@ -16,9 +16,9 @@ from statistics import median
 from typing import NamedTuple
 
 from regard.health.findings._finding import Finding, finding
-from regard.health.heads import judged
-from regard.health.readings import fetched
-from regard.health.values import NOTHING
+from regard.health.measurement.value_spread import NOTHING
+from regard.health.readings.heads import judged
+from regard.health.readings.layer_reading import fetched
 
 KIND = "dead"
 SAME = 1e-6  # of a head's largest value, or of the median of those over the layer's heads

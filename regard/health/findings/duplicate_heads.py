@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from regard.health.findings._finding import finding
 from regard.health.findings._variance import by_bias
-from regard.health.heads import TWINS
+from regard.health.readings.heads import TWINS
 
 KIND = "duplicate heads"
 UNIFORM = 1e-8  # of the mean logit variance: below it strangers come out as twins

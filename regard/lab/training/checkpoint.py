@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from regard.health import files
+from regard.health.report import files
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: dict) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.health.tiny import CHARACTERS
+from regard.health.models.tiny import CHARACTERS
 from regard.lab.training import sharpness, text
 from regard.lab.training.experiment import Setting, Trial
 from regard.nn import MultiheadAttention

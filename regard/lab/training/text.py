@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from regard.health.tiny import encode
+from regard.health.models.tiny import encode
 
 KINDS = ("baker", "miller", "sailor", "weaver", "painter", "shepherd", "singer", "clerk")
 MANNERS = ("old", "young", "quiet", "merry", "tired", "proud")

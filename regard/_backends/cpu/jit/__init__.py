@@ -1,0 +1,1 @@
+"""Compiles row templates and tile functions with numba, and caches them on disk."""

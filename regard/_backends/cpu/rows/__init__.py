@@ -1,0 +1,1 @@
+"""Row kernels on a CPU, one module per family of normalisers."""

@@ -1,0 +1,1 @@
+"""Fused attention on a GPU: forward, statistics, decoding and partial rows."""

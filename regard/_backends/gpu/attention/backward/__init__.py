@@ -1,0 +1,1 @@
+"""Backward kernels: dq, dk, dv and the gradient of a bias."""

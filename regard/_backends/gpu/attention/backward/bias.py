@@ -1,0 +1,86 @@
+"""d bias = Σ ds/T over everything one entry of the bias was broadcast to, owned by one program: no atomics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.backward import slopes
+
+
+@triton.jit
+def backward_bias(
+    q,
+    k,
+    v,
+    do,
+    db,
+    state,
+    opt,
+    over_b,
+    over_h,
+    over_m,
+    over_n,
+    C: tl.constexpr,
+    ONE_M: tl.constexpr,
+    ONE_N: tl.constexpr,
+):
+    """d bias = ds/T. The program owns one tile of the bias as it was given and sums over what it was broadcast to."""
+    tiles_n = tl.cdiv(opt.keys, C.BN) // over_n
+    tiles_m = tl.cdiv(opt.queries, C.BM) // over_m
+    heads = opt.heads // over_h
+    pid = tl.program_id(0)
+    own_n = pid % tiles_n
+    own_m = pid // tiles_n % tiles_m
+    own_h = pid // tiles_n // tiles_m % heads
+    own_b = pid // tiles_n // tiles_m // heads
+    acc = tiles.zeros(C.BM, C.BN, C.ACC)
+    for at_b in range(over_b):
+        for at_h in range(over_h):
+            for at_m in range(over_m):
+                for at_n in range(over_n):
+                    i0 = (own_m + at_m) * C.BM
+                    j0 = (own_n + at_n) * C.BN
+                    acc = bias_tile(acc, q, k, v, do, state, own_b + at_b, own_h + at_h, i0, j0, opt, C)
+    m = own_m * C.BM + tl.arange(0, C.BM)
+    j = own_n * C.BN + tl.arange(0, C.BN)
+    base = db.ptr + tiles.wide(own_b) * db.stride[0] + tiles.wide(own_h) * db.stride[1]
+    kind = db.ptr.dtype.element_ty
+    if ONE_M and ONE_N:
+        tl.store(base, tl.sum(tl.sum(acc, 1), 0).to(kind))
+    elif ONE_M:
+        tl.store(base + tiles.wide(j) * db.stride[3], tl.sum(acc, 0).to(kind), mask=j < opt.keys)
+    elif ONE_N:
+        tl.store(base + tiles.wide(m) * db.stride[2], tl.sum(acc, 1).to(kind), mask=m < opt.queries)
+    else:
+        where = base + tiles.wide(m)[:, None] * db.stride[2] + tiles.wide(j)[None, :] * db.stride[3]
+        tl.store(where, acc.to(kind), mask=(m < opt.queries)[:, None] & (j < opt.keys)[None, :])
+
+
+@triton.jit
+def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
+    F: tl.constexpr = C.F
+    n = tiles.key_count(opt, b)
+    lowest, _ = tiles.interval(i0, opt, n)
+    _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
+    if (j0 < highest) & (j0 + C.BN > lowest):
+        i = i0 + tl.arange(0, C.BM)
+        j = (j0 + tl.arange(0, C.BN))[None, :]
+        g = h // opt.group
+        rows = tiles.block_of(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
+        d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
+        keys = tiles.block_of(k, b, g, j0, lowest, highest, C.BN, C.D, C.BD, False)
+        values = tiles.block_of(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
+        x = tiles.dot(rows, tl.trans(keys), None, C)
+        dp = tiles.dot(d_out, tl.trans(values), None, C)
+        r = slopes.across(slopes.rows_at(state, b, h, i, n, opt, C, False), False)
+        y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
+        p, up, down, power = slopes.weigh(
+            y, seen, r, tiles.number(opt.theta, C.ACC), F, C.FOLDED, C.PRECISION == "tf32x3"
+        )
+        if opt.seed is not None:
+            kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
+            dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
+        acc += slopes.slope_tile(y, seen, dp, p, up, down, power, r, F, C.TILTED) * r.a
+    return acc

@@ -1,0 +1,121 @@
+"""ds = a·dp − b·δ of a tile, for every family: what backward knows of its rows, their weights again, and the slopes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.tiles import LOG2E
+from regard._backends.gpu.rows.terms import grown
+
+
+class Rows(NamedTuple):
+    """What backward knows of a query, each [M]: its state, its visible keys, what its statistics add."""
+
+    a: Any  # s = a·y
+    frame: Any  # log2 units (ratio), τ (threshold)
+    inverse: Any  # 1/Z, or nothing that is looked at
+    delta: Any
+    first: Any
+    last: Any
+    beta: Any
+    gamma: Any
+    epsilon: Any
+
+
+class State(NamedTuple):
+    """Pointers to [B, H, M] rows: the forward's state, δ, and the tilt (None: no statistic has a gradient)."""
+
+    frame: Any  # log2 units (ratio), τ (threshold)
+    inverse: Any  # 1/Z; None: −log2 Z is part of the frame, or no tile asks
+    delta: Any
+    beta: Any
+    gamma: Any
+    epsilon: Any
+
+
+@triton.jit
+def rows_at(state, b, h, i, n, opt, C: tl.constexpr, ALL: tl.constexpr):
+    """What is known of rows i; ALL: every one of them exists."""
+    row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
+    first, last = tiles.interval(i, opt, n)
+    frame = number_at(state.frame, row, i, opt, ALL)
+    inverse = frame
+    if state.inverse is not None:
+        inverse = number_at(state.inverse, row, i, opt, ALL)
+    delta = number_at(state.delta, row, i, opt, ALL)
+    beta, gamma, epsilon = delta, delta, delta
+    if state.beta is not None:
+        beta = number_at(state.beta, row, i, opt, ALL)
+        gamma = number_at(state.gamma, row, i, opt, ALL)
+        epsilon = number_at(state.epsilon, row, i, opt, ALL)
+    a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+    return Rows(a, frame, inverse, delta, first, last, beta, gamma, epsilon)
+
+
+@triton.jit
+def number_at(ptr, row, i, opt, ALL: tl.constexpr):
+    if ALL:
+        number = tl.load(ptr + row)
+    else:
+        number = tl.load(ptr + row, mask=i < opt.queries, other=0.0)
+    return number
+
+
+@triton.jit
+def across(r, KEYS_FIRST: tl.constexpr):
+    """The rows laid along a tile [M, N], or [N, M] where keys come first."""
+    if KEYS_FIRST:
+        laid = Rows(r.a[None, :], r.frame[None, :], r.inverse[None, :], r.delta[None, :], r.first[None, :],
+                    r.last[None, :], r.beta[None, :], r.gamma[None, :], r.epsilon[None, :])  # fmt: skip
+    else:
+        laid = Rows(r.a[:, None], r.frame[:, None], r.inverse[:, None], r.delta[:, None], r.first[:, None],
+                    r.last[:, None], r.beta[:, None], r.gamma[:, None], r.epsilon[:, None])  # fmt: skip
+    return laid
+
+
+@triton.jit
+def weigh(y, seen, r, theta, F: tl.constexpr, FOLDED: tl.constexpr, NEAR: tl.constexpr):
+    """(p, a, b, log2 e): the weights again, and the two slopes of ds = a·dp − b·δ.
+
+    NEAR: a numerator that is a difference keeps its digits near 0; 16 bits do not show it.
+    """
+    power = y * (r.a * LOG2E) - r.frame
+    if F.family == "pointwise":
+        p = tl.where(seen, F.weigh(y * r.a, theta), 0.0)
+        up = tl.where(seen, F.slope(y * r.a, theta), 0.0)
+        down = up * 0.0
+    elif F.family == "threshold":
+        t = tiles.positive_part(y * (r.a * F.gain(theta)) - r.frame)
+        p = tl.where(seen, F.weigh(t, theta), 0.0)
+        up = tl.where(seen, F.slope(t, theta), 0.0)
+        down = up
+    elif F.exponential:
+        p = tl.where(seen, tl.exp2(power), 0.0)
+        if not FOLDED:
+            p = p * r.inverse
+        up = p
+        down = p
+    else:
+        e = tl.exp2(power)
+        c = tiles.unshift(r.frame)
+        near, low = grown(e, y * r.a, c, F.differs and NEAR)
+        p = tl.where(seen, F.numerator(near, y * r.a, low) * r.inverse, 0.0)
+        up = tl.where(seen, F.numerator_slope(e, y * r.a, c) * r.inverse, 0.0)
+        down = tl.where(seen, F.denominator_slope(e, y * r.a, c) * r.inverse, 0.0)
+    return p, up, down, power
+
+
+@triton.jit
+def slope_tile(y, seen, dp, p, up, down, power, r, F: tl.constexpr, TILTED: tl.constexpr):
+    """ds of a tile, 0 where a key is not seen."""
+    if F.family == "threshold" or (F.family == "ratio" and F.exponential):
+        ds = up * (dp - r.delta)
+    else:
+        ds = up * dp - down * r.delta
+    if TILTED:
+        ds += p * (r.beta * power) + (r.gamma * y + r.epsilon)
+    return tl.where(seen, ds, 0.0)

@@ -1,0 +1,177 @@
+"""A call as the kernels see it: its tensors and options, what a kernel is compiled for, how it is launched.
+
+Block sizes come from a small table; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from regard._backends.gpu import bundle
+from regard._backends.gpu.attention import decode, statistics
+from regard._backends.gpu.attention.tiles import Config, Options, View
+from regard._core import philox
+from regard._core.problem import Problem
+
+# (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
+HALF = {
+    "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
+    "forward_lesser": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
+    "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
+    "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
+    "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
+    "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
+    "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
+}
+DOUBLE = {"backward_dq": (64, 64, 4, 2, True)}  # heads of 65 to 128 and a threshold map, which takes two sums for dq
+# heads up to 128 where that engine cannot read the inputs
+PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
+DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
+WIDE = 16, 16, 4, 1, False  # wider heads, and those of 256 where shared memory is small
+TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
+
+
+def view(tensor: torch.Tensor | None) -> View:
+    return View(None, (0, 0, 0, 0)) if tensor is None else View(tensor, tensor.stride())
+
+
+def described(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> TensorDescriptor | torch.Tensor:
+    """Blocks [rows, width] for Hopper's bulk copy engine, if `bulk`; otherwise something that no kernel looks at."""
+    if not bulk:
+        return tensor
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width])
+
+
+def key_blocks(p: Problem, config: Config) -> tuple:
+    return tuple(described(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
+
+
+def bulky(*tensors: torch.Tensor) -> bool:
+    """Is there a bulk copy engine, and can it read these?"""
+    return _has_engine(tensors[0].device) and all(map(reachable, tensors))
+
+
+def reachable(x: torch.Tensor) -> bool:
+    """Can the bulk copy engine read this tensor?"""
+    steps = (x.element_size() * stride for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+@cache
+def _has_engine(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@cache
+def cramped(device: torch.device) -> bool:
+    """Has a program less shared memory than the blocks of an H200 take? 99 KiB on most GPUs that are no servers'."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) < 160 * 1024  # ROCm does not say
+
+
+@lru_cache(maxsize=256)
+def pair(number: float | None) -> tuple[float, float]:
+    """A Python float as two float32 numbers: a kernel argument has no more bits."""
+    number = 0.0 if number is None else float(number)
+    high = float(np.float32(number))
+    return high, float(np.float32(number - high))
+
+
+def _limit(reach: int | None, most: int) -> int | None:
+    return None if reach is None else max(-most, min(reach, most))
+
+
+def options(p: Problem) -> Options:
+    (left, right), (_, heads, m, _), n = p.reach, p.q.shape, p.k.shape[-2]
+    dropout = p.dropout_p > 0.0
+    return Options(
+        bias=view(p.bias),
+        mask=view(None if p.mask is None else p.mask.view(torch.uint8)),
+        temperature=view(p.temperature),
+        sink=view(p.sink),
+        lengths=None if p.key_lengths is None else p.key_lengths.contiguous(),
+        seed=p.seed if dropout else None,
+        left=_limit(left, m + n),
+        right=_limit(right, m + n),
+        scale=pair(p.scale),
+        cap=None if p.softcap is None else pair(p.softcap),
+        theta=pair(p.choice.theta),
+        dropped=philox.threshold(p.dropout_p) if dropout else None,
+        kept=pair(1.0 / (1.0 - p.dropout_p)),
+        heads=heads,
+        group=heads // p.k.shape[1],
+        queries=m,
+        keys=n,
+        ahead=p.first_query or None,
+    )
+
+
+def linear(p: Problem) -> bool:
+    """Is s a positive multiple of q·k? Then the maximum can be taken before scaling."""
+    return p.softcap is None and p.bias is None and p.scale > 0
+
+
+def config_of(
+    p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, FOLDED: bool = False, others=()
+) -> tuple[Config, dict]:
+    """What a kernel is compiled for, and its launch options."""
+    forwards = kernel.startswith("forward")
+    stats = p.stats if forwards else ()
+    dense = p.bias is not None or p.mask is not None
+    right = p.reach[1]
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    m, n, bulk, how = _blocks(p, kernel, others)
+    config = Config(
+        F=bundle.of(p.choice),
+        NEED=statistics.needs(stats, p.choice, dense),
+        SLOT=statistics.slots(stats),
+        SPARSE=p.choice.sparse,
+        LINEAR=linear(p),
+        BEHIND=right is not None and right <= min(p.first_query, 0),
+        TILTED=TILTED,
+        HEAT=HEAT,
+        FOLDED=FOLDED,
+        ACC=TYPES[p.accumulator],
+        PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
+        WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,
+        D=d,
+        E=e,
+        BD=max(32, 1 << (d - 1).bit_length()),
+        BE=max(32, 1 << (e - 1).bit_length()),
+        BM=m,
+        BN=n,
+        BULK=bulk,
+        LANES=min(n, 32 if m < 64 else 8) if kernel == "forward_decode" else 8,  # few rows: warps lie along the keys
+    )
+    return config, how
+
+
+def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:
+    """(queries, keys) per block, whether by bulk copies, and the launch options: what was fastest on an H200."""
+    width = max(p.q.shape[-1], p.v.shape[-1])
+    size = sum(width > most for most in (64, 128, 256))
+    simple = p.choice.family == "ratio" and p.choice.exponential
+    if not p.q.is_cuda or p.q.dtype == torch.float64:
+        m, n, warps, stages, bulk = 16, 16, 4, 1, False
+    elif kernel == "backward_rows":
+        m, n, warps, stages, bulk = 64, 64, 4, 1, False
+    elif p.q.dtype == torch.float32:
+        (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[min(size, 2)], 4, 1, False
+    elif kernel == "forward_decode":
+        m, n, warps, stages, bulk = (16, *WIDE[1:]) if size == 3 else (decode.rows_per_program(p), *DECODE[size])
+    else:
+        size += size > 0 and cramped(p.q.device)
+        m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
+        if size == 1 and p.choice.family == "threshold":
+            m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
+        if bulk and not bulky(p.q, p.k, p.v, *others):
+            m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
+        measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
+        if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:
+            m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score
+    return m, n, bulk, dict(num_warps=warps, num_stages=stages)

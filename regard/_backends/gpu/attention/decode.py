@@ -1,0 +1,227 @@
+"""o = Σ_j u_j·v_j / Z for few queries over many keys: programs share the keys, and their sums meet by the merge law.
+
+    forward_split   the rows of one key head (its query heads times the queries) over one range of keys: Σu·v and sums
+    forward_merge   one row: its parts told in their common frame and added; o, row state, statistics
+
+Reading k and v is what such a call costs, so the maximum stays out of every sum here as it does in
+`regard.statistics.State`, softmax's too: nothing is summed twice, however sharp a row is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.attention import key_loop, statistics, tiles
+from regard._backends.gpu.attention.decode_partial import FIELDS, moments, parts_of, tell
+from regard._backends.gpu.attention.online import ending, first_frame, frame_of, moved, slopes, terms
+from regard._backends.gpu.attention.statistics import Sums
+from regard._backends.gpu.attention.tiles import LN2, LOG2E, Config
+from regard._core.problem import Problem
+
+QUERIES = 16  # at most so many queries, and
+KEYS = 2048  # at least so many keys, make a call one for these kernels
+PROGRAMS = 2048  # to cut the keys into: eight waves of two on each of an H200's multiprocessors
+SHORTEST = 512  # keys of one part
+PARTS = 128
+
+
+def suits(p: Problem) -> bool:
+    """Few queries, many keys, and nothing that is read per score."""
+    dense = p.bias is not None or p.mask is not None or p.dropout_p > 0.0
+    whole = p.first_query == 0 and p.first_key == 0 and p.queries is None
+    return p.choice.family != "threshold" and p.q.shape[2] <= QUERIES and p.k.shape[2] >= KEYS and whole and not dense
+
+
+def rows_per_program(p: Problem) -> int:
+    return min(max(triton.next_power_of_2(p.q.shape[1] // p.k.shape[1] * p.q.shape[2]), 16), 64)
+
+
+def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, launch: dict) -> None:
+    """Fill `outputs`, (view of o, frame, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
+    (b, h, m, _), (_, g, n, _) = p.q.shape, p.k.shape
+    rows = b * h * m
+    heads = b * g * triton.cdiv(h // g * m, C.BM)
+    parts = max(1, min(triton.cdiv(PROGRAMS, heads), n // SHORTEST, PARTS))
+    length = triton.cdiv(triton.cdiv(n, parts), C.BN) * C.BN
+    parts = triton.cdiv(n, length)
+    like = dict(dtype=p.accumulator, device=p.q.device)
+    part_o = torch.empty(parts, rows, C.E, **like)
+    sums = torch.empty(FIELDS, parts, rows, **like)
+    forward_split[(heads * parts,)](*inputs, *blocks, part_o, sums, opt, length, parts, C, **launch)
+    padded = triton.next_power_of_2(parts)
+    row = C._replace(BM=1, LANES=1)
+    forward_merge[(rows,)](*inputs[:2], part_o, sums, *outputs, opt, length, parts, padded, row, num_warps=4)
+
+
+@triton.jit
+def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts, C: tl.constexpr):
+    F: tl.constexpr = C.F
+    many = opt.group * opt.queries
+    blocks = tl.cdiv(many, C.BM)
+    pid = tl.program_id(0)
+    part = pid // blocks % parts
+    heads = opt.heads // opt.group
+    g = pid // blocks // parts % heads
+    b = pid // blocks // parts // heads
+    packed = pid % blocks * C.BM + tl.arange(0, C.BM)  # [M]: the query heads of g, and within a head the queries
+    inside = packed < many
+    h = g * opt.group + tl.where(inside, packed // opt.queries, 0)
+    i = tl.where(inside, packed % opt.queries, opt.queries)
+    n = tiles.key_count(opt, b)
+    lo = part * length
+    hi = tl.minimum(lo + length, n)
+    first, last = tiles.interval(i, opt, n)
+    lowest, least = tiles.interval(0, opt, n)
+    latest, highest = tiles.interval(opt.queries - 1, opt, n)
+    lowest = tl.maximum(lowest, lo)
+    highest = tl.minimum(highest, hi)
+    d = tl.arange(0, C.BD)
+    where = q.ptr + tiles.wide(b) * q.stride[0] + tiles.wide(h)[:, None] * q.stride[1]
+    where += tiles.wide(i)[:, None] * q.stride[2] + d[None, :] * q.stride[3]
+    queries = tl.load(where, mask=inside[:, None] & (d[None, :] < C.D), other=0.0)  # [M, D]
+    a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+    scene = key_loop.Scene(
+        queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, a,
+        tiles.number(opt.theta, C.ACC), 0,
+    )  # fmt: skip
+    state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.nothing(first_frame(F, C), C)
+    begin = lowest // C.BN * C.BN
+    inner = tl.cdiv(tl.maximum(latest, lo), C.BN) * C.BN
+    outer = tl.minimum(least, hi) // C.BN * C.BN
+    if opt.left is not None:
+        for start in tl.range(begin, tl.minimum(inner, highest), C.BN):
+            state = tile(state, scene, start, opt, C, True)
+    for start in tl.range(inner, outer, C.BN):
+        state = tile(state, scene, start, opt, C, False)
+    for start in tl.range(tl.maximum(inner, outer), highest, C.BN):
+        state = tile(state, scene, start, opt, C, True)
+    acc, r = state
+    r = statistics.gathered(r)
+    z = r.u + r.ties if F.exponential and C.NEED.shares else r.z
+    row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
+    rows = tl.num_programs(0) // (heads * blocks * parts) * tiles.wide(opt.heads) * opt.queries
+    e = tl.arange(0, C.BE)
+    place = (part * rows + row)[:, None] * C.E + e[None, :]
+    tl.store(part_o + place, acc, mask=inside[:, None] & (e[None, :] < C.E))
+    sums += part * rows + row
+    tell(sums, parts * rows, r, z, inside, C)
+
+
+@triton.jit
+def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """One key block, as `forward_online.tile`; what was summed before moves only where a maximum rose: seldom, soon."""
+    acc, r = state
+    F: tl.constexpr = C.F
+    NEED: tl.constexpr = C.NEED
+    a, theta, i = scene.a, scene.theta, scene.i
+    b2 = a * LOG2E
+    _, _, y, seen, j = key_loop.look(scene, start, opt, C, EDGE)  # [M, N]
+    if NEED.top or (F.family == "ratio" and F.shift != "none"):
+        top = tl.maximum(r.top, tiles.highest(y, C))
+        if tl.max(tl.where(top > r.top, 1, 0), 0) > 0:
+            frame = frame_of(top, b2, F)
+            if F.family == "ratio":
+                acc = acc * tl.exp2(r.frame - frame)[:, None]
+            r = moved(r, top, frame, a, b2, theta, F)
+    u, v, power = terms(y, a[:, None], b2[:, None], r.frame[:, None], theta, F)
+    u = tl.where(seen, u, 0.0)
+    z, ties, su, sv, sl, sq, ss, sx = r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross
+    se, far = r.lse, r.distance
+    if not (F.exponential and NEED.shares):  # there Z is Σ' u and the maximum's ties
+        z += tiles.fold(tl.where(seen, v, 0.0), C)
+    if NEED.shares:
+        below = y != r.top[:, None]
+        under = tl.where(below, u, 0.0)
+        su += tiles.fold(under, C)
+        ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+        if NEED.log_u:
+            log_u = tl.where(seen, power, 0.0) if F.exponential else statistics.log2_or_0(under)
+            sl += tiles.fold(under * log_u, C)
+        if NEED.square:
+            sq += tiles.fold(statistics.squared(under, F), C)
+        if NEED.slope:
+            d, cross = slopes(y, a[:, None], b2[:, None], r.frame[:, None], u, theta, F)
+            sv += tiles.fold(tl.where(seen & below, v, 0.0), C)
+            ss += tiles.fold(tl.where(seen & below, d, 0.0), C)
+            sx += tiles.fold(tl.where(seen & below, cross, 0.0), C)
+        if NEED.lse:
+            se += tiles.fold(tl.where(seen & below, tl.exp2((y - r.top[:, None]) * b2[:, None]), 0.0), C)
+        if NEED.distance:
+            far += statistics.stretch(u, i, j, start, su, False, C)
+    weighs = statistics.weighs(u, y, a, seen, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, weighs, C)
+    r = Sums(
+        r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
+    )  # fmt: skip
+    values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
+    if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
+        acc = tl.dot(u, values.to(tl.float32), acc, input_precision="tf32x3", out_dtype=C.ACC)
+    else:
+        acc = tiles.dot(u.to(values.dtype), values, acc, C)
+    return acc, r
+
+
+@triton.jit
+def forward_merge(q, k, part_o, sums, o, frames, zs, stats, opt, length, parts, PARTS: tl.constexpr, C: tl.constexpr):
+    F: tl.constexpr = C.F
+    NEED: tl.constexpr = C.NEED
+    row = tiles.wide(tl.program_id(0))
+    rows = tiles.wide(tl.num_programs(0))
+    i0 = (row % opt.queries).to(tl.int32)
+    h = (row // opt.queries % opt.heads).to(tl.int32)
+    b = (row // opt.queries // opt.heads).to(tl.int32)
+    i = i0 + tl.arange(0, 1)  # [1]
+    first, last = tiles.interval(i, opt, tiles.key_count(opt, b))
+    a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+    b2 = a * LOG2E
+    theta = tiles.number(opt.theta, C.ACC)
+    queries = tiles.block_of(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
+    scene = key_loop.Scene(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, a, theta, 0)
+    inside = i < opt.queries
+
+    part = tl.arange(0, PARTS)
+    there = part < parts
+    r = parts_of(sums + part * rows + row, parts * rows, there, C)
+    top = tl.max(r.top, 0) + tl.zeros([1], C.ACC)
+    frame = frame_of(top, b2, F)
+    e = tl.arange(0, C.BE)
+    place = (part * rows + row)[:, None] * C.E + e[None, :]
+    acc = tl.load(part_o + place, mask=there[:, None] & (e[None, :] < C.E), other=0.0)  # [PARTS, E]
+    if F.family == "ratio":
+        acc = acc * tl.exp2(r.frame - frame)[:, None]
+    acc = tl.sum(acc, 0)[None, :]
+    pivot, spread = moments(r, part, length, first, last, C)
+    r = moved(r, top, frame, a, b2, theta, F)
+    r = Sums(
+        top, frame, tl.sum(r.z, 0), tl.sum(r.ties, 0), tl.sum(r.u, 0), tl.sum(r.v, 0), tl.sum(r.log_u, 0),
+        tl.sum(r.square, 0), tl.sum(r.slope, 0), tl.sum(r.cross, 0), tl.sum(r.lse, 0), tl.sum(r.distance, 0),
+        tl.sum(r.support, 0), tl.sum(r.n, 0), first, a, pivot, pivot * 0.0, spread,
+    )  # fmt: skip
+
+    seen_keys = tl.maximum(last - first, 0).to(C.ACC)
+    dead = seen_keys == 0.0
+    frame, rest, inverse, z = ending(r, scene, inside, opt, C)
+    inverse = tl.where(dead, 0.0, inverse)
+    tiles.store_block(o, b, h, i0, opt.queries, tl.where(dead[:, None], 0.0, acc * inverse[:, None]), 1, C.E, C.BE)
+    natural = frame * LN2
+    place = row + tl.arange(0, 1)
+    tl.store(frames + place, tl.where(dead, 0.0, natural))
+    tl.store(zs + place, tl.where(dead, 0.0, z * tl.exp2(frame - natural * LOG2E)))  # as forward_online has it
+    if NEED.top:
+        u1, v1, _ = terms(top, a, b2, r.frame, theta, F)
+        d1, x1 = slopes(top, a, b2, r.frame, u1, theta, F)
+        lse = top * a + tl.log(r.ties + r.lse)
+        if F.exponential:  # u′ = v′ = u
+            lse = natural + tl.log(z)
+            r = Sums(
+                r.top, r.frame, r.z, r.ties, r.u, r.u, r.log_u, r.square, r.u, r.square, r.lse, r.distance, r.support,
+                r.n, r.first, r.first_y, r.pivot, r.mean, r.m2,
+            )  # fmt: skip
+        first_u = r.z * 0.0
+        if NEED.first:
+            first_u, _, _ = terms(statistics.first_scores(scene, opt, C), a, b2, r.frame, theta, F)
+        statistics.finish(
+            stats, place, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
+        )

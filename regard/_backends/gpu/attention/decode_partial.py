@@ -1,0 +1,95 @@
+"""What a part of a row's keys tells of it, between the two kernels of `decode.py`: FIELDS numbers, those asked for."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.attention.statistics import Sums
+from regard._backends.gpu.attention.tiles import HIDDEN
+
+FIELDS = 16  # numbers that a part tells of a row
+
+
+@triton.jit
+def tell(where, step, r, z, inside, C: tl.constexpr):
+    """Store the sums of a part, `step` numbers apart, as `parts_of` reads them."""
+    NEED: tl.constexpr = C.NEED
+    keep(where, r.top, inside, True)
+    keep(where + step, r.frame, inside, True)
+    keep(where + 2 * step, z, inside, True)
+    keep(where + 3 * step, r.ties, inside, NEED.shares)
+    keep(where + 4 * step, r.u, inside, NEED.shares)
+    keep(where + 5 * step, r.v, inside, NEED.slope)
+    keep(where + 6 * step, r.log_u, inside, NEED.log_u)
+    keep(where + 7 * step, r.square, inside, NEED.square)
+    keep(where + 8 * step, r.slope, inside, NEED.slope)
+    keep(where + 9 * step, r.cross, inside, NEED.slope)
+    keep(where + 10 * step, r.lse, inside, NEED.lse)
+    keep(where + 11 * step, r.distance, inside, NEED.distance)
+    keep(where + 12 * step, r.support, inside, NEED.support)
+    keep(where + 13 * step, r.pivot, inside, NEED.moments)
+    keep(where + 14 * step, r.mean, inside, NEED.moments)
+    keep(where + 15 * step, r.m2, inside, NEED.moments)
+
+
+@triton.jit
+def keep(where, x, inside, WANTED: tl.constexpr):
+    if WANTED:
+        tl.store(where, x, mask=inside)
+
+
+@triton.jit
+def parts_of(where, step, there, C: tl.constexpr):
+    """The sums of every part of a row: top and frame [PARTS], the others [PARTS, 1]."""
+    NEED: tl.constexpr = C.NEED
+    hidden: tl.constexpr = HIDDEN
+    zero = told(where, there, False)
+    return Sums(
+        tl.load(where, mask=there, other=hidden),
+        tl.load(where + step, mask=there, other=hidden),
+        told(where + 2 * step, there, True),
+        told(where + 3 * step, there, NEED.shares),
+        told(where + 4 * step, there, NEED.shares),
+        told(where + 5 * step, there, NEED.slope),
+        told(where + 6 * step, there, NEED.log_u),
+        told(where + 7 * step, there, NEED.square),
+        told(where + 8 * step, there, NEED.slope),
+        told(where + 9 * step, there, NEED.slope),
+        told(where + 10 * step, there, NEED.lse),
+        told(where + 11 * step, there, NEED.distance),
+        told(where + 12 * step, there, NEED.support),
+        zero,
+        zero,
+        zero,
+        told(where + 13 * step, there, NEED.moments),
+        told(where + 14 * step, there, NEED.moments),
+        told(where + 15 * step, there, NEED.moments),
+    )
+
+
+@triton.jit
+def told(where, there, WANTED: tl.constexpr):
+    """One number of each part, [PARTS, 1]; 0 where there is no such part, or nobody asked."""
+    if WANTED:
+        x = tl.load(where, mask=there, other=0.0)[:, None]
+    else:
+        x = tl.zeros([where.shape[0], 1], where.dtype.element_ty)
+    return x
+
+
+@triton.jit
+def moments(r, part, length, first, last, C: tl.constexpr):
+    """(mean of y, Σ (y − mean)²) of a row, each [1], from its parts' sums around their own pivots."""
+    mean = tl.zeros([1], C.ACC)
+    spread = tl.zeros([1], C.ACC)
+    if C.NEED.moments:
+        n = tl.minimum(last, (part + 1) * length) - tl.maximum(first, part * length)  # [PARTS]
+        n = tl.maximum(n, 0).to(C.ACC)[:, None]
+        some = n > 0.0
+        each = tl.where(some, n, 1.0)
+        centre = tl.where(some, r.pivot + r.mean / each, 0.0)
+        mean = tl.sum(n * centre, 0) / tl.maximum(tl.sum(n, 0), 1.0)
+        away = tl.where(some, centre - mean[None, :], 0.0)
+        spread = tl.sum(tl.where(some, r.m2 - r.mean * (r.mean / each), 0.0) + n * away * away, 0)
+    return mean, spread

@@ -1,0 +1,1 @@
+"""Attention for Hopper in Gluon: warpgroup products, bulk copies, one producer warp."""

@@ -1,0 +1,84 @@
+"""A normaliser's tile functions as one constexpr argument: kernel[grid](…, F=bundle.of(choice)).
+
+Inside the kernel `F.numerator(e, s, c)` is inlined, and `F.family`, `F.shift`, `F.order` fold at compile time.
+
+>>> from regard import normalizers
+>>> from regard._backends.gpu import bundle
+>>> F = bundle.of(normalizers.get("softmax"))
+>>> F.family, F.shift, F.gain
+('ratio', 'max', None)
+
+Triton's disk cache keys a constexpr by its `cache_key` where it has one and by `str` otherwise; `str` of a function
+does not change when its body does. So a bundle joins its members' keys, which hash their text and that of what they
+call: after an edit of a normaliser's file no stale binary can answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+from regard.normalizers import Choice, Normalizer
+from regard.normalizers._language import source, speak, tl
+
+
+class Bundle(NamedTuple):
+    """The tile functions under the names that `_families` gives them; None where the family has no such thing.
+
+    Only `value` is called `weigh` here: to Triton, `F.value` is the constexpr's own content.
+    """
+
+    family: str
+    cache_key: str
+    weigh: Any = None
+    slope: Any = None
+    slope_of_weight: Any = None
+    numerator: Any = None
+    numerator_slope: Any = None
+    denominator: Any = None
+    denominator_slope: Any = None
+    rest: Any = None
+    gain: Any = None
+    log_odds: Any = None
+    signed: Any = None
+    shift: str | None = None
+    exponential: bool | None = None
+    order: int | None = None
+    differs: bool = False  # follows from the functions: no part of the key
+
+    def __repr__(self) -> str:
+        return f"Bundle({self.family}, {self.cache_key})"
+
+    def __hash__(self) -> int:
+        return hash(self.cache_key)
+
+
+_made: dict[int, tuple[Normalizer, Bundle]] = {}  # the normaliser is kept, so that its id stays its own
+
+
+def of(choice: Choice | Normalizer) -> Bundle:
+    """The bundle of a normaliser; its parameter θ stays a kernel argument."""
+    normalizer = choice.normalizer if isinstance(choice, Choice) else choice
+    if id(normalizer) not in _made:
+        _made[id(normalizer)] = normalizer, _bundle(normalizer)
+    return _made[id(normalizer)][1]
+
+
+def _bundle(normalizer: Normalizer) -> Bundle:
+    try:
+        from triton import knobs
+    except ImportError:
+        raise ImportError("the Triton kernels need the package triton: pip install triton") from None
+    if not normalizer.fused:
+        raise ValueError(f"normalizer {normalizer.name!r} has no fused kernels; use the reference")
+    members, keys = {}, [normalizer.family]
+    for name in Bundle._fields[2:-1]:
+        member = getattr(normalizer, "value" if name == "weigh" else name, None)
+        if callable(member) and knobs.runtime.interpret:
+            member = speak(member, tl)  # plain Python, with triton.language in scope whether its file imports it or not
+            keys.append(f"{name}={source(member)}")
+        else:
+            keys.append(f"{name}={getattr(member, 'cache_key', member)}")
+        members[name] = member
+    key = hashlib.sha256("\n".join(keys).encode()).hexdigest()
+    return Bundle(normalizer.family, key, **members, differs=getattr(normalizer, "differs", False))

@@ -1,0 +1,1 @@
+"""Row kernels on a GPU: p = normaliser(scale · s) and its backward."""

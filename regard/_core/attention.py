@@ -1,0 +1,119 @@
+"""Attention: check the arguments (`call`), choose the path (`path`), take it (`run`). Nothing here touches N × N."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from regard._core import dtensor
+from regard._core.call import Call
+from regard._core.dispatch import Path, on_warpgroups
+from regard._core.execute import RUN
+from regard.statistics import Statistics
+
+__all__ = ["Path", "attention", "attention_path"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | str | Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    normalizer: str = "softmax",
+    temperature=None,
+    softcap: float | None = None,
+    sink: float | Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    return_stats: bool | str | tuple[str, ...] = False,
+    backend: str | None = None,
+):
+    """o_i = Σ_j p_ij·v_j, p_i = normaliser((cap(scale·q_i·k_j) + bias_ij) / T): torch's signature, then ours.
+
+    >>> import regard, torch
+    >>> q = k = v = torch.eye(4).reshape(1, 1, 4, 4)
+    >>> out, stats = regard.attention(q, k, v, is_causal=True, return_stats=True)
+    >>> stats.visible_keys
+    tensor([[[1., 2., 3., 4.]]])
+
+    Args:
+        q, k, v: (…, Hq, Lq, D), (…, Hk, Lk, D), (…, Hk, Lk, Dv). Hk may divide Hq with `enable_gqa`.
+        attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk), or torch's `CausalBias`. With
+            `is_causal` both hide.
+        dropout_p: probability of dropping a weight, reproducible from torch's seed.
+        is_causal: query i sees keys ≤ i, aligned at the top left as in torch.
+        scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor (Hq,) or (Hq, 1, 1).
+        normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
+        temperature: a positive number, a tensor that broadcasts to (…, Hq, Lq, 1), or a policy of `regard.temperature`.
+            Rows whose logits s/T overflow, or nearly, weigh as T → 0 does on the CPU; their `max_logit`, `mean_logit`
+            and `logsumexp` are those of a larger T. On a GPU rows whose logits overflow are NaN.
+        softcap: c in c·tanh(x/c), before bias and temperature.
+        sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
+        window: (left, right), None for no limit: query i sees keys i − left … i + right.
+        key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
+        return_stats: True for all statistics, or a tuple of names, even (); the result is then (out, stats). `entropy`,
+            `logsumexp` and `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
+        backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
+
+    With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,
+    exact and slow, or, of plain softmax, from torch's plain products (unless another backward with
+    `retain_graph=True` came before), but not with dropout or inside checkpointing.
+    """
+    if any(map(dtensor.is_dtensor, (q, k, v))):
+        options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,
+                       enable_gqa=enable_gqa, normalizer=normalizer, temperature=temperature, softcap=softcap,
+                       sink=sink, key_lengths=key_lengths, return_stats=return_stats, backend=backend)  # fmt: skip
+        return dtensor.attention(attention, q, k, v, options)
+    call = Call.of(
+        q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
+        key_lengths, return_stats, backend,
+    )  # fmt: skip
+    out, stats = RUN[call.path.backend](call)
+    out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
+    if call.wanted is None:
+        return out
+    return out, Statistics({name: stats[name].reshape(out.shape[:-1]) for name in call.wanted})
+
+
+def attention_path(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | str | Tensor | None = None,
+    enable_gqa: bool = False,
+    *,
+    normalizer: str = "softmax",
+    temperature=None,
+    softcap: float | None = None,
+    sink: float | Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    return_stats: bool | str | tuple[str, ...] = False,
+    backend: str | None = None,
+) -> Path:
+    """Which backend `regard.attention` takes for these arguments, and why; nothing is computed.
+
+    >>> import regard, torch
+    >>> q = k = v = torch.randn(1, 2, 8, 4)
+    >>> print(regard.attention_path(q, k, v))
+    torch: plain softmax without statistics: torch's own fused kernels
+    >>> regard.attention_path(q, k, v, return_stats=True).backend
+    'cpu'
+    """
+    call = Call.of(
+        q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
+        key_lengths, return_stats, backend,
+    )  # fmt: skip
+    if call.path.backend == "triton" and on_warpgroups(call.problem):
+        return replace(call.path, reason=call.path.reason + ", in Hopper's warpgroups")
+    return call.path

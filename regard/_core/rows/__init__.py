@@ -1,0 +1,1 @@
+"""Row functions: `normalize` and its named forms, their temperature limits and derivatives."""

@@ -1,0 +1,304 @@
+"""Each argument of attention: checked by itself, and brought to the shape that a call keeps it in."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+
+import torch
+from torch import Tensor
+
+from regard._core import ops
+from regard._core.readable import readable
+from regard._core.rows.validation import check_dense, check_scores, fits, is_autocast, is_float
+from regard.scores import is_finite
+
+UNLIMITED = 1 << 31  # keys to one side: more than there are
+
+
+def check_tensors(q, k, v) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_scores(x, name)
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device, got {q.device} for q and {x.device} for {name}")
+        if x.dtype != q.dtype and not (is_autocast(q) and torch.float64 not in (x.dtype, q.dtype)):  # which it leaves
+            raise TypeError(f"q, k and v must have one dtype, got {q.dtype} for q and {x.dtype} for {name}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
+
+
+def autocast(q, k, v, attn_mask):
+    """Under autocast q, k, v and a float mask take its dtype, as torch's sdpa does; float64 stays."""
+    if not is_autocast(q):
+        return q, k, v, attn_mask
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(x):
+        return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(q), cast(k), cast(v), cast(attn_mask)
+
+
+def leading(q, k, v, enable_gqa, key_lengths, sink):
+    """((…, H), B, H, G): leading dims broadcast; the last of them is the heads."""
+    if q.ndim == 2:
+        return (), 1, 1, 1
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if v.shape[-3] != kv_heads:
+        if 1 not in (kv_heads, v.shape[-3]):
+            raise ValueError(f"k and v must have the same number of heads, got {kv_heads} and {v.shape[-3]}")
+        kv_heads = kv_heads * v.shape[-3]
+    if enable_gqa:
+        if kv_heads == 0 or heads % kv_heads:
+            raise ValueError(f"the heads of q ({heads}) must be a multiple of those of k and v ({kv_heads})")
+    elif heads != kv_heads and 1 not in (heads, kv_heads):
+        hint = "; pass enable_gqa=True for grouped queries" if kv_heads and heads % kv_heads == 0 else ""
+        raise ValueError(f"q has {heads} heads and k has {kv_heads}: they do not fit{hint}")
+    if not enable_gqa:
+        heads = max(heads, kv_heads) if 0 not in (heads, kv_heads) else 0
+        kv_heads = heads
+    try:
+        outer = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        raise ValueError(
+            f"the leading dims of q, k and v must broadcast, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        ) from None
+    lead = (*outer, heads)
+    if q.ndim == 3 and key_lengths is not None and sink is None and not enable_gqa:
+        return lead, heads, 1, 1  # (N, L, D): torch's N is a batch, which key_lengths counts
+    return lead, math.prod(outer), heads, kv_heads
+
+
+def to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
+    """Each head as often as it has queries: for keys and values that are grouped differently."""
+    heads, own = q.shape[-3], x.shape[-3]
+    if own == 0 or heads % own:
+        raise ValueError(f"the heads of q ({heads}) must be a multiple of those of {name} ({own})")
+    return x.repeat_interleave(heads // own, -3)
+
+
+def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
+    """One per head [H, 1, 1], or one [], in float32 or wider."""
+    check_dense(scale, "scale")
+    if not is_float(scale):
+        raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
+    if scale.ndim > 2 and scale.shape[-2:] == (1, 1) and scale.numel() == scale.shape[-3]:  # as it broadcasts over q·kᵀ
+        scale = scale.reshape(-1)
+    if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, heads)):
+        raise ValueError(
+            f"scale must be a number or one per head, ({heads},) or ({heads}, 1, 1), got a tensor {tuple(scale.shape)}"
+        )
+    scale = scale.to(q.device, torch.promote_types(q.dtype, torch.float32))
+    return scale if scale.ndim == 0 else scale[:, None, None]
+
+
+def folded(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """scale = factor / temperature, where factor is ±1 and so exact in 16 bits; both have its gradient.
+
+    A scale next to 0, whose inverse has none, stays a factor: what it loses in 16 bits no logit shows.
+    """
+    none = scale.abs() < 1e-12
+    sign = torch.where(scale < 0.0, -1.0, 1.0).to(scale.dtype)
+    return torch.where(none, scale, sign), torch.where(none, 1.0, 1.0 / scale.abs().masked_fill(none, 1.0))
+
+
+def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
+    """4-dim, broadcastable to [B, H, M, N], not expanded where it need not be."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
+    check_dense(mask, "attn_mask")
+    if mask.dtype != torch.bool and not is_float(mask):
+        raise TypeError(f"attn_mask must be bool (True = visible) or float16 or wider (added), got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"attn_mask must be on q's device {q.device}, got {mask.device}")
+    full = (*lead, queries, keys)
+    if not fits(mask.shape, full):
+        raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
+    one_for_all = _is_copied(mask)
+    while mask.ndim < len(full):
+        mask = mask[None]
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and size > 1:  # expanded by the caller: one copy is enough, and its gradient the sum
+            mask = mask.narrow(dim, 0, 1) if one_for_all else mask.contiguous()
+    inner = mask.shape[-2:]
+    outer = mask.shape[:-2]
+    if len(lead) == 2:
+        return mask
+    if len(lead) < 2:
+        mask = mask.reshape(*(1,) * (2 - len(lead)), *outer, *inner)
+        return mask.transpose(0, 1) if len(lead) == 1 and heads == 1 and batch != 1 else mask
+    if all(size == 1 for size in outer[:-1]):
+        return mask.reshape(1, outer[-1], *inner)
+    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, outer[-1], *inner)
+
+
+def _is_copied(mask: Tensor) -> bool:
+    """May one entry stand for all that an expansion copied it to? Not where each of them is asked for its gradient."""
+    if not mask.requires_grad:
+        return True
+    if torch.compiler.is_compiling() or mask.is_leaf or mask.retains_grad:
+        return False
+    return mask.grad_fn.name().startswith("Expand")
+
+
+def check_window(window) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window must be (left, right), each a number of keys or None, got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or side < 0):
+            raise ValueError(f"window's sides must be ints ≥ 0, or None for no limit (elsewhere −1), got {window!r}")
+    sides = (side if side is None or isinstance(side, int) else int(side) for side in window)  # NumPy's ints
+    left, right = (side if side is None or side < UNLIMITED else None for side in sides)  # i + sys.maxsize overflows
+    return left, right
+
+
+def check_temperature(
+    temperature, lead, batch, heads, queries, q, *, learned: bool = False
+) -> tuple[float, Tensor | None]:
+    """(number, None) or (1, tensor of 3 dims that broadcasts to [B, H, M]).
+
+    A NaN that is `learned` is let through: parameters become that when a run diverges, and then its loss shows it.
+    """
+    if temperature is None:
+        return 1.0, None
+    if not isinstance(temperature, Tensor):
+        if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+            raise TypeError(f"temperature must be a number, a tensor or a policy, got {type(temperature).__name__}")
+        if not (temperature > 0 and is_finite(temperature)):
+            raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
+        return float(temperature), None
+    check_dense(temperature, "temperature")
+    if not is_float(temperature):
+        raise TypeError(f"temperature must be a number or a tensor of float16 or wider, got {temperature.dtype}")
+    if readable(temperature):
+        values = temperature.detach()
+        if not bool((((values > 0) & (values < math.inf)) | (values.isnan() & learned)).all()):
+            raise ValueError("temperature must be positive and finite; the tensor has other entries")
+    temperature = temperature.to(q.device)
+    wide = temperature.to(ops.accumulator(q.dtype))
+    return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
+
+
+def check_asked(asked, policy, rows) -> Tensor:
+    """What a policy gave for rows of this shape, [B, H, M]."""
+    name = type(policy).__name__
+    if not isinstance(asked, Tensor) or not is_float(asked):
+        raise TypeError(f"temperature: the policy {name} must return a tensor of float16 or wider, got {asked!r}")
+    if not fits(asked.shape, rows):
+        raise ValueError(
+            f"temperature: what the policy {name} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
+            f"{tuple(asked.shape)}"
+        )
+    if readable(asked):
+        least = asked.detach().amin().item() if asked.numel() else 1.0
+        if least <= 0:
+            raise ValueError(f"temperature: the policy {name} must return positive numbers, got {least:g} among them")
+    return asked
+
+
+def check_cap(softcap: float | None, q: Tensor) -> float | None:
+    if softcap is None:
+        return None
+    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if not (number and softcap > 0 and is_finite(softcap)):
+        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    dtype = ops.accumulator(q.dtype)
+    limits = torch.finfo(dtype)
+    if not limits.tiny <= float(softcap) <= limits.max:  # it would be 0 or inf there, and every row NaN
+        raise ValueError(
+            f"softcap must lie between {limits.tiny:.3g} and {limits.max:.3g}, as it is kept in "
+            f"{str(dtype).removeprefix('torch.')}, or be None for no cap, got {float(softcap):g}"
+        )
+    return float(softcap)
+
+
+def divided(scale: float, temperature: float, q: Tensor) -> float:
+    """scale / temperature, where the dtype of the scores has it."""
+    dtype = ops.accumulator(q.dtype)
+    largest = torch.finfo(dtype).max
+    if abs(scale) > largest * temperature:
+        raise ValueError(
+            f"temperature={temperature:g} is too small beside scale={scale:g}: their quotient is beyond "
+            f"the {largest:.3g} of {str(dtype).removeprefix('torch.')}; take one of {abs(scale) / largest:.3g} or more"
+        )
+    return scale / temperature
+
+
+def check_size(scale: float, q: Tensor) -> None:
+    dtype = ops.accumulator(q.dtype)
+    largest = torch.finfo(dtype).max
+    if abs(scale) > largest:
+        raise ValueError(
+            f"scale must lie within ±{largest:.3g}, as it is kept in {str(dtype).removeprefix('torch.')}, got {scale:g}"
+        )
+
+
+def check_range(temperature: float, q: Tensor) -> None:
+    dtype = ops.accumulator(q.dtype)
+    limits = torch.finfo(dtype)
+    if not limits.tiny <= temperature <= limits.max:
+        raise ValueError(
+            f"temperature must lie between {limits.tiny:.3g} and {limits.max:.3g} beside a soft cap, an additive mask "
+            f"or a scale per head, as it is kept in {str(dtype).removeprefix('torch.')} there, got {temperature:g}"
+        )
+
+
+def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
+    full = (*lead, queries, 1)
+    if not fits(x.shape, full):
+        raise ValueError(f"{name} must broadcast to {full}, got {tuple(x.shape)}")
+    while x.ndim < len(full):
+        x = x[None]
+    x = x.squeeze(-1)  # (…, H, M)
+    if len(lead) == 2:
+        return x
+    return x.expand(*lead, x.shape[-1]).reshape(batch, heads, x.shape[-1])
+
+
+def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | None:
+    if key_lengths is None:
+        return None
+    if not isinstance(key_lengths, Tensor):
+        try:
+            key_lengths = torch.tensor([operator.index(n) for n in key_lengths], dtype=torch.int64, device="cpu")
+        except TypeError:
+            raise TypeError(f"key_lengths must be ints, one per batch entry, got {key_lengths!r}") from None
+        except (ValueError, RuntimeError):  # beyond int64
+            raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths!r}") from None
+    check_dense(key_lengths, "key_lengths")
+    if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
+    if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
+        raise ValueError(f"key_lengths must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
+    if readable(key_lengths):
+        if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths <= keys)).all()):
+            raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
+    return key_lengths.to(q.device, torch.int32)
+
+
+def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
+    if sink is None:
+        return None
+    if isinstance(sink, numbers.Real) and not isinstance(sink, bool):
+        if not is_finite(sink) and isinstance(sink, numbers.Rational):
+            raise ValueError("sink must be a number that float64 can hold, got one beyond it")
+        sink = q.new_tensor([float(sink)], dtype=ops.accumulator(q.dtype))
+    if not isinstance(sink, Tensor) or not is_float(sink):
+        kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
+        raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")
+    check_dense(sink, "sink")
+    if not choice.softmax_family:
+        raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
+    wide = sink.to(q.device, ops.accumulator(q.dtype))
+    if sink.ndim <= 1:
+        if sink.numel() not in (1, heads):
+            raise ValueError(f"sink must have one logit per head ({heads}), got {sink.numel()}")
+        return wide.reshape(1, -1, 1)
+    return _per_row(wide, "sink", lead, batch, heads, queries)

@@ -1,0 +1,264 @@
+"""A reading on the GPU: one launch per call of a layer and a small product, no copy to the host and no wait for it.
+
+The programs of `account` share the work, each sum belonging to one of them, so that equal inputs give equal bits:
+
+    summarize   one per statistic and head: count, mean, Σ(x − mean)², extremes, histogram
+    follow      one per curve, head and bin of positions
+    fingerprint one per feature and head: the feature on a sample of rows, whose products over heads are taken after
+
+They give a `LayerReading` what its torch road gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from regard import statistics
+from regard._backends.gpu.launcher import kind_of_tensors, launch, on_device_of
+from regard.health.measurement.direct_call import Packed
+from regard.health.readings.histogram import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
+from regard.health.readings.layer_reading import COMPARED, LEAST_KEYS, LayerReading
+from regard.health.readings.layout import CURVES, POSITIONS, places, position_bin, position_of
+
+KEPT = statistics.NAMES  # what a call returns; the derived ones follow from it
+SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
+PARTS = ("count", "mean", "square", "low", "high", "curve", "curve_count", "totals", "compared")
+FEATURES = ("entropy", "max_weight", "logit_variance", "distance")
+FOLLOWED = tuple(NAMES.index(name) for name in CURVES)
+SLOTS = tuple(KEPT.index(name) for name in FEATURES)
+KEYS = KEPT.index("visible_keys")
+SCALE = dict(log=0, asinh=1, share=2, ratio=3, nats=4)
+LOG10_2, LN_2 = tl.constexpr(0.30102999566398120), tl.constexpr(0.69314718055994531)
+SLOPE = tl.constexpr(SHARE_SLOPE)
+KNEE_RATIO, KNEE_NATS = tl.constexpr(KNEE["ratio"]), tl.constexpr(KNEE["nats"])
+
+
+def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
+    """Add statistics [B, H, M] to a reading, as `LayerReading.update` says."""
+    packed = stats.packed if isinstance(stats, Packed) else torch.stack([stats[name] for name in KEPT])  # [14, B, H, M]
+    _, batch, heads, queries = packed.shape
+    every = max(1, batch * queries // COMPARED)
+    features = packed.new_empty((len(FEATURES), heads, -(-batch * queries // every)), dtype=torch.float64)
+    first, last = _bin_of(start), _bin_of(start + queries - 1)
+    bins = last - first + 1
+    counted_rows = packed if rows is None else rows.contiguous().view(torch.uint8)
+    arguments = (
+        packed, counted_rows, *_plan(packed.device), reading.flat, reading.histogram, features,
+        batch * heads * queries, batch, heads, queries, start, first, bins, POSITIONS, every, features.shape[-1],
+    )  # fmt: skip
+    constants = (
+        _parts(heads), len(NAMES), len(CURVES), FOLLOWED, SLOTS, KEYS, LEAST_KEYS, rows is not None, BINS, 1024,
+    )  # fmt: skip
+    works = len(NAMES) + len(CURVES) * bins + len(FEATURES)
+    kind = kind_of_tensors(packed, counted_rows, reading.flat, reading.histogram)
+    with on_device_of(packed):
+        launch(kind, account, heads * works, arguments, constants)
+    torch.baddbmm(reading.products, features, features.mT, out=reading.products)
+
+
+@cache
+def _parts(heads: int) -> tuple[int, ...]:
+    """Where the parts that the programs add to begin within a reading's one tensor."""
+    return tuple(places(heads)[name][0] for name in PARTS)
+
+
+@lru_cache(maxsize=256)
+def _bin_of(position: int) -> int:
+    """The bin of one position."""
+    return int(position_bin(torch.tensor(position)))
+
+
+@cache
+def _plan(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Per statistic (where it comes from, its scale, is it derived?) and (first edge, width); the positions' edges."""
+    whence, origin = [], []
+    for name, (scale, low, high) in LAYOUT.items():
+        derived = list(SOURCE).index(name) + 1 if name in SOURCE else 0
+        whence.append((KEPT.index(SOURCE.get(name, name)), SCALE[scale], derived))
+        origin.append((low, (high - low) / BINS))
+    edges = [*map(position_of, range(POSITIONS)), 2**31 - 1]
+    ints = dict(dtype=torch.int32, device=device)
+    return torch.tensor(whence, **ints), torch.tensor(origin, device=device), torch.tensor(edges, **ints)
+
+
+@triton.jit
+def read(stats, at, slot, derived, inside, plane, KEYS: tl.constexpr):
+    """(x, is it there?): a statistic of some rows that see a key; entropy / ln n and gain / (1 − 1/n) need two."""
+    x = tl.load(stats + slot * plane + at, inside, 0.0)
+    n = tl.load(stats + KEYS * plane + at, inside, 0.0)
+    inside = inside & (n > 0)
+    if derived > 0:
+        inside = inside & (n >= 2)
+        n = tl.maximum(n, 2.0)
+        if derived == 1:
+            x = tl.div_rn(x, 1.0 - tl.div_rn(1.0, n))
+        else:
+            x = tl.div_rn(x, tl.log2(n) * LN_2)
+    return x, inside
+
+
+@triton.jit
+def place(r, h, H, M):
+    """The offset of head h in rows r of [B·M], within [B, H, M]."""
+    return ((r // M).to(tl.int64) * H + h) * M + r % M
+
+
+@triton.jit
+def counted(rows, r, inside, HAS_ROWS: tl.constexpr):
+    if HAS_ROWS:
+        inside = inside & (tl.load(rows + r, inside, 0) != 0)
+    return inside
+
+
+@triton.jit
+def on_scale(x, scale):
+    """Where a value lies on the scale on which its bins are even; see `bins.SCALES`."""
+    t = x
+    if scale == 0:
+        t = tl.log2(tl.maximum(x, 0.0)) * LOG10_2
+    elif scale == 1:
+        y = tl.abs(x)
+        t = tl.log2(y + tl.sqrt_rn(y * y + 1.0)) * LN_2
+        t = tl.where(x < 0, -t, t)
+    elif scale == 2:
+        y = tl.maximum(x, 0.0)
+        t = tl.where(y <= 1.0, tl.sqrt_rn(tl.sqrt_rn(y)), 1.0 + SLOPE * LOG10_2 * tl.log2(tl.maximum(y, 1.0)))
+    else:
+        y = tl.div_rn(tl.maximum(x, 0.0), tl.where(scale == 3, KNEE_RATIO, KNEE_NATS))
+        t = tl.where(y >= 1.0, y, 1.0 + tl.log2(y) * LN_2)
+    return t
+
+
+@triton.jit
+def summarize(
+    s, h, stats, rows, whence, origin, count, mean, square, low, high, histogram, plane, B, H, M,
+    KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot, scale, derived = tl.load(whence + 3 * s), tl.load(whence + 3 * s + 1), tl.load(whence + 3 * s + 2)
+    first, width = tl.load(origin + 2 * s), tl.load(origin + 2 * s + 1)
+    pilot = tl.load(stats + slot * plane + h * M).to(tl.float64)  # near the others: squares are taken from here
+    pilot = tl.where(tl.abs(pilot) < 1e30, pilot, 0.0)
+    number = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float64)
+    squares = tl.zeros([BLOCK], tl.float64)
+    least = tl.full([BLOCK], float("inf"), stats.dtype.element_ty)
+    most = tl.full([BLOCK], float("-inf"), stats.dtype.element_ty)
+    bins = tl.zeros([BINS], tl.int32)
+    for start in range(0, B * M, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        inside = counted(rows, r, r < B * M, HAS_ROWS)
+        x, inside = read(stats, place(r, h, H, M), slot, derived, inside, plane, KEYS)
+        t = tl.div_rn(on_scale(x.to(tl.float32), scale) - first, width)
+        t = tl.where(t == t, tl.minimum(tl.maximum(t, 0.0), BINS - 1.0), 0.0)
+        bins += tl.histogram(t.to(tl.int32), BINS, mask=inside)
+        number += tl.where(inside, 1, 0)
+        least = tl.minimum(least, tl.where(inside, x, float("inf")))
+        most = tl.maximum(most, tl.where(inside, x, float("-inf")))
+        gap = tl.where(inside, x.to(tl.float64) - pilot, 0.0)
+        total += gap
+        squares += gap * gap
+    n = tl.sum(number, 0).to(tl.float64)
+    middle = tl.sum(total, 0) / tl.maximum(n, 1.0)
+    apart = tl.maximum(tl.sum(squares, 0) - n * middle * middle, 0.0)
+    at = s * H + h
+    before, mean_before = tl.load(count + at), tl.load(mean + at)
+    after = before + n
+    gap_ = middle + pilot - mean_before
+    share = n / tl.maximum(after, 1.0)
+    between = tl.where(before > 0, gap_ * gap_ * before * share, 0.0)
+    tl.store(square + at, tl.load(square + at) + apart + between)
+    tl.store(mean + at, tl.where(n > 0, mean_before + gap_ * share, mean_before))
+    tl.store(count + at, after)
+    tl.store(low + at, tl.minimum(tl.load(low + at), tl.min(least, 0)))
+    tl.store(high + at, tl.maximum(tl.load(high + at), tl.max(most, 0)))
+    cells = histogram + at.to(tl.int64) * BINS + tl.arange(0, BINS)
+    tl.store(cells, tl.load(cells) + bins.to(tl.int64))
+
+
+@triton.jit
+def follow(
+    c, h, p, stats, rows, whence, edges, curve, curve_count, plane, B, H, M, START, POSITIONS,
+    FOLLOWED: tl.constexpr, KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    s = tl.where(c == 0, FOLLOWED[0], tl.where(c == 1, FOLLOWED[1], FOLLOWED[2]))
+    slot, derived = tl.load(whence + 3 * s), tl.load(whence + 3 * s + 2)
+    from_ = tl.maximum(tl.load(edges + p) - START, 0)
+    to = tl.minimum(tl.load(edges + p + 1) - START, M)
+    number = tl.zeros([BLOCK], tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for b in range(0, B):
+        for start in range(from_, to, BLOCK):
+            m = start + tl.arange(0, BLOCK)
+            inside = counted(rows, b * M + m, m < to, HAS_ROWS)
+            x, inside = read(stats, place(b * M + m, h, H, M), slot, derived, inside, plane, KEYS)
+            number += tl.where(inside, 1.0, 0.0)
+            total += tl.where(inside, x.to(tl.float64), 0.0)
+    at = (c * H + h) * POSITIONS + p
+    tl.store(curve + at, tl.load(curve + at) + tl.sum(total, 0))
+    tl.store(curve_count + at, tl.load(curve_count + at) + tl.sum(number, 0))
+
+
+@triton.jit
+def fingerprint(
+    f, h, stats, rows, features, totals, compared, plane, H, M, EVERY, SAMPLED,
+    SLOTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.where(f < 2, tl.where(f == 0, SLOTS[0], SLOTS[1]), tl.where(f == 2, SLOTS[2], SLOTS[3]))
+    number = tl.zeros([BLOCK], tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, SAMPLED, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        useful = counted(rows, i * EVERY, i < SAMPLED, HAS_ROWS)
+        at = place(i * EVERY, h, H, M)
+        n = tl.load(stats + KEYS * plane + at, useful, 0.0)
+        useful = useful & (n >= LEAST)
+        n = tl.maximum(n, 2.0)
+        x = tl.load(stats + slot * plane + at, useful, 0.0)
+        if f == 0:
+            y = tl.div_rn(x, tl.log2(n) * LN_2)
+        elif f == 1:
+            y = tl.div_rn(tl.log2(tl.maximum(x * n, 1e-30)), tl.log2(n))
+        else:
+            v = tl.maximum(x, 0.0)
+            y = tl.where(v < 1e-3, v * (1.0 - v * (0.5 - v / 3.0)), tl.log2(1.0 + v) * LN_2)  # log(1 + v)
+        wide = tl.where(useful, y, 0.0).to(tl.float64)
+        tl.store(features + (f * H + h) * SAMPLED + i, wide, i < SAMPLED)
+        number += tl.where(useful, 1.0, 0.0)
+        total += wide
+    tl.store(totals + f * H + h, tl.load(totals + f * H + h) + tl.sum(total, 0))
+    if f == 0:
+        tl.store(compared + h, tl.load(compared + h) + tl.sum(number, 0))
+
+
+@triton.jit
+def account(
+    stats, rows, whence, origin, edges, flat, histogram, features, plane, B, H, M, START, FIRST, BINS_OF_CURVE,
+    POSITIONS, EVERY, SAMPLED,
+    PLACES: tl.constexpr, STATISTICS: tl.constexpr, CURVES: tl.constexpr, FOLLOWED: tl.constexpr, SLOTS: tl.constexpr,
+    KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    h, work = tl.program_id(0) % H, tl.program_id(0) // H
+    plane = tl.cast(plane, tl.int64)
+    if work < STATISTICS:
+        summarize(
+            work, h, stats, rows, whence, origin, flat + PLACES[0], flat + PLACES[1], flat + PLACES[2],
+            flat + PLACES[3], flat + PLACES[4], histogram, plane, B, H, M, KEYS, HAS_ROWS, BINS, BLOCK,
+        )  # fmt: skip
+    elif work < STATISTICS + CURVES * BINS_OF_CURVE:
+        c, p = (work - STATISTICS) // BINS_OF_CURVE, (work - STATISTICS) % BINS_OF_CURVE
+        follow(
+            c, h, FIRST + p, stats, rows, whence, edges, flat + PLACES[5], flat + PLACES[6], plane, B, H, M, START,
+            POSITIONS, FOLLOWED, KEYS, HAS_ROWS, 128,
+        )  # fmt: skip
+    else:
+        f = work - STATISTICS - CURVES * BINS_OF_CURVE
+        fingerprint(
+            f, h, stats, rows, features, flat + PLACES[7], flat + PLACES[8], plane, H, M, EVERY, SAMPLED,
+            SLOTS, KEYS, LEAST, HAS_ROWS, BLOCK,
+        )  # fmt: skip

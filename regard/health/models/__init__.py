@@ -1,0 +1,1 @@
+"""Loads the model and the batches that a command line names."""

@@ -1,0 +1,116 @@
+"""A character language model small enough to travel inside the package; the scale of its scores is an option.
+
+>>> from regard.health.models.tiny import TinyLM, encode
+>>> model = TinyLM(layers=1, heads=2, width=16)
+>>> model(encode("to be")[None]).shape
+torch.Size([1, 5, 97])
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "\ufffd"  # what is not printable ASCII becomes the last
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, scale: str) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, {"sqrt": (width // heads) ** -0.5, "none": 1.0}[scale]
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return self.out(o.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, scale: str) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, scale)
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class TinyLM(nn.Module):
+    """Next-character logits. Query and key weights start with unit variance, so that q·k has variance d_k."""
+
+    def __init__(
+        self, layers: int = 4, heads: int = 4, width: int = 128, length: int = 128, scale: str = "sqrt"
+    ) -> None:
+        super().__init__()
+        self.options = dict(layers=layers, heads=heads, width=width, length=length, scale=scale)
+        self.token = nn.Embedding(len(CHARACTERS), width)
+        self.position = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, scale) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(CHARACTERS), bias=False)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.5)
+        for block in self.blocks:
+            nn.init.normal_(block.attention.qkv.weight, std=width**-0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[-1] > self.position.num_embeddings:
+            raise ValueError(
+                f"ids: {ids.shape[-1]} characters, but the model has {self.position.num_embeddings} positions"
+            )
+        x = self.token(ids) + self.position(torch.arange(ids.shape[-1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def encode(text: str) -> Tensor:
+    """Character ids, int64."""
+    known = {character: index for index, character in enumerate(CHARACTERS)}
+    return torch.tensor([known.get(character, len(CHARACTERS) - 1) for character in text], dtype=torch.int64)
+
+
+def batches(text: str, length: int, size: int) -> list[Tensor]:
+    """The text in windows of `length` characters, `size` windows to a batch."""
+    ids = encode(text)
+    if not len(ids):
+        raise ValueError("text is empty; there is nothing to examine")
+    if len(ids) < length:
+        return [ids[None]]
+    windows = ids[: len(ids) // length * length].reshape(-1, length)
+    return list(windows.split(size))
+
+
+def save(model: TinyLM, path: Path, **notes: str) -> None:
+    """float16 weights and the model's options in one safetensors file."""
+    from safetensors.torch import save_file
+
+    weights = {name: value.to(torch.float16).contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, path, metadata={"options": json.dumps(model.options), **notes})
+
+
+def checkpoint(name: str) -> tuple[TinyLM, dict[str, str]]:
+    """A model of `regard/checkpoints`, and the notes it was saved with."""
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as missing:
+        text = 'checkpoint needs safetensors: pip install "regard[hf]"'
+        raise ModuleNotFoundError(text, name=missing.name) from None
+
+    path = resources.files("regard").joinpath("checkpoints", f"{name}.safetensors")
+    with resources.as_file(path) as local, safe_open(local, "pt") as file:
+        notes = dict(file.metadata())
+        weights = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118
+    model = TinyLM(**json.loads(notes["options"]))
+    model.load_state_dict(weights)
+    return model.eval(), notes

@@ -1,0 +1,1 @@
+"""Per-head readings: moments and histograms that merge over batches and ranks."""

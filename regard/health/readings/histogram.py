@@ -1,0 +1,181 @@
+"""Where a value falls among 512 fixed bins: fixed, so that the histograms of two batches, or two ranks, just add.
+
+Each statistic has a scale on which its bins are even: log₁₀ for what spans decades, asinh for logits, which may be
+negative and large, for shares the fourth root, fine near 0 and near 1, then slowly log₁₀, and for entropies
+
+    t(x) = x/c  from c on,  1 + ln(x/c) below:
+
+as fine at ln n as at half of it, and in decades where a head collapses. The first bin of all but asinh reaches to 0.
+
+>>> from regard.health.readings.histogram import edges
+>>> [f"{edges('entropy_ratio')[at]:.2g}" for at in (0, 1, 128, 511, 512)]
+['0', '1.1e-10', '1.8e-06', '1', '1']
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BINS = 512
+# statistic -> (scale, first edge, last edge), the edges on that scale; in the order of a reading's rows: those of one
+# scale stand together, and so do the two that a row with one key does not have
+LAYOUT = dict(
+    visible_keys=("log", -2.0, 7.0),
+    effective_keys=("log", -2.0, 7.0),
+    participation=("log", -2.0, 7.0),
+    support=("log", -2.0, 7.0),
+    distance=("log", -2.0, 7.0),
+    logit_variance=("log", -8.0, 8.0),
+    max_logit=("asinh", -15.0, 15.0),
+    mean_logit=("asinh", -15.0, 15.0),
+    logsumexp=("asinh", -15.0, 15.0),
+    mass=("share", 0.0, 1.28),
+    max_weight=("share", 0.0, 1.28),
+    first_key_mass=("share", 0.0, 1.28),
+    gradient_gain=("share", 0.0, 1.28),
+    gain_ratio=("share", 0.0, 1.28),
+    entropy_ratio=("ratio", -19.0, 20.0),
+    entropy=("nats", -21.0, 40.0),
+)
+NAMES = tuple(LAYOUT)
+ROW = {name: row for row, name in enumerate(NAMES)}
+DERIVED = slice(NAMES.index("gain_ratio"), NAMES.index("entropy_ratio") + 1)
+KNEE = dict(ratio=0.05, nats=0.4)  # c of these two scales
+SHARE_SLOPE = 0.07  # of the share scale above 1: 10⁴ lands on 1.28, and 10⁻⁴ on an edge
+
+
+def _from_share(x: Tensor) -> Tensor:
+    x = x.clamp_min(0.0)
+    return torch.where(x <= 1.0, x.sqrt().sqrt(), 1.0 + SHARE_SLOPE * torch.log10(x))
+
+
+def _from_knee(c: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.where(x >= c, x / c, 1.0 + torch.log(x.clamp_min(0.0) / c))
+
+
+SCALES: dict[str, Callable[[Tensor], Tensor]] = dict(
+    log=lambda x: torch.log10(x.clamp_min(0.0)),
+    asinh=torch.asinh,
+    share=_from_share,
+    **{scale: _from_knee(c) for scale, c in KNEE.items()},
+)
+
+
+def _to_share(t: Tensor) -> Tensor:
+    return torch.where(t <= 1.0, t**4, 10.0 ** ((t - 1.0) / SHARE_SLOPE))
+
+
+def _to_knee(c: float) -> Callable[[Tensor], Tensor]:
+    return lambda t: c * torch.where(t >= 1.0, t, torch.exp(t.clamp_max(1.0) - 1.0))
+
+
+INVERSES: dict[str, Callable[[Tensor], Tensor]] = dict(
+    log=lambda t: 10.0**t,
+    asinh=torch.sinh,
+    share=_to_share,
+    **{scale: _to_knee(c) for scale, c in KNEE.items()},
+)
+
+
+def place(values: Tensor) -> Tensor:
+    """The bin of each value, values [S, H, R] in the order of NAMES; values beyond the ends go to the end bins."""
+    t = torch.cat([SCALES[scale](values[rows]) for scale, rows in GROUPS.items()])
+    low, width = _origin(values.device, values.dtype)
+    return t.sub_(low).div_(width).clamp_(0, BINS - 1).nan_to_num_(0.0).long()
+
+
+def _groups() -> dict[str, slice]:
+    scales = [scale for scale, _, _ in LAYOUT.values()]
+    return {
+        scale: slice(scales.index(scale), len(scales) - scales[::-1].index(scale)) for scale in dict.fromkeys(scales)
+    }
+
+
+GROUPS = _groups()
+
+
+@cache
+def _origin(device, dtype) -> tuple[Tensor, Tensor]:
+    low = torch.tensor([LAYOUT[name][1] for name in NAMES], device=device, dtype=dtype)
+    high = torch.tensor([LAYOUT[name][2] for name in NAMES], device=device, dtype=dtype)
+    return low[:, None, None], ((high - low) / BINS)[:, None, None]
+
+
+def _on_scale(scale: str, x: float) -> float:
+    """One value on its scale, without a tensor."""
+    if scale in KNEE:
+        x /= KNEE[scale]
+        return x if x >= 1.0 else 1.0 + math.log(x) if x > 0 else -math.inf
+    if scale == "asinh":
+        return math.asinh(x)
+    if scale == "log":
+        return math.log10(x) if x > 0 else -math.inf
+    return max(x, 0.0) ** 0.25 if x <= 1.0 else 1.0 + SHARE_SLOPE * math.log10(x)
+
+
+def _off_scale(scale: str, t: float) -> float:
+    if scale in KNEE:
+        return KNEE[scale] * (t if t >= 1.0 else math.exp(t - 1.0))
+    if scale == "asinh":
+        return math.sinh(t)
+    if scale == "log":
+        return 10.0**t
+    return t**4 if t <= 1.0 else 10.0 ** ((t - 1.0) / SHARE_SLOPE)
+
+
+def edges(name: str) -> list[float]:
+    """The 513 edges of a statistic's bins, as values; the first one is 0 where the scale has none."""
+    scale, low, high = LAYOUT[name]
+    values = [_off_scale(scale, low + (high - low) * at / BINS) for at in range(BINS + 1)]
+    return values if scale == "asinh" else [0.0, *values[1:]]
+
+
+@cache
+def least(name: str) -> float:
+    """What is told of a quantile below this is only that: it lies in the first bin, which reaches to 0."""
+    return -math.inf if LAYOUT[name][0] == "asinh" else edges(name)[1]
+
+
+def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -> float:
+    """The value below which `share` of the counts lie, interpolated on the statistic's scale, within [low, high]."""
+    running = counts.numpy().cumsum()
+    total = int(running[-1])
+    if not total:
+        return math.nan
+    wanted = share * total
+    at = min(int(running.searchsorted(wanted)), BINS - 1)
+    before = int(running[at - 1]) if at else 0
+    inside = (wanted - before) / max(int(running[at]) - before, 1)
+    scale, first, last = LAYOUT[name]
+    value = _off_scale(scale, first + (at + min(max(inside, 0.0), 1.0)) * (last - first) / BINS)
+    return min(max(value, low), high)
+
+
+def quantiles(histogram: Tensor, shares: Sequence[float]) -> Tensor:
+    """`quantile` of histograms [S, H, 512] in the order of NAMES, all at once: [Q, S, H]."""
+    running = histogram.cumsum(-1).double()
+    wanted = running[..., -1:] * torch.tensor(shares, dtype=torch.float64)  # [S, H, Q]
+    at = torch.searchsorted(running, wanted).clamp_max(BINS - 1)
+    before = torch.where(at > 0, running.gather(-1, (at - 1).clamp_min(0)), 0.0)
+    inside = ((wanted - before) / (running.gather(-1, at) - before).clamp_min(1.0)).clamp(0.0, 1.0)
+    low, width = _origin(histogram.device, torch.float64)
+    t = (low + (at + inside) * width).permute(2, 0, 1)
+    values = torch.empty_like(t)
+    for row, name in enumerate(NAMES):
+        values[:, row] = INVERSES[LAYOUT[name][0]](t[:, row])
+    return values
+
+
+def share_below(name: str, counts: Tensor, value: float) -> float:
+    """The share of the counts below a value; exact where the value is an edge."""
+    scale, first, last = LAYOUT[name]
+    position = min(max((_on_scale(scale, value) - first) / (last - first) * BINS, 0.0), float(BINS))
+    whole = min(int(round(position, 6)), BINS - 1)
+    numbers = counts.numpy()
+    below = int(numbers[:whole].sum()) + int(numbers[whole]) * round(position - whole, 6)
+    return float(below) / max(int(numbers.sum()), 1)

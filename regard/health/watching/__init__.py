@@ -1,0 +1,1 @@
+"""What a `Monitor` needs while a model trains: trends, log writers, trainer callbacks."""

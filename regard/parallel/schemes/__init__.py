@@ -1,0 +1,1 @@
+"""Communication schemes: which tensors travel between ranks, and which stay."""

@@ -1,0 +1,148 @@
+"""Launches whose kind is known go to the compiled kernel at once, and only those."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+pytest.importorskip("triton")
+from attention_data import make
+
+from regard import normalizers
+from regard._backends.gpu import launcher
+from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._core import dispatch
+from regard._core.problem import Problem, Upstream
+
+
+class Kernel:
+    """Stands for Triton's: a first launch looks at its arguments, and returns what it compiled for them."""
+
+    def __init__(self):
+        self.looked, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def look(*arguments, **options):
+            self.looked.append((grid, arguments, options))
+            return self.compiled()
+
+        return look
+
+    def compiled(self):
+        kernel = self
+
+        class Compiled:
+            def __getitem__(self, grid):
+                return lambda *arguments: kernel.direct.append((grid, arguments))
+
+        return Compiled()
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launcher, "_compiled", {})
+    return Kernel()
+
+
+def test_the_second_launch_of_a_kind_is_direct(kernel):
+    x = torch.zeros(3)
+    launcher.launch("kind", kernel, 7, (x, 32), (5,), num_warps=4)
+    launcher.launch("kind", kernel, 9, (x, 48), (5,), num_warps=4)
+    assert kernel.looked == [((7,), (x, 32, 5), dict(num_warps=4))]
+    assert kernel.direct == [((9, 1, 1), (x, 48, 5))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(kind="another"),
+        dict(arguments=(None, 32)),
+        dict(arguments=(0, 33)),
+        dict(arguments=(0, 1)),
+        dict(constants=(6,)),
+        dict(num_warps=8),
+    ],
+)
+def test_what_triton_tells_apart_is_told_apart(kernel, other):
+    call = dict(kind="kind", kernel=kernel, programs=7, arguments=(0, 32), constants=(5,), num_warps=4)
+    launcher.launch(**call)
+    launcher.launch(**call | other)
+    assert len(kernel.looked) == 2 and not kernel.direct
+
+
+def test_unknown_kinds_and_a_full_memory(kernel, monkeypatch):
+    for _ in range(2):
+        launcher.launch(None, kernel, 7, (0,))
+    assert len(kernel.looked) == 2 and not launcher._compiled
+    monkeypatch.setattr(launcher, "MOST", 2)
+    for kind in "abcd":
+        launcher.launch(kind, kernel, 7, (0,))
+    assert len(launcher._compiled) == 2
+
+
+def test_kinds(monkeypatch):
+    plain = make(0, causal=True)
+    assert launcher.kind_of(plain) is None  # no GPU, nothing is compiled
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    kinds = [launcher.kind_of(make(seed, causal=True)) for seed in (0, 1)]
+    assert kinds[0] == kinds[1]
+    others = make(0), make(0, m=22, causal=True), make(0, causal=True, strided=True), make(0, causal=True, stats=())
+    assert kinds[0] not in map(launcher.kind_of, others)
+    assert launcher.kind_of(plain, plain.q) != launcher.kind_of(plain, plain.q.transpose(2, 3))
+    assert launcher.kind_of(make(0, mask=True)) is None and launcher.kind_of(make(0, lengths=True)) is None
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_attention_runs_on_the_device_of_its_tensors(monkeypatch, way):
+    """Triton launches on the current device: a layer on another one would hand it pointers of that."""
+    entered = []
+
+    class Entered(contextlib.AbstractContextManager):
+        def __init__(self, device):
+            entered.append(device)
+
+        def __exit__(self, *failure):
+            entered.append(None)
+
+    def computed(problem, *others):
+        assert entered == [problem.q.device]
+
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(attention, f"_{way}", computed)
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4, 8, device="cuda:1")
+        problem = dataclasses.replace(make(0, b=1, h=1, g=1, m=4, n=4), q=q, k=q, v=q)
+        getattr(attention, way)(problem, *([None, Upstream(q)] if way == "backward" else []))
+    assert entered == [torch.device("cuda:1"), None]
+
+
+@pytest.mark.parametrize(("memory", "capability"), [(232448, (9, 0)), (101376, (8, 9))], ids=["H200", "L4"])
+@pytest.mark.parametrize("width", [64, 128, 256, 512])
+def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
+    """Tiles of k and v for every stage, one of them in use before Hopper, and a block of q."""
+    device = torch.device("cuda", 90 + capability[0])  # what is known of a device is remembered
+    properties = SimpleNamespace(shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(config, "reachable", lambda x: True)  # a fake tensor has no address
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
+        for name in ("forward_online", "forward_threshold", "backward_dq"):
+            problem = Problem(q, q, q, normalizers.get("softmax"), 1.0)
+            m, n, _, how = config._blocks(problem, name)
+            stages = max(how["num_stages"] - (capability < (9, 0)), 1)
+            assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)
+
+
+def test_a_rocm_chip_of_the_same_number_is_no_hopper(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # gfx90a
+    device = torch.device("cuda", 77)
+    assert not (hopper.capable(device) or config._has_engine(device) or dispatch.is_hopper(device))

@@ -1,0 +1,138 @@
+"""The road over lists under Triton's interpreter, with the sweep that fills them (Gluon, GPU only) played by torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from attention_data import check_backward, check_forward, make
+
+from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import statistics
+from regard._backends.gpu.attention.sparse import launch as sparse
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+BLOCK, CAP = 32, 16
+BYTES = sparse.BLOCK * sparse.CAP * 4 * 8  # of a block's lists
+SMALL = dict(b=1, h=2, g=1, d=8, e=8)
+
+
+def fill(self, kind, level, slope, first, programs, opt):
+    """What `candidates` does, entry by entry."""
+    p, cap = self.problem, sparse.CAP
+    entries = self.entries[: self.counts.shape[0] * 8 * cap].view(-1, cap, BLOCK, 4, 2)
+    rows, columns = (p.k, p.q) if self.transposed else (p.q, p.k)
+    h, m = rows.shape[1:3]
+    blocks = math.ceil(m / BLOCK)
+    (left, right), i, j = p.reach, torch.arange(p.q.shape[-2])[:, None], torch.arange(p.k.shape[-2])
+    seen = torch.ones(len(i), len(j), dtype=torch.bool)
+    seen &= j >= i - left if left is not None else True
+    seen &= j <= i + right if right is not None else True
+    for slot in range(programs):
+        block = first + slot
+        start = block % blocks * BLOCK if self.transposed else (blocks - 1 - block % blocks) * BLOCK
+        head, batch = block // blocks % h, block // blocks // h
+        shown = seen if p.key_lengths is None else seen & (j < int(p.key_lengths[batch]))
+        for r in range(BLOCK):
+            row, held = start + r, slot * BLOCK + r
+            lists = [[], [], [], []]
+            over = range(p.q.shape[1] // p.k.shape[1]) if self.transposed else (0,)
+            for inner in over if row < m else ():
+                query = head * len(over) + inner if self.transposed else head
+                other = columns[batch, query if self.transposed else head // (p.q.shape[1] // p.k.shape[1])]
+                y = other.float() @ rows[batch, head, row].float()
+                y, bound = (y - level[batch, query], 0.0) if self.transposed else (y, level[batch, head, row])
+                visible = shown[:, row] if self.transposed else shown[row]
+                if self.below is not None:
+                    off, parts = torch.where(visible, y - bound, 0.0), j % 8 // 2
+                    low = torch.where(visible & (y <= bound), torch.exp2((y - bound) * slope[batch, head, row]), 0.0)
+                    for at, number in enumerate((off, off * off, low)):
+                        self.below[held, at] = torch.zeros(4).index_add(0, parts, number)
+                for c in torch.nonzero(visible & (y > bound)).flatten().tolist():
+                    one = lists[c % 8 // 2]
+                    if len(one) < cap - 1:
+                        one.append((float(y[c]), inner * p.q.shape[-2] + c))
+            for quarter, one in enumerate(lists):
+                self.counts[held, quarter] = len(one)
+                for at, (y, c) in enumerate(one):
+                    entries[slot, at, r, quarter, 0] = y
+                    entries.view(torch.int32)[slot, at, r, quarter, 1] = c
+
+
+@pytest.fixture(autouse=True)
+def road(monkeypatch):
+    made = sparse.Lists.__init__
+
+    def init(self, p, stats, transposed):
+        made(self, p, stats, transposed)
+        self.problem = p
+        for scratch in (self.entries, self.below):
+            if scratch is not None:
+                scratch.fill_(math.nan)
+
+    monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
+    monkeypatch.setattr(sparse, "described", lambda x, rows: None)
+    monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2, 16), (64, 2, 16))})
+    monkeypatch.setattr(sparse.Lists, "__init__", init)
+    monkeypatch.setattr(sparse.Lists, "fill", fill)
+    for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, SAMPLE=16).items():
+        monkeypatch.setattr(sparse, name, number)
+
+
+CASES = [
+    ("entmax15", dict(causal=True)),
+    ("sparsemax", dict(temperature=True, sharp=2.0)),
+    ("entmax(alpha=1.7)", dict(left=20, lengths=True, b=2, h=1)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_lists_give_what_the_oracle_gives(name, options):
+    problem = make(1, name, **SMALL | dict(m=40, n=90) | options)
+    check_backward(attention, problem, check_forward(attention, problem))
+
+
+def test_rows_that_fail_are_swept_and_only_those(monkeypatch):
+    monkeypatch.setattr(sparse, "CAP", 8)
+    flags, served = [], sparse.forward
+    monkeypatch.setattr(sparse, "forward", lambda *call: flags.append(served(*call)) or flags[-1])
+    problem = make(2, "entmax15", **SMALL | dict(b=2, g=2, m=32, n=36), sharp=0.05, stats=())
+    problem.q[0] *= 60.0  # few keys have weight; in the other batch entry more of them than a list holds
+    check_backward(attention, problem, check_forward(attention, problem))
+    assert not flags[0].view(2, -1)[0].all() and flags[0].view(2, -1)[1].all()
+
+
+def test_lists_longer_than_what_is_at_hand(monkeypatch):
+    monkeypatch.setattr(sparse, "CAP", 64)
+    monkeypatch.setattr(sparse, "CHUNK", 1)
+    left, made = [], sparse.forward
+    monkeypatch.setattr(sparse, "forward", lambda *call: left.append(made(*call)) or left[-1])
+    problem = make(3, "entmax15", **SMALL | dict(h=1, m=40, n=220), sharp=0.05)  # every key has weight: 55 to a list
+    check_forward(attention, problem)
+    assert left[0].sum() == 0
+
+
+def test_no_block_of_lists_crosses_4_gib():
+    assert 2**32 % BYTES == 0  # they begin at multiples of their size, and only the low half of an address moves
+
+
+@triton.jit
+def put_one(ptr, rows, SLOT: tl.constexpr):
+    row = tl.arange(0, 1)
+    statistics.put(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
+
+
+def test_statistics_beyond_32_bits():
+    """The last of fourteen statistics of 2³¹/13 rows and more; the memory before is never touched."""
+    rows = 2**31 // 13 + 1
+    page = torch.empty(13 * rows + 1, dtype=torch.float16)
+    put_one[(1,)](page, rows, 13)
+    assert page[-1] == 3.0

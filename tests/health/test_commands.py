@@ -1,0 +1,169 @@
+"""regard examine and regard demo: what they print, what they write, how they fail."""
+
+import json
+
+import pytest
+import torch
+
+from regard.cli import main
+from regard.health.models import tiny
+from regard.health.models.inputs import sample
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny BERT with a word-piece tokenizer of its own, saved as people save them."""
+    from saved_models import bert, save
+
+    torch.manual_seed(0)
+    return save(bert(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_examine_a_folder(folder, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a cat sat on a mat and looked at the door for a long time " * 20)
+    code = main(
+        [
+            "examine",
+            str(folder),
+            "--text",
+            "text.txt",
+            "--length",
+            "32",
+            "--json",
+            "r.json",
+            "--what-if",
+            "temperature=2",
+        ]
+    )
+    assert code == 0
+    out = capsys.readouterr().out
+    assert "8 heads in 2 attention layers" in out
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    told = json.loads((tmp_path / "r.json").read_text())
+    assert len(told["heads"]) == 8
+    assert told["title"] == folder.name
+    assert told["how"]["batches"] > 1
+    assert list(told["what_if"]) == ["temperature=2"]
+
+
+def test_examine_the_sample_and_standard_input(folder, tmp_path, capsys, monkeypatch):
+    import io
+
+    assert main(["examine", str(folder), "--length", "64", "--limit", "1", "--out", "a.json"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat sat on the mat " * 10))
+    assert main(["examine", str(folder), "--length", "64", "--text", "-", "--out", "b.json"]) == 0
+    a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    assert a["heads"] != b["heads"]
+
+
+def test_examine_a_function(tmp_path, capsys):
+    (tmp_path / "here.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), [torch.randn(2, 9, 16)]\n"
+        "def wrong():\n"
+        "    return 7, []\n"
+    )
+    assert main(["examine", "here:make"]) == 0
+    assert "2 heads in 1 attention layer" in capsys.readouterr().out
+    for spec, words in (
+        ("here:none", "has no function 'none'"),
+        ("here:wrong", "must return (model, batches), a torch.nn.Module first, got (int, list)"),
+        ("nowhere:make", "no module"),
+        ("here:make --text here.py", "brings its own model and batches; leave out --text"),
+        ("here:make --length 9", "leave out --length"),
+    ):
+        assert main(["examine", *spec.split()]) == 1
+        assert words in capsys.readouterr().err
+
+
+def refused(capsys, *arguments, words):
+    capsys.readouterr()  # what making the model said
+    code = main(["examine", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert code != 0
+    assert words in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+    return code
+
+
+def test_what_cannot_be_examined_is_told_in_a_line(folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text("  \n ")
+    refused(capsys, tmp_path / "empty", words="no config.json")
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    refused(capsys, tmp_path / "empty", words="an adapter alone; merge it")
+    refused(capsys, folder, "--text", "blank.txt", words="tokenises to nothing")
+    refused(capsys, folder, "--text", "none.txt", words="cannot be read")
+    refused(capsys, folder, "--length", 65, words="more than the model's 64 positions")
+    assert refused(capsys, folder, "--what-if", "warmth=2", words="not understood") == 2
+    assert refused(capsys, folder, "--what-if", "normalizer=max", words="normalizer 'max' is unknown") == 2
+    assert refused(capsys, folder, "--out", "report.pdf", words=".html, .json or .png") == 2
+    assert refused(capsys, folder, "--out", "none/report.html", words="there is no folder") == 2
+    assert refused(capsys, folder, "--batch", 0, words="--batch must be at least 1") == 2
+    for seconds in (-5, "nan", 1e10):
+        assert refused(capsys, folder, "--timeout", seconds, words="--timeout must be seconds, more than 0") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.txt", "empty"]
+
+
+def test_pickled_weights_are_refused_unless_asked_for(folder, tmp_path, capsys):
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (pickled / path.name).write_bytes(path.read_bytes())
+    model = transformers.AutoModel.from_pretrained(folder)
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    refused(capsys, pickled, words="in pickle, which can run any code")
+    assert main(["examine", str(pickled), "--allow-pickle", "--length", "64", "--limit", "1"]) == 0
+
+
+def test_a_model_that_fails_midway_gives_what_it_has_and_says_so(tmp_path, capsys):
+    (tmp_path / "half.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)\n"
+        "    return layer, [torch.randn(2, 9, 16), torch.randn(2, 9, 5)]\n"
+        "def stopped():\n"
+        "    def batches(model):\n"
+        "        model(torch.randn(2, 9, 16))\n"
+        "        raise KeyboardInterrupt\n"
+        "    return make()[0], [batches]\n"
+    )
+    assert main(["examine", "half:make"]) == 1
+    assert "not finished" in capsys.readouterr().err
+    assert "Incomplete:" in (tmp_path / "report.html").read_text()
+    assert main(["examine", "half:stopped", "--out", "stopped.json"]) == 130
+    assert json.loads((tmp_path / "stopped.json").read_text())["interrupted"].startswith("KeyboardInterrupt")
+
+
+def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
+    assert main(["demo"]) == 0
+    out = capsys.readouterr().out
+    assert "No head passed a threshold." in out
+    assert "scale off (warning), 16 heads" in out
+    assert "collapsed (critical)" in out and "dying gradient (critical)" in out
+    assert "what if qk_norm: no findings" in out
+    assert str(tmp_path / "report.html") in out
+    assert (tmp_path / "report.html").stat().st_size < 3_000_000
+
+
+def test_checkpoints_load_and_know_their_options():
+    for name, scale in (("tiny-scaled", "sqrt"), ("tiny-unscaled", "none")):
+        model, notes = tiny.checkpoint(name)
+        assert model.options["scale"] == scale
+        ids = tiny.batches(sample(), 128, 4)[0]
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        assert loss < 3.6  # far better than chance, 4.57, on text that it never saw
+        assert float(notes["validation_loss"]) < 3.0
+        assert "python examples/train_tiny.py" in notes["command"]
+    with pytest.raises(ValueError, match="129 characters, but the model has 128 positions"):
+        model(torch.zeros(1, 129, dtype=torch.long))

@@ -1,0 +1,395 @@
+"""regard.Monitor: the right steps, the right numbers, where they were asked for, and a warning in time."""
+
+import copy
+import io
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from copied_models import Copied
+from torch import nn
+
+import regard
+from regard.health import AttentionWarning
+from regard.health.capture import interception
+from regard.health.watching.trends import SAMPLES
+
+
+def layer(dropout=0.1):
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
+
+
+def train(model, steps, batch=3):
+    for _ in range(steps):
+        model(torch.randn(batch, 10, 16)).square().mean().backward()
+
+
+def test_steps_are_sampled_and_numbers_are_those_of_the_model():
+    model, rows = layer(), []
+    x = torch.randn(3, 10, 16)
+    with regard.Monitor(model, every=3, log=rows.append, budget=1.0) as monitor:
+        for _ in range(7):
+            model(x)
+    assert [row["step"] for row in rows] == [1, 1, 4, 4, 7, 7]
+    assert monitor.unmeasured == {}  # dropout in training did not make it unfaithful
+    report = regard.examine(model, [x[:1]])
+    for row, head in zip(rows[:2], report.heads, strict=True):
+        assert row["layer"] == head.layer == "self_attn"
+        assert row["entropy_ratio"] == pytest.approx(head.statistics["entropy_ratio"].mean, rel=1e-5)
+        assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)
+
+
+def test_training_goes_on_as_without_it():
+    grads = []
+    for watched in (False, True):
+        model = layer(dropout=0.0)
+        monitor = regard.Monitor(model, every=1, budget=1.0) if watched else None
+        torch.manual_seed(1)
+        train(model, 2)
+        grads.append(model.self_attn.in_proj_weight.grad.clone())
+        if monitor:
+            monitor.close()
+            assert monitor.samples == 2
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+    assert interception.ACTIVE == []
+
+
+@pytest.mark.parametrize("watch", [lambda model: regard.Monitor(model, every=1, budget=1.0), regard.qk_clip])
+def test_random_numbers_of_the_training_are_left_alone(watch):
+    """torch's attention is asked for its weights by default, and is then run twice."""
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        attention = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+        if watched:
+            watch(attention)
+        torch.manual_seed(1)
+        x = torch.randn(3, 10, 16)
+        found.append(torch.stack([attention(x, x, x)[0] for _ in range(3)]))
+    assert torch.equal(*found)
+    assert found[1].requires_grad
+
+
+def test_a_layer_that_is_not_faithful_keeps_its_own_output(monkeypatch):
+    """Of a frozen model too, whose long calls `examine` would lead elsewhere, and run again."""
+    from transformers import LlamaConfig, LlamaModel
+    from transformers.models.llama import modeling_llama
+
+    def eager_attention_forward(*args, **kwargs):
+        output, weights = own(*args, **kwargs)
+        return 0.5 * output, weights
+
+    own = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager_attention_forward)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20)
+    model = LlamaModel(LlamaConfig(**sizes, attn_implementation="eager")).requires_grad_(False).train()
+    ids = torch.randint(20, (1, 300))
+    expected = model(ids)[0]
+    with regard.Monitor(model, every=1), pytest.warns(AttentionWarning, match="differs by 1 from the model's own"):
+        seen = model(ids)[0]
+    assert torch.equal(seen, expected)
+
+
+def test_a_forward_that_raises_is_no_sample():
+    """And nothing is told of it: it may have raised before any attention."""
+    model, rows = layer(), []
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for wrong in (torch.randn(1, 10, 15), "text"):
+            with pytest.raises((RuntimeError, AssertionError, AttributeError)):
+                model(wrong)
+        assert (rows, monitor.samples) == ([], 0)
+        train(model, 1)
+    assert len(rows) == 2 and interception.ACTIVE == interception.OPENED == []
+
+
+def test_evaluation_is_not_a_step():
+    model, rows = layer(), []
+    monitor = regard.Monitor(model, every=1, log=rows.append)
+    model.eval()(torch.randn(1, 10, 16))
+    assert rows == []
+    assert monitor.step == 0
+    monitor.close()
+    assert not model._forward_hooks
+
+
+def test_copies_and_files_of_a_watched_model_are_not_watched():
+    model, rows, file = layer(), [], io.BytesIO()
+    with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor:
+        train(model, 1)
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), copy.copy(model), torch.load(file, weights_only=False)):
+            train(other, 1)
+            assert other.training and (monitor.step, len(rows)) == (1, 2)
+            with regard.Monitor(other, every=1, budget=1.0) as another:
+                train(other, 1)
+            assert another.samples == 1
+        train(model, 1)
+    assert (monitor.step, len(rows)) == (2, 4)
+
+
+def test_its_cost_stays_within_the_budget():
+    model, rows = layer(), []
+    with regard.Monitor(model, every=1, log=rows.append, budget=1e-9) as monitor:
+        train(model, 5)
+    assert {row["step"] for row in rows} == {1, 2}  # the first is free, the second spends all there is
+    assert monitor.spent > 0
+    assert monitor.left_out == 3
+
+
+def test_samples_that_the_budget_leaves_out_are_told_of_once():
+    model = layer()
+    with regard.Monitor(model, every=1, budget=1e-9) as monitor, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(model, 30)
+    (told,) = (str(one.message) for one in seen)
+    assert told.startswith("the monitor: samples cost more than budget=1e-09 of the time: 20 of 22 were left out")
+    assert (monitor.samples, monitor.left_out) == (2, 28)
+
+
+def test_a_jsonl_file(tmp_path):
+    path = tmp_path / "heads.jsonl"
+    with regard.Monitor(layer(), every=2, log=path, budget=1.0) as monitor:
+        train(monitor.model, 3)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["head"]) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert 0.0 < rows[0]["entropy_ratio"] <= 1.0
+    with pytest.raises(ValueError, match="there is no folder"):
+        regard.Monitor(layer(), log=tmp_path / "none" / "heads.jsonl")
+
+
+@pytest.mark.parametrize("way", ["full disk", "folder gone", "function"])
+def test_a_log_that_fails_is_told_once_and_training_goes_on(way, tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+
+    def log(row):
+        raise KeyError("nothing to write to")
+
+    log = {"full disk": "/dev/full", "folder gone": folder / "heads.jsonl", "function": log}[way]
+    if way == "full disk" and not Path(log).exists():
+        pytest.skip("this system has no /dev/full")
+    with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
+        folder.rmdir()
+        with pytest.warns(AttentionWarning, match="the monitor's log: it failed at step 1") as seen:
+            train(monitor.model, 3)
+    assert len(seen) == 1 and monitor.samples == 3
+
+
+class Scalars:
+    def __init__(self):
+        self.scalars, self.histograms = [], []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def add_histogram(self, name, values, step):
+        self.histograms.append((name, len(values), step))
+
+
+class Run:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, numbers, step):
+        self.logged.append((numbers, step))
+
+
+def test_writers():
+    board, run = Scalars(), Run()
+    for log in (board, run):
+        with regard.Monitor(layer(), every=5, log=log) as monitor:
+            train(monitor.model, 1)
+    names = {name for name, _, step in board.scalars if step == 1}
+    assert "attention/self_attn/head1/entropy_ratio" in names
+    assert ("attention/self_attn/max_logit", 2, 1) in board.histograms
+    ((numbers, step),) = run.logged
+    assert step == 1
+    assert numbers.keys() == names
+    with pytest.raises(TypeError, match="log must have add_scalar"):
+        regard.Monitor(layer(), log=7)
+
+
+def test_what_a_sample_does_not_have_is_no_number(tmp_path):
+    rows, board, run, path = [], Scalars(), Run(), tmp_path / "heads.jsonl"
+    for log in (rows.append, board, run, path):
+        with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
+            monitor.model(torch.randn(2, 1, 16))  # rows of one key have neither an entropy ratio nor a gain ratio
+    told = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert told["entropy_ratio"] is told["gain_ratio"] is None and told["max_weight"] == 1.0
+    assert math.isnan(rows[0]["entropy_ratio"]) and rows[0]["max_weight"] == 1.0
+    assert run.logged[0][0].keys() == {name for name, _, _ in board.scalars}
+    assert not any("ratio" in name for name, _, _ in [*board.scalars, *board.histograms])
+
+
+def test_a_jsonl_file_is_json_where_numbers_overflow(tmp_path):
+    model, path = layer(), tmp_path / "heads.jsonl"
+    model.self_attn.in_proj_weight.data[:16] *= 1e22  # its logits have a variance that float32 has not
+    with regard.Monitor(model, every=1, log=path, budget=1.0):
+        train(model, 1)
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert [row["logit_variance"] for row in rows] == [None, None] and rows[0]["max_logit"] > 1e20
+
+
+def test_a_rising_logit_is_told_before_it_is_there():
+    model = layer(dropout=0.0)
+    x = torch.randn(1, 10, 16)
+    with regard.Monitor(model, every=1, budget=1.0), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(SAMPLES):
+            model(x)
+            with torch.no_grad():
+                model.self_attn.in_proj_weight[:32] *= 1.25
+    told = [str(one.message) for one in seen if issubclass(one.category, AttentionWarning)]
+    assert any("largest logit" in text and "self_attn, head" in text for text in told)
+    top = regard.examine(model, [x]).heads[0].statistics["max_logit"].max
+    assert top < 100.0
+    assert len(told) == len(set(told))
+
+
+def test_steady_training_is_not_told_anything():
+    model = layer(dropout=0.0)
+    with regard.Monitor(model, every=1, budget=1.0), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, SAMPLES + 2)
+
+
+class Training(nn.Module):
+    """One attention layer that returns its loss, as a Trainer wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layer()
+
+    def forward(self, x, labels=None):
+        return {"loss": self.inner(x).square().mean()}
+
+
+def samples(count):
+    torch.manual_seed(3)
+    return [{"x": torch.randn(10, 16), "labels": torch.zeros(())} for _ in range(count)]
+
+
+def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    monkeypatch.delitem(
+        sys.modules, "marimo", raising=False
+    )  # where it is loaded, transformers takes us for a notebook
+    from transformers import Trainer, TrainingArguments
+
+    model, rows = Training(), []
+    monitor = regard.Monitor(model, every=3, log=rows.append, budget=1.0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=7, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=samples(32), callbacks=[monitor.trainer_callback()]).train()
+    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
+    assert monitor.step == 7  # and not 14, the number of forwards
+    assert monitor.unmeasured == {}
+    assert not model._forward_hooks
+
+
+def fitted(tmp_path, watched, **options):
+    """A LightningModule whose training_step calls its model, fitted under a monitor of the part `watched` gives."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Training()
+
+        def training_step(self, batch, index):
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    task, rows = Task(), []
+    monitor = regard.Monitor(watched(task), every=3, log=rows.append, budget=1.0)
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=str(tmp_path), callbacks=[monitor.lightning_callback()], **options,
+    )  # fmt: skip
+    trainer.fit(task, torch.utils.data.DataLoader(samples(32), batch_size=2))
+    assert not monitor.model._forward_hooks
+    return monitor, rows
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers and much else
+def test_lightning_brings_its_steps_and_its_end(tmp_path):
+    monitor, rows = fitted(tmp_path, lambda task: task.model, max_steps=7, accumulate_grad_batches=2)
+    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
+    assert monitor.step == 7
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_whose_forward_the_trainer_does_not_call_is_told(tmp_path):
+    with pytest.warns(AttentionWarning, match="3 steps passed without a forward of it") as seen:
+        _, rows = fitted(tmp_path, lambda task: task, max_steps=6)
+    assert rows == [] and sum(issubclass(one.category, AttentionWarning) for one in seen) == 1
+
+
+def test_steps_without_a_forward_may_be_few():
+    with warnings.catch_warnings(), regard.Monitor(layer(), every=1) as monitor:
+        warnings.simplefilter("error")
+        for step in range(1, 9):
+            monitor.at_step(step)
+            if step % 3 == 0:
+                train(monitor.model, 1)
+
+
+@pytest.mark.parametrize(
+    ("package", "make"), [("lightning", "lightning_callback"), ("transformers", "trainer_callback")]
+)
+def test_a_callback_without_its_package_says_what_to_install(monkeypatch, package, make):
+    for name in (package, f"{package}.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with regard.Monitor(layer(), every=10) as monitor, pytest.raises(ImportError, match="pip install"):
+        getattr(monitor, make)()
+
+
+@pytest.mark.parametrize("options", [dict(every=0), dict(every=2.5), dict(budget=0.0)])
+def test_bad_options_are_told(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        regard.Monitor(layer(), **options)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_copy_that_data_parallel_runs_on_the_first_device_is_watched(inside):
+    model, rows = layer(dropout=0.0), []
+    copied, x = Copied(model), torch.randn(4, 10, 16)
+    with regard.Monitor(model if inside else copied, every=2, log=rows.append, budget=1.0) as monitor:
+        for _ in range(3):
+            copied(x)
+    assert (monitor.step, monitor.samples) == (3, 2)
+    assert [row["step"] for row in rows] == [1, 1, 3, 3]
+    for row, head in zip(rows[:2], regard.examine(copied, [x[:1]]).heads, strict=True):
+        assert row["layer"] == head.layer == "self_attn"
+        assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(sequences=0),
+        dict(sequences=-1),
+        dict(sequences=1.5),
+        dict(sequences="all"),
+        dict(budget="2 %"),
+        dict(every=0),
+    ],
+)
+def test_what_would_watch_nothing_is_refused_by_name(wrong):
+    """sequences=0 measured no row of any step, and said nothing."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
+        regard.Monitor(model, **wrong)
+    assert not model._forward_pre_hooks

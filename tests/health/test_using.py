@@ -1,0 +1,165 @@
+"""regard.using: another normaliser inside a real model, and the model back to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.health.capture import interception
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+
+
+def test_a_model_computes_with_the_normaliser_it_is_given():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(3 * x, x, x, is_causal=True)
+
+    model, x = Plain(), torch.randn(2, 2, 9, 4)
+    own = model(x)
+    with regard.using(model, normalizer="entmax15", temperature=0.5) as swap:
+        other = model(x)
+    expected = regard.reference.attention(3 * x, x, x, is_causal=True, normalizer="entmax15", temperature=0.5)[0]
+    torch.testing.assert_close(other, expected.float(), rtol=1e-4, atol=1e-5)
+    assert swap.calls == 1
+    assert torch.equal(model(x), own)
+
+
+def test_policies_and_examination_inside():
+    model, x = encoder(), torch.randn(1, 12, 16)
+    with regard.using(model, normalizer="sparsemax", temperature=regard.temperature.SSMax()):
+        report = regard.examine(model, [x])
+    assert report.unmeasured == []
+    assert min(head.statistics["support"].mean for head in report.heads) < 12  # what was used, not softmax
+
+
+def test_qk_norm_is_what_its_what_if_told():
+    class Scaled(nn.Module):
+        """Multiplies its queries itself, as OPT, BART and Whisper do."""
+
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x / 8**0.5, x, x, scale=1.0)
+
+    model, x = Scaled(), torch.randn(2, 2, 9, 8)
+    told = regard.examine(model, [x], what_if=["qk_norm"]).what_if["qk_norm"].heads
+    with regard.using(model, qk_norm=True):
+        used, output = regard.examine(model, [x]).heads, model(x)
+    assert [head.to_json()["statistics"] for head in used] == [head.to_json()["statistics"] for head in told]
+    q, k = regard.qk_norm(x, x)
+    torch.testing.assert_close(output, regard.attention(q, k, x))
+    with regard.using(model, qk_norm=True, scale=0.1):
+        torch.testing.assert_close(model(x), regard.attention(q, k, x, scale=0.1))
+
+
+def test_for_good_and_back():
+    model, x = encoder(), torch.randn(1, 7, 16)
+    own, state = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+    swap = regard.using(model, scale="none")
+    assert not torch.equal(model(x), own)
+    swap.restore()
+    swap.restore()
+    assert torch.equal(model(x), own)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert interception.ACTIVE == []
+
+
+def test_gradients_flow_through_it():
+    model, x = encoder().train(), torch.randn(1, 7, 16)
+    with regard.using(model, normalizer="entmax15"):
+        model(x).square().mean().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "in_proj_weight" in name]
+    assert all(grad is not None and grad.isfinite().all() and grad.abs().sum() > 0 for grad in grads)
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    model = encoder()
+    with pytest.raises(AssertionError), regard.using(model, normalizer="softmax1"):
+        model(torch.randn(1, 7, 5))
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert interception.ACTIVE == []
+    model(torch.randn(1, 7, 16))
+
+
+def test_huggingface_with_padding_and_checkpointing():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=60,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    ids, mask = torch.randint(1, 60, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    batch = dict(input_ids=ids, attention_mask=mask, labels=ids)
+    own = model(**batch).logits
+    with regard.using(model, normalizer="softmax", temperature=1.0):  # the same distribution by another road
+        torch.testing.assert_close(model(**batch).logits[mask.bool()], own[mask.bool()], rtol=1e-4, atol=1e-4)
+    grads = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable()
+        with regard.using(model.train(), normalizer="entmax15"):
+            model.zero_grad()
+            model(**batch).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({}, ValueError, "changes nothing"),
+        (dict(normalizer="entmacks"), ValueError, "entmax"),
+        (dict(scale="square"), ValueError, "scale 'square'"),
+    ],
+)
+def test_bad_options_are_told_and_change_nothing(options, error, match):
+    with pytest.raises(error, match=match):
+        regard.using(encoder(), **options)
+    assert interception.ACTIVE == []
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
+    """Also when torch.compile first reads it inside the block: what it then made serves the plain model."""
+    model, x = encoder(), torch.randn(1, 7, 16)
+    own, compiled = model(x), torch.compile(model, backend="eager", fullgraph=True)
+    if before:
+        compiled(x)
+    with pytest.warns(UserWarning, match="led no attention call"), regard.using(model, temperature=5.0):
+        torch.testing.assert_close(compiled(x), own)
+    with pytest.raises(ValueError, match=r"what torch.compile made of it was run, examine that"):
+        regard.examine(model, lambda _: compiled(x))
+    torch.testing.assert_close(compiled(x), own)
+    assert interception.ACTIVE == interception.OPENED == [] and not interception._STACK
+    torch._dynamo.reset()
+
+
+class Viewed(nn.Module):
+    """Takes a view of torch's output, which torch lays out so that it can."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).split(16, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).view(x.shape)
+
+
+def test_outputs_lie_in_memory_as_those_of_torch():
+    model, x = Viewed(), torch.randn(2, 300, 16)
+    with regard.using(model, normalizer="entmax15"):
+        model(x).sum().backward()
+    report = regard.examine(nn.Sequential(model), [x])  # beyond 256 queries it goes on with the rebuilt output
+    assert report.interrupted is None and len(report.heads) == 2

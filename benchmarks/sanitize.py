@@ -26,7 +26,7 @@ def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
     "ring" is "rows" of lengths that pass through shared memory; "lists" "attention" with lists at any length, forward
-    and backward; "moments" with the keys' forms at any; in "still" the frame stays and rows outgrow it; in "stored"
+    and backward; "moments" with the keys' forms at any; in "still" the shift stays and rows outgrow it; in "stored"
     backward takes the road of long rows.
     """
     found: list[tuple] = []

@@ -63,14 +63,14 @@ class Problem:
 
 @dataclass
 class Forward:
-    """`frame` and `z` are the row state that backward needs.
+    """`shift` and `z` are the row state that backward needs.
 
-    ratio: frame = m, z = Z (0 where the row has no weight); threshold: frame = τ (in gain·s), z = Σg′;
-    pointwise: both 0. Rows that see no key: o = 0, frame = 0, z = 0.
+    ratio: shift = m, z = Z (0 where the row has no weight); threshold: shift = τ (in gain·s), z = Σg′;
+    pointwise: both 0. Rows that see no key: o = 0, shift = 0, z = 0.
     """
 
     o: Tensor  # [B, H, M, E], q's dtype
-    frame: Tensor  # [B, H, M], accumulator dtype
+    shift: Tensor  # [B, H, M], accumulator dtype
     z: Tensor  # [B, H, M], accumulator dtype
     stats: Tensor  # [len(problem.stats), B, H, M], accumulator dtype
 
@@ -102,7 +102,7 @@ class Upstream:
 class Part:
     """What a part of their keys says of rows, before sinks and rests: see `regard.parallel.merge` for the law.
 
-    ratio: o = Σu·v / z and z = Σv in the frame m (z = 0: the part weighs nothing). pointwise: o = Σp·v.
+    ratio: o = Σu·v / z and z = Σv in the shift m (z = 0: the part weighs nothing). pointwise: o = Σp·v.
     threshold, at a given τ: o = Σp·v, z = Σp, slopes = Σg′.
     """
 

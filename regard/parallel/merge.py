@@ -73,7 +73,7 @@ class Total:
             above = None
             if self.choice.family == "threshold" and c is not None:  # told from the maximum on: logits round
                 top = self.state.top
-                above = torch.where(top.abs() < math.inf, -c.double()[..., None], top - self.state.frame)
+                above = torch.where(top.abs() < math.inf, -c.double()[..., None], top - self.state.shift)
             return self.state.finish(self.choice, sink, above=above)
         silent = None
         if self.choice.family == "ratio":
@@ -132,9 +132,9 @@ def _rows(part: Part, here: slice) -> Part:
 
 
 def merged(first: State, second: State, choice: Choice) -> State:
-    """Both parts' sums. A part without keys has no say in the frame."""
+    """Both parts' sums. A part without keys has no say in the shift."""
     if choice.family != "ratio":
-        first = replace(first, frame=torch.where(first.n == 0, second.frame, first.frame))
+        first = replace(first, shift=torch.where(first.n == 0, second.shift, first.shift))
     return first.merge(second, choice)
 
 

@@ -24,7 +24,7 @@ from regard import masks
 from regard._core import philox
 from regard._core.problem import Gradients, Part, Problem, Upstream, Whole
 from regard.parallel.merge import FIELDS
-from regard.statistics import State, Terms, solve_frame
+from regard.statistics import State, Terms, solve_shift
 
 SCORES = 1 << 22  # in one block, about
 
@@ -116,14 +116,14 @@ def forward(problem: Problem) -> Part:
     o, m, z, sums = _room(problem)
     terms = Terms(problem.choice)
     for block in blocks(problem):
-        frame = solve_frame(block.s, block.seen, problem.choice)
-        u, v, _, _ = (x.masked_fill(~block.seen, 0.0) for x in terms(block.s, frame))
+        shift = solve_shift(block.s, block.seen, problem.choice)
+        u, v, _, _ = (x.masked_fill(~block.seen, 0.0) for x in terms(block.s, shift))
         total = v.sum(-1, keepdim=True)
         inverse = torch.where(total == 0, 0.0, 1.0 / total) if problem.choice.family == "ratio" else 1.0
         kept = block.kept()
         o[:, :, block.rows] = _per_head(u if kept is None else u * kept, block.values) * inverse
-        m[:, :, block.rows], z[:, :, block.rows] = frame.squeeze(-1), total.squeeze(-1)
-        _measure(block, frame, sums)
+        m[:, :, block.rows], z[:, :, block.rows] = shift.squeeze(-1), total.squeeze(-1)
+        _measure(block, shift, sums)
     return Part(o, m, z, sums=sums)
 
 
@@ -134,7 +134,7 @@ def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, tuple[Tensor, Te
     for block in blocks(problem):
         x = (gain * block.s).masked_fill(~block.seen, -math.inf)
         top = x.amax(-1, keepdim=True) if keys else torch.full_like(x.sum(-1, keepdim=True), -math.inf)
-        tau = solve_frame(block.s, block.seen, problem.choice) - top
+        tau = solve_shift(block.s, block.seen, problem.choice) - top
         x = x - top.masked_fill(top == -math.inf, 0.0)
         high[:, :, block.rows], c[:, :, block.rows] = top.squeeze(-1), tau.squeeze(-1)
         counts[:, :, block.rows] = (x > tau).sum(-1)
@@ -142,10 +142,10 @@ def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, tuple[Tensor, Te
     return high, c.masked_fill(high == -math.inf, 0.0), (counts, support)
 
 
-def summed(problem: Problem, kept: tuple[Tensor, Tensor], shift: Tensor, c: Tensor) -> Tensor:
+def summed(problem: Problem, kept: tuple[Tensor, Tensor], offset: Tensor, c: Tensor) -> Tensor:
     _, support = kept
     terms = Terms(problem.choice)
-    t = (support + (shift - c)[..., None]).clamp_min(0.0)
+    t = (support + (offset - c)[..., None]).clamp_min(0.0)
     slope = torch.where(t > 0, terms.tile["slope"](t, terms.theta), 0.0)
     return torch.stack([terms.tile["value"](t, terms.theta).sum(-1), slope.sum(-1)]).double()
 
@@ -230,11 +230,11 @@ def _bias_room(bias: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=bias.device)
 
 
-def _measure(block: Block, frame: Tensor, sums: Tensor | None) -> None:
+def _measure(block: Block, shift: Tensor, sums: Tensor | None) -> None:
     if sums is None:
         return
     i, j = block.positions
-    state = State.of(block.s.double(), block.seen, block.problem.choice, frame.double(), i.double(), j.double())
+    state = State.of(block.s.double(), block.seen, block.problem.choice, shift.double(), i.double(), j.double())
     for name, row in zip(FIELDS, sums, strict=True):
         row[:, :, block.rows] = getattr(state, name).squeeze(-1)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from regard.statistics.dense import of_scores, of_weights
 from regard.statistics.names import DIFFERENTIABLE, NAMES, Statistics, asked, marked, resolve, with_helpers
 from regard.statistics.state import State
-from regard.statistics.terms import Terms, solve_frame
+from regard.statistics.terms import Terms, solve_shift
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -34,6 +34,6 @@ __all__ = [
     "of_scores",
     "of_weights",
     "resolve",
-    "solve_frame",
+    "solve_shift",
     "with_helpers",
 ]

@@ -12,7 +12,7 @@ from regard import normalizers
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.names import NAMES, Statistics
 from regard.statistics.state import State
-from regard.statistics.terms import Terms, solve_frame
+from regard.statistics.terms import Terms, solve_shift
 
 
 def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None, first=0, names=NAMES) -> Statistics:
@@ -48,8 +48,8 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
         stats["gradient_gain"] = gain.masked_fill(stats["mass"].isnan(), math.nan)
     else:
         top = _top(scores, seen) if choice.family == "threshold" else torch.zeros_like(rows)  # τ is told from it
-        frame = solve_frame(scores - top, seen, choice, theta)
-        stats = State.of(scores - top, seen, choice, frame, rows, theta=theta).finish(choice, sink, theta)
+        shift = solve_shift(scores - top, seen, choice, theta)
+        stats = State.of(scores - top, seen, choice, shift, rows, theta=theta).finish(choice, sink, theta)
         for name in ("max_logit", "mean_logit", "logsumexp"):
             stats[name] = stats[name] + top.squeeze(-1)
     return Statistics({name: stats[name].to(dtype) for name in NAMES if name in names})
@@ -153,9 +153,9 @@ def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, na
 def _trace(s: Tensor, seen: Tensor, choice, theta) -> Tensor:
     """tr ∂p/∂s: from the tile functions, or by a derivative per key where there are none that serve."""
     if choice.fused:
-        terms, frame = Terms(choice, theta), solve_frame(s, seen, choice, theta)
-        _, v, slope, cross = (x.masked_fill(~seen, 0.0).sum(-1, keepdim=True) for x in terms(s, frame))
-        z = v + terms.rest(frame) if choice.family == "ratio" else torch.ones_like(v)
+        terms, shift = Terms(choice, theta), solve_shift(s, seen, choice, theta)
+        _, v, slope, cross = (x.masked_fill(~seen, 0.0).sum(-1, keepdim=True) for x in terms(s, shift))
+        z = v + terms.rest(shift) if choice.family == "ratio" else torch.ones_like(v)
         z = z.masked_fill(z == 0, math.inf)
         return (slope / z - cross / z**2).squeeze(-1)
     with torch.inference_mode(False), torch.enable_grad():

@@ -14,9 +14,9 @@ from regard.statistics.terms import Terms
 
 @dataclass
 class State:
-    """Sums over the visible keys of one part of a row, in the frame of that part; each field has shape (…, 1).
+    """Sums over the visible keys of one part of a row, in the shift of that part; each field has shape (…, 1).
 
-    Sums marked ' leave out the keys at the part's maximal logit. `frame` is m or τ. Parts of one row may have
+    Sums marked ' leave out the keys at the part's maximal logit. `shift` is m or τ. Parts of one row may have
     different shifts m; their τ must be the same (it belongs to the whole row).
     """
 
@@ -25,7 +25,7 @@ class State:
     ties: Tensor  # how many keys have s = top
     mean: Tensor  # of s
     m2: Tensor  # Σ (s − mean)²
-    frame: Tensor
+    shift: Tensor
     first: Tensor  # position of the first visible key, inf if none
     first_u: Tensor  # its u
     u: Tensor  # Σ' u
@@ -39,10 +39,10 @@ class State:
     support: Tensor  # keys with u > 0, the maximum included
 
     @classmethod
-    def of(cls, scores, visible, choice, frame, rows=None, keys=None, theta=None, weights=None) -> State:
-        """The state of a part: scores (…, n), the row's frame (…, 1), positions of its row i and keys j.
+    def of(cls, scores, visible, choice, shift, rows=None, keys=None, theta=None, weights=None) -> State:
+        """The state of a part: scores (…, n), the row's shift (…, 1), positions of its row i and keys j.
 
-        `weights` (…, n), if given, stand for what the frame would say of the scores.
+        `weights` (…, n), if given, stand for what the shift would say of the scores.
         """
         terms = Terms(choice, theta)
         keys = torch.arange(scores.shape[-1], device=scores.device) if keys is None else keys
@@ -59,7 +59,7 @@ class State:
         s = torch.where(visible, scores, top.detach().masked_fill(none, 0.0))  # hidden keys: finite in every term
         mean = total(s) / n.clamp_min(1)
         below = visible & (s < top)
-        u, v, du, cross = terms(s, frame) if weights is None else terms.of_weights(weights)
+        u, v, du, cross = terms(s, shift) if weights is None else terms.of_weights(weights)
         weighs = terms.weighs(s, u) if weights is None else terms.outlasts(s - top, u)
         seen_keys = keys.masked_fill(~visible, math.inf)
         first = seen_keys.amin(-1, keepdim=True) if scores.shape[-1] else torch.full_like(n, math.inf)
@@ -69,7 +69,7 @@ class State:
             ties=n - total(torch.ones_like(s), below),
             mean=mean,
             m2=total((s - mean) ** 2),
-            frame=frame,
+            shift=shift,
             first=first,
             first_u=total(u, visible & (keys == first)),
             u=total(u, below),
@@ -87,11 +87,11 @@ class State:
         """The state of both parts together. Commutative; associative up to rounding."""
         terms = Terms(choice, theta)
         top = torch.maximum(self.top, other.top)
-        frame = self.frame
+        shift = self.shift
         if choice.family == "ratio":  # a part without keys has no say
-            frame = torch.maximum(self.frame, other.frame)
-            frame = torch.where(self.n == 0, other.frame, torch.where(other.n == 0, self.frame, frame))
-        parts = [part._moved(top, frame, terms) for part in (self, other)]
+            shift = torch.maximum(self.shift, other.shift)
+            shift = torch.where(self.n == 0, other.shift, torch.where(other.n == 0, self.shift, shift))
+        parts = [part._moved(top, shift, terms) for part in (self, other)]
         a, b = parts
         n = a.n + b.n
         weight = b.n / n.clamp_min(1)
@@ -100,7 +100,7 @@ class State:
         merged = {field.name: getattr(a, field.name) + getattr(b, field.name) for field in fields(State)}
         merged.update(
             top=top,
-            frame=frame,
+            shift=shift,
             mean=a.mean + gap * weight,
             m2=a.m2 + b.m2 + gap * gap * a.n * weight,
             first=torch.where(sooner, b.first, a.first),
@@ -108,19 +108,19 @@ class State:
         )
         return State(**merged)
 
-    def _moved(self, top: Tensor, frame: Tensor, terms: Terms) -> State:
-        """The same keys told in another frame, with another maximum to leave out."""
+    def _moved(self, top: Tensor, shift: Tensor, terms: Terms) -> State:
+        """The same keys told in another shift, with another maximum to leave out."""
         changes = {}
         if terms.family == "ratio":
-            shift = (self.frame - frame).masked_fill(self.n == 0, 0.0)
-            r = torch.exp(shift)
-            changes["log_u"] = r * (self.log_u + shift * self.u)
+            offset = (self.shift - shift).masked_fill(self.n == 0, 0.0)
+            r = torch.exp(offset)
+            changes["log_u"] = r * (self.log_u + offset * self.u)
             for name, power in dict(u=1, v=1, first_u=1, distance=1, slope=1, square=2, cross=2).items():
                 changes[name] = getattr(self, name) * r**power
-        state = State(**{**self.__dict__, **changes, "frame": frame})
+        state = State(**{**self.__dict__, **changes, "shift": shift})
         safe_top = torch.where(self.top == -math.inf, torch.zeros_like(self.top), self.top)
         folded = state.ties * ((self.top < top) & (self.n > 0))  # the old maximum joins the sums
-        u, v, du, cross = terms(safe_top, frame)
+        u, v, du, cross = terms(safe_top, shift)
         fall = torch.where(self.n > 0, torch.exp(safe_top - torch.where(top == -math.inf, safe_top, top)), 0.0)
         additions = dict(u=u, v=v, log_u=_xlogx(u), square=u * u, slope=du, cross=cross)
         for name, term in additions.items():
@@ -142,7 +142,7 @@ class State:
         if largest is not None:
             u, v, du, cross = terms.of_weights(largest)
         else:
-            u, v, du, cross = terms(top, self.frame) if above is None else terms.above(above)
+            u, v, du, cross = terms(top, self.shift) if above is None else terms.above(above)
         ties = self.ties
         positive = (u > 0) & ~none
         safe_u = torch.where(positive, u, torch.ones_like(u))
@@ -181,10 +181,10 @@ class State:
         """(1/Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""
         u, v, du, cross = at_max
         ties = self.ties
-        if terms.exponential:  # rest and sink join in a frame of their own, so that nothing overflows
-            m = self.frame.clamp_min(0.0) if choice.shift == "max0" else self.frame
+        if terms.exponential:  # rest and sink join in a shift of their own, so that nothing overflows
+            m = self.shift.clamp_min(0.0) if choice.shift == "max0" else self.shift
             m = m if sink is None else torch.maximum(m, sink)
-            f = torch.exp(self.frame - m)
+            f = torch.exp(self.shift - m)
             rest = terms.rest(m) + (0.0 if sink is None else torch.exp(sink - m))
             both = ties * u + self.u
             total_m = torch.where(none, 1.0, f * both + rest)
@@ -193,7 +193,7 @@ class State:
             lse = m + torch.log(total_m)
             inverse = f / total_m
         elif terms.family == "ratio":
-            rest = terms.rest(self.frame)
+            rest = terms.rest(self.shift)
             others = rest + (ties - 1.0) * v + self.v
             z = others + v
             at_top = ties * (du * others + (du * v - cross))

@@ -1,4 +1,4 @@
-"""What a key adds to a row's sums, u, v, u′ and their products, and the frame that they are told in."""
+"""What a key adds to a row's sums, u, v, u′ and their products, and the shift that they are told in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from regard.normalizers._language import speak, torch_words
 
 
 class Terms:
-    """(u, v, u′, cross) of scores in a frame, from the normaliser's own tile functions spoken in torch."""
+    """(u, v, u′, cross) of scores in a shift, from the normaliser's own tile functions spoken in torch."""
 
     def __init__(self, choice, theta=None):
         self.family, self.choice = choice.family, choice
@@ -25,12 +25,12 @@ class Terms:
         }[self.family]
         self.tile = {name: speak(getattr(choice, name), torch_words) for name in names}
 
-    def __call__(self, s: Tensor, frame: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(self, s: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tile = self.tile
         if self.family == "ratio":
-            return self.ratio(torch.exp(s - frame), s, torch.exp(-frame).expand(s.shape))
+            return self.ratio(torch.exp(s - shift), s, torch.exp(-shift).expand(s.shape))
         if self.family == "threshold":
-            return self.above((tile["gain"](self.theta) * s - frame).clamp_min(0.0))
+            return self.above((tile["gain"](self.theta) * s - shift).clamp_min(0.0))
         u = self.choice.reference(s, None, self.theta)  # its gradient is finite at any score
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
 
@@ -67,14 +67,14 @@ class Terms:
         t = self.tile["gain"](self.theta) * below + excess(p.amax(-1, keepdim=True), self.theta)
         return (p > 0) | (t > 1e-9)  # smaller ones may be rounding
 
-    def rest(self, frame: Tensor) -> Tensor:
+    def rest(self, shift: Tensor) -> Tensor:
         if self.family != "ratio":
-            return torch.zeros_like(frame)
-        limit = math.log(torch.finfo(frame.dtype).max)  # of a finite exponential: an infinite one has NaN gradients
-        return self.tile["rest"](torch.exp((-frame).clamp_max(limit)))
+            return torch.zeros_like(shift)
+        limit = math.log(torch.finfo(shift.dtype).max)  # of a finite exponential: an infinite one has NaN gradients
+        return self.tile["rest"](torch.exp((-shift).clamp_max(limit)))
 
 
-def solve_frame(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
+def solve_shift(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
     """What the whole row must tell its parts before they are summed: the shift m (ratio) or τ (threshold), (…, 1).
 
     Threshold maps are solved in (α−1)·s. Pointwise maps need nothing (0).

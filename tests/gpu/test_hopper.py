@@ -115,7 +115,7 @@ def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
                 patch.setattr(hopper, "processors", lambda device, places=places: places)
                 assert hopper.shape_of(problem).AHEAD
                 ahead = check_forward(attention, problem, slack=2.0)
-            assert all(torch.equal(getattr(alone, x), getattr(ahead, x)) for x in ("o", "frame", "z", "stats"))
+            assert all(torch.equal(getattr(alone, x), getattr(ahead, x)) for x in ("o", "shift", "z", "stats"))
 
 
 @pytest.mark.parametrize("name", ["softmax1", "sigmoid", "relu", "softpick"])
@@ -188,7 +188,7 @@ def half_tanh(x, y, N: tl.constexpr):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", ["softmax", "softmax1", "softpick"])
 def test_a_frame_that_stays(name, d, causal, monkeypatch):
-    """Large calls keep the frame of their first tile; rows that outgrow it, or whose weights do, are done again."""
+    """Large calls keep the shift of their first tile; rows that outgrow it, or whose weights do, are done again."""
     monkeypatch.setattr(hopper, "LARGE", 0)
     for seed, sizes in enumerate(SHAPES):
         problem = taken(seed, name, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes)

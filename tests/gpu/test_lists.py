@@ -55,8 +55,8 @@ def test_normal_rows_are_served_by_lists(m, n, causal):
     config, _ = config_of(problem, "forward_threshold")
     views, opt = [view(x) for x in (problem.q, problem.k, problem.v)], options(problem)
     shape = problem.q.shape[:-1]
-    o, (frame, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
-    left = sparse.forward(problem, None, views, view(o), frame, z, frame, opt, config, 40)
+    o, (shift, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
+    left = sparse.forward(problem, None, views, view(o), shift, z, shift, opt, config, 40)
     assert int(left.sum()) == 0
 
 

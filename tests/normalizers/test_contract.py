@@ -8,7 +8,7 @@ from rows_data import FUSED, rows
 
 import regard
 from regard import normalizers
-from regard.statistics import Terms, solve_frame
+from regard.statistics import Terms, solve_shift
 
 NAMES = normalizers.names()
 
@@ -21,12 +21,12 @@ def plain(choice, z):
     if not choice.fused:
         return choice.reference(z, None, choice.theta)
     seen = z > -math.inf
-    frame = solve_frame(z, seen, choice)
+    shift = solve_shift(z, seen, choice)
     terms = Terms(choice)
-    u, v, _, _ = (x.masked_fill(~seen, 0.0) for x in terms(z.masked_fill(~seen, 0.0), frame))
+    u, v, _, _ = (x.masked_fill(~seen, 0.0) for x in terms(z.masked_fill(~seen, 0.0), shift))
     if choice.family != "ratio":
         return u
-    total = v.sum(-1, keepdim=True) + terms.rest(frame)
+    total = v.sum(-1, keepdim=True) + terms.rest(shift)
     return u / total.masked_fill(total == 0, 1.0)
 
 

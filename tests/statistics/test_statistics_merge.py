@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from regard import normalizers, statistics
 from regard.parallel import merge_statistics
-from regard.statistics import State, of_scores, solve_frame
+from regard.statistics import State, of_scores, solve_shift
 
 
 @given(seed=st.integers(0, 10_000), name=st.sampled_from(normalizers.names()), size=st.sampled_from([0.01, 1.0, 30.0]))
@@ -22,12 +22,12 @@ def test_states_merge_over_any_split(seed, name, size):
     sink = torch.randn(4, 1, generator=generator, dtype=torch.float64) if name in ("softmax", "softmax1") else None
     position = torch.arange(4.0, dtype=torch.float64)[:, None]
     whole = of_scores(s, visible, name, sink=sink)
-    frame = solve_frame(s, visible, choice)
+    shift = solve_shift(s, visible, choice)
     owner = torch.randint(0, 4, (24,), generator=generator)
     parts = []
     for part in range(4):
         at = (owner == part).nonzero().squeeze(-1)
-        own = frame if choice.family == "threshold" else solve_frame(s[:, at], visible[:, at], choice)
+        own = shift if choice.family == "threshold" else solve_shift(s[:, at], visible[:, at], choice)
         parts.append(State.of(s[:, at], visible[:, at], choice, own, position, at.double()))
     merged = parts[0].merge(parts[1], choice).merge(parts[3].merge(parts[2], choice), choice).finish(choice, sink)
     for key in whole:
@@ -41,8 +41,8 @@ def test_parts_whose_maxima_lie_far_apart_merge(name):
     seen, at = torch.ones_like(s, dtype=torch.bool), torch.arange(6.0, dtype=torch.float64)
     parts = []
     for own in (slice(0, 2), slice(2, 6)):
-        frame = solve_frame(s[:, own], seen[:, own], choice)
-        parts.append(State.of(s[:, own], seen[:, own], choice, frame, at[:1, None], at[own]))
+        shift = solve_shift(s[:, own], seen[:, own], choice)
+        parts.append(State.of(s[:, own], seen[:, own], choice, shift, at[:1, None], at[own]))
     whole = of_scores(s, normalizer=name)
     for one, two in (parts, parts[::-1]):
         for key, x in one.merge(two, choice).finish(choice).items():

@@ -50,9 +50,9 @@ def make(
     extra = {}
     if bias is not None:
         sizes = [1 if dim in bias else size for dim, size in zip("bhmn", (b, h, m, n), strict=True)]
-        shift = draw(*sizes)
-        shift[torch.rand(sizes, generator=generator) < 0.2] = -math.inf
-        extra["bias"] = shift.to(dtype).to(device).expand(b, h, m, n)
+        offset = draw(*sizes)
+        offset[torch.rand(sizes, generator=generator) < 0.2] = -math.inf
+        extra["bias"] = offset.to(dtype).to(device).expand(b, h, m, n)
     if mask:
         shown = torch.rand(b, 1, m, n, generator=generator) < 0.6
         shown[0, :, 0] = False  # a row that sees nothing
@@ -135,7 +135,7 @@ def check_backward(backend, problem: Problem, answer=None, stats=(), slack: floa
     generator = torch.Generator().manual_seed(1)
     rows = problem.q.shape[:-1]
     do = torch.randn(*rows, problem.v.shape[-1], generator=generator).to(problem.q.dtype).to(problem.q.device)
-    pulls = {name: torch.randn(rows, generator=generator).to(answer.frame) for name in stats}
+    pulls = {name: torch.randn(rows, generator=generator).to(answer.shift) for name in stats}
     given = {name: getattr(problem, name) for name in LEAVES if getattr(problem, name) is not None}
     given = {name: unexpanded(x) if name == "bias" else x for name, x in given.items()}
     leaves = {name: x.detach().double().requires_grad_() for name, x in given.items()}

@@ -1,4 +1,4 @@
-"""attention: q [B, H, M, D], k [B, G, N, D], v [B, G, N, E] → (o, frame, z, stats), and its backward.
+"""attention: q [B, H, M, D], k [B, G, N, D], v [B, G, N, E] → (o, shift, z, stats), and its backward.
 
 Nine tensors come first (q k v bias mask temperature sink key_lengths seed), then nine options; softcap 0 and left or
 right −1 mean none. bias, mask, temperature and sink arrive unexpanded, so that their gradients have their own shape.
@@ -69,7 +69,7 @@ def attention(
     problem = problem_of(q, k, v, bias, mask, temperature, sink, key_lengths, seed, *options)
     with in_place(backend):
         result = backend_module(ATTENTION, backend).forward(problem)
-    return result.o, result.frame, result.z, result.stats
+    return result.o, result.shift, result.z, result.stats
 
 
 @attention.register_fake
@@ -90,7 +90,7 @@ def attention_backward(
     do: Tensor,
     dstats: Tensor | None,
     o: Tensor,
-    frame: Tensor,
+    shift: Tensor,
     z: Tensor,
     stat_values: Tensor,
     q: Tensor,
@@ -127,7 +127,7 @@ def attention_backward(
         sink="sink" in wanted,
     )
     with in_place(backend):
-        grads = backend_module(ATTENTION, backend).backward(problem, Forward(o, frame, z, stat_values), upstream)
+        grads = backend_module(ATTENTION, backend).backward(problem, Forward(o, shift, z, stat_values), upstream)
 
     def fit(name, grad, like):  # sums over what was broadcast
         return grad.sum_to_size(like.shape).to(like.dtype).clone() if name in wanted else q.new_empty(0)
@@ -143,7 +143,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(do, dstats, o, frame, z, stat_values, q, k, v, bias, mask, temperature, sink, *rest):
+def _(do, dstats, o, shift, z, stat_values, q, k, v, bias, mask, temperature, sink, *rest):
     wanted = rest[-1].split(",")
 
     def like(name, x):
@@ -161,7 +161,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, do, dframe, dz, dstats):
-    *tensors, o, frame, z, stat_values = ctx.saved_tensors
+    *tensors, o, shift, z, stat_values = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
         return _once_more(ctx, tensors, do, dstats)
     needs = ctx.needs_input_grad
@@ -172,9 +172,9 @@ def _backward(ctx, do, dframe, dz, dstats):
     packed = None
     if dstats is not None:
         wants += [name for name in DIFFERENTIABLE if name in names]
-        zero = torch.zeros_like(frame)
+        zero = torch.zeros_like(shift)
         packed = torch.stack([dstats[names.index(n)] if n in names else zero for n in DIFFERENTIABLE])
-    grads = attention_backward(do, packed, o, frame, z, stat_values, *tensors, *ctx.options, ",".join(wants))
+    grads = attention_backward(do, packed, o, shift, z, stat_values, *tensors, *ctx.options, ",".join(wants))
     dq, dk, dv, dbias, dtemperature, dsink = grads
     extras = (dbias if needs[3] else None, None, dtemperature if needs[5] else None, dsink if needs[6] else None)
     return (dq, dk, dv, *extras, *[None] * 11)
@@ -219,9 +219,9 @@ def _vmap(info, in_dims, *args):
         _fold(info.batch_size, batch, arg, d, seed=index == TENSORS - 1)
         for index, (arg, d) in enumerate(zip(args[:TENSORS], in_dims[:TENSORS], strict=True))
     ]
-    o, frame, z, stats = attention(*tensors, *args[TENSORS:])
+    o, shift, z, stats = attention(*tensors, *args[TENSORS:])
     shape = (info.batch_size, batch)
-    return (o.unflatten(0, shape), frame.unflatten(0, shape), z.unflatten(0, shape), stats.unflatten(1, shape)), (
+    return (o.unflatten(0, shape), shift.unflatten(0, shape), z.unflatten(0, shape), stats.unflatten(1, shape)), (
         0,
         0,
         0,

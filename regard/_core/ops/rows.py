@@ -1,4 +1,4 @@
-"""rows: s [R, N] → p [R, N] and the row state [2, R] (frame, z); its backward is an op too, itself differentiable."""
+"""rows: s [R, N] → p [R, N] and the row state [2, R] (shift, z); its backward is an op too, itself differentiable."""
 
 from __future__ import annotations
 

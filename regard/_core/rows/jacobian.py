@@ -18,7 +18,7 @@ from regard._core import ops
 from regard._core.rows.execute import careful, transformed
 from regard._core.rows.temperature_limits import below_top, is_extreme, limit, moves_with_its_scores, scaled
 from regard._core.rows.validation import check_device, check_scores, check_temperature, choose_rows_backend
-from regard.statistics import Terms, solve_frame
+from regard.statistics import Terms, solve_shift
 
 
 def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choice, float]:
@@ -57,7 +57,7 @@ def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
     seen = s != -math.inf
     terms, y = Terms(choice), s.masked_fill(~seen, 0.0)
     if choice.family == "ratio":
-        m = solve_frame(wide, seen, choice).clamp_min(0.0 if choice.shift == "max0" else -math.inf)
+        m = solve_shift(wide, seen, choice).clamp_min(0.0 if choice.shift == "max0" else -math.inf)
         e, low = torch.exp((wide - m) / t), torch.exp(-m / t).expand(s.shape)  # the shift goes before the quotient
         u, v, a, _ = (x.masked_fill(~seen, 0.0) for x in terms.ratio(e, y, low))
         norm = v.sum(-1, keepdim=True) + terms.rest(m / t)
@@ -68,7 +68,7 @@ def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
         a = b = terms.of_weights(choice.reference(s, seen, choice.theta))[2]
         c = a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     else:
-        a = terms(y, solve_frame(s, seen, choice))[2].masked_fill(~seen, 0.0)
+        a = terms(y, solve_shift(s, seen, choice))[2].masked_fill(~seen, 0.0)
         if choice.family == "pointwise":
             poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)
             return torch.diag_embed(a / t).masked_fill(poisoned[..., None], math.nan).to(z.dtype)

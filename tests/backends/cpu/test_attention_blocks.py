@@ -164,7 +164,7 @@ def test_memory_stays_far_from_the_square():
         pytest.skip("the peak of memory cannot be reset here")
     before = _kib("VmRSS")
     result, gradients = run(n)
-    given_back = (result.o, result.frame, result.z, result.stats, gradients.q, gradients.k, gradients.v)
+    given_back = (result.o, result.shift, result.z, result.stats, gradients.q, gradients.k, gradients.v)
     outputs = sum(x.nbytes for x in given_back)
     assert _kib("VmHWM") - before < 256 * 1024 + outputs // 1024
 

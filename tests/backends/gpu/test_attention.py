@@ -224,7 +224,7 @@ def test_empty_sequences(name):
         problem = make(23, name, **SMALL | sizes)
         answer = attention.forward(problem)
         grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
-        for tensor in (answer.o, answer.frame, answer.z, grads.q, grads.k, grads.v):
+        for tensor in (answer.o, answer.shift, answer.z, grads.q, grads.k, grads.v):
             assert (tensor == 0).all()
         bare = dict(zip(problem.stats, answer.stats, strict=True))
         assert (bare["logsumexp"] == -math.inf).all() and (bare["entropy"] == 0).all()
@@ -262,16 +262,16 @@ def test_rows_without_a_sum_are_done_again(name):
     """Blocks of 16 queries, four to a program, from each head's last on: 18 of them, of which three have such a row."""
     problem = make(37, name, b=1, h=3, g=1, m=85, n=77, d=16, e=16, causal=True)
     answer = attention.forward(problem)
-    truth = [answer.o, answer.frame, answer.z, answer.stats.clone()]
+    truth = [answer.o, answer.shift, answer.z, answer.stats.clone()]
     rooms = [torch.cat([x.flatten(), torch.full_like(x.flatten(), math.nan)]) for x in truth[:3]]  # NaN behind
-    o, frame, z = (room[: x.numel()].view_as(x) for room, x in zip(rooms, truth, strict=False))
+    o, shift, z = (room[: x.numel()].view_as(x) for room, x in zip(rooms, truth, strict=False))
     for h, i in ((0, 84), (1, 40), (2, 0)):
         z[0, h, i] = math.nan
-        o[0, h, i] = frame[0, h, i] = answer.stats[0][0, h, i] = 7.0
+        o[0, h, i] = shift[0, h, i] = answer.stats[0][0, h, i] = 7.0
     for x in (o, truth[0]):
         x[0, 1, 50] = x[0, 1, 84] = 7.0  # in no block with such a row
-    attention._again(problem, o, frame, z, answer.stats, config.options(problem), None)
-    assert all(map(torch.equal, truth, (o, frame, z, answer.stats)))
+    attention._again(problem, o, shift, z, answer.stats, config.options(problem), None)
+    assert all(map(torch.equal, truth, (o, shift, z, answer.stats)))
     assert all(room[room.numel() // 2 :].isnan().all() for room in rooms)
 
 

@@ -63,7 +63,7 @@ def first_seen(x):
     return 0
 
 
-def without_weights(x, r, top, inverse, frame, z, sums):
+def without_weights(x, r, top, inverse, shift, z, sums):
     """A row that sees no key (its maximum is −inf) weighs nothing; one with a NaN or an infinity is NaN throughout."""
     value, n = real(0.0), 0
     if top != real(-math.inf):
@@ -71,7 +71,7 @@ def without_weights(x, r, top, inverse, frame, z, sums):
         for j in range(len(x)):
             n += x[j] != real(-math.inf)
     blank(x, 0, len(x))
-    inverse[r], frame[r], z[r] = value, value, value
+    inverse[r], shift[r], z[r] = value, value, value
     if tile.measured:
         sums[:, r] = value
         sums[N, r] = n
@@ -86,7 +86,7 @@ def opened(s, r, first, last):
     return x[first:last]
 
 
-def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
+def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, shift, z, sums):
     """u = exp(s − max): the softmax family. The maximum itself stays out of the sums; sink −inf is none."""
     for r in range(s.shape[0]):
         i = i0 + r % rows
@@ -94,7 +94,7 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
         x = opened(s, r, first, last)
         top = maximum_of(x)
         if not (abs(top) < real(math.inf)):
-            without_weights(x, r, top, inverse, frame, z, sums)
+            without_weights(x, r, top, inverse, shift, z, sums)
             continue
         n, mean, start = np.float64(0.0), np.float64(0.0), 0
         if tile.measured:
@@ -110,7 +110,7 @@ def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, in
         rest = math.exp(np.float64(sink[r]) - m)
         if tile.silent:
             rest += tile.rest(real(math.exp(-m)))
-        frame[r] = m
+        shift[r] = m
         z[r] = ratio * total + rest
         inverse[r] = ratio / (ratio * total + rest)
         if tile.measured:
@@ -156,7 +156,7 @@ def exponential_sums(x, top, mean, offset):
     return total, total - 1.0, log_u, square, np.float64(1.0), m2, distance
 
 
-def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
+def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, shift, z, sums):
     """The other ratios, p = u/Z with Z = Σv + rest, and the pointwise maps, where Z = 1."""
     theta = real(parameter)
     for r in range(s.shape[0]):
@@ -165,14 +165,14 @@ def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse
         x = opened(s, r, first, last)
         top = maximum_of(x)
         if not (abs(top) < real(math.inf)):
-            without_weights(x, r, top, inverse, frame, z, sums)
+            without_weights(x, r, top, inverse, shift, z, sums)
             continue
         m = real(0.0)
         if tile.shifted:
             m = words.maximum(top, tile.lowest_shift)
         c = words.exp(-m)
         total = general_row(x, r, top, m, c, theta, i, j0 + first, sums)
-        frame[r] = m
+        shift[r] = m
         if tile.ratio:
             total += tile.rest(c)
             z[r] = total
@@ -275,10 +275,10 @@ def general_sums(x, top, mean, m, c, theta, offset, unit):
     return u, v, log_u, square, slope, cross, lse, below, m2, distance, support
 
 
-def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, frame, z, sums):
+def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, shift, z, sums):
     """p = value(max(gain·s − τ, 0)) with Σp = 1, solved on the entries within 1 of the maximum.
 
-    The frame among the sums is τ − gain·max.
+    The shift among the sums is τ − gain·max.
     """
     theta = real(parameter)
     gain = tile.gain(theta)
@@ -290,7 +290,7 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
         x = opened(s, r, first, last)
         top = maximum_of(x)
         if not (abs(top) < real(math.inf)):
-            without_weights(x, r, top, inverse, frame, z, sums)
+            without_weights(x, r, top, inverse, shift, z, sums)
             continue
         for j in range(len(x)):
             y[j] = x[j]
@@ -299,7 +299,7 @@ def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inve
             y[j] = -math.inf
         tau, _, total, slopes = solve(y, padded, top, gain, packed, theta, gain)
         general_row(x, r, top, top, tau, theta, i, j0 + first, sums)
-        frame[r] = gain * top + tau
+        shift[r] = gain * top + tau
         z[r] = slopes
         inverse[r] = 1.0 / total
         if tile.measured:

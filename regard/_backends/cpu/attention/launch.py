@@ -41,14 +41,14 @@ ROWS = 4096  # whose statistics are finished together
 def forward(problem: Problem) -> Forward:
     """o [B, H, M, E], the row state and the statistics named in `problem.stats`; see `regard._core.problem`."""
     problem = in_range(detached(problem))
-    o, (frame, z), sums = weighed(problem, problem.q.dtype)
-    return Forward(o, frame.clone(), z.clone(), _statistics(problem, sums))
+    o, (shift, z), sums = weighed(problem, problem.q.dtype)
+    return Forward(o, shift.clone(), z.clone(), _statistics(problem, sums))
 
 
 def weighed(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """o in the given dtype, (frame, z) [2, B, H, M], and the sums [17, B, H, M] that statistics are made of.
+    """o in the given dtype, (shift, z) [2, B, H, M], and the sums [17, B, H, M] that statistics are made of.
 
-    Among the sums the frame of a threshold map is τ − gain·max.
+    Among the sums the shift of a threshold map is τ − gain·max.
     """
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
     o = torch.empty((*rows, problem.v.shape[-1]), dtype=dtype)
@@ -173,10 +173,10 @@ class Rows:
     def __call__(self, blocks: Blocks, block: Block, s: Tensor, dp: Tensor, scratch: Scratch) -> None:
         """s ← p, dp ← ds."""
         state = scratch("state", 7, block.count)
-        frame, z, delta, pull = state[:4]
-        block.of(frame).copy_(self.forward.frame[block.rows])
+        shift, z, delta, pull = state[:4]
+        block.of(shift).copy_(self.forward.shift[block.rows])
         block.of(z).copy_(self.forward.z[block.rows])
-        arrays = [x.numpy() for x in (frame, z, delta)]
+        arrays = [x.numpy() for x in (shift, z, delta)]
         if self.from_scores:
             if self.gradients is not None:
                 state[4:].view(3, *block.heads).copy_(self.gradients[:, *block.rows])
@@ -193,7 +193,7 @@ class Rows:
     def sink_gradient(self) -> Tensor:
         """The sink's own weight p_sink = exp(sink − m)/Z takes from all others: −p_sink·Σ p·dp; it joins logsumexp."""
         z = self.forward.z
-        weight = torch.where(z > 0, torch.exp(self.problem.sink - self.forward.frame) / z.where(z > 0, 1.0), 0.0)
+        weight = torch.where(z > 0, torch.exp(self.problem.sink - self.forward.shift) / z.where(z > 0, 1.0), 0.0)
         own = -self.delta if self.gradients is None else self.gradients[DIFFERENTIABLE.index("logsumexp")] - self.delta
         return (weight * own).to(self.problem.accumulator)
 
@@ -210,7 +210,7 @@ def _statistics(problem: Problem, sums: Tensor) -> Tensor:
     def work(start: int, own: dict) -> None:
         here = slice(start, start + ROWS)
         state = State(**{name: field[here] for name, field in zip(FIELDS, sums, strict=True)})
-        above = -state.frame if problem.choice.family == "threshold" else None  # told from the maximum on: logits round
+        above = -state.shift if problem.choice.family == "threshold" else None  # told from the maximum on: logits round
         found = state.finish(problem.choice, None if sink is None else sink[here], above=above)
         for name, values in zip(problem.stats, flat, strict=True):
             values[here] = found[name]

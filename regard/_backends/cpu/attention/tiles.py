@@ -1,4 +1,4 @@
-"""The three families in one form, functions of a score x and its row's frame (m, c), for the attention templates.
+"""The three families in one form, functions of a score x and its row's shift (m, c), for the attention templates.
 
     weight u, norm v, rise u′, fall v′, and cross, what the gradient gain sums: v′·u, or g′² for the threshold maps;
     weighs: 1 where u > 0 in exact arithmetic, which is where u rises, however small exp(x − m) is

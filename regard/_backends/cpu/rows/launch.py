@@ -34,7 +34,7 @@ _FAMILIES = {"pointwise": rows_pointwise, "ratio": rows_ratio, "threshold": rows
 
 
 def forward(s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0):
-    """(p, state): p [R, N] in s's dtype, state [2, R] = (frame, z) as `regard._core.problem.Forward` says.
+    """(p, state): p [R, N] in s's dtype, state [2, R] = (shift, z) as `regard._core.problem.Forward` says.
 
     s: [R, N], float64, float32, bfloat16 or float16; the 16-bit types are computed in float32.
     theta: one parameter per row, [R]; None takes the choice's own. mask: bool [R, N], any strides, True = visible.

@@ -1,7 +1,7 @@
 """o = Σ_j u_j·v_j / Z for few queries over many keys: programs share the keys, and their sums meet by the merge law.
 
     forward_split   the rows of one key head (its query heads times the queries) over one range of keys: Σu·v and sums
-    forward_merge   one row: its parts told in their common frame and added; o, row state, statistics
+    forward_merge   one row: its parts told in their common shift and added; o, row state, statistics
 
 Reading k and v is what such a call costs, so the maximum stays out of every sum here as it does in
 `regard.statistics.State`, softmax's too: nothing is summed twice, however sharp a row is.
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, statistics, tiles
 from regard._backends.gpu.attention.decode_partial import FIELDS, moments, parts_of, tell
-from regard._backends.gpu.attention.online import ending, first_frame, frame_of, moved, slopes, terms
+from regard._backends.gpu.attention.online import ending, first_shift, frame_of, moved, slopes, terms
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E, Config
 from regard._core.problem import Problem
@@ -39,7 +39,7 @@ def rows_per_program(p: Problem) -> int:
 
 
 def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, launch: dict) -> None:
-    """Fill `outputs`, (view of o, frame, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
+    """Fill `outputs`, (view of o, shift, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
     (b, h, m, _), (_, g, n, _) = p.q.shape, p.k.shape
     rows = b * h * m
     heads = b * g * triton.cdiv(h // g * m, C.BM)
@@ -86,7 +86,7 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
         queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, a,
         tiles.number(opt.theta, C.ACC), 0,
     )  # fmt: skip
-    state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.nothing(first_frame(F, C), C)
+    state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.nothing(first_shift(F, C), C)
     begin = lowest // C.BN * C.BN
     inner = tl.cdiv(tl.maximum(latest, lo), C.BN) * C.BN
     outer = tl.minimum(least, hi) // C.BN * C.BN
@@ -121,11 +121,11 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
         top = tl.maximum(r.top, tiles.highest(y, C))
         if tl.max(tl.where(top > r.top, 1, 0), 0) > 0:
-            frame = frame_of(top, b2, F)
+            shift = frame_of(top, b2, F)
             if F.family == "ratio":
-                acc = acc * tl.exp2(r.frame - frame)[:, None]
-            r = moved(r, top, frame, a, b2, theta, F)
-    u, v, power = terms(y, a[:, None], b2[:, None], r.frame[:, None], theta, F)
+                acc = acc * tl.exp2(r.shift - shift)[:, None]
+            r = moved(r, top, shift, a, b2, theta, F)
+    u, v, power = terms(y, a[:, None], b2[:, None], r.shift[:, None], theta, F)
     u = tl.where(seen, u, 0.0)
     z, ties, su, sv, sl, sq, ss, sx = r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross
     se, far = r.lse, r.distance
@@ -142,7 +142,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.square:
             sq += tiles.fold(statistics.squared(under, F), C)
         if NEED.slope:
-            d, cross = slopes(y, a[:, None], b2[:, None], r.frame[:, None], u, theta, F)
+            d, cross = slopes(y, a[:, None], b2[:, None], r.shift[:, None], u, theta, F)
             sv += tiles.fold(tl.where(seen & below, v, 0.0), C)
             ss += tiles.fold(tl.where(seen & below, d, 0.0), C)
             sx += tiles.fold(tl.where(seen & below, cross, 0.0), C)
@@ -153,7 +153,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     weighs = statistics.weighs(u, y, a, seen, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, weighs, C)
     r = Sums(
-        r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
+        r.top, r.shift, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
     )  # fmt: skip
     values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
     if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
@@ -164,7 +164,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def forward_merge(q, k, part_o, sums, o, frames, zs, stats, opt, length, parts, PARTS: tl.constexpr, C: tl.constexpr):
+def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, PARTS: tl.constexpr, C: tl.constexpr):
     F: tl.constexpr = C.F
     NEED: tl.constexpr = C.NEED
     row = tiles.wide(tl.program_id(0))
@@ -185,43 +185,43 @@ def forward_merge(q, k, part_o, sums, o, frames, zs, stats, opt, length, parts, 
     there = part < parts
     r = parts_of(sums + part * rows + row, parts * rows, there, C)
     top = tl.max(r.top, 0) + tl.zeros([1], C.ACC)
-    frame = frame_of(top, b2, F)
+    shift = frame_of(top, b2, F)
     e = tl.arange(0, C.BE)
     place = (part * rows + row)[:, None] * C.E + e[None, :]
     acc = tl.load(part_o + place, mask=there[:, None] & (e[None, :] < C.E), other=0.0)  # [PARTS, E]
     if F.family == "ratio":
-        acc = acc * tl.exp2(r.frame - frame)[:, None]
+        acc = acc * tl.exp2(r.shift - shift)[:, None]
     acc = tl.sum(acc, 0)[None, :]
     pivot, spread = moments(r, part, length, first, last, C)
-    r = moved(r, top, frame, a, b2, theta, F)
+    r = moved(r, top, shift, a, b2, theta, F)
     r = Sums(
-        top, frame, tl.sum(r.z, 0), tl.sum(r.ties, 0), tl.sum(r.u, 0), tl.sum(r.v, 0), tl.sum(r.log_u, 0),
+        top, shift, tl.sum(r.z, 0), tl.sum(r.ties, 0), tl.sum(r.u, 0), tl.sum(r.v, 0), tl.sum(r.log_u, 0),
         tl.sum(r.square, 0), tl.sum(r.slope, 0), tl.sum(r.cross, 0), tl.sum(r.lse, 0), tl.sum(r.distance, 0),
         tl.sum(r.support, 0), tl.sum(r.n, 0), first, a, pivot, pivot * 0.0, spread,
     )  # fmt: skip
 
     seen_keys = tl.maximum(last - first, 0).to(C.ACC)
     dead = seen_keys == 0.0
-    frame, rest, inverse, z = ending(r, scene, inside, opt, C)
+    shift, rest, inverse, z = ending(r, scene, inside, opt, C)
     inverse = tl.where(dead, 0.0, inverse)
     tiles.store_block(o, b, h, i0, opt.queries, tl.where(dead[:, None], 0.0, acc * inverse[:, None]), 1, C.E, C.BE)
-    natural = frame * LN2
+    natural = shift * LN2
     place = row + tl.arange(0, 1)
-    tl.store(frames + place, tl.where(dead, 0.0, natural))
-    tl.store(zs + place, tl.where(dead, 0.0, z * tl.exp2(frame - natural * LOG2E)))  # as forward_online has it
+    tl.store(shifts + place, tl.where(dead, 0.0, natural))
+    tl.store(zs + place, tl.where(dead, 0.0, z * tl.exp2(shift - natural * LOG2E)))  # as forward_online has it
     if NEED.top:
-        u1, v1, _ = terms(top, a, b2, r.frame, theta, F)
-        d1, x1 = slopes(top, a, b2, r.frame, u1, theta, F)
+        u1, v1, _ = terms(top, a, b2, r.shift, theta, F)
+        d1, x1 = slopes(top, a, b2, r.shift, u1, theta, F)
         lse = top * a + tl.log(r.ties + r.lse)
         if F.exponential:  # u′ = v′ = u
             lse = natural + tl.log(z)
             r = Sums(
-                r.top, r.frame, r.z, r.ties, r.u, r.u, r.log_u, r.square, r.u, r.square, r.lse, r.distance, r.support,
+                r.top, r.shift, r.z, r.ties, r.u, r.u, r.log_u, r.square, r.u, r.square, r.lse, r.distance, r.support,
                 r.n, r.first, r.first_y, r.pivot, r.mean, r.m2,
             )  # fmt: skip
         first_u = r.z * 0.0
         if NEED.first:
-            first_u, _, _ = terms(statistics.first_scores(scene, opt, C), a, b2, r.frame, theta, F)
+            first_u, _, _ = terms(statistics.first_scores(scene, opt, C), a, b2, r.shift, theta, F)
         statistics.finish(
             stats, place, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
         )

@@ -16,7 +16,7 @@ def tell(where, step, r, z, inside, C: tl.constexpr):
     """Store the sums of a part, `step` numbers apart, as `parts_of` reads them."""
     NEED: tl.constexpr = C.NEED
     keep(where, r.top, inside, True)
-    keep(where + step, r.frame, inside, True)
+    keep(where + step, r.shift, inside, True)
     keep(where + 2 * step, z, inside, True)
     keep(where + 3 * step, r.ties, inside, NEED.shares)
     keep(where + 4 * step, r.u, inside, NEED.shares)
@@ -41,7 +41,7 @@ def keep(where, x, inside, WANTED: tl.constexpr):
 
 @triton.jit
 def parts_of(where, step, there, C: tl.constexpr):
-    """The sums of every part of a row: top and frame [PARTS], the others [PARTS, 1]."""
+    """The sums of every part of a row: top and shift [PARTS], the others [PARTS, 1]."""
     NEED: tl.constexpr = C.NEED
     hidden: tl.constexpr = HIDDEN
     zero = told(where, there, False)

@@ -47,46 +47,46 @@ def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
         raise ValueError(f"sink joins Σ exp(s), which {p.choice.name!r} has not; use softmax or softmax1, or drop sink")
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     o = torch.empty(*shape, p.v.shape[-1], dtype=p.q.dtype, device=p.q.device) if o is None else o
-    frame, z = torch.empty(shape, **like), torch.empty(shape, **like)
+    shift, z = torch.empty(shape, **like), torch.empty(shape, **like)
     stats = torch.empty(len(p.stats), *shape, **like)
     if p.k.shape[-2] == 0:
-        return _unseeing(p, o, frame, z, stats)
-    if o.numel() == 0 and frame.numel() == 0:
-        return Forward(o, frame, z, stats)
+        return _unseeing(p, o, shift, z, stats)
+    if o.numel() == 0 and shift.numel() == 0:
+        return Forward(o, shift, z, stats)
     if decode.suits(p):
         config, how = config_of(p, "forward_decode")
-        inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(o), frame, z, stats)
+        inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(o), shift, z, stats)
         decode.forward(p, inputs, key_blocks(p, config), outputs, options(p), config, how)
-        return Forward(o, frame, z, stats)
+        return Forward(o, shift, z, stats)
     kind, opt = kind_of(p, o), options(p)
     if hopper.takes(p):
-        hopper.forward(p, o, frame, z, opt, kind, lambda rough: _statistics(p, rough, stats, opt, kind))
+        hopper.forward(p, o, shift, z, opt, kind, lambda rough: _statistics(p, rough, stats, opt, kind))
         if hopper.still(p):
-            _again(p, o, frame, z, stats, opt, kind)
-        return Forward(o, frame, z, stats)
+            _again(p, o, shift, z, stats, opt, kind)
+        return Forward(o, shift, z, stats)
     kernel = forward_threshold if p.choice.family == "threshold" else forward_online
     config, how = config_of(p, kernel.__name__)
     blocks = triton.cdiv(shape[-1], config.BM) * shape[0] * shape[1]
     views = view(p.q), view(p.k), view(p.v)
-    arguments = *views, *key_blocks(p, config), view(o), frame, z, stats
+    arguments = *views, *key_blocks(p, config), view(o), shift, z, stats
     if kernel is forward_threshold:
         steps, square, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
         failed = None
         if sparse.takes(p, "forward"):
-            failed = sparse.forward(p, kind, views, view(o), frame, z, stats, opt, config, steps)
+            failed = sparse.forward(p, kind, views, view(o), shift, z, stats, opt, config, steps)
         arguments, constants = (*arguments, failed, opt), (config, steps, square if p.choice.order == 2 else other)
     else:
         arguments, constants = (*arguments, opt), (config,)
     launch(kind, kernel, blocks, arguments, constants, **how)
-    return Forward(o, frame, z, stats)
+    return Forward(o, shift, z, stats)
 
 
-def _again(p: Problem, o: torch.Tensor, frame: torch.Tensor, z: torch.Tensor, stats: torch.Tensor, opt, kind) -> None:
-    """Rows that the Hopper kernel could not hold in one frame."""
+def _again(p: Problem, o: torch.Tensor, shift: torch.Tensor, z: torch.Tensor, stats: torch.Tensor, opt, kind) -> None:
+    """Rows that the Hopper kernel could not hold in one shift."""
     config, how = config_of(p, "forward_online")
     heads, many = p.q.shape[0] * p.q.shape[1], 4
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, many)
-    outputs = view(o), frame, z, stats, heads * p.q.shape[-2]
+    outputs = view(o), shift, z, stats, heads * p.q.shape[-2]
     arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, opt
     launch(kind, forward_again, programs, arguments, (config, many), **how)
 
@@ -129,22 +129,22 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
     heat = torch.empty(shape, **like) if upstream.temperature and p.temperature is not None else None
-    if forward.frame.numel() == 0 or p.k.shape[-2] == 0:
+    if forward.shift.numel() == 0 or p.k.shape[-2] == 0:
         return _nothing_flows(p, upstream, grads, like)
-    kind = kind_of(p, do, forward.o, forward.frame, forward.z)
+    kind = kind_of(p, do, forward.o, forward.shift, forward.z)
     opt, rows = options(p), shape[0] * shape[1]
     tilted, family = bool(upstream.stats), p.choice.family
     # where 16 bits cannot tell, 1/Z joins the exponent of exp(s − m)/Z
     folded = family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not tilted
-    frame = forward.frame if family == "threshold" else torch.empty(shape, **like)
+    shift = forward.shift if family == "threshold" else torch.empty(shape, **like)
     inverse = torch.empty(shape, **like) if (not folded if family == "ratio" else tilted) else None
     product = delta = torch.empty(shape, **like)
-    state = State(frame, inverse, delta, None, None, None)
+    state = State(shift, inverse, delta, None, None, None)
     inputs = view(p.q), view(p.k), view(p.v), view(do)
     stored = stored_ds.takes(p, do, heat is not None)
     if tilted or stored:
         config, how = config_of(p, "backward_rows", FOLDED=folded)
-        arguments = inputs[0], view(forward.o), inputs[3], forward.frame, forward.z, state, opt
+        arguments = inputs[0], view(forward.o), inputs[3], forward.shift, forward.z, state, opt
         launch(kind, backward_rows, triton.cdiv(shape[-1], config.BM) * rows, arguments, (config,), **how)
     if tilted:
         product = delta.clone()
@@ -158,7 +158,7 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         grads.bias = _bias_gradient(p, inputs, state, opt, *config_of(p, "backward_bias", **flags))
     grads.temperature = heat
     if upstream.sink and p.sink is not None:
-        share = torch.exp(p.sink.to(delta.dtype) - forward.frame) / forward.z
+        share = torch.exp(p.sink.to(delta.dtype) - forward.shift) / forward.z
         through = upstream.stats.get("logsumexp", 0.0) - product
         grads.sink = torch.where(forward.z > 0, share * through, 0.0)
     return grads
@@ -171,9 +171,9 @@ def _sweep_twice(p: Problem, forward: Forward, do, state: State, grads: Gradient
     left = None, None
     if sparse.takes(p, "backward") and heat is None and not config.TILTED:
         outputs = view(grads.q), view(grads.k), view(grads.v)
-        left = sparse.backward(p, kind, inputs, forward.frame, forward.z, outputs, state.delta, opt, config)
+        left = sparse.backward(p, kind, inputs, forward.shift, forward.z, outputs, state.delta, opt, config)
     left = iter(left)
-    queries = view(forward.o), inputs[3], view(grads.q), heat, forward.frame, forward.z, state
+    queries = view(forward.o), inputs[3], view(grads.q), heat, forward.shift, forward.z, state
     arguments = *inputs[:3], *key_blocks(p, config), *queries, next(left), opt
     blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
     launch(kind, backward_dq, blocks, arguments, (config,), **how)
@@ -234,10 +234,10 @@ def _nothing_flows(p: Problem, upstream: Upstream, grads: Gradients, like: dict)
     return grads
 
 
-def _unseeing(p: Problem, o, frame, z, stats) -> Forward:
-    for tensor in (o, frame, z, stats):
+def _unseeing(p: Problem, o, shift, z, stats) -> Forward:
+    for tensor in (o, shift, z, stats):
         tensor.zero_()
     for row, name in zip(stats, p.stats, strict=True):
         if name in ("max_logit", "logsumexp"):
             row.fill_(float("-inf"))
-    return Forward(o, frame, z, stats)
+    return Forward(o, shift, z, stats)

@@ -1,7 +1,7 @@
 """o = Σ_j u_j·v_j / Z in one pass over the keys, for the ratio and pointwise families, with statistics on the way.
 
-The running maximum `top` rescales what was summed before it rose. u = exp(s − m) families run in the frame of their
-own maximum, and a sink or softmax1's silent key joins at the end; the other ratio maps run in the frame they ask for.
+The running maximum `top` rescales what was summed before it rose. u = exp(s − m) families run in the shift of their
+own maximum, and a sink or softmax1's silent key joins at the end; the other ratio maps run in the shift they ask for.
 """
 
 from __future__ import annotations
@@ -19,68 +19,68 @@ from regard._backends.gpu.rows.terms import grown
 def frame_of(top, b2, F: tl.constexpr):
     """log2 of the unit that u is measured in, from the maximum so far."""
     if F.family == "pointwise" or F.shift == "none":
-        frame = top * 0.0
+        shift = top * 0.0
     elif F.exponential or F.shift == "max":
-        frame = tl.maximum(top * b2, HIDDEN)
+        shift = tl.maximum(top * b2, HIDDEN)
     else:
-        frame = tl.maximum(top * b2, 0.0)
-    return frame
+        shift = tl.maximum(top * b2, 0.0)
+    return shift
 
 
 @triton.jit
-def first_frame(F: tl.constexpr, C: tl.constexpr):
-    """The frame before any key."""
+def first_shift(F: tl.constexpr, C: tl.constexpr):
+    """The shift before any key."""
     if F.family == "ratio" and (F.exponential or F.shift == "max"):
-        frame = tiles.full(C.BM, HIDDEN, C.ACC)
+        shift = tiles.full(C.BM, HIDDEN, C.ACC)
     else:
-        frame = tiles.full(C.BM, 0.0, C.ACC)
-    return frame
+        shift = tiles.full(C.BM, 0.0, C.ACC)
+    return shift
 
 
 @triton.jit
-def terms(y, a, b2, frame, theta, F: tl.constexpr):
-    """(u, v, log2 e) of scores y in a frame; shapes broadcast."""
-    power = y * b2 - frame
+def terms(y, a, b2, shift, theta, F: tl.constexpr):
+    """(u, v, log2 e) of scores y in a shift; shapes broadcast."""
+    power = y * b2 - shift
     if F.family == "pointwise":
         u = F.weigh(y * a, theta)
         v = u
     else:
-        e, c = grown(tl.exp2(power), y * a, tiles.unshift(frame), F.differs and y.dtype == tl.float32)
+        e, c = grown(tl.exp2(power), y * a, tiles.unshift(shift), F.differs and y.dtype == tl.float32)
         u = F.numerator(e, y * a, c)
         v = F.denominator(e, y * a, c)
     return u, v, power
 
 
 @triton.jit
-def slopes(y, a, b2, frame, u, theta, F: tl.constexpr):
+def slopes(y, a, b2, shift, u, theta, F: tl.constexpr):
     """(u′, v′·u), what gradient_gain sums."""
     if F.family == "pointwise":
         d = F.slope(y * a, theta)
         x = d * 0.0
     else:
-        e = tl.exp2(y * b2 - frame)
-        c = tiles.unshift(frame)
+        e = tl.exp2(y * b2 - shift)
+        c = tiles.unshift(shift)
         d = F.numerator_slope(e, y * a, c)
         x = F.denominator_slope(e, y * a, c) * u
     return d, x
 
 
 @triton.jit
-def moved(r, top, frame, a, b2, theta, F: tl.constexpr):
-    """The sums of the keys before, told in a new frame and under a new maximum, if it rose."""
-    fade = tl.exp2(r.frame - frame)[:, None]
-    shift = (r.frame - frame)[:, None]
-    u, v, _ = terms(r.top, a, b2, frame, theta, F)
-    d, x = slopes(r.top, a, b2, frame, u, theta, F)
+def moved(r, top, shift, a, b2, theta, F: tl.constexpr):
+    """The sums of the keys before, told in a new shift and under a new maximum, if it rose."""
+    fade = tl.exp2(r.shift - shift)[:, None]
+    offset = (r.shift - shift)[:, None]
+    u, v, _ = terms(r.top, a, b2, shift, theta, F)
+    d, x = slopes(r.top, a, b2, shift, u, theta, F)
     folded = tl.where((top > r.top)[:, None], r.ties, 0.0)  # the old maximum joins the sums
     some = folded > 0.0
     u, v, d, x = u[:, None], v[:, None], d[:, None], x[:, None]
     fall = tl.exp2((r.top - top) * b2)[:, None]
     return Sums(
-        top, frame, r.z * fade, r.ties - folded,
+        top, shift, r.z * fade, r.ties - folded,
         r.u * fade + tl.where(some, folded * u, 0.0),
         r.v * fade + tl.where(some, folded * v, 0.0),
-        fade * (r.log_u + shift * r.u) + tl.where(some, folded * u * statistics.log2_or_0(u), 0.0),
+        fade * (r.log_u + offset * r.u) + tl.where(some, folded * u * statistics.log2_or_0(u), 0.0),
         r.square * fade * fade + tl.where(some, folded * statistics.squared(u, F), 0.0),
         r.slope * fade + tl.where(some, folded * d, 0.0),
         r.cross * fade * fade + tl.where(some, folded * x, 0.0),
@@ -90,11 +90,11 @@ def moved(r, top, frame, a, b2, theta, F: tl.constexpr):
 
 
 @triton.jit
-def moved_exponential(r, top, frame):
+def moved_exponential(r, top, shift):
     """The same where u = exp(s − top). These sums keep the maximum in: its log is 0, its u is 1."""
-    fade = tl.exp2(r.frame - frame)[:, None]
+    fade = tl.exp2(r.shift - shift)[:, None]
     return Sums(
-        top, frame, r.z * fade, r.ties, r.u, r.v, (r.log_u + (r.frame - frame)[:, None] * r.z) * fade,
+        top, shift, r.z * fade, r.ties, r.u, r.v, (r.log_u + (r.shift - shift)[:, None] * r.z) * fade,
         r.square * (fade * fade), r.slope, r.cross, r.lse, r.distance * fade, r.support, r.n, r.first, r.first_y,
         r.pivot, r.mean, r.m2,
     )  # fmt: skip
@@ -112,20 +112,20 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     top = r.top
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
         top = tl.maximum(top, tiles.highest(y, C))
-    frame = frame_of(top, b2, F)
-    u, v, power = terms(y, a[:, None], b2[:, None], frame[:, None], theta, F)
+    shift = frame_of(top, b2, F)
+    u, v, power = terms(y, a[:, None], b2[:, None], shift[:, None], theta, F)
     u = tl.where(seen, u, 0.0)
     sum_u = tiles.fold(u, C)
     sum_v = sum_u
     if F.family == "ratio":
-        acc = acc * tl.exp2(r.frame - frame)[:, None]
+        acc = acc * tl.exp2(r.shift - shift)[:, None]
         if not F.exponential:
             v = tl.where(seen, v, 0.0)
             sum_v = tiles.fold(v, C)
     if F.exponential:
-        r = moved_exponential(r, top, frame)
+        r = moved_exponential(r, top, shift)
     else:
-        r = moved(r, top, frame, a, b2, theta, F)
+        r = moved(r, top, shift, a, b2, theta, F)
     ties, su, sv, sl, sq, ss, sx, se, far = r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
     if NEED.shares:
         if F.exponential:
@@ -138,7 +138,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             su += tiles.fold(under, C)
             ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
             if NEED.slope:
-                d, cross = slopes(y, a[:, None], b2[:, None], frame[:, None], u, theta, F)
+                d, cross = slopes(y, a[:, None], b2[:, None], shift[:, None], u, theta, F)
                 sv += tiles.fold(tl.where(below, v, 0.0), C)
                 ss += tiles.fold(tl.where(seen, tl.where(below, d, 0.0), 0.0), C)
                 sx += tiles.fold(tl.where(seen, tl.where(below, cross, 0.0), 0.0), C)
@@ -158,7 +158,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     weighs = statistics.weighs(u, y, a, seen, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, weighs, C)
     r = Sums(
-        top, frame, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
+        top, shift, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
     )
     values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
@@ -199,57 +199,57 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
     su, sl, sq = r.z - 1.0, r.log_u, statistics.at_least_0(r.square - 1.0)
     ties = su * 0.0 + 1.0
     if C.NEED.shares:
-        close = su < 0.0156 + 6e-4 * tl.abs(r.frame)  # the frame's own rounding counts too
+        close = su < 0.0156 + 6e-4 * tl.abs(r.shift)  # the shift's own rounding counts too
         if tl.max(tl.where(close & inside & (r.top > HIDDEN), 1, 0), 0) > 0:
             zero = tiles.zeros(C.BM, C.LANES, C.ACC)
             su2, sl2, sq2, ties2, _ = key_loop.sweep((zero, zero, zero, zero, r.top), scene, i0, opt, lesser_tile, C)
             su, sl, sq, ties = tl.sum(su2, 1), tl.sum(sl2, 1), tl.sum(sq2, 1), tl.sum(ties2, 1)
     return Sums(
-        r.top, r.frame, r.z, ties, su, su, sl, sq, su, sq, r.lse, r.distance, r.support, r.n, r.first, r.first_y,
+        r.top, r.shift, r.z, ties, su, su, sl, sq, su, sq, r.lse, r.distance, r.support, r.n, r.first, r.first_y,
         r.pivot, r.mean, r.m2,
     )  # fmt: skip
 
 
 @triton.jit
-def forward_online(q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr):
-    serve(tl.program_id(0), q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C)
+def forward_online(q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C: tl.constexpr):
+    serve(tl.program_id(0), q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C)
 
 
 @triton.jit
-def serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl.constexpr, rows=None):
+def serve(block, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C: tl.constexpr, rows=None):
     """One block of queries; `rows` as in `statistics.finish`."""
     F: tl.constexpr = C.F
     scene, i0 = key_loop.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
-    acc, r = key_loop.sweep((acc, statistics.nothing(first_frame(F, C), C)), scene, i0, opt, tile, C)
+    acc, r = key_loop.sweep((acc, statistics.nothing(first_shift(F, C), C)), scene, i0, opt, tile, C)
     r = statistics.gathered(r)
     inside = scene.i < opt.queries
     seen_keys = r.n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
     dead = seen_keys == 0.0
-    frame, rest, inverse, z = ending(r, scene, inside, opt, C)
+    shift, rest, inverse, z = ending(r, scene, inside, opt, C)
     inverse = tl.where(dead, 0.0, inverse)
     out = tl.where(dead[:, None], 0.0, acc * (inverse * tiles.number(opt.kept, C.ACC))[:, None])
     tiles.store_block(o, scene.b, scene.h, i0, opt.queries, out, C.BM, C.E, C.BE)
     row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
-    natural = frame * LN2
-    tl.store(frames + row, tl.where(dead, 0.0, natural), mask=inside)
+    natural = shift * LN2
+    tl.store(shifts + row, tl.where(dead, 0.0, natural), mask=inside)
     # backward takes m in natural units back to log2: Z follows that rounding
-    tl.store(sums + row, tl.where(dead, 0.0, z * tl.exp2(frame - natural * LOG2E)), mask=inside)
+    tl.store(sums + row, tl.where(dead, 0.0, z * tl.exp2(shift - natural * LOG2E)), mask=inside)
     if C.NEED.top:
         a, b2 = scene.a, scene.a * LOG2E
         if F.exponential:
             one = tiles.full(C.BM, 1.0, C.ACC)
             u1, v1, d1, x1 = one, one, one, one
             r = completed(r, scene, i0, inside, opt, C)
-            lse = frame * LN2 + tl.log(z)
+            lse = shift * LN2 + tl.log(z)
         else:
-            u1, v1, _ = terms(r.top, a, b2, r.frame, scene.theta, F)
-            d1, x1 = slopes(r.top, a, b2, r.frame, u1, scene.theta, F)
+            u1, v1, _ = terms(r.top, a, b2, r.shift, scene.theta, F)
+            d1, x1 = slopes(r.top, a, b2, r.shift, u1, scene.theta, F)
             lse = r.top * a + tl.log(r.ties + r.lse)
         first_u = r.z * 0.0
         if C.NEED.first:
             y = r.first_y if C.NEED.track_first else statistics.first_scores(scene, opt, C)
-            first_u, _, _ = terms(y, a, b2, r.frame, scene.theta, F)
+            first_u, _, _ = terms(y, a, b2, r.shift, scene.theta, F)
         statistics.finish(
             stats, row, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C, rows
         )
@@ -257,9 +257,9 @@ def serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C: tl
 
 @triton.jit
 def ending(r, scene, inside, opt, C: tl.constexpr):
-    """(frame, rest, 1/Z, Z): the sink and the silent key join, rest their share of Z. 1/Z is in the loop's frame."""
+    """(shift, rest, 1/Z, Z): the sink and the silent key join, rest their share of Z. 1/Z is in the loop's shift."""
     F: tl.constexpr = C.F
-    frame = r.frame
+    shift = r.shift
     if F.family == "pointwise":
         z = r.z * 0.0
         inverse = z + 1.0
@@ -267,16 +267,16 @@ def ending(r, scene, inside, opt, C: tl.constexpr):
     else:
         if F.exponential:
             if F.shift == "max0":
-                frame = tl.maximum(frame, 0.0)
+                shift = tl.maximum(shift, 0.0)
             if opt.sink.ptr is not None:
                 sink = tiles.rows_of(opt.sink, scene.b, scene.h, scene.i, inside, 0.0).to(C.ACC) * LOG2E
-                frame = tl.maximum(frame, sink)
-        fade = tl.exp2(r.frame - frame)
-        extra = F.rest(tiles.unshift(frame))
+                shift = tl.maximum(shift, sink)
+        fade = tl.exp2(r.shift - shift)
+        extra = F.rest(tiles.unshift(shift))
         if opt.sink.ptr is not None:
-            extra += tl.exp2(sink - frame)
+            extra += tl.exp2(sink - shift)
         z = r.z * fade + extra
         some = tl.where(z == 0.0, 1.0, z)
         inverse = tl.where(z == 0.0, 0.0, fade / some)
         rest = extra / some  # a share: extra / fade overflows where the sink is far above
-    return frame, rest, inverse, z
+    return shift, rest, inverse, z

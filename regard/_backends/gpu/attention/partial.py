@@ -26,7 +26,7 @@ def forward(problem: Problem) -> Part:
     p = placed(problem)
     found = attention.forward(p)
     stats = dict(zip(p.stats, found.stats, strict=True)) if p.stats else None
-    return Part(found.o.to(p.accumulator), found.frame, found.z, stats=stats, first=problem.first_key)
+    return Part(found.o.to(p.accumulator), found.shift, found.z, stats=stats, first=problem.first_key)
 
 
 def backward(problem: Problem, whole: Whole, upstream: Upstream) -> Gradients:

@@ -1,4 +1,4 @@
-"""The statistics of a row inside a kernel: the sums of `regard.statistics.State`, in the frame the kernel runs in.
+"""The statistics of a row inside a kernel: the sums of `regard.statistics.State`, in the shift the kernel runs in.
 
 The maximum stays out of the sums marked ', as there, so that nearly one-hot rows lose nothing. Logarithms are to the
 base 2 until `finish`. Sums that nobody asked for stay 0 and vanish at compile time.
@@ -72,7 +72,7 @@ class Sums(NamedTuple):
     """The running sums of a block of rows: [M] or, until `gathered`, [M, LANES]."""
 
     top: Any  # max y
-    frame: Any  # log2 of what u is measured in (ratio)
+    shift: Any  # log2 of what u is measured in (ratio)
     z: Any  # Σ v, all keys
     ties: Any  # keys with y = top
     u: Any  # Σ' u
@@ -93,13 +93,13 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def nothing(frame, C: tl.constexpr):
+def nothing(shift, C: tl.constexpr):
     """The sums of no key at all."""
     zero = tiles.zeros(C.BM, C.LANES, C.ACC)
     hidden = tiles.full(C.BM, HIDDEN, C.ACC)
     nowhere = tiles.full(C.BM, 2147483647, tl.int32)
     return Sums(
-        hidden, frame, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere,
+        hidden, shift, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, nowhere,
         tiles.full(C.BM, 0.0, C.ACC), hidden, zero, zero,
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ def nothing(frame, C: tl.constexpr):
 def gathered(r):
     """The lanes of each row together: every sum [M]."""
     return Sums(
-        r.top, r.frame, tl.sum(r.z, 1), tl.sum(r.ties, 1), tl.sum(r.u, 1), tl.sum(r.v, 1), tl.sum(r.log_u, 1),
+        r.top, r.shift, tl.sum(r.z, 1), tl.sum(r.ties, 1), tl.sum(r.u, 1), tl.sum(r.v, 1), tl.sum(r.log_u, 1),
         tl.sum(r.square, 1), tl.sum(r.slope, 1), tl.sum(r.cross, 1), tl.sum(r.lse, 1), tl.sum(r.distance, 1),
         tl.sum(r.support, 1), tl.sum(r.n, 1), r.first, r.first_y, r.pivot, tl.sum(r.mean, 1), tl.sum(r.m2, 1),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def log2_or_0(u):
 
 @triton.jit
 def squared(u, F: tl.constexpr):
-    """u²; of a map without a frame, whose weights may all be tiny, in units of 2⁻⁸⁰."""
+    """u²; of a map without a shift, whose weights may all be tiny, in units of 2⁻⁸⁰."""
     if F.family == "pointwise":
         u = u * 2.0**40
     return u * u
@@ -150,7 +150,7 @@ def weighs(u, y, a, seen, C: tl.constexpr):
 
 @triton.jit
 def counts(r, y, seen, j, top, u, C: tl.constexpr):
-    """What does not depend on the frame: (support, n, first, first_y, pivot, mean, m2) after this tile."""
+    """What does not depend on the shift: (support, n, first, first_y, pivot, mean, m2) after this tile."""
     NEED: tl.constexpr = C.NEED
     support = r.support
     n = r.n

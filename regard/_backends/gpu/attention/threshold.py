@@ -103,11 +103,11 @@ def solve(s, scene, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
 
 @triton.jit
 def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """The last sweep: o += p·v, Σp, Σg′ and the statistics. `r.frame` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
+    """The last sweep: o += p·v, Σp, Σg′ and the statistics. `r.shift` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
     acc, r = state
     NEED: tl.constexpr = C.NEED
     _, _, y, seen, j = key_loop.look(scene, start, opt, C, EDGE)
-    t = excess(y, r.top[:, None], r.frame[:, None], scene.a[:, None], scene.theta, C)
+    t = excess(y, r.top[:, None], r.shift[:, None], scene.a[:, None], scene.theta, C)
     u = C.F.weigh(t, scene.theta)
     if C.F.order == 0:
         u = tl.where(t == t, u, t)  # a power of what is above 0 hides NaN
@@ -134,7 +134,7 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.distance:
             far += statistics.stretch(u, scene.i, j, start, sum_u, C.BEHIND and not EDGE, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, t, C)
-    r = Sums(r.top, r.frame, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
+    r = Sums(r.top, r.shift, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
     values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
     if opt.seed is not None:
         u = tl.where(tiles.keeps(scene.b, scene.h, scene.i[:, None], j, opt, scene.seed), u, 0.0)
@@ -144,7 +144,7 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def forward_threshold(
-    q, k, v, k_blocks, v_blocks, o, frames, sums, stats, failed, opt,
+    q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, failed, opt,
     C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
     """One block of queries, unless the lists (`support.py`) have served it."""
@@ -172,7 +172,7 @@ def forward_threshold(
     tiles.store_block(o, scene.b, scene.h, i0, opt.queries, out, C.BM, C.E, C.BE)
     row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
     a, theta = scene.a, scene.theta
-    tl.store(frames + row, tl.where(dead, 0.0, top * (a * C.F.gain(theta)) + tau), mask=inside)
+    tl.store(shifts + row, tl.where(dead, 0.0, top * (a * C.F.gain(theta)) + tau), mask=inside)
     tl.store(sums + row, tl.where(dead, 0.0, r.v), mask=inside)
     if C.NEED.top:
         t1 = tiles.positive_part(-tau)

@@ -280,9 +280,9 @@ def positive_part(x):
 
 
 @triton.jit
-def unshift(frame):
+def unshift(shift):
     """c = exp(−m); maps that use it have m ≥ 0, for the others it need only be finite."""
-    return tl.exp2(tl.minimum(-frame, 64.0))
+    return tl.exp2(tl.minimum(-shift, 64.0))
 
 
 @triton.jit

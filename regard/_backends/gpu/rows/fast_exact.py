@@ -18,7 +18,7 @@ from regard._backends.gpu.rows.terms import shift_of
 from regard._backends.gpu.rows.tiles import finite, highest, load_scores, place, store, store_state
 
 CROWD = tl.constexpr(128.0)
-FAR = tl.constexpr(65536.0)  # the largest frame: beyond, r loses digits
+FAR = tl.constexpr(65536.0)  # the largest shift: beyond, r loses digits
 LARGE = tl.constexpr(12582912.0)  # 1.5·2²³: numbers that large have no fraction, j is in their last bits
 LOG2E = tl.constexpr(1.4426950216293335)
 LN2 = tl.constexpr(0.6931471824645996)
@@ -36,28 +36,28 @@ class Frame(NamedTuple):
 
 
 @triton.jit
-def frame_of(shift, scale):
+def frame_of(offset, scale):
     """M = ⌊shift·scale·log₂e⌉ and what belongs to it; shift float32, scale float64."""
     near, lost = halves(scale)
-    m = tl.floor(shift * near * LOG2E + 0.5)
+    m = tl.floor(offset * near * LOG2E + 0.5)
     return Frame(near, lost, m, (m + LOWEST) * LN2 / near)
 
 
 @triton.jit
-def split(x, frame, start, more, SCALED: tl.constexpr):
+def split(x, shift, start, more, SCALED: tl.constexpr):
     """(A, r, rest) with start·e^(x·scale − M·LN2)·(1 + more) = A·e^(r + rest): start are the bits of a float."""
-    y = tl.maximum(x, frame.lowest)
+    y = tl.maximum(x, shift.lowest)
     if SCALED:
         x = y
-        y = x * frame.scale
-        fine = tl.fma(x, frame.lost, tl.fma(x, frame.scale, -y))
+        y = x * shift.scale
+        fine = tl.fma(x, shift.lost, tl.fma(x, shift.scale, -y))
     t = tl.fma(y, LOG2E, LARGE)
     j = t - LARGE
     r = tl.fma(j, -LN2, y)
-    rest = tl.fma(j, -LN2_REST, more + frame.m * LN2_REST)
+    rest = tl.fma(j, -LN2_REST, more + shift.m * LN2_REST)
     if SCALED:
         rest += fine
-    bits = (t.to(tl.int32, bitcast=True) << 23) + (start - (frame.m.to(tl.int32) << 23))
+    bits = (t.to(tl.int32, bitcast=True) << 23) + (start - (shift.m.to(tl.int32) << 23))
     return tl.maximum(bits, 0).to(tl.float32, bitcast=True), r, rest
 
 
@@ -72,9 +72,9 @@ def square_term(r):
 
 
 @triton.jit
-def term(x, frame, SCALED: tl.constexpr):
+def term(x, shift, SCALED: tl.constexpr):
     """e^(x·scale − M·LN2), rounded."""
-    a, r, rest = split(x, frame, 0x3F800000, 0.0, SCALED)
+    a, r, rest = split(x, shift, 0x3F800000, 0.0, SCALED)
     q = square_term(r)
     if SCALED:  # `rest` is what rounding took from x·scale, too
         rest = tl.fma(rest, tl.fma(r * r, q, r), rest)
@@ -82,9 +82,9 @@ def term(x, frame, SCALED: tl.constexpr):
 
 
 @triton.jit
-def weight(x, frame, start, more, SCALED: tl.constexpr):
+def weight(x, shift, start, more, SCALED: tl.constexpr):
     """start·e^(x·scale − M·LN2)·(1 + more), correctly rounded as a rule."""
-    a, r, rest = split(x, frame, start, more, SCALED)
+    a, r, rest = split(x, shift, start, more, SCALED)
     p = tl.fma(a, r, a)
     lost = tl.fma(a, r, a - p)  # exactly
     lost = tl.fma(a, r * r * square_term(r), lost)
@@ -95,9 +95,9 @@ def weight(x, frame, start, more, SCALED: tl.constexpr):
 
 
 @triton.jit
-def apart(frame, shift, scale):
-    """e^(M·LN2 − shift·scale) in float64: from the row's integer frame to that of its maximum."""
-    return tl.exp(frame.m.to(tl.float64) * LN2 - shift.to(tl.float64) * scale)
+def apart(shift, offset, scale):
+    """e^(M·LN2 − shift·scale) in float64: from the row's integer shift to that of its maximum."""
+    return tl.exp(shift.m.to(tl.float64) * LN2 - offset.to(tl.float64) * scale)
 
 
 @triton.jit
@@ -112,28 +112,28 @@ def forward_quick(
     scale = tl.zeros([1, 1], tl.float64) + scale
     x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, tl.float32)
     top = highest(x)  # [1, 1], as all that follows but the tile
-    shift = shift_of(finite(top), F)
-    frame = frame_of(shift, scale)
-    e = tl.reshape(term(x, frame, SCALED), [COLUMNS // (LANES * VECTOR), LANES, VECTOR])
-    z = tl.sum(tl.sum(tl.sum(e, 2).to(tl.float64), 0)[None, :], 1, keep_dims=True) * apart(frame, shift, scale)
-    if tl.max(((z >= CROWD) & (top < float("inf")) & (tl.abs(frame.m) < FAR)).to(tl.int32)) > 0:
-        z = z + F.rest(silent(shift, scale, F))
-        # z·0: the same frame, but not to the compiler, which would hold r and Q until here
-        frame = frame_of(shift + (z * 0.0).to(tl.float32), scale)
-        near, rest = halves(reciprocal(z) * apart(frame, shift, scale))
-        store(p, weight(x, frame, near.to(tl.int32, bitcast=True), rest / near, SCALED), rows, columns, R, N)
+    offset = shift_of(finite(top), F)
+    shift = frame_of(offset, scale)
+    e = tl.reshape(term(x, shift, SCALED), [COLUMNS // (LANES * VECTOR), LANES, VECTOR])
+    z = tl.sum(tl.sum(tl.sum(e, 2).to(tl.float64), 0)[None, :], 1, keep_dims=True) * apart(shift, offset, scale)
+    if tl.max(((z >= CROWD) & (top < float("inf")) & (tl.abs(shift.m) < FAR)).to(tl.int32)) > 0:
+        z = z + F.rest(silent(offset, scale, F))
+        # z·0: the same shift, but not to the compiler, which would hold r and Q until here
+        shift = frame_of(offset + (z * 0.0).to(tl.float32), scale)
+        near, rest = halves(reciprocal(z) * apart(shift, offset, scale))
+        store(p, weight(x, shift, near.to(tl.int32, bitcast=True), rest / near, SCALED), rows, columns, R, N)
     else:
         sums = tl.zeros([1, STEP], tl.float64)
         for first in range(0, N, STEP):
             some = first + tl.arange(0, STEP)[None, :]
             y = load_scores(s, mask, rows, some, R, N, mask_row, mask_column, HAS_MASK, tl.float32)
-            sums += exponentials(y, shift, scale, False)
+            sums += exponentials(y, offset, scale, False)
         z = tl.sum(sums, 1, keep_dims=True)
-        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silent(shift, scale, F)))
+        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silent(offset, scale, F)))
         inverse = tl.where(top < float("inf"), reciprocal(z), float("nan"))
         z = tl.where(top < float("inf"), z, float("nan"))
         for first in range(0, N, STEP):
             some = first + tl.arange(0, STEP)[None, :]
             y = load_scores(s, mask, rows, some, R, N, mask_row, mask_column, HAS_MASK, tl.float32)
-            store(p, exponentials(y, shift, scale, False) * inverse, rows, some, R, N)
-    store_state(state, shift, z.to(tl.float32), rows, part, R)
+            store(p, exponentials(y, offset, scale, False) * inverse, rows, some, R, N)
+    store_state(state, offset, z.to(tl.float32), rows, part, R)

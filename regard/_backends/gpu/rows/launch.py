@@ -159,7 +159,7 @@ def _whole(rows: int, columns: int, tensors: int, family: str, half: bool) -> Pl
 def forward(
     s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """p = normaliser(scale·s), and the row state [2, R] (frame and z, as `problem.Forward` says).
+    """p = normaliser(scale·s), and the row state [2, R] (shift and z, as `problem.Forward` says).
 
     s: [R, N], contiguous. theta: the normaliser's parameter per row [R], or None for choice.theta.
     mask: bool [R, N] of any strides, True = visible. scale: > 0.

@@ -3,7 +3,7 @@
     z = Σ_thread z_thread·e^(m_thread − m),   m = max m_thread
 
 So no warp waits for another between its first load and its last exponential: the loads of one hide behind the
-arithmetic of the others. Threads meet once for (m, z), then the weights are told, in the row's frame.
+arithmetic of the others. Threads meet once for (m, z), then the weights are told, in the row's shift.
 """
 
 import triton

@@ -26,23 +26,23 @@ from regard._backends.gpu.rows.tiles import (
 
 
 @triton.jit
-def tell(p, x, shift, scale, inverse, theta, rows, columns, R, N, F: tl.constexpr, TRAITS: tl.constexpr,
+def tell(p, x, offset, scale, inverse, theta, rows, columns, R, N, F: tl.constexpr, TRAITS: tl.constexpr,
          HALF: tl.constexpr):  # fmt: skip
     """Store p = u/Z."""
     if TRAITS.differs and not HALF and x.dtype == tl.float32:
-        if tl.min(shift * scale) < 0.25:
-            u, _v = terms(x, shift, scale, theta, F, TRAITS, HALF, True)
+        if tl.min(offset * scale) < 0.25:
+            u, _v = terms(x, offset, scale, theta, F, TRAITS, HALF, True)
             store(p, u * inverse, rows, columns, R, N)
         else:
-            u, _v = terms(x, shift, scale, theta, F, TRAITS, HALF, False)
+            u, _v = terms(x, offset, scale, theta, F, TRAITS, HALF, False)
             store(p, u * inverse, rows, columns, R, N)
     else:
-        u, _v = terms(x, shift, scale, theta, F, TRAITS, HALF, False)
+        u, _v = terms(x, offset, scale, theta, F, TRAITS, HALF, False)
         store(p, u * inverse, rows, columns, R, N)
 
 
 @triton.jit
-def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.constexpr, TRAITS: tl.constexpr,
+def join(top, z, offset, scale, partial, counters, row, part, parts, F: tl.constexpr, TRAITS: tl.constexpr,
          PARTS: tl.constexpr, STAGE: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     """(top, z, shift) of the whole row from those of a part, and what the part's terms are multiplied by."""
     fall = z * 0.0 + 1.0
@@ -61,23 +61,23 @@ def join(top, z, shift, scale, partial, counters, row, part, parts, F: tl.conste
             if F.family == "ratio":  # to the row's common shift; a part that sees nothing has none, and weighs 0
                 common = shift_of(finite(top), F)
                 falls = tl.exp((shift_of(finite(tops), F) - tl.sum(common)) * tl.sum(scale))
-                fall = tl.exp((shift - common) * scale)
+                fall = tl.exp((offset - common) * scale)
                 if TRAITS.proportional:
                     pace = suited(top, scale, TRAITS)
                     falls = falls * (tl.sum(pace) / suited(tops, tl.sum(scale), TRAITS))
                     fall = fall * (pace / suited(own, scale, TRAITS))
                 z = tl.zeros([1, 1], ACC) + tl.sum(tl.where(tops == float("-inf"), 0.0, sums * falls), 0)
                 fall = tl.where(own == float("-inf"), 0.0, fall)
-                shift = common
-    return top, z, shift, fall
+                offset = common
+    return top, z, offset, fall
 
 
 @triton.jit
-def ending(top, z, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
+def ending(top, z, offset, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
     """(Z, 1/Z) with the silent term, both NaN for a row that becomes NaN; Z is of the scores times the scale, 1/Z of
     them as they are `suited`."""
     if F.family == "ratio":
-        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silence(shift, scale, HALF)))
+        z = tl.where(top == float("-inf"), 0.0, z + F.rest(silence(offset, scale, HALF)))
         inverse = reciprocal(z)
         if TRAITS.proportional:
             z = z * (scale / suited(top, scale, TRAITS))
@@ -103,27 +103,27 @@ def forward_online(
     if AHEAD > 0:
         prefetch(s, R, N, parts, COLUMNS, AHEAD)
     top = highest(x)  # [ROWS, 1], of the bare scores: their difference from it is exact where weights are large
-    shift = shift_of(finite(top), F)
+    offset = shift_of(finite(top), F)
     z = finite(top) * 0.0
     if AGAIN and F.family == "ratio":
         tl.debug_barrier()
         x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
     pace = suited(top, scale, TRAITS)
     if F.family == "ratio":
-        z = total(x, shift, pace, F, TRAITS, HALF)
-    top, z, frame, fall = join(top, z, shift, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
+        z = total(x, offset, pace, F, TRAITS, HALF)
+    top, z, shift, fall = join(top, z, offset, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC)
     if STAGE != "publish":
-        z, inverse = ending(top, z, frame, scale, F, TRAITS, HALF)
-        if AGAIN:  # told anew, in the row's frame
+        z, inverse = ending(top, z, shift, scale, F, TRAITS, HALF)
+        if AGAIN:  # told anew, in the row's shift
             tl.debug_barrier()
             x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            shift, pace = frame, suited(top, scale, TRAITS)
+            offset, pace = shift, suited(top, scale, TRAITS)
         elif STAGE != "whole":
             inverse = inverse * fall
             if TRAITS.proportional:  # a part without weight, told in a far smaller row's scale: not 0·∞
                 inverse = tl.where(inverse == float("inf"), 3e38, inverse)
-        tell(p, x, shift, pace, inverse, theta, rows, columns, R, N, F, TRAITS, HALF)
-        store_state(state, frame, z, rows, part, R)
+        tell(p, x, offset, pace, inverse, theta, rows, columns, R, N, F, TRAITS, HALF)
+        store_state(state, shift, z, rows, part, R)
 
 
 @triton.jit
@@ -149,33 +149,33 @@ def load_both(dp, saved, mask, rows, columns, R, N, mask_row, mask_column, F: tl
 
 
 @triton.jit
-def slopes(x, shift, scale, inverse, F: tl.constexpr, HALF: tl.constexpr):
+def slopes(x, offset, scale, inverse, F: tl.constexpr, HALF: tl.constexpr):
     """(a, b) of a ratio, from p; or both times Z, from s."""
     if F.slope_of_weight is not None:
         a = F.slope_of_weight(x, inverse)
         b = a
     else:
         y = x * scale
-        e, c = exponential(x, shift, scale, HALF), silence(shift, scale, HALF)
+        e, c = exponential(x, offset, scale, HALF), silence(offset, scale, HALF)
         a = F.numerator_slope(e, y, c)
         b = F.denominator_slope(e, y, c)
     return a, b
 
 
 @triton.jit
-def weighed(x, above, shift, scale, inverse, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
+def weighed(x, above, offset, scale, inverse, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
     """Σ p·dp over a tile's columns, [ROWS, 1]."""
     if F.slope_of_weight is not None:
         delta = tl.sum(x * above, 1, keep_dims=True)
     elif TRAITS.differs and not HALF and x.dtype == tl.float32:
-        if tl.min(shift * scale) < 0.25:
-            u, _v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
+        if tl.min(offset * scale) < 0.25:
+            u, _v = terms(x, offset, scale, 0.0, F, TRAITS, HALF, True)
             delta = tl.sum(u * above, 1, keep_dims=True) * inverse
         else:
-            u, _v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
+            u, _v = terms(x, offset, scale, 0.0, F, TRAITS, HALF, False)
             delta = tl.sum(u * above, 1, keep_dims=True) * inverse
     else:
-        u, _v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
+        u, _v = terms(x, offset, scale, 0.0, F, TRAITS, HALF, False)
         delta = tl.sum(u * above, 1, keep_dims=True) * inverse
     return delta
 
@@ -221,10 +221,10 @@ def backward_online(
     )
     if F.family == "ratio":
         HALF: tl.constexpr = saved.dtype.element_ty.primitive_bitwidth == 16
-        shift = tl.load(state + rows, mask=rows < R, other=0.0)
+        offset = tl.load(state + rows, mask=rows < R, other=0.0)
         z = tl.load(state + R + rows, mask=rows < R, other=0.0)
         inverse = reciprocal(z)
-        delta = weighed(x, above, shift, scale, inverse, F, TRAITS, HALF)
+        delta = weighed(x, above, offset, scale, inverse, F, TRAITS, HALF)
         delta = join_delta(delta, partial, counters, row, part, parts, PARTS, STAGE)
         if AGAIN and STAGE != "publish":
             tl.debug_barrier()
@@ -244,7 +244,7 @@ def backward_online(
                 TRAITS.faint,
                 TRAITS.slopes_end,
             )
-        a, b = slopes(x, shift, scale, inverse, F, HALF)
+        a, b = slopes(x, offset, scale, inverse, F, HALF)
         below = downstream(a, b, above, delta, seen, scale, inverse, F, HAS_MASK or TRAITS.faint)
     else:
         if F.slope_of_weight is not None:

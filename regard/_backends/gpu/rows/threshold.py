@@ -88,8 +88,8 @@ def forward_threshold(
         if AGAIN == "half":
             y = read_again(held, others, top, factor, HAS_MASK, ACC)
             store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, others, R, N)
-        frame = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
-        store_state(state, frame, tl.where(top < float("inf"), slope, float("nan")), rows, part, R)
+        shift = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
+        store_state(state, shift, tl.where(top < float("inf"), slope, float("nan")), rows, part, R)
 
 
 @triton.jit

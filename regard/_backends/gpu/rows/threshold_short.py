@@ -38,8 +38,8 @@ def forward_short(
     tau, total, slope = solve(y, tau, theta, gain, TOLERANCE, F)
     inverse = tl.where(top < float("inf"), reciprocal(total), float("nan"))
     store(p, F.weigh(tl.maximum(y - over(tau), 0.0), over(theta)) * over(inverse), rows, columns, R, N)
-    frame = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
-    tl.store(state + row, frame, mask=row < R)
+    shift = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
+    tl.store(state + row, shift, mask=row < R)
     tl.store(state + R + row, tl.where(top < float("inf"), slope, float("nan")), mask=row < R)
 
 

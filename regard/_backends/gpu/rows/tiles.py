@@ -51,10 +51,10 @@ def store(pointer, x, rows, columns, R, N):
 
 
 @triton.jit
-def store_state(state, frame, z, rows, part, R):
+def store_state(state, shift, z, rows, part, R):
     """Frame and z of these rows, told by the first of a row's parts."""
     mine = rows < tl.where(part == 0, R, 0)
-    tl.store(state + rows, frame, mask=mine)
+    tl.store(state + rows, shift, mask=mine)
     tl.store(state + R + rows, z, mask=mine)
 
 
@@ -113,7 +113,7 @@ def finite(m):
 
 
 @triton.jit
-def exponential(x, shift, scale, HALF: tl.constexpr):
+def exponential(x, offset, scale, HALF: tl.constexpr):
     """exp((x − shift)·scale), at most 1.
 
     Of 16-bit scores (HALF) by one multiply-add, whose error is the same factor for the whole row. Beside a shift of
@@ -121,15 +121,15 @@ def exponential(x, shift, scale, HALF: tl.constexpr):
     small enough for the exponent.
     """
     if x.dtype == tl.float64:
-        e = tl.exp((x - shift) * scale)
+        e = tl.exp((x - offset) * scale)
     else:
         factor = tl.minimum(scale * 1.4426950408889634, 3e38)
         if HALF:
-            root = 1024.0 * tl.rsqrt(tl.maximum(tl.abs(shift), 1e-30))
+            root = 1024.0 * tl.rsqrt(tl.maximum(tl.abs(offset), 1e-30))
             factor = tl.minimum(factor, root * root)
-            e = tl.exp2(tl.fma(x, factor, -shift * factor))
+            e = tl.exp2(tl.fma(x, factor, -offset * factor))
         else:
-            e = tl.exp2((x - shift) * factor)
+            e = tl.exp2((x - offset) * factor)
     return e
 
 

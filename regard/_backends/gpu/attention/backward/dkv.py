@@ -63,7 +63,7 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, kind, flags) 
     inverse = rows.inverse if p.choice.family == "ratio" else None  # no other map asks
     numbers = [
         x if x is None else hopper.descriptor(x.reshape(many, -1), (1, KEYS.value))
-        for x in (rows.frame, rows.delta, inverse)
+        for x in (rows.shift, rows.delta, inverse)
     ]
     C = Shape(
         F=bundle.of(p.choice),

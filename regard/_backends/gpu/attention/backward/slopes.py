@@ -16,7 +16,7 @@ class Rows(NamedTuple):
     """What backward knows of a query, each [M]: its state, its visible keys, what its statistics add."""
 
     a: Any  # s = a·y
-    frame: Any  # log2 units (ratio), τ (threshold)
+    shift: Any  # log2 units (ratio), τ (threshold)
     inverse: Any  # 1/Z, or nothing that is looked at
     delta: Any
     first: Any
@@ -29,8 +29,8 @@ class Rows(NamedTuple):
 class State(NamedTuple):
     """Pointers to [B, H, M] rows: the forward's state, δ, and the tilt (None: no statistic has a gradient)."""
 
-    frame: Any  # log2 units (ratio), τ (threshold)
-    inverse: Any  # 1/Z; None: −log2 Z is part of the frame, or no tile asks
+    shift: Any  # log2 units (ratio), τ (threshold)
+    inverse: Any  # 1/Z; None: −log2 Z is part of the shift, or no tile asks
     delta: Any
     beta: Any
     gamma: Any
@@ -42,8 +42,8 @@ def rows_at(state, b, h, i, n, opt, C: tl.constexpr, ALL: tl.constexpr):
     """What is known of rows i; ALL: every one of them exists."""
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     first, last = tiles.interval(i, opt, n)
-    frame = number_at(state.frame, row, i, opt, ALL)
-    inverse = frame
+    shift = number_at(state.shift, row, i, opt, ALL)
+    inverse = shift
     if state.inverse is not None:
         inverse = number_at(state.inverse, row, i, opt, ALL)
     delta = number_at(state.delta, row, i, opt, ALL)
@@ -53,7 +53,7 @@ def rows_at(state, b, h, i, n, opt, C: tl.constexpr, ALL: tl.constexpr):
         gamma = number_at(state.gamma, row, i, opt, ALL)
         epsilon = number_at(state.epsilon, row, i, opt, ALL)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
-    return Rows(a, frame, inverse, delta, first, last, beta, gamma, epsilon)
+    return Rows(a, shift, inverse, delta, first, last, beta, gamma, epsilon)
 
 
 @triton.jit
@@ -69,10 +69,10 @@ def number_at(ptr, row, i, opt, ALL: tl.constexpr):
 def across(r, KEYS_FIRST: tl.constexpr):
     """The rows laid along a tile [M, N], or [N, M] where keys come first."""
     if KEYS_FIRST:
-        laid = Rows(r.a[None, :], r.frame[None, :], r.inverse[None, :], r.delta[None, :], r.first[None, :],
+        laid = Rows(r.a[None, :], r.shift[None, :], r.inverse[None, :], r.delta[None, :], r.first[None, :],
                     r.last[None, :], r.beta[None, :], r.gamma[None, :], r.epsilon[None, :])  # fmt: skip
     else:
-        laid = Rows(r.a[:, None], r.frame[:, None], r.inverse[:, None], r.delta[:, None], r.first[:, None],
+        laid = Rows(r.a[:, None], r.shift[:, None], r.inverse[:, None], r.delta[:, None], r.first[:, None],
                     r.last[:, None], r.beta[:, None], r.gamma[:, None], r.epsilon[:, None])  # fmt: skip
     return laid
 
@@ -83,13 +83,13 @@ def weigh(y, seen, r, theta, F: tl.constexpr, FOLDED: tl.constexpr, NEAR: tl.con
 
     NEAR: a numerator that is a difference keeps its digits near 0; 16 bits do not show it.
     """
-    power = y * (r.a * LOG2E) - r.frame
+    power = y * (r.a * LOG2E) - r.shift
     if F.family == "pointwise":
         p = tl.where(seen, F.weigh(y * r.a, theta), 0.0)
         up = tl.where(seen, F.slope(y * r.a, theta), 0.0)
         down = up * 0.0
     elif F.family == "threshold":
-        t = tiles.positive_part(y * (r.a * F.gain(theta)) - r.frame)
+        t = tiles.positive_part(y * (r.a * F.gain(theta)) - r.shift)
         p = tl.where(seen, F.weigh(t, theta), 0.0)
         up = tl.where(seen, F.slope(t, theta), 0.0)
         down = up
@@ -101,7 +101,7 @@ def weigh(y, seen, r, theta, F: tl.constexpr, FOLDED: tl.constexpr, NEAR: tl.con
         down = p
     else:
         e = tl.exp2(power)
-        c = tiles.unshift(r.frame)
+        c = tiles.unshift(r.shift)
         near, low = grown(e, y * r.a, c, F.differs and NEAR)
         p = tl.where(seen, F.numerator(near, y * r.a, low) * r.inverse, 0.0)
         up = tl.where(seen, F.numerator_slope(e, y * r.a, c) * r.inverse, 0.0)

@@ -18,39 +18,39 @@ from regard._backends.gpu.attention.tiles import LOG2E
 
 
 @triton.jit
-def told(o, frames, sums, state, scene, i0, d_out, opt, C: tl.constexpr):
-    """The rows of a block from what forward left of them; δ, frame and 1/Z go to `state`, where `backward_dkv` looks.
+def told(o, shifts, sums, state, scene, i0, d_out, opt, C: tl.constexpr):
+    """The rows of a block from what forward left of them; δ, shift and 1/Z go to `state`, where `backward_dkv` looks.
 
     δ = Σ_e do·o = Σ_j p·dp; a pointwise map has none, and a threshold map finds its own later.
     """
     inside = scene.i < opt.queries
     row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
-    frame = tl.load(frames + row, mask=inside, other=0.0)
+    shift = tl.load(shifts + row, mask=inside, other=0.0)
     z = tl.load(sums + row, mask=inside, other=1.0)
-    delta = frame * 0.0
-    inverse = frame
+    delta = shift * 0.0
+    inverse = shift
     if C.F.family == "ratio":
         out = tiles.block_of(o, scene.b, scene.h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
         delta = tl.sum(out.to(C.ACC) * d_out.to(C.ACC), 1)
-        frame = frame * LOG2E
+        shift = shift * LOG2E
     if C.FOLDED:
-        frame = tl.where(z == 0.0, 2.0**100, frame + tl.log2(z))
+        shift = tl.where(z == 0.0, 2.0**100, shift + tl.log2(z))
     else:
         inverse = tl.where(z > 0.0, 1.0 / z, z)  # a NaN stays
     if state.inverse is not None:
         tl.store(state.inverse + row, inverse, mask=inside)
-    if C.F.family != "threshold":  # whose frame is forward's
-        tl.store(state.frame + row, frame, mask=inside)
+    if C.F.family != "threshold":  # whose shift is forward's
+        tl.store(state.shift + row, shift, mask=inside)
         tl.store(state.delta + row, delta, mask=inside)
-    return Rows(scene.a, frame, inverse, delta, scene.first, scene.last, delta, delta, delta)
+    return Rows(scene.a, shift, inverse, delta, scene.first, scene.last, delta, delta, delta)
 
 
 @triton.jit
-def backward_rows(q, o, do, frames, sums, state, opt, C: tl.constexpr):
+def backward_rows(q, o, do, shifts, sums, state, opt, C: tl.constexpr):
     """`told` alone, before statistics' gradients join δ."""
     scene, i0 = key_loop.scene_of(q, q, q, q, q, opt, C)
     d_out = tiles.block_of(do, scene.b, scene.h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
-    told(o, frames, sums, state, scene, i0, d_out, opt, C)
+    told(o, shifts, sums, state, scene, i0, d_out, opt, C)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def dq_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def backward_dq(
-    q, k, v, k_blocks, v_blocks, o, do, dq, heat, frames, sums, state, failed, opt, C: tl.constexpr
+    q, k, v, k_blocks, v_blocks, o, do, dq, heat, shifts, sums, state, failed, opt, C: tl.constexpr
 ):  # fmt: skip
     if failed is not None:
         if support.queries_served(failed, opt, C.BM, gather.ROWS):
@@ -102,7 +102,7 @@ def backward_dq(
     if C.TILTED:
         rows = rows_at(state, b, h, i, tiles.key_count(opt, b), opt, C, False)
     else:
-        rows = told(o, frames, sums, state, scene, i0, d_out, opt, C)
+        rows = told(o, shifts, sums, state, scene, i0, d_out, opt, C)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     zero = tiles.full(C.BM, 0.0, C.ACC)
     acc, acc1, sums, _, _ = key_loop.sweep((acc, acc, (zero, zero, zero), d_out, rows), scene, i0, opt, dq_tile, C)

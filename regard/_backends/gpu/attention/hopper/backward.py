@@ -53,7 +53,7 @@ class Ring(NamedTuple):
     v: Any
     q: Any  # [STAGES, 1, 1, M, D]
     do: Any
-    rows: Any  # [STAGES · NUMBERS, 1, M], the numbers of a row: frame, δ, 1/Z
+    rows: Any  # [STAGES · NUMBERS, 1, M], the numbers of a row: shift, δ, 1/Z
     ds: Any  # [PARTS, 1, 64, M]
     k_full: Any
     full: Any
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
     v: Any
     q: Any  # [B, H, M, D] by [1, 1, 64, D], and so do
     do: Any
-    frame: Any  # [B · H, M] by [1, 64], and so δ and 1/Z
+    shift: Any  # [B · H, M] by [1, 64], and so δ and 1/Z
     delta: Any
     inverse: Any
     slopes: Any  # ds, [B · H, N, M] by [1, 64, 64]
@@ -117,7 +117,7 @@ def fetch(blocks, ring, opt, C: gl.constexpr):
         mbarrier.expect(full, ROWS * (4 * C.D + 4 * NUMBERS))
         copy_in(blocks.q, [walk.b, h, i, 0], full, ring.q.index(stage))
         copy_in(blocks.do, [walk.b, h, i, 0], full, ring.do.index(stage))
-        copy_in(blocks.frame, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS))
+        copy_in(blocks.shift, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS))
         copy_in(blocks.delta, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS + 1))
         if NUMBERS == 3:
             copy_in(blocks.inverse, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS + 2))
@@ -133,18 +133,18 @@ def number(stage, at: gl.constexpr, ring, LAYOUT: gl.constexpr, C: gl.constexpr)
 @gluon.jit
 def rows_of(stage, ring, opt, LAYOUT: gl.constexpr, C: gl.constexpr):
     """What `weigh` asks of the rows of a tile."""
-    frame = number(stage, 0, ring, LAYOUT, C)
-    inverse = frame
+    shift = number(stage, 0, ring, LAYOUT, C)
+    inverse = shift
     if C.NUMBERS == 3:
         inverse = number(stage, 2, ring, LAYOUT, C)
-    return Rows(tiles.number(opt.scale, gl.float32), frame, inverse, frame, frame, frame, frame, frame, frame)
+    return Rows(tiles.number(opt.scale, gl.float32), shift, inverse, shift, shift, shift, shift, shift, shift)
 
 
 @gluon.jit
 def with_delta(r, stage, ring, LAYOUT: gl.constexpr, C: gl.constexpr):
     """And what `slope_tile` asks: read when it is needed, as registers are few."""
     delta = number(stage, 1, ring, LAYOUT, C)
-    return Rows(r.a, r.frame, r.inverse, delta, r.first, r.last, delta, delta, delta)
+    return Rows(r.a, r.shift, r.inverse, delta, r.first, r.last, delta, delta, delta)
 
 
 @gluon.jit
@@ -238,19 +238,19 @@ def consume(blocks, ring, opt, part: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def backward_hopper(k, v, q, do, frame, delta, inverse, slopes, dk, dv, opt, C: gl.constexpr):
+def backward_hopper(k, v, q, do, shift, delta, inverse, slopes, dk, dv, opt, C: gl.constexpr):
     """The first ten are tensor descriptors; without 1/Z or scratch None."""
     TYPE: gl.constexpr = q.dtype
     PARTS: gl.constexpr = C.PARTS
     STAGES: gl.constexpr = C.STAGES
     NUMBERS: gl.constexpr = C.NUMBERS
-    blocks = Blocks(k, v, q, do, frame, delta, inverse, slopes, dk, dv)
+    blocks = Blocks(k, v, q, do, shift, delta, inverse, slopes, dk, dv)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, KEYS, C.D], k.layout),
         gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, KEYS, C.D], v.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, ROWS, C.D], q.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, ROWS, C.D], do.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES * NUMBERS, 1, ROWS], frame.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES * NUMBERS, 1, ROWS], shift.layout),
         gl.allocate_shared_memory(TYPE, [PARTS, 1, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 3)),
         barriers(PARTS, 1),
         barriers(STAGES, 1),

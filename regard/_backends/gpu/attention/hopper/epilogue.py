@@ -21,7 +21,7 @@ from regard._backends.gpu.attention.hopper.warpgroup import ROWS
 from regard._backends.gpu.attention.online import ending, frame_of
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
-MOST = gl.constexpr(2.0**40)  # that the weights of a row may sum to in a frame which stays
+MOST = gl.constexpr(2.0**40)  # that the weights of a row may sum to in a shift which stays
 
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 class Told(NamedTuple):
     """And what of its sums."""
 
-    frame: Any
+    shift: Any
     z: Any
 
 
@@ -45,7 +45,7 @@ class Targets(NamedTuple):
     """Where results go."""
 
     o: Any
-    frames: Any
+    shifts: Any
     sums: Any
     rough: Any  # [9, B, H, M]: `forward_statistics.Rough`
     forms: Any  # `moments.Forms`, to read
@@ -86,15 +86,15 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
     NEED: gl.constexpr = C.NEED
     inside = i < opt.queries
     top = whole(gl.max(r.top, 1), i)
-    behind = whole(gl.max(r.frame, 1), i)
-    frame = behind
+    behind = whole(gl.max(r.shift, 1), i)
+    shift = behind
     if F.family == "ratio" and F.shift != "none" and not C.STILL:
-        frame = frame_of(top, a * LOG2E, F)
-    shift = behind - frame
-    fade = gl.exp2(shift)
+        shift = frame_of(top, a * LOG2E, F)
+    offset = behind - shift
+    fade = gl.exp2(offset)
     bare = whole(gl.sum(r.z, 1), i)
     z = bare * fade
-    outer, _, inverse, total = ending(Told(frame, z), Place(walk.b, walk.h, i), inside, opt, C)
+    outer, _, inverse, total = ending(Told(shift, z), Place(walk.b, walk.h, i), inside, opt, C)
     if C.STILL:
         total = gl.where(bare <= MOST, total, float("nan"))
     o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)
@@ -104,7 +104,7 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
     copy_out(targets.o, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q.index(at))
     row = (tiles.wide(walk.b) * opt.heads + walk.h) * opt.queries + i
     natural = outer * LN2
-    gl.store(targets.frames + row, natural, mask=inside)
+    gl.store(targets.shifts + row, natural, mask=inside)
     gl.store(targets.sums + row, total * gl.exp2(outer - natural * LOG2E), mask=inside)
     if NEED.top:
         rows = blocks // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
@@ -118,7 +118,7 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
             gl.store(to + 4 * rows, whole(gl.sum(r.m2, 1), i) + whole(formed[1], i), mask=inside)
             gl.store(to + 5 * rows, whole(formed[2], i), mask=inside)
         if NEED.log_u:
-            gl.store(to + 6 * rows, (whole(gl.sum(r.log_u, 1), i) + shift * bare) * fade, mask=inside)
+            gl.store(to + 6 * rows, (whole(gl.sum(r.log_u, 1), i) + offset * bare) * fade, mask=inside)
         if NEED.square:
             gl.store(to + 7 * rows, whole(gl.sum(r.square, 1), i) * (fade * fade), mask=inside)
         if NEED.first:

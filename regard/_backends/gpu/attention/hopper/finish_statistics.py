@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @triton.jit
 def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr):
-    """rough [9, rows]: max y, Z, Σu·|i − j|, Σy, Σy², reach, Σu·log₂u, Σu², first y, in the frame of the maximum.
+    """rough [9, rows]: max y, Z, Σu·|i − j|, Σy, Σy², reach, Σu·log₂u, Σu², first y, in the shift of the maximum.
 
     It leaves of them what `forward_lesser` asks for: max y, or +inf if all is well, and Σy/n instead of Σy.
     """
@@ -51,7 +51,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     zero = z * 0.0
     one = zero + 1.0
     distance, mean, m2, reach, log_u, square, first_u = zero, zero, zero, zero, zero, zero, zero
-    frame = frame_of(top, b2, F)
+    shift = frame_of(top, b2, F)
     if C.NEED.distance:
         distance = tl.load(rough + 2 * rows + row, mask=inside, other=0.0)
     if C.NEED.moments:
@@ -63,15 +63,15 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     if C.NEED.square:
         square = statistics.at_least_0(tl.load(rough + 7 * rows + row, mask=inside, other=1.0) - 1.0)
     if C.NEED.first:
-        first_u = tl.exp2(tl.load(rough + 8 * rows + row, mask=inside, other=0.0) * b2 - frame)
+        first_u = tl.exp2(tl.load(rough + 8 * rows + row, mask=inside, other=0.0) * b2 - shift)
     su = z - 1.0
     r = Sums(
-        top, frame, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
+        top, shift, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
     )  # fmt: skip
     outer, rest, inverse, total = ending(r, at, inside, opt, C)
     lse = outer * LN2 + tl.log(total)
     statistics.finish(stats, row, inside, i < 0, r, a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows)
-    vague = su < 0.0156 + 6e-4 * tl.abs(frame)  # as in forward_online.completed
+    vague = su < 0.0156 + 6e-4 * tl.abs(shift)  # as in forward_online.completed
     if C.NEED.moments:
         off = mean / n
         spread = m2 - mean * off

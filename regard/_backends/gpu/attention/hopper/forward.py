@@ -181,7 +181,7 @@ def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.co
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, form_blocks, frames, sums, rough, forms, opt, blocks, C: gl.constexpr
+    q_blocks, k_blocks, v_blocks, o_blocks, form_blocks, shifts, sums, rough, forms, opt, blocks, C: gl.constexpr
 ):  # fmt: skip
     TYPE: gl.constexpr = q_blocks.dtype
     PARTS: gl.constexpr = C.PARTS
@@ -198,7 +198,7 @@ def forward_hopper(
         barriers(STAGES, PARTS),
     )
     fence_async_shared()
-    targets = Targets(o_blocks, frames, sums, rough, forms)
+    targets = Targets(o_blocks, shifts, sums, rough, forms)
     if PARTS == 2:
         gl.warp_specialize(
             [

@@ -79,10 +79,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def forward(p: Problem, o, frame, z, options, kind, statistics_of) -> None:
-    """Fill o, frame and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds.
+def forward(p: Problem, o, shift, z, options, kind, statistics_of) -> None:
+    """Fill o, shift and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds.
 
-    Where the frame is `still`, z is NaN in rows that are to be done again.
+    Where the shift is `still`, z is NaN in rows that are to be done again.
     """
     from regard._backends.gpu.attention.hopper.forward import forward_hopper
 
@@ -91,13 +91,13 @@ def forward(p: Problem, o, frame, z, options, kind, statistics_of) -> None:
     k, v = p.k, p.v
     if C.BEHIND and k.shape[-2] > p.q.shape[-2]:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
-    rough = torch.empty(9, *frame.shape, dtype=torch.float32, device=o.device) if p.stats else None
+    rough = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
     blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
     forms, form_blocks = None, None
     if C.SPAN != 0:
         forms = key_moments.forms_of(p, C.SPAN)
         form_blocks = described(forms.products, C.BN)
-    arguments = *blocked, form_blocks, frame, z, rough, forms, options, blocks
+    arguments = *blocked, form_blocks, shift, z, rough, forms, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
     if p.stats:
         statistics_of(rough)
@@ -134,7 +134,7 @@ def shape_of(p: Problem):
 
 
 def still(p: Problem) -> bool:
-    """Does the frame stay where the first tile sets it? Then tiles need no maximum.
+    """Does the shift stay where the first tile sets it? Then tiles need no maximum.
 
     Rows whose weights outgrow that are done again, which costs a launch even if there are none. Not with statistics:
     they want the maximum all the same, and are asked of models whose rows may be sharp.

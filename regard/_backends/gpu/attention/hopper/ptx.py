@@ -34,15 +34,15 @@ def first_octet(y):
 
 @gluon.constexpr_function
 def following(sums, lazy, floor):
-    """$0, $1: the frames of a thread's two rows; $2, $3: by what they fell; then z and the other sums, told in them.
+    """$0, $1: the shifts of a thread's two rows; $2, $3: by what they fell; then z and the other sums, told in them.
 
-    Unless a score of the warp lies `lazy` powers of two above its frame, all stay as they are.
+    Unless a score of the warp lies `lazy` powers of two above its shift, all stay as they are.
     """
-    most, b2, frame, old = (2 * (2 + sums) + k for k in (0, 2, 4, 6))
+    most, b2, shift, old = (2 * (2 + sums) + k for k in (0, 2, 4, 6))
     code = ".reg .pred p, q; .reg .f32 x, y, d;"
     for row, name in ((0, "p"), (1, "q")):
-        code += f" neg.f32 x, ${frame + row}; fma.rn.f32 x, ${most + row}, ${b2 + row}, x;"
-        code += f" setp.gt.f32 {name}, x, {lazy}; mov.b32 ${row}, ${frame + row}; mov.f32 ${2 + row}, 1.0;"
+        code += f" neg.f32 x, ${shift + row}; fma.rn.f32 x, ${most + row}, ${b2 + row}, x;"
+        code += f" setp.gt.f32 {name}, x, {lazy}; mov.b32 ${row}, ${shift + row}; mov.f32 ${2 + row}, 1.0;"
         code += "".join(f" mov.b32 ${4 + 2 * k + row}, ${old + 2 * k + row};" for k in range(sums))
     code += " or.pred p, p, q; vote.sync.any.pred p, p, -1; @!p bra.uni KEEP;"
     for row in (0, 1):

@@ -75,10 +75,10 @@ def look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, rows,
         top, top * b2, z, tl.sum(ties2, 1), su, su, tl.sum(sl2, 1), sq, su, sq, none, distance, none, none, scene.i,
         none, pivot, tl.sum(mean2, 1), tl.sum(m22, 1),
     )  # fmt: skip
-    frame, rest, inverse, total = ending(r, scene, vague, opt, C)
-    lse = frame * LN2 + tl.log(total)
+    shift, rest, inverse, total = ending(r, scene, vague, opt, C)
+    lse = shift * LN2 + tl.log(total)
     n = (scene.last - scene.first).to(C.ACC)
-    first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.frame)
+    first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.shift)
     statistics.finish(
         stats, row, vague, scene.i < 0, r, scene.a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows
     )

@@ -1,4 +1,4 @@
-"""Rows whose weights outgrew the frame in which `forward_hopper` kept them (their Z is NaN), done by `forward_online`.
+"""Rows whose weights outgrew the shift in which `forward_hopper` kept them (their Z is NaN), done by `forward_online`.
 
 A block without such a row ends at once.
 """
@@ -14,7 +14,7 @@ from regard._backends.gpu.attention.online import serve
 
 @triton.jit
 def forward_again(
-    q, k, v, k_blocks, v_blocks, o, frames, sums, stats, rows, opt, C: tl.constexpr, MANY: tl.constexpr
+    q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, rows, opt, C: tl.constexpr, MANY: tl.constexpr
 ):  # fmt: skip
     """MANY blocks of queries to a program: most find, by one load for all of them, that there is nothing to do."""
     start = tl.program_id(0) * MANY
@@ -22,7 +22,7 @@ def forward_again(
     if unheld(start + tl.arange(0, MANY)[:, None], end, sums, opt, C):
         for block in range(start, end):
             if unheld(block, end, sums, opt, C):
-                serve(block, q, k, v, k_blocks, v_blocks, o, frames, sums, stats, opt, C, tiles.wide(rows))
+                serve(block, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C, tiles.wide(rows))
 
 
 @triton.jit

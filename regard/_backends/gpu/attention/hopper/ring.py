@@ -35,8 +35,8 @@ class Shape(NamedTuple):
     AHEAD: bool  # does a program take many blocks of queries, and fetch the next one's tiles while one ends?
     FORMS: int  # tiles of the ring that the keys' forms take
     SPAN: int  # Σy and Σy² of the keys before the last multiple of it come from `moments`; −1: all, 0: none
-    LAZY: float  # powers of two by which a score may exceed its frame
-    STILL: bool  # does the frame stay where the first tile set it? Rows that outgrow it are marked
+    LAZY: float  # powers of two by which a score may exceed its shift
+    STILL: bool  # does the shift stay where the first tile set it? Rows that outgrow it are marked
     ACC: Any
 
 

@@ -4,7 +4,7 @@ A thread of the tensor core's result holds two rows, of every eight keys two nei
 as cells [M, N/8, 4, 2], octet · lane · pair: a thread sums its keys of a row in one chain, the four of a row meet once,
 at the end, and what depends on octet and pair is a constant in the instruction.
 
-u is measured in a frame that follows the scores only when it falls C.LAZY powers of two behind a thread's largest: what
+u is measured in a shift that follows the scores only when it falls C.LAZY powers of two behind a thread's largest: what
 was summed before is then faded, and in the tiles between nothing is multiplied and no thread asks another.
 
 A tile is weighed in pieces, between which the tensor cores are given a piece of p·v each.
@@ -37,7 +37,7 @@ class Tally(NamedTuple):
     """What a warpgroup carries from tile to tile beside o and p, [M, 4]: four lanes to a row."""
 
     top: Any  # max y
-    frame: Any  # the same in all four
+    shift: Any  # the same in all four
     z: Any  # of maps with odds: `logistic`'s margin
     log_u: Any
     square: Any
@@ -111,13 +111,13 @@ def shown(s, last, start):
 
 @gluon.jit
 def raised(s, r, b2, start, C: gl.constexpr, STILL: gl.constexpr):
-    """(fade, tally) before a tile s is weighed: unless it stays, the frame follows a score too far above it."""
+    """(fade, tally) before a tile s is weighed: unless it stays, the shift follows a score too far above it."""
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
     LAZY: gl.constexpr = C.LAZY
     FLOOR: gl.constexpr = -(2.0**100) if F.exponential or F.shift == "max" else 0.0  # as in frame_of
     y = cells(s)
-    top, frame, z, log_u, square, distance = r.top, r.frame, r.z, r.log_u, r.square, r.distance
+    top, shift, z, log_u, square, distance = r.top, r.shift, r.z, r.log_u, r.square, r.distance
     fade = z * 0.0 + 1.0
     FOLLOWS: gl.constexpr = F.family == "ratio" and F.shift != "none" and not STILL
     if NEED.top or FOLLOWS:
@@ -125,21 +125,21 @@ def raised(s, r, b2, start, C: gl.constexpr, STILL: gl.constexpr):
         top = gl.maximum(top, most)
         if FOLLOWS:
             if NEED.log_u or NEED.square or NEED.distance:
-                frame, fade, z, log_u, square, distance = gl.inline_asm_elementwise(
+                shift, fade, z, log_u, square, distance = gl.inline_asm_elementwise(
                     following(4, LAZY, FLOOR), following_registers(4),
-                    [most, b2, frame, z, log_u, square, distance],
+                    [most, b2, shift, z, log_u, square, distance],
                     (gl.float32, gl.float32, gl.float32, gl.float32, gl.float32, gl.float32), True, 2,
                 )  # fmt: skip
             else:
-                frame, fade, z = gl.inline_asm_elementwise(
-                    following(1, LAZY, FLOOR), following_registers(1), [most, b2, frame, z],
+                shift, fade, z = gl.inline_asm_elementwise(
+                    following(1, LAZY, FLOOR), following_registers(1), [most, b2, shift, z],
                     (gl.float32, gl.float32, gl.float32), True, 2,
                 )  # fmt: skip
     first = r.first
     if NEED.first:
         head, _ = gl.split(first_octet(y))
         first = gl.where(start == 0, gl.convert_layout(head, first.type.layout), first)
-    return fade, Tally(top, frame, z, log_u, square, distance, r.mean, r.m2, first)
+    return fade, Tally(top, shift, z, log_u, square, distance, r.mean, r.m2, first)
 
 
 class Part(NamedTuple):
@@ -189,7 +189,7 @@ def weigh(y, r, x, i, a, theta, start, r0, near, BASE: gl.constexpr, C: gl.const
                 bare = gl.where(y == HIDDEN, 0.0, y)
             mean = onto(bare, mean, FIRST)
             m2 = onto(bare * bare, m2, FIRST)
-    u, v, power = weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.frame), theta, F)
+    u, v, power = weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.shift), theta, F)
     if EDGE and not C.OWN:
         u = gl.where(y == HIDDEN, 0.0, u)
         v = gl.where(y == HIDDEN, 0.0, v)
@@ -224,22 +224,22 @@ def joined(r, x, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
     if NEED.moments and C.SPAN >= 0:
         mean += x.mean
         m2 += x.m2
-    return Tally(r.top, r.frame, z, log_u, square, distance, mean, m2, r.first)
+    return Tally(r.top, r.shift, z, log_u, square, distance, mean, m2, r.first)
 
 
 @gluon.jit
-def weights(y, a, b2, frame, theta, F: gl.constexpr):
-    """(u, v, log2 e) of scores y in a frame, in the map's cheapest form; u may come signed, for `rounded` to clip."""
+def weights(y, a, b2, shift, theta, F: gl.constexpr):
+    """(u, v, log2 e) of scores y in a shift, in the map's cheapest form; u may come signed, for `rounded` to clip."""
     if F.log_odds is not None:
         u = logistic.quotient(gl.exp2(F.log_odds(y * b2, theta)))
         v = u
         power = u
     elif F.signed is not None:
-        power = y * b2 - frame
-        u = F.signed(gl.exp2(power), y * a, tiles.unshift(frame))
+        power = y * b2 - shift
+        u = F.signed(gl.exp2(power), y * a, tiles.unshift(shift))
         v = gl.abs(u)
     else:
-        u, v, power = terms(y, a, b2, frame, theta, F)
+        u, v, power = terms(y, a, b2, shift, theta, F)
     return u, v, power
 
 

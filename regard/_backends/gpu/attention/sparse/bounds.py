@@ -72,7 +72,7 @@ def step(mass, fall, power):
 
 
 @triton.jit
-def last_level(frames, sums, level, rows, opt, C: tl.constexpr, SIZE: tl.constexpr):
+def last_level(shifts, sums, level, rows, opt, C: tl.constexpr, SIZE: tl.constexpr):
     """τ of every row in units of y; +∞ where no key has weight."""
     row = tiles.wide(tl.program_id(0)) * SIZE + tl.arange(0, SIZE)
     there = row < rows
@@ -80,7 +80,7 @@ def last_level(frames, sums, level, rows, opt, C: tl.constexpr, SIZE: tl.constex
     h = (row // opt.queries % opt.heads).to(tl.int32)
     b = (row // opt.queries // opt.heads).to(tl.int32)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
-    tau = tl.load(frames + row, mask=there, other=0.0) / (a * C.F.gain(tiles.number(opt.theta, C.ACC)))
+    tau = tl.load(shifts + row, mask=there, other=0.0) / (a * C.F.gain(tiles.number(opt.theta, C.ACC)))
     alive = tl.load(sums + row, mask=there, other=0.0) != 0.0
     tl.store(level + row, tl.where(alive, tau, float("inf")), mask=there)
 

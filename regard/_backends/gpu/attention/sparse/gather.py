@@ -109,7 +109,7 @@ def flag(counts, slot, i, failed, b, h, heads, size, FULL: tl.constexpr):
 
 @triton.jit
 def gather_dq(
-    lists, counts, k, v, do, dq, frames, delta, failed, block0, opt,
+    lists, counts, k, v, do, dq, shifts, delta, failed, block0, opt,
     C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """dq_i and δ_i from the lists of y above τ."""
@@ -120,7 +120,7 @@ def gather_dq(
         theta = tiles.number(opt.theta, C.ACC)
         a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
         gain = a * C.F.gain(theta)
-        tau = tl.load(frames + row, mask=inside, other=0.0)
+        tau = tl.load(shifts + row, mask=inside, other=0.0)
         ends = ends_of(counts, slot, inside)
         where = list_at(lists, slot, CAP, BLOCK)
         d_out = rows_at(do, b, h, i, inside, C.E, C.BE).to(C.ACC)

@@ -96,9 +96,9 @@ def chunks(blocks: int):
     return ((first, min(CHUNK, blocks - first)) for first in range(0, blocks, CHUNK))
 
 
-def forward(p: Problem, kind, views, o, frame, z, stats, opt: Options, config: Config, steps: int) -> torch.Tensor:
-    """Fill o, frame, z and stats; flags of the rows that are left to the sweeps."""
-    rows, level = frame.numel(), torch.empty_like(frame)
+def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: Config, steps: int) -> torch.Tensor:
+    """Fill o, shift, z and stats; flags of the rows that are left to the sweeps."""
+    rows, level = shift.numel(), torch.empty_like(shift)
     bare = config._replace(
         NEED=statistics.needs((), p.choice, False), SLOT=statistics.slots(()), BM=BLOCK, BN=SAMPLE, BULK=False
     )
@@ -108,12 +108,12 @@ def forward(p: Problem, kind, views, o, frame, z, stats, opt: Options, config: C
     launch(kind, levels.first_level, blocks, (q, k, level, opt), constants, num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
-        slope = torch.empty_like(frame)
+        slope = torch.empty_like(shift)
         launch(kind, levels.steepness, triton.cdiv(rows, 1024), (slope, rows, opt), (bare, 1024))
     lists, failed = Lists(p, slope is not None, False), flags_of(p.q, support.FLAGGED)
     for first, programs in chunks(blocks):
         lists.fill(kind, level, slope, first, programs, opt)
-        told = lists.below, lists.found, failed, frame, z, stats, first, rows, opt
+        told = lists.below, lists.found, failed, shift, z, stats, first, rows, opt
         arguments = lists.entries.view(torch.int64), lists.counts, level, *told
         constants = config, CAP, CAP - SPARE, BLOCK, steps, 1e-6
         launch(kind, support.settle, programs * BLOCK // support.ROWS.value, arguments, constants, num_warps=1)
@@ -123,19 +123,19 @@ def forward(p: Problem, kind, views, o, frame, z, stats, opt: Options, config: C
     return failed
 
 
-def backward(p: Problem, kind, inputs, frame, z, grads, delta, opt: Options, config: Config) -> Iterator[torch.Tensor]:
+def backward(p: Problem, kind, inputs, shift, z, grads, delta, opt: Options, config: Config) -> Iterator[torch.Tensor]:
     """Fill dq, dk, dv and δ; flags of the queries and of the keys that are left to the sweeps.
 
     A generator in two steps, as the keys need every row's δ: yields the queries' flags, then the keys'.
     """
     q, k, v, do = inputs
     dq, dk, dv = grads
-    rows, level = frame.numel(), torch.empty_like(frame)
-    launch(kind, levels.last_level, triton.cdiv(rows, 1024), (frame, z, level, rows, opt), (config, 1024))
+    rows, level = shift.numel(), torch.empty_like(shift)
+    launch(kind, levels.last_level, triton.cdiv(rows, 1024), (shift, z, level, rows, opt), (config, 1024))
     lists, left = Lists(p, False, False), flags_of(p.q, gather.ROWS)
     for first, programs in chunks(lists.blocks):
         lists.fill(kind, level, None, first, programs, opt)
-        arguments = lists.entries, lists.counts, k, v, do, dq, frame, delta, left, first, opt
+        arguments = lists.entries, lists.counts, k, v, do, dq, shift, delta, left, first, opt
         constants = config, CAP, CAP - SPARE, BLOCK, STEP["dq"]
         launch(kind, gather.gather_dq, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
     yield left

@@ -23,7 +23,7 @@ PART = tl.constexpr(16)  # that are weighed and stored together
 
 @triton.jit
 def settle(
-    lists, counts, level, below, found, failed, frames, sums, stats, block0, rows, opt,
+    lists, counts, level, below, found, failed, shifts, sums, stats, block0, rows, opt,
     C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
     CLOSE: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def settle(
         mass, fall = measure(x, where, count, longest, top, gain, tau, theta, C, BLOCK)
         turns += 1
     tau += tl.maximum(step(mass, fall, power), 0.0)  # what is left of |Σp − 1| matters to rows that are nearly one-hot
-    tl.store(frames + row, tl.where(dead, 0.0, top * gain + tau), mask=inside)
+    tl.store(shifts + row, tl.where(dead, 0.0, top * gain + tau), mask=inside)
     tl.store(sums + row, tl.where(dead, 0.0, fall * C.F.gain(theta)), mask=inside)
 
     many = c * 0

@@ -1,7 +1,7 @@
 """One long row of the ratio family, wherever its scores lie: its sum, its end and its weights.
 
     added         what a thread sums, measured from its own maximum
-    met           the sums of all threads in the row's frame, and whether the row is odd: z says too little there
+    met           the sums of all threads in the row's shift, and whether the row is odd: z says too little there
     ended         z and what weights are told from
     carefully     u and v of an odd row, with the digits of scores and not of powers of two
 
@@ -26,17 +26,17 @@ class Met(NamedTuple):
     """A row after its scores were summed."""
 
     top: Any
-    shift: Any
+    offset: Any
     pace: Any
     z: Any
-    gap: Any  # float32 softmax: between the frame of z and the shift
+    gap: Any  # float32 softmax: between the shift of z and the shift
     odd: Any
 
 
 class Told(NamedTuple):
     """What a row's weights are told from."""
 
-    shift: Any
+    offset: Any
     pace: Any
     inverse: Any
     rest: Any
@@ -51,16 +51,16 @@ def wide(x):
 
 @gluon.jit
 def summed(x, own, scale, C: gl.constexpr):
-    """Σv of a chunk in each thread's own frame, [LANES]."""
+    """Σv of a chunk in each thread's own shift, [LANES]."""
     F: gl.constexpr = C.F
     TRAITS: gl.constexpr = C.TRAITS
-    shift = shift_of(finite(own), F)
+    offset = shift_of(finite(own), F)
     if C.QUICK:
-        z = gl.sum(gl.sum(term(x, frame_of(wide(shift), scale), C.SCALED), 2).to(gl.float64), 0)
-        z = gl.where(gl.abs(frame_of(shift, scale).m) < FAR, z, float("nan"))
+        z = gl.sum(gl.sum(term(x, frame_of(wide(offset), scale), C.SCALED), 2).to(gl.float64), 0)
+        z = gl.where(gl.abs(frame_of(offset, scale).m) < FAR, z, float("nan"))
     else:
         pace = suited(own, scale.to(gl.float32) + finite(own) * 0.0, TRAITS)
-        _u, v = terms(x, wide(shift), wide(pace), 0.0, F, TRAITS, C.VECTOR == 8, False)
+        _u, v = terms(x, wide(offset), wide(pace), 0.0, F, TRAITS, C.VECTOR == 8, False)
         z = gl.sum(gl.sum(v, 2), 0)
     return z
 
@@ -100,15 +100,15 @@ def met(own, sums, scale, C: gl.constexpr):
     TRAITS: gl.constexpr = C.TRAITS
     top = gl.reduce(own, 0, larger)
     z = gl.sum(sums * fall(own, top, scale, C), 0)
-    shift = shift_of(finite(top), F)
+    offset = shift_of(finite(top), F)
     pace = suited(top, scale.to(gl.float32), TRAITS)
     gap = z
-    odd = shift * scale.to(gl.float32) < 0.25
+    odd = offset * scale.to(gl.float32) < 0.25
     if C.QUICK:
-        gap = apart(frame_of(shift, scale), shift, scale)
+        gap = apart(frame_of(offset, scale), offset, scale)
         z = z * gap
         odd = ((z >= CROWD) & (top < float("inf"))) == 0
-    return Met(top, shift, pace, z, gap, odd)
+    return Met(top, offset, pace, z, gap, odd)
 
 
 @gluon.jit
@@ -131,8 +131,8 @@ def weights(x, told, C: gl.constexpr):
     F: gl.constexpr = C.F
     TRAITS: gl.constexpr = C.TRAITS
     if C.QUICK:
-        frame = frame_of(told.shift, told.scale)
-        p = weight(x, frame, told.inverse.to(gl.int32, bitcast=True), told.rest, C.SCALED)
+        shift = frame_of(told.shift, told.scale)
+        p = weight(x, shift, told.inverse.to(gl.int32, bitcast=True), told.rest, C.SCALED)
     else:
         u, _v = terms(x, told.shift, told.pace, 0.0, F, TRAITS, C.VECTOR == 8, False)
         p = u * told.inverse

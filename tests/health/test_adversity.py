@@ -73,7 +73,7 @@ def test_nan_in_one_head_is_told_of_that_head(length, tmp_path):
     (finding,) = report.findings
     assert regard.examine(model, batches, snapshot=tmp_path / "so far").findings == [finding]
     assert (finding.heads, finding.places) == ((("0", 2),), [(0, 2)])
-    assert "first in 0, there in 1 of its 4 heads." in finding.evidence
+    assert "the first is 0 (1 of its 4 heads)." in finding.evidence
     assert report.summary()[1] == "1 head has findings in layer 0: not finite (1)."
 
 

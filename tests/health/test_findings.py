@@ -9,7 +9,7 @@ from torch import nn
 
 import regard
 from regard.health import examine, findings
-from regard.health.findings.exploding_logits import limit
+from regard.health.findings.exploding_logits import critical_limit
 from regard.health.models.tiny import TinyLM, encode
 
 HEADS, LENGTH, WIDTH = 8, 64, 32
@@ -81,9 +81,9 @@ def test_exploding_logits():
     assert found.severity == "warning"
     q[:, 5] *= 100.0
     assert kinds(q, k)["exploding logits"].severity == "critical"
-    assert limit("float16") == 1024
-    assert limit("bfloat16") == 128
-    assert limit("float32") == 1e4
+    assert critical_limit("float16") == 1024
+    assert critical_limit("bfloat16") == 128
+    assert critical_limit("float32") == 1e4
 
 
 def test_logits_whose_variance_overflows_are_told_without_a_warning_of_numpy():
@@ -153,9 +153,9 @@ def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
 @pytest.mark.parametrize(
     ("factor", "options", "words", "severity"),
     [
-        (6.0, {}, "too large a scale", "warning"),
-        (0.04, {}, "too small queries and keys", "note"),
-        (1.0, dict(scale=0.04 / WIDTH**0.5), "too small a scale", "warning"),
+        (6.0, {}, "the scale is too large", "warning"),
+        (0.04, {}, "queries and keys are too small", "note"),
+        (1.0, dict(scale=0.04 / WIDTH**0.5), "the scale is too small", "warning"),
     ],
 )
 def test_scale_off(factor, options, words, severity):

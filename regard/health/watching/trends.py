@@ -18,14 +18,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 
 from regard.health.findings import collapsed, dead, dying_gradient, exploding_logits, scale_off
-from regard.health.findings._finding import positional_heads
+from regard.health.findings._finding import LOGIT_LIMIT, positional_heads
 from regard.health.measurement.recorder import Layer
 from regard.health.readings.heads import HeadReading
 
 SAMPLES = 10
 AHEAD = 4.0  # times the span of the samples
 SWAPS = 4  # pairs of the 45 out of order: of samples that only scatter, one order in 5 591 has no more
-LOGIT_LIMIT = exploding_logits.CLIP
 ENTROPY_LIMIT = 0.05  # of the mean over rows
 ILL = {
     exploding_logits: "its largest logit is {:.3g}",

@@ -39,9 +39,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("regard.health.commands.demo", "look into two small Transformers, one of them ill", "hf"),
-    "examine": Command("regard.health.commands.examine", "look into every attention head of a model", "hf"),
-    "compare": Command("regard.health.commands.compare", "two reports side by side", "report"),
+    "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy", "hf"),
+    "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
+    "compare": Command("regard.health.commands.compare", "what differs between two reports", "report"),
     "lab": Command("regard.lab.command", "put the claims about attention to the test", "lab"),
     "lab train": Command("regard.lab.training.command", "train models that answer what arithmetic cannot", "lab"),
     "explore": Command("regard.lab.explorer.command", "turn the knobs of attention in the browser", "lab"),

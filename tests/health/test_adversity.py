@@ -12,7 +12,7 @@ import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
 from regard.health.capture.call import cleaned
-from regard.health.examine import positions
+from regard.health.examine import max_positions
 from regard.health.report.page import render
 
 
@@ -289,7 +289,7 @@ def test_compiled_models_are_examined_watched_and_led():
         assert not torch.equal(compiled(x), own)
     torch.testing.assert_close(compiled(x), own)
     inner = regard.Monitor(model.train(), every=1)
-    with pytest.warns(AttentionWarning, match="torch.compile made of it"):
+    with pytest.warns(AttentionWarning, match="what torch.compile returned"):
         compiled(x)
     inner.close()
     in_place = Att()
@@ -388,4 +388,4 @@ def test_positions_that_a_table_keeps_for_itself_are_not_offered():
     sizes = dict(max_position_embeddings=130, num_hidden_layers=1, num_attention_heads=1, hidden_size=16, vocab_size=30)
     for kind, room in (("Roberta", 128), ("Bert", 130), ("OPT", 130)):
         config = getattr(transformers, f"{kind}Config")(**sizes)
-        assert positions(transformers.AutoModel.from_config(config)) == room, kind
+        assert max_positions(transformers.AutoModel.from_config(config)) == room, kind

@@ -126,7 +126,7 @@ def test_a_monitor_writes_no_numbers_of_heads_that_see_nothing():
         model()
     assert [row["head"] for row in rows] == [0] and math.isfinite(rows[0]["max_logit"])
     model = Reader(NOTHING)
-    told = pytest.warns(regard.health.AttentionWarning, match="it is not watched: none of its queries sees a key")
+    told = pytest.warns(regard.health.AttentionWarning, match="not watched: none of its queries sees a key")
     with told, regard.Monitor(model, every=1, log=rows.append):
         model()
     assert len(rows) == 1
@@ -157,5 +157,5 @@ def test_calls_of_three_dims_say_that_heads_cannot_be_told():
     x = torch.randn(3, LENGTH, 8)
     told = regard.examine(Folded(3), [x])
     assert len(told.heads) == 1 and told.how["three_dims"]["layers"] == ["Folded"]
-    assert "heads cannot be told from sequences" in told.how["three_dims"]["means"]
+    assert "does not separate heads from sequences" in told.how["three_dims"]["means"]
     assert "three_dims" not in regard.examine(Folded(4), [x]).how

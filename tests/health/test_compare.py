@@ -37,9 +37,9 @@ def written(path, report):
         ("7", "it holds a int"),
         ('{"heads": [], "findings": []}', "it has no title"),
         ('{"title": "x", "heads": {}, "findings": []}', "no list of heads"),
-        ('{"title": "x", "heads": [1], "findings": []}', "heads[0] is not one"),
-        ('{"title": "x", "heads": [], "findings": [{"kind": "diffuse", "heads": 3}]}', "findings[0] is not one"),
-        ('{"title": "x", "heads": [], "findings": [], "unmeasured": 7}', "unmeasured is no list"),
+        ('{"title": "x", "heads": [1], "findings": []}', "heads[0] is invalid"),
+        ('{"title": "x", "heads": [], "findings": [{"kind": "diffuse", "heads": 3}]}', "findings[0] is invalid"),
+        ('{"title": "x", "heads": [], "findings": [], "unmeasured": 7}', "unmeasured is not a list"),
     ],
 )
 def test_files_that_are_no_reports_are_not_compared(text, words, tmp_path, capsys, told):
@@ -53,7 +53,7 @@ def test_files_that_are_no_reports_are_not_compared(text, words, tmp_path, capsy
 def test_a_statistic_that_is_no_number_is_no_reading(value, tmp_path, capsys, told):
     bad = json.loads(json.dumps(told))
     bad["heads"][1]["statistics"]["max_logit"]["mean"] = value
-    refused(capsys, "compare", written(tmp_path / "bad.json", bad), "bad.json", words="heads[1] is not one")
+    refused(capsys, "compare", written(tmp_path / "bad.json", bad), "bad.json", words="heads[1] is invalid")
 
 
 def test_what_compare_cannot_read_or_write_is_told_in_a_line(tmp_path, capsys, told, monkeypatch):

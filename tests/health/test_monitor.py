@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from copied_models import Copied
 from torch import nn
 
 import regard
@@ -150,7 +149,7 @@ def test_samples_that_the_budget_leaves_out_are_told_of_once():
         warnings.simplefilter("always")
         train(model, 30)
     (told,) = (str(one.message) for one in seen)
-    assert told.startswith("the monitor: samples cost more than budget=1e-09 of the time: 20 of 22 were left out")
+    assert told.startswith("Monitor skipped 20 of 22 samples to stay within budget=1e-09; warnings need 10 samples.")
     assert (monitor.samples, monitor.left_out) == (2, 28)
 
 
@@ -178,7 +177,7 @@ def test_a_log_that_fails_is_told_once_and_training_goes_on(way, tmp_path):
         pytest.skip("this system has no /dev/full")
     with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
         folder.rmdir()
-        with pytest.warns(AttentionWarning, match="the monitor's log: it failed at step 1") as seen:
+        with pytest.warns(AttentionWarning, match="The monitor's log failed at step 1") as seen:
             train(monitor.model, 3)
     assert len(seen) == 1 and monitor.samples == 3
 
@@ -332,7 +331,7 @@ def test_lightning_brings_its_steps_and_its_end(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_whose_forward_the_trainer_does_not_call_is_told(tmp_path):
-    with pytest.warns(AttentionWarning, match="3 steps passed without a forward of it") as seen:
+    with pytest.warns(AttentionWarning, match="3 steps without a forward") as seen:
         _, rows = fitted(tmp_path, lambda task: task, max_steps=6)
     assert rows == [] and sum(issubclass(one.category, AttentionWarning) for one in seen) == 1
 
@@ -362,20 +361,6 @@ def test_bad_options_are_told(options):
         regard.Monitor(layer(), **options)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_copy_that_data_parallel_runs_on_the_first_device_is_watched(inside):
-    model, rows = layer(dropout=0.0), []
-    copied, x = Copied(model), torch.randn(4, 10, 16)
-    with regard.Monitor(model if inside else copied, every=2, log=rows.append, budget=1.0) as monitor:
-        for _ in range(3):
-            copied(x)
-    assert (monitor.step, monitor.samples) == (3, 2)
-    assert [row["step"] for row in rows] == [1, 1, 3, 3]
-    for row, head in zip(rows[:2], regard.examine(copied, [x[:1]]).heads, strict=True):
-        assert row["layer"] == head.layer == "self_attn"
-        assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -393,3 +378,8 @@ def test_what_would_watch_nothing_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         regard.Monitor(model, **wrong)
     assert not model._forward_pre_hooks
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(TypeError, match="use DistributedDataParallel"):
+        regard.Monitor(nn.DataParallel(layer()))

@@ -1,4 +1,4 @@
-"""regard.Monitor warns of heads that are ill, and of those on their way there, and not of sound ones."""
+"""regard.Monitor warns of heads that are unhealthy or about to be, and not of healthy ones."""
 
 import random
 import warnings
@@ -9,7 +9,7 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning
-from regard.health.watching.trends import SAMPLES, Trends, extended, ordered
+from regard.health.watching.trends import SAMPLES, Trends, extrapolate, is_rising
 
 
 def told_in_training(gain: float, rate: float, scale: float | None = None, steps: int = 30) -> list[str]:
@@ -45,7 +45,7 @@ def test_heads_that_are_beyond_the_limits_from_the_start_are_told():
     for kind in ("exploding logits", "collapsed", "dying gradient"):
         texts = [text for text in told if f"{kind} in each of the last {SAMPLES} samples" in text]
         assert texts and all(", head " in text for text in texts)
-    assert "1, head 0: exploding logits" in told[0] and "(3 more heads likewise)" in told[0]
+    assert "1, head 0: exploding logits" in told[0] and "; also 3 more heads" in told[0]
 
 
 @pytest.mark.parametrize(("gain", "rate", "scale"), [(1.0, 0.3, None), (4.0, 0.1, 1.0)])
@@ -72,13 +72,13 @@ def told(rows):
 
 def test_a_way_may_have_a_few_steps_back():
     rising = [20, 24, 23, 27, 29, 33, 31, 36, 40, 44]
-    assert told(rows(rising)) == ["a, head 0: its largest logit is 44 and on its way to 131 by step 225"]
+    assert told(rows(rising)) == ["a, head 0: largest logit 44, rising towards 131 by step 225"]
     assert told(rows(rising[::-1])) == told(rows(rising[5:] + rising[:5])) == []
     assert told(rows([top / 4 for top in rising])) == []  # far from the limit: sound trainings begin so
     assert told(rows([30 + top / 20 for top in rising])) == []  # hardly rising
     falling = [0.2, 0.19, 0.17, 0.18, 0.15, 0.14, 0.12, 0.11, 0.09, 0.08]
     assert [text.split(" by")[0] for text in told(rows([1.0] * 10, falling))] == [
-        "a, head 0: its entropy ratio is 0.08 and on its way to 0"
+        "a, head 0: entropy ratio 0.08, falling towards 0"
     ]
     assert told(rows([1.0] * 10, [2 * ratio for ratio in falling])) == []
 
@@ -86,10 +86,10 @@ def test_a_way_may_have_a_few_steps_back():
 def test_a_way_is_told_when_it_has_come_near():
     """Sound trainings begin with long, steep ways: not before a quarter of the largest logit, or twice the ratio."""
     steep = [1.0, 3.0, 5.0, 7.0, 9.0, 12.0, 15.0, 18.0, 22.0, 24.0]
-    assert extended(range(10), steep, 45) > 100.0
+    assert extrapolate(range(10), steep, 45) > 100.0
     assert told(rows(steep)) == [] and len(told(rows([top + 4.0 for top in steep]))) == 1
     falling = [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.12, 0.11]
-    assert extended(range(10), falling, 45) < 0.05
+    assert extrapolate(range(10), falling, 45) < 0.05
     assert told(rows([1.0] * 10, falling)) == []
     assert len(told(rows([1.0] * 10, [ratio - 0.04 for ratio in falling]))) == 1
 
@@ -97,9 +97,9 @@ def test_a_way_is_told_when_it_has_come_near():
 def test_scatter_is_no_way():
     draw = random.Random(0)
     assert told(rows([draw.uniform(30.0, 60.0) for _ in range(300)])) == []
-    assert not ordered([1.0] * 10)
-    assert extended([0, 1, 2], [1.0, 2.0, 3.0], 10) == pytest.approx(11.0)
-    assert extended([5, 5], [1.0, 3.0], 9) == 2.0
+    assert not is_rising([1.0] * 10)
+    assert extrapolate([0, 1, 2], [1.0, 2.0, 3.0], 10) == pytest.approx(11.0)
+    assert extrapolate([5, 5], [1.0, 3.0], 9) == 2.0
 
 
 def test_an_illness_must_last():
@@ -148,4 +148,4 @@ def test_a_head_without_values_is_told_of():
         for _ in range(SAMPLES + 2):
             layer(torch.randn(2, 24, 16))
     (told,) = (str(one.message) for one in seen)
-    assert told.startswith("self_attn, head 0: dead in each of the last 10 samples; its values differ by 0")
+    assert told.startswith("self_attn, head 0: dead in each of the last 10 samples (values differ by 0")

@@ -68,7 +68,7 @@ def _find_equal_values(layers: Layers) -> tuple[list, list]:
     """Heads whose values are equal: (in single heads, in all heads of a layer and not 0, as repeated text does)."""
     found: tuple[list, list] = ([], [])
     suspected = [(layer, heads) for layer in layers if (heads := _heads_of_equal_values(layer.values))]
-    readings = fetched([layer.reading for layer, _ in suspected])
+    readings = fetched([layer.reading for layer, _ in suspected if layer.reading is not None])
     for (layer, heads), reading in zip(suspected, readings, strict=True):
         from_text = len(heads) == layer.heads and all(size > 0.0 for _, size in layer.values)
         (can_be_judged,) = judged([reading])

@@ -3,12 +3,15 @@
 import base64
 import gzip
 import hashlib
+import html
 import io
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from importlib import resources
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from regard.health.findings import Finding
 from regard.health.report import files
 from regard.health.report.comparison import count_findings, list_most_changed
 from regard.health.report.page import report_page as page
-from regard.health.report.report import WhatIfReading
+from regard.health.report.report import Report, WhatIfReading
 
 
 def model(layers=2, sharp=1.0):
@@ -194,7 +197,7 @@ def test_comparing_two_reports(report, tmp_path, capsys):
     assert main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     means = [sum(h.statistics["entropy_ratio"].mean for h in one.heads[:4]) / 4 for one in (report, other)]
-    assert f"{means[0]:.3g} → {means[1]:.3g}" in out and "resolved in B: " in out
+    assert f"{means[0]:.3g} → {means[1]:.3g}" in out and "Resolved in B: " in out
     assert "scale off" in out
     assert len(list_most_changed(report.to_json(), other.to_json(), 3).rows) == 3
     for nonsense in (
@@ -281,3 +284,65 @@ def test_a_few_heads_that_cannot_be_judged_are_not_all(report):
     assert few.summary()[-1].endswith("checks. 1 head had too few rows or keys to be judged.")
     none = replace(few, heads=[replace(head, can_be_judged=False) for head in report.heads])
     assert none.summary()[-1].startswith("Too few rows or keys to judge any head")
+
+
+def test_a_report_is_loaded_from_its_json(report, tmp_path):
+    path = report.save(tmp_path / "report.json")
+    loaded = Report.load(path)
+    assert loaded.is_loaded and not report.is_loaded
+    assert loaded.to_json() == json.loads(path.read_text())
+    assert loaded.findings == report.findings and loaded.unmeasured == report.unmeasured
+    spread, original = (one.heads[3].statistics["entropy"] for one in (loaded, report))
+    assert (spread.mean, spread.max, spread.quantile(0.95)) == (original.mean, original.max, original.quantile(0.95))
+    with pytest.raises(ValueError, match=r"share must be 0\.05, 0\.5 or 0\.95"):
+        spread.quantile(0.25)
+    assert "8 heads in 2 attention layers." in loaded.summary()
+    assert replace(loaded, findings=[]).summary()[-1] == "The file lists no findings."
+    out = io.StringIO()
+    loaded.show(out)
+    assert "layers.1.self_attn" in out.getvalue()
+    drawn, full = numbers(page.render(loaded)), numbers(page.render(report))
+    assert drawn["flagged"] == full["flagged"] and drawn["axes"][0] == []
+    at = drawn["statistics"].index("entropy")
+    mean = drawn["treatments"][2]["heads"][1]["numbers"][at][0]
+    assert mean == pytest.approx(report.what_if["normalizer=sparsemax"].heads[1].statistics["entropy"].mean, rel=1e-3)
+
+
+def test_files_that_are_no_whole_report_are_not_loaded(report, tmp_path):
+    (tmp_path / "part.json").write_text(json.dumps({**report.to_json(), "what_if": None}))
+    for path, words in (("part.json", "not a whole report"), ("none.json", "there is no file")):
+        with pytest.raises(ValueError, match=words):
+            Report.load(tmp_path / path)
+
+
+def test_a_frame_has_a_row_per_head(report, monkeypatch):
+    for package in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        report.to_frame()
+    monkeypatch.setitem(sys.modules, "polars", SimpleNamespace(DataFrame=list))
+    rows = report.to_frame()
+    assert len(rows) == len(report.heads)
+    assert rows[5]["entropy_ratio"] == report.heads[5].statistics["entropy_ratio"].mean
+    assert rows[5]["entropy_ratio_q95"] == report.heads[5].statistics["entropy_ratio"].quantile(0.95)
+    kinds = [finding.kind for finding in report.findings if (1, 1) in finding.places]
+    assert kinds and rows[5]["findings"] == ", ".join(kinds)
+
+
+def test_a_plot_is_a_map_of_one_statistic(report):
+    pytest.importorskip("matplotlib")
+    figure = report.plot("max_weight")
+    drawn = figure.axes[0].images[0].get_array()
+    assert drawn.shape == (2, 4)
+    assert drawn[1, 2] == pytest.approx(report.heads[6].statistics["max_weight"].mean)
+    flagged = {place for finding in report.findings for place in finding.places}
+    assert len(figure.axes[0].lines) == len(flagged)
+    with pytest.raises(ValueError, match="statistic must be one of"):
+        report.plot("sharpness")
+
+
+def test_a_notebook_shows_the_page_in_a_sandbox(report):
+    shown = report._repr_html_()
+    assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="')
+    inner = html.unescape(re.search(r'srcdoc="([^"]*)"', shown).group(1))
+    assert numbers(inner) == numbers(page.render(report))

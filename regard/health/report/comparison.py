@@ -30,8 +30,10 @@ class FindingChange(NamedTuple):
     heads_b: frozenset[Place]
 
     def __str__(self) -> str:
-        parts = [f"{sign}{_list(heads)}" for sign, heads in (("+ ", self.appeared), ("− ", self.gone)) if heads]
-        return f"{self.kind}: {'; '.join(parts)}"
+        parts = [
+            f"{_list(heads)} {side} only" for side, heads in (("in A", self.gone), ("in B", self.appeared)) if heads
+        ]
+        return f"{self.kind}, {'; '.join(parts)}"
 
     @property
     def appeared(self) -> list[Place]:
@@ -79,16 +81,17 @@ class Comparison:
         lines = [
             f"{letter}: {report['title']}{describe_gaps(report)}" for letter, report in (("A", self.a), ("B", self.b))
         ]
-        groups = (("new in B", self.new), ("resolved in B", self.resolved), ("changed", self.changed))
-        lines += [f"{name}: {change}" for name, changes in groups for change in changes]
+        lines += [f"New in B: {change.kind}, {_list(change.appeared)}" for change in self.new]
+        lines += [f"Resolved in B: {change.kind}, {_list(change.gone)}" for change in self.resolved]
+        lines += [f"Changed: {change}" for change in self.changed]
         if not (self.new or self.resolved or self.changed):
             lines.append("The findings are the same.")
         if not self.first_differences:
             return [*lines, f"No statistic differs by more than {self.tolerance:.2g} of its size."]
         first = min(self.first_differences.values(), key=lambda one: one.index)
         names = [one.statistic for one in self.first_differences.values() if one.index == first.index]
-        lines.append(f"first difference: layer {first.index} ({first.layer or ROOT}), in {', '.join(names)}")
-        return lines
+        listed = ", ".join(map(_words, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return [*lines, f"First difference: layer {first.index} ({first.layer or ROOT}), in {listed}."]
 
     def tables(self, heads: int = 5) -> list[Table]:
         """Means per layer, findings per kind, the first differences, and the `heads` most changed heads."""
@@ -101,13 +104,18 @@ class Comparison:
         return [table for table in tables if table.rows]
 
     def _table_of_differences(self) -> Table:
+        layers: dict[tuple[int, str], list[Difference]] = {}
+        for one in sorted(self.first_differences.values(), key=lambda one: (one.index, -one.amount)):
+            layers.setdefault((one.index, one.layer), []).append(one)
         rows = [
-            [one.statistic.replace("_", " "), str(one.index), printable(one.layer or ROOT), f"{one.amount:.2g}"]
-            for one in sorted(self.first_differences.values(), key=lambda one: one.index)
+            [
+                f"{index} {printable(layer or ROOT)}",
+                ", ".join(f"{_words(one.statistic)} {one.amount:.0%}" for one in found),
+            ]
+            for (index, layer), found in layers.items()
         ]
-        numbers = ["first layer", "relative difference"]
         title = f"first layer that differs by more than {self.tolerance:.2g} of a statistic's size"
-        return Table(["statistic", "first layer", "name", "relative difference"], rows, title, numbers)
+        return Table(["layer", "statistics that first differ here, by at most"], rows, title)
 
     def show(self, file: TextIO | None = None, heads: int = 5) -> None:
         """Print the summary and the tables."""
@@ -228,7 +236,7 @@ def compare_layers(a: dict[str, Any], b: dict[str, Any]) -> Table:
     rows = [
         [str(index), *(f"{_mean(a, index, name)} → {_mean(b, index, name)}" for name in SHOWN)] for index in indices
     ]
-    return Table(["layer", *(name.replace("_", " ") for name in SHOWN)], rows, "means over heads, A → B", ["layer"])
+    return Table(["layer", *map(_words, SHOWN)], rows, "means over heads, A → B", ["layer"])
 
 
 def _mean(report: dict[str, Any], index: int, name: str) -> str:
@@ -262,6 +270,10 @@ def list_most_changed(a: dict[str, Any], b: dict[str, Any], count: int) -> Table
     ]
     numbers = ["entropy ratio A", "B", "change"]
     return Table(["layer·head", *numbers], cells, "most changed heads", numbers)
+
+
+def _words(statistic: str) -> str:
+    return statistic.replace("_", " ")
 
 
 def _list(places: list[Place]) -> str:

@@ -54,12 +54,13 @@ def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digi
 
 def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    aligned = ' class="text"' if not table.numbers else ""
     rows = "".join(
         f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in table.rows
     )
     return f"""<section><h2>{escape(table.title)}</h2>
-<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
+<div class="scroll"><table{aligned}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
 </section>"""
 
 

@@ -87,7 +87,6 @@
     const s = state.statistic, edges = data.axes[s], shape = one.shapes[s];
     byId("histogram-title").textContent = `${name(s)}: fraction of rows`;
     const svg = chart(byId("histogram"), `Distribution of ${name(s)}: median ${quantile(one, s, 4)}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
-    if (!shape.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "not in this page"); return; }
     const top = Math.max(...shape, ...(before ? before.shapes[s] : [0]), 1), width = 470 / shape.length;
     const bars = (values, className) => values.forEach((value, i) => {
       if (value) draw("rect", { x: 5 + i * width, y: 175 - 160 * value / top, width: Math.max(width - 1, 0.8), height: 160 * value / top, class: className }, svg);
@@ -105,7 +104,6 @@
   const paintCurve = (one, before) => {
     byId("curve-title").textContent = "entropy ratio by query position";
     const svg = chart(byId("curve"), "Mean entropy ratio by query position");
-    if (!one.curve.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "not in this page"); return; }
     const last = Math.max(...one.curve.map(([position]) => position), 1);
     const x = (position) => 30 + 440 * Math.log2(1 + position) / Math.log2(1 + last);
     const y = (value) => 175 - 160 * value;
@@ -152,7 +150,8 @@
     const before = state.treatment ? headOf(0, state.layer, state.head) : null;
     const under = state.treatment ? `, with ${data.treatments[state.treatment].name}` : "";
     byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}${under}`;
-    if (one) { paintHistogram(one, before); paintCurve(one, before); paintTable(one); }
+    if (one && byId("histogram")) { paintHistogram(one, before); paintCurve(one, before); }
+    if (one) paintTable(one);
   };
 
   const chips = [...document.querySelectorAll(".chip")];

@@ -148,15 +148,18 @@ def _explorer(report: Report, detail: Detail) -> str:
 <div id="scale" class="scale" aria-hidden="true"></div>
 <div id="gallery" class="gallery"></div>
 <h2 id="chosen">A head</h2>
-<div class="pair">
-<figure><figcaption id="histogram-title"></figcaption><div id="histogram"></div></figure>
-<figure><figcaption id="curve-title"></figcaption><div id="curve"></div></figure>
-</div>
-<div class="scroll"><table id="numbers-table">
+{CHARTS if detail.groups else ""}<div class="scroll"><table id="numbers-table">
 <caption class="hidden">Every statistic of the chosen head</caption>
 </table></div>
 <noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
+
+
+CHARTS = """<div class="pair">
+<figure><figcaption id="histogram-title"></figcaption><div id="histogram"></div></figure>
+<figure><figcaption id="curve-title"></figcaption><div id="curve"></div></figure>
+</div>
+"""
 
 
 def _what_if(report: Report, detail: Detail) -> str:

@@ -46,11 +46,11 @@ def test_examine_a_folder(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "8 heads in 2 attention layers" in out
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert len(told["heads"]) == 8
-    assert told["title"] == folder.name
-    assert told["how"]["batches"] > 1
-    assert list(told["what_if"]) == ["temperature=2"]
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert len(data["heads"]) == 8
+    assert data["title"] == folder.name
+    assert data["how"]["batches"] > 1
+    assert list(data["what_if"]) == ["temperature=2"]
 
 
 def test_examine_the_sample_and_standard_input(folder, tmp_path, capsys, monkeypatch):

@@ -28,9 +28,9 @@ def test_clip_is_examined_on_text_and_images(tmp_path, capsys):
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     folder = save(model, tmp_path / "clip")
     assert main(["examine", str(folder), "--length", "16", "--limit", "1", "--out", "r.json"]) == 0
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert {head["layer"].split(".")[0] for head in told["heads"]} == {"text_model", "vision_model"}
-    assert "synthetic pixel_values" in told["how"]["input"]
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert {head["layer"].split(".")[0] for head in data["heads"]} == {"text_model", "vision_model"}
+    assert "synthetic pixel_values" in data["how"]["input"]
     capsys.readouterr()
     refused(capsys, "examine", folder, "--length", 65, words="more than the model's 64 positions")
 
@@ -87,7 +87,7 @@ def test_a_whisper_with_few_positions_is_run_whole(tmp_path):
     )  # fmt: skip
     folder = save(transformers.WhisperModel(config), tmp_path / "whisper", tokenizer=False)
     assert main(["examine", str(folder), "--out", "r.json"]) == 0
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert told["unmeasured"] == []
-    assert told["how"]["input"] == "synthetic input_features"
-    assert "too little to judge it" in told["how"]["caution"]
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["unmeasured"] == []
+    assert data["how"]["input"] == "synthetic input_features"
+    assert "too little to judge it" in data["how"]["caution"]

@@ -307,8 +307,8 @@ def test_names_cannot_command_the_terminal_nor_break_a_file(tmp_path, capsys):
     assert r"red\x1b[31m\u202e\udc80" in out
     for character in "\x1b\x07\u202e\udc80":
         assert character not in out
-    told = json.loads(report.save(tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert told["title"] == report.title
+    data = json.loads(report.save(tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert data["title"] == report.title
     assert r"\udc80" in report.save(tmp_path / "r.html").read_text(encoding="utf-8")
     assert main(["compare", "r.json", "r.json"]) == 0
     assert "\x1b" not in capsys.readouterr().out

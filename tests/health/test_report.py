@@ -50,15 +50,15 @@ def numbers(html):
 def test_json_follows_its_schema(report, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(resources.files("regard.health").joinpath("schema.json").read_text())
-    told = json.loads(report.save(tmp_path / "report.json").read_text())
-    jsonschema.Draft202012Validator(schema).validate(told)
-    assert told == json.loads(json.dumps(report.to_json()))
-    head, first = told["heads"][5], report.heads[5]
+    data = json.loads(report.save(tmp_path / "report.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(data)
+    assert data == json.loads(json.dumps(report.to_json()))
+    head, first = data["heads"][5], report.heads[5]
     assert (head["layer"], head["index"], head["head"]) == (first.layer, 1, 1)
     assert head["statistics"]["entropy"]["q50"] == first.statistics["entropy"].quantile(0.5)
     assert set(head["statistics"]) >= {*regard.statistics.NAMES, "entropy_ratio"}
-    assert told["findings"]
-    assert told["what_if"].keys() == {"temperature=2", "normalizer=sparsemax"}
+    assert data["findings"]
+    assert data["what_if"].keys() == {"temperature=2", "normalizer=sparsemax"}
 
 
 def test_a_report_says_itself_in_a_line(report):
@@ -82,12 +82,12 @@ def test_html_needs_nothing_and_admits_nothing(report):
 
 
 def test_html_holds_the_numbers(report):
-    told = numbers(page.render(report))
-    at = told["statistics"].index("entropy")
-    for head, shown in zip(report.heads, told["treatments"][0]["heads"], strict=True):
+    data = numbers(page.render(report))
+    at = data["statistics"].index("entropy")
+    for head, shown in zip(report.heads, data["treatments"][0]["heads"], strict=True):
         assert shown["numbers"][at][0] == pytest.approx(head.statistics["entropy"].mean, rel=1e-4)
         assert sum(shown["shapes"][at]) == pytest.approx(1000, abs=30)
-    assert [treatment["name"] for treatment in told["treatments"]] == [
+    assert [treatment["name"] for treatment in data["treatments"]] == [
         "as measured",
         "temperature=2",
         "normalizer=sparsemax",
@@ -174,9 +174,9 @@ def test_a_terminal_without_blocks_gets_digits():
     out.flush()
     lines = raw.getvalue().decode().splitlines()
     assert "one digit per head, from 0 (0) to 1 (9); max logit: the layer's largest" in lines
-    (told,) = [line.split()[2] for line in lines if "layers.1.self_attn " in line]
+    (data,) = [line.split()[2] for line in lines if "layers.1.self_attn " in line]
     ratios = [head.statistics["entropy_ratio"].mean for head in report.heads if head.index == 1]
-    assert told == "".join(str(int(10 * ratio)) for ratio in ratios) and len(set(told)) > 1
+    assert data == "".join(str(int(10 * ratio)) for ratio in ratios) and len(set(data)) > 1
 
 
 def test_the_summary_names_what_was_found(report):
@@ -227,8 +227,8 @@ def test_two_reports_as_one_page(report, tmp_path, capsys):
     assert drawn["least"] == numbers(page.render(report))["least"]  # below which a quantile has no digits
     row = drawn["statistics"].index("entropy")
     expected = other.heads[1].statistics["entropy"].to_json()
-    told = dict(zip(drawn["keys"], drawn["reports"][1][1]["numbers"][row], strict=True))
-    assert told == pytest.approx({key: expected[key] for key in drawn["keys"]}, rel=1e-4)
+    data = dict(zip(drawn["keys"], drawn["reports"][1][1]["numbers"][row], strict=True))
+    assert data == pytest.approx({key: expected[key] for key in drawn["keys"]}, rel=1e-4)
     assert main(["compare", str(a), str(b), "--out", str(tmp_path)]) == 2
 
 
@@ -238,13 +238,13 @@ def test_findings_of_one_kind_add_up(report):
     assert count_findings(two, two).rows == [["scale off", "13", "13"]]
     found = Finding("scale off", "warning", (("0", 0),), "too large", "", "", indices=(0,))
     again = replace(found, severity="note", heads=(("0", 1), ("0", 2)), indices=(0, 0))
-    told = replace(report, findings=[found, again], what_if={"qk_norm": WhatIfReading(report.heads, [found, again])})
+    data = replace(report, findings=[found, again], what_if={"qk_norm": WhatIfReading(report.heads, [found, again])})
     shown = io.StringIO()
-    told.show(shown)
+    data.show(shown)
     assert "3 of 8 heads have findings in layer 0: scale off (3)." in shown.getvalue()
     assert "what if qk_norm: scale off (3)\n" in shown.getvalue()
     assert "scale off (warning), 1 head: 0·0" in shown.getvalue()
-    assert "<td>scale off (3)</td>" in page.render(told)
+    assert "<td>scale off (3)</td>" in page.render(data)
     assert "1 of 8 heads has findings in layer 0: scale off (1)." in replace(report, findings=[found]).summary()
 
 
@@ -252,7 +252,7 @@ def test_thousands_of_heads_keep_their_means(report, monkeypatch):
     monkeypatch.setattr(page, "LIMIT", 1)
     drawn = numbers(page.render(report))
     assert [treatment["name"] for treatment in drawn["treatments"]] == ["as measured"]
-    assert {len(told) for head in drawn["treatments"][0]["heads"] for told in head["numbers"]} == {1}
+    assert {len(data) for head in drawn["treatments"][0]["heads"] for data in head["numbers"]} == {1}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions")

@@ -13,7 +13,7 @@ from regard.health import AttentionWarning
 from regard.health.capture import interception
 from regard.health.capture.call import cleaned
 from regard.health.examine import max_positions
-from regard.health.report.page import render
+from regard.health.report.page.report_page import render
 
 
 class Att(nn.Module):

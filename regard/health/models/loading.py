@@ -56,7 +56,38 @@ def load(
         if given:
             raise LoadError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
         return _from_function(spec, device, limit)
-    return _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, missing)
+    try:
+        import transformers
+        from huggingface_hub.utils import logging
+    except ModuleNotFoundError:
+        raise LoadError('examining a transformers model needs transformers: pip install "regard[hf]"') from None
+    logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder = Path(spec)
+    if folder.exists():
+        _check_folder(folder, pickle)
+    elif folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
+        raise LoadError(f"there is no folder {spec!r}")
+    options: dict[str, Any] = dict(use_safetensors=None if pickle else True)
+    if dtype is not None:
+        options["dtype"] = getattr(torch, dtype)
+    try:
+        model, found = transformers.AutoModel.from_pretrained(
+            spec, **options, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
+        )
+    except Exception as error:
+        raise LoadError(f"{spec!r} could not be loaded: {describe_error(error)}") from error
+    notes = _check_weights(spec, model, found, missing)
+    try:
+        model = model.to(device)
+    except Exception as error:
+        raise LoadError(f"{spec!r} could not be moved to {device}: {describe_error(error)}") from error
+    title = folder.resolve().name if folder.exists() else spec
+    batches, source = _make_batches(transformers, spec, model, text, length, batch, limit)
+    if "synthetic" in source:
+        notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
+    return Subject(title, model, batches, len(batches), dict(input=source, **notes))
 
 
 def describe_error(error: BaseException) -> str:
@@ -109,51 +140,6 @@ def _from_function(spec: str, device: str, limit: int) -> Subject:
     except Exception as error:
         raise LoadError(f"{spec!r}: its model or batches raised {describe_error(error)}") from error
     return Subject(function_name, model, batches, count, dict(input=f"the batches of {spec}"))
-
-
-def _from_transformers(
-    spec: str,
-    text: str | None,
-    length: int | None,
-    batch: int,
-    limit: int,
-    device: str,
-    dtype: str | None,
-    pickle: bool,
-    missing: bool,
-) -> Subject:
-    try:
-        import transformers
-        from huggingface_hub.utils import logging
-    except ModuleNotFoundError:
-        raise LoadError('examining a transformers model needs transformers: pip install "regard[hf]"') from None
-    logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    folder = Path(spec)
-    if folder.exists():
-        _check_folder(folder, pickle)
-    elif folder.is_absolute() or spec.startswith((".", "~")) or spec.count("/") > 1:
-        raise LoadError(f"there is no folder {spec!r}")
-    options: dict[str, Any] = dict(use_safetensors=None if pickle else True)
-    if dtype is not None:
-        options["dtype"] = getattr(torch, dtype)
-    try:
-        model, found = transformers.AutoModel.from_pretrained(
-            spec, **options, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
-        )
-    except Exception as error:
-        raise LoadError(f"{spec!r} could not be loaded: {describe_error(error)}") from error
-    notes = _check_weights(spec, model, found, missing)
-    try:
-        model = model.to(device)
-    except Exception as error:
-        raise LoadError(f"{spec!r} could not be moved to {device}: {describe_error(error)}") from error
-    title = folder.resolve().name if folder.exists() else spec
-    batches, source = _make_batches(transformers, spec, model, text, length, batch, limit)
-    if "synthetic" in source:
-        notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
-    return Subject(title, model, batches, len(batches), dict(input=source, **notes))
 
 
 def _make_batches(

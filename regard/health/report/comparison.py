@@ -115,7 +115,7 @@ class Comparison:
             for (index, layer), found in layers.items()
         ]
         title = f"first layer that differs by more than {self.tolerance:.2g} of a statistic's size"
-        return Table(["layer", "statistics that first differ here, by at most"], rows, title)
+        return Table(["layer", "statistics that first differ here, and by how much"], rows, title)
 
     def show(self, file: TextIO | None = None, heads: int = 5) -> None:
         """Print the summary and the tables."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,20 +46,8 @@ class SavedSpread:
         return dict(self.numbers)
 
 
-class SavedSpreads(Mapping):
+class SavedSpreads(dict[str, SavedSpread]):
     """The statistics of one head by name."""
-
-    def __init__(self, statistics: Mapping[str, Mapping[str, float | None]]) -> None:
-        self._spreads = {name: SavedSpread(numbers) for name, numbers in statistics.items()}
-
-    def __getitem__(self, name: str) -> SavedSpread:
-        return self._spreads[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._spreads)
-
-    def __len__(self) -> int:
-        return len(self._spreads)
 
     def mean(self, name: str) -> float:
         return self[name].mean
@@ -93,7 +81,7 @@ def _heads(data: dict) -> list[HeadReading]:
             head["layer"],
             head["index"],
             head["head"],
-            SavedSpreads(head["statistics"]),
+            SavedSpreads({name: SavedSpread(numbers) for name, numbers in head["statistics"].items()}),
             None,
             math.nan if (predicted := head.get("predicted_logit_variance")) is None else predicted,
         )

@@ -60,7 +60,7 @@ def test_nan_is_an_illness_and_no_clean_bill():
     assert (finding.kind, finding.severity) == ("not finite", "critical")
     assert finding.places[0] == (0, 0) and ("0", 0) in finding.heads
     page = render(report)
-    assert "in trouble" in page and "healthy" not in page.split("<main>")[1]
+    assert "critical findings" in page and "no problem found" not in page.split("<main>")[1]
     assert "8 heads have findings in layers 0 and 1: not finite (8)." in page
 
 
@@ -102,7 +102,7 @@ def test_a_model_in_part_unmeasured_is_not_called_healthy():
     report = regard.examine(model, [torch.randn(4, 40, 32)])
     assert report.findings == []
     assert [name for name, _ in report.unmeasured] == ["0"]
-    assert "healthy where measured" in render(report)
+    assert "no problem found where measured" in render(report)
 
 
 def test_findings_of_a_module_used_twice_name_the_use():

@@ -16,8 +16,8 @@ from regard._backends.gpu.attention.backward.two_sweeps import backward_dq, back
 from regard._backends.gpu.attention.config import config_of, key_blocks, linear, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
-from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_lesser
-from regard._backends.gpu.attention.hopper.recompute_overflow import forward_again
+from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
+from regard._backends.gpu.attention.hopper.recompute_overflow import forward_overflow
 from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.threshold import forward_threshold
@@ -88,19 +88,19 @@ def _again(p: Problem, o: torch.Tensor, shift: torch.Tensor, z: torch.Tensor, st
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, many)
     outputs = view(o), shift, z, stats, heads * p.q.shape[-2]
     arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, opt
-    launch(kind, forward_again, programs, arguments, (config, many), **how)
+    launch(kind, forward_overflow, programs, arguments, (config, many), **how)
 
 
 def _statistics(p: Problem, rough: torch.Tensor, stats: torch.Tensor, opt, kind) -> None:
     """Of the sums that the Hopper kernel leaves; vague rows are summed again."""
-    config, how = config_of(p, "forward_lesser")
+    config, how = config_of(p, "forward_imprecise")
     rows, many = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
     launch(kind, forward_statistics, triton.cdiv(rows, ROWS), (rough, stats, rows, opt), (config, ROWS))
     if not (config.NEED.shares or config.NEED.moments):
         return
     programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1], many)
     arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), rough, stats, rows, opt
-    launch(kind, forward_lesser, programs, arguments, (config, many), **how)
+    launch(kind, forward_imprecise, programs, arguments, (config, many), **how)
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:

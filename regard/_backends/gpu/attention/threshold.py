@@ -147,9 +147,9 @@ def forward_threshold(
     q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, failed, opt,
     C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries, unless the lists (`support.py`) have served it."""
+    """One block of queries, unless the lists (`support.py`) have solved it."""
     if failed is not None:
-        if support.queries_served(failed, opt, C.BM, support.FLAGGED):
+        if support.are_queries_solved(failed, opt, C.BM, support.FLAG_ROWS):
             return
     scene, i0 = key_loop.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)

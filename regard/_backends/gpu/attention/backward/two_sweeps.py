@@ -94,7 +94,7 @@ def backward_dq(
     q, k, v, k_blocks, v_blocks, o, do, dq, heat, shifts, sums, state, failed, opt, C: tl.constexpr
 ):  # fmt: skip
     if failed is not None:
-        if support.queries_served(failed, opt, C.BM, gather.ROWS):
+        if support.are_queries_solved(failed, opt, C.BM, gather.ROWS):
             return
     scene, i0 = key_loop.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
     b, h, i = scene.b, scene.h, scene.i
@@ -172,7 +172,7 @@ def backward_dkv(
     g = (pid // blocks) % groups
     b = pid // blocks // groups
     if failed is not None:
-        if support.served(failed, b * groups + g, j0, opt.keys, C.BN, gather.ROWS):
+        if support.are_solved(failed, b * groups + g, j0, opt.keys, C.BN, gather.ROWS):
             return
     j = (j0 + tl.arange(0, C.BN))[:, None]
     n = tiles.key_count(opt, b)

@@ -12,7 +12,7 @@ from attention_data import ROUNDING, Poisoned, check_backward, check_forward, ma
 from regard import statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import dkv, stored_ds
-from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._core.device import supports_gluon
 from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -47,7 +47,7 @@ def roads(monkeypatch):
 
 
 def on_hopper() -> bool:
-    return hopper.capable(torch.device("cuda", torch.cuda.current_device()))
+    return supports_gluon(torch.device("cuda", torch.cuda.current_device()))
 
 
 def check(problem, stats=()):

@@ -112,7 +112,7 @@ def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
             problem = taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
             alone = attention.forward(problem)
             with monkeypatch.context() as patch:
-                patch.setattr(hopper, "processors", lambda device, places=places: places)
+                patch.setattr(hopper, "sm_count", lambda device, places=places: places)
                 assert hopper.shape_of(problem).AHEAD
                 ahead = check_forward(attention, problem, slack=2.0)
             assert all(torch.equal(getattr(alone, x), getattr(ahead, x)) for x in ("o", "shift", "z", "stats"))
@@ -121,7 +121,7 @@ def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
 @pytest.mark.parametrize("name", ["softmax1", "sigmoid", "relu", "softpick"])
 def test_other_maps_in_programs_that_take_many_blocks(name, monkeypatch):
     problem = taken(24, name, b=1, h=4, g=2, m=1536, n=1536, d=64, e=64, causal=True, stats=())
-    monkeypatch.setattr(hopper, "processors", lambda device: 4)
+    monkeypatch.setattr(hopper, "sm_count", lambda device: 4)
     assert hopper.shape_of(problem).AHEAD
     check_forward(attention, problem, slack=2.0)
 

@@ -15,6 +15,7 @@ from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import bulky, config_of, described, linear, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.launcher import kind_of, launch
+from regard._core.device import supports_gluon
 from regard._core.problem import Problem
 
 SHORT = 512  # queries or keys
@@ -51,7 +52,7 @@ def serves(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torc
         and p.reach in ((None, None), (None, 0))
         and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
         and p.q.shape[-2] % 4 == 0  # rows of numbers begin at 16 bytes
-        and hopper.capable(p.q.device)
+        and supports_gluon(p.q.device)
         and bulky(p.q, p.k, p.v, do, dk, dv)
     )
 

@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.dq_product import backward_product
 from regard._backends.gpu.attention.backward.slopes import State
-from regard._backends.gpu.attention.config import bulky, config_of, cramped, described, options, view
-from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.config import bulky, config_of, described, options, view
 from regard._backends.gpu.launcher import kind_of, launch
+from regard._core.device import has_large_shared_memory, sm_count
 from regard._core.problem import Gradients, Problem
 
 MOST = 2**30  # bytes of scratch
@@ -41,7 +41,7 @@ def takes(p: Problem, do: torch.Tensor, warm: bool) -> bool:
         and max(p.q.shape[-1], p.v.shape[-1]) in WIDTHS
         and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
         and bulky(p.q, p.k, p.v, do)
-        and not cramped(p.q.device)
+        and has_large_shared_memory(p.q.device)
         and filled(p) >= FILL
     )
 
@@ -51,7 +51,7 @@ def filled(p: Problem) -> float:
     most = heads_at_a_time(p)
     if most >= p.k.shape[0] * p.k.shape[1]:
         return 1.0
-    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / hopper.processors(p.q.device)
+    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / sm_count(p.q.device)
     return min(waves / 2, 1.0) if p.reach[1] is not None else waves / max(math.ceil(waves), 1)
 
 

@@ -13,6 +13,7 @@ from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.config import reachable
 from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.launcher import launch
+from regard._core.device import sm_count, supports_gluon
 from regard._core.problem import Problem
 from regard.normalizers._language import speak
 
@@ -44,7 +45,7 @@ def takes(p: Problem) -> bool:
         and p.dropout_p == 0.0
         and p.first_query == 0
         and p.q.shape[-2] >= ROWS
-        and capable(p.q.device)
+        and supports_gluon(p.q.device)
         and all(map(reachable, (p.q, p.k, p.v)))
     )
 
@@ -63,20 +64,6 @@ def suits(p: Problem) -> bool:
             return False
     bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
     return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
-
-
-@cache
-def capable(device: torch.device) -> bool:
-    """Hopper itself (no other chip has its warpgroups), and a Triton whose Gluon was tried."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if torch.version.hip is not None:  # ROCm calls some of its chips 9.0 too
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def forward(p: Problem, o, shift, z, options, kind, statistics_of) -> None:
@@ -151,7 +138,7 @@ def programs_of(p: Problem, rows: int) -> tuple[int, int]:
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
     heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
-    places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
+    places, shares = sm_count(p.q.device), heads * blocks // 2 if behind else heads * blocks
     even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
     crowded = rows > 2 * ROWS and not behind and not (still(p) or bundle.of(p.choice).exponential)
     if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even or crowded:

@@ -15,11 +15,12 @@ import torch
 import triton
 
 from regard._backends.gpu.attention import statistics
-from regard._backends.gpu.attention.hopper.launch import KINDS, capable, described, reachable
+from regard._backends.gpu.attention.hopper.launch import KINDS, described, reachable
 from regard._backends.gpu.attention.sparse import bounds as levels
 from regard._backends.gpu.attention.sparse import gather, support
 from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import launch
+from regard._core.device import supports_gluon
 from regard._core.problem import Problem
 
 BLOCK = 128  # rows of a program of `candidates`
@@ -48,7 +49,7 @@ def takes(p: Problem, way: str) -> bool:
         and p.dropout_p == 0.0
         and p.q.shape[-2] >= BLOCK
         and span(p) in LENGTHS[way]
-        and capable(p.q.device)
+        and supports_gluon(p.q.device)
         and all(map(reachable, (p.q, p.k)))
     )
 

@@ -128,6 +128,6 @@ def widest(device: torch.device, size: int) -> int:
 
 def on_warpgroups(problem: Problem) -> bool:
     """Does the Hopper kernel take this call?"""
-    from regard._backends.gpu.attention.hopper import launch as hopper
+    from regard._backends.gpu.attention import registry
 
-    return hopper.takes(problem)
+    return registry.choose(problem).name == "hopper"

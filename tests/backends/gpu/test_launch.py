@@ -15,7 +15,7 @@ from attention_data import make
 
 from regard import normalizers
 from regard._backends.gpu import launcher
-from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention import config, limits
 from regard._backends.gpu.attention import launch as attention
 from regard._core import device as facts
 from regard._core.problem import Problem, Upstream
@@ -130,7 +130,7 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
     properties = SimpleNamespace(shared_memory_per_block_optin=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(config, "reachable", lambda x: True)  # a fake tensor has no address
+    monkeypatch.setattr(limits, "is_bulk_readable", lambda x: True)  # a fake tensor has no address
     with FakeTensorMode():
         q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
         for name in ("forward_online", "forward_threshold", "backward_dq"):

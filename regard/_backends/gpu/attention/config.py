@@ -13,10 +13,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.attention import decode, statistics
+from regard._backends.gpu.attention import decode, limits, statistics
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._core import philox
-from regard._core.device import has_bulk_copies, has_large_shared_memory
+from regard._core.device import has_large_shared_memory
 from regard._core.problem import Problem
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
@@ -52,15 +52,9 @@ def key_blocks(p: Problem, config: Config) -> tuple:
     return tuple(described(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
 
 
-def bulky(*tensors: torch.Tensor) -> bool:
-    """Is there a bulk copy engine, and can it read these?"""
-    return has_bulk_copies(tensors[0].device) and all(map(reachable, tensors))
-
-
-def reachable(x: torch.Tensor) -> bool:
-    """Can the bulk copy engine read this tensor?"""
-    steps = (x.element_size() * stride for stride in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+def unexpanded_shape(x: torch.Tensor) -> list[int]:
+    """Return the shape that an expanded tensor had before."""
+    return [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 @lru_cache(maxsize=256)
@@ -158,7 +152,7 @@ def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool
         m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
         if size == 1 and p.choice.family == "threshold":
             m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
-        if bulk and not bulky(p.q, p.k, p.v, *others):
+        if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:

@@ -14,7 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import reference, statistics
 from regard._core import ops
 from regard._core.call import Call
-from regard._core.dispatch import ASKED, cannot_carry, is_hopper, is_transformed
+from regard._core.device import has_bulk_copies
+from regard._core.dispatch import ASKED, cannot_carry, is_transformed
 from regard._core.double_backward import differentiable_twice
 from regard._core.problem import Problem
 from regard._core.readable import is_mapped, readable
@@ -64,7 +65,7 @@ def _run_torch(call: Call):
     if transformed(q, k, v, mask):  # torch's fused kernels know neither tangents nor second derivatives
         with sdpa_kernel(SDPBackend.MATH):
             out = attend(q, k, v)
-    elif q.device.type == "cuda" and is_hopper(q.device):
+    elif q.device.type == "cuda" and has_bulk_copies(q.device):
         with sdpa_kernel(HOPPER_ORDER, set_priority=True):
             out = attend(q, k, v)
     else:

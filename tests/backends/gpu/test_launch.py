@@ -15,10 +15,9 @@ from attention_data import make
 
 from regard import normalizers
 from regard._backends.gpu import launcher
-from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention import config, limits
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._core import dispatch
+from regard._core import device as facts
 from regard._core.problem import Problem, Upstream
 
 
@@ -131,7 +130,7 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
     properties = SimpleNamespace(shared_memory_per_block_optin=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(config, "reachable", lambda x: True)  # a fake tensor has no address
+    monkeypatch.setattr(limits, "is_bulk_readable", lambda x: True)  # a fake tensor has no address
     with FakeTensorMode():
         q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
         for name in ("forward_online", "forward_threshold", "backward_dq"):
@@ -145,4 +144,4 @@ def test_a_rocm_chip_of_the_same_number_is_no_hopper(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # gfx90a
     device = torch.device("cuda", 77)
-    assert not (hopper.capable(device) or config._has_engine(device) or dispatch.is_hopper(device))
+    assert not (facts.is_hopper(device) or facts.has_bulk_copies(device) or facts.supports_gluon(device))

@@ -14,6 +14,7 @@ from attention_data import check_backward, check_forward, make
 
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import statistics
+from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.sparse import launch as sparse
 
 pytestmark = [
@@ -78,7 +79,7 @@ def interpreted_lists(monkeypatch):
             if scratch is not None:
                 scratch.fill_(math.nan)
 
-    monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
+    monkeypatch.setattr(sparse, "supports", lambda p, direction: find_option(p, "mask", "bias", "softcap"))
     monkeypatch.setattr(sparse, "describe_rows", lambda x, rows: None)
     monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2, 16), (64, 2, 16))})
     monkeypatch.setattr(sparse.CandidateLists, "__init__", init)

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make
+from launches import replace_support
 
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
@@ -35,7 +36,12 @@ def stored(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(stored_ds, "torch", Poisoned())
     monkeypatch.setattr(stored_ds, "config_of", config_of)
-    monkeypatch.setattr(stored_ds, "takes", lambda p, do, warm: found.append(not warm) or not warm)
+
+    def supports(call):
+        found.append(call.grads.temperature is None)
+        return None if found[-1] else "a gradient of the temperature"
+
+    replace_support(monkeypatch, "BACKWARD_KERNELS", "stored ds", supports)
     for name, number in dict(QUERIES=32, KEYS=16, MOST=2**15).items():
         monkeypatch.setattr(stored_ds, name, number)
     return found

@@ -5,7 +5,7 @@ Block sizes come from a small table; nothing is tuned at run time.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.attention import decode, statistics
+from regard._backends.gpu.attention import decode, limits, statistics
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._core import philox
+from regard._core.device import has_large_shared_memory
 from regard._core.problem import Problem
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
@@ -51,27 +52,9 @@ def key_blocks(p: Problem, config: Config) -> tuple:
     return tuple(described(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
 
 
-def bulky(*tensors: torch.Tensor) -> bool:
-    """Is there a bulk copy engine, and can it read these?"""
-    return _has_engine(tensors[0].device) and all(map(reachable, tensors))
-
-
-def reachable(x: torch.Tensor) -> bool:
-    """Can the bulk copy engine read this tensor?"""
-    steps = (x.element_size() * stride for stride in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
-
-
-@cache
-def _has_engine(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@cache
-def cramped(device: torch.device) -> bool:
-    """Has a program less shared memory than the blocks of an H200 take? 99 KiB on most GPUs that are no servers'."""
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) < 160 * 1024  # ROCm does not say
+def unexpanded_shape(x: torch.Tensor) -> list[int]:
+    """Return the shape that an expanded tensor had before."""
+    return [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 @lru_cache(maxsize=256)
@@ -165,11 +148,11 @@ def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool
     elif kernel == "forward_decode":
         m, n, warps, stages, bulk = (16, *WIDE[1:]) if size == 3 else (decode.rows_per_program(p), *DECODE[size])
     else:
-        size += size > 0 and cramped(p.q.device)
+        size += size > 0 and not has_large_shared_memory(p.q.device)
         m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
         if size == 1 and p.choice.family == "threshold":
             m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
-        if bulk and not bulky(p.q, p.k, p.v, *others):
+        if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:

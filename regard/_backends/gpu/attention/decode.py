@@ -15,6 +15,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, statistics, tiles
 from regard._backends.gpu.attention.decode_partial import FIELDS, moments, parts_of, tell
+from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.online import ending, first_shift, frame_of, moved, slopes, terms
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E, Config
@@ -27,11 +28,15 @@ SHORTEST = 512  # keys of one part
 PARTS = 128
 
 
-def suits(p: Problem) -> bool:
-    """Few queries, many keys, and nothing that is read per score."""
-    dense = p.bias is not None or p.mask is not None or p.dropout_p > 0.0
-    whole = p.first_query == 0 and p.first_key == 0 and p.queries is None
-    return p.choice.family != "threshold" and p.q.shape[2] <= QUERIES and p.k.shape[2] >= KEYS and whole and not dense
+def supports(p: Problem) -> str | None:
+    """Say why a call is not one of few queries over many keys, or None."""
+    if p.q.shape[2] > QUERIES:
+        return f"{p.q.shape[2]} queries ({QUERIES} at most)"
+    if p.k.shape[2] < KEYS:
+        return f"{p.k.shape[2]} keys ({KEYS} at least)"
+    if p.first_query or p.first_key or p.queries is not None:
+        return "a part of a sequence"
+    return find_option(p, "bias", "mask")
 
 
 def rows_per_program(p: Problem) -> int:

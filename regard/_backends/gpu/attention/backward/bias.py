@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.backward import slopes
+from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.config import config_of, options, unexpanded_shape, view
 
 
 @triton.jit
@@ -84,3 +89,19 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
             dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
         acc += slopes.slope_tile(y, seen, dp, p, up, down, power, r, F, C.TILTED) * r.a
     return acc
+
+
+def compute_bias_gradient(call: BackwardCall) -> torch.Tensor:
+    """Return d bias in the shape that the bias had before it was expanded."""
+    p = call.problem
+    config, how = config_of(p, "backward_bias", **call.flags)
+    sizes = unexpanded_shape(p.bias)
+    grad = torch.empty(sizes, dtype=p.bias.dtype, device=p.bias.device)
+    b, h, m, n = p.bias.shape
+    counts = b, h, triton.cdiv(m, config.BM), triton.cdiv(n, config.BN)
+    over = [count if size == 1 else 1 for count, size in zip(counts, sizes, strict=True)]
+    programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
+    inputs = view(p.q), view(p.k), view(p.v), view(call.do)
+    constants = config, sizes[2] == 1, sizes[3] == 1
+    backward_bias[(programs,)](*inputs, view(grad), call.rows, options(p), *over, *constants, **how)
+    return grad

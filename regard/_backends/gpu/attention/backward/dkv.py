@@ -12,8 +12,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
-from regard._backends.gpu.attention.config import bulky, config_of, described, linear, options, view
+from regard._backends.gpu.attention.config import config_of, described, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.launcher import kind_of, launch
 from regard._core.problem import Problem
 
@@ -25,7 +26,7 @@ def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv
     """Fill dk, dv and `scratch`; `failed` names the blocks of keys that are wanted, if not all are."""
     known = (x for x in rows if x is not None)
     kind, opt = kind_of(p, do, dk, dv, *known), options(p)
-    if failed is None and serves(p, do, rows, dk, dv):
+    if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
         _run_hopper(p, do, rows, scratch, dk, dv, opt, kind, flags)
         return
     config, how = config_of(p, "backward_dkv", **flags)
@@ -38,22 +39,25 @@ def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv
     launch(kind, backward_dkv, blocks, arguments, (config,), **how)
 
 
-def serves(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Does the Gluon kernel take this call? Heads of 128 in 16 bits, scores that are bare products."""
-    none = p.softcap, p.bias, p.mask, p.temperature, p.key_lengths, rows.beta
-    return (
-        p.q.is_cuda
-        and p.q.dtype in hopper.KINDS
-        and p.q.shape[-1] == p.v.shape[-1] == 128
-        and linear(p)
-        and all(x is None for x in none)
-        and p.dropout_p == 0.0
-        and p.reach in ((None, None), (None, 0))
-        and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
-        and p.q.shape[-2] % 4 == 0  # rows of numbers begin at 16 bytes
-        and hopper.capable(p.q.device)
-        and bulky(p.q, p.k, p.v, do, dk, dv)
-    )
+def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torch.Tensor) -> str | None:
+    """Say why the Gluon kernel cannot give dk and dv, or None."""
+    if reason := find_gluon_obstacle(p):
+        return reason
+    if not p.q.shape[-1] == p.v.shape[-1] == 128:
+        return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
+    if p.scale <= 0:
+        return "a scale that is not positive"
+    if reason := find_option(p, "softcap", "bias", "mask", "temperature", "key_lengths"):
+        return reason
+    if rows.beta is not None:
+        return "gradients of statistics"
+    if p.reach not in ((None, None), (None, 0)):
+        return "a window"
+    if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:
+        return f"fewer than {SHORT} queries or keys"
+    if p.q.shape[-2] % 4:
+        return "a number of queries that is no multiple of 4"  # a head's row state begins at 16 bytes
+    return find_layout_obstacle(p.q, p.k, p.v, do, dk, dv)
 
 
 def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, kind, flags) -> None:

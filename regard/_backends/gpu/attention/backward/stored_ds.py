@@ -15,12 +15,14 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu.attention.backward import dkv
+from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.dq_product import backward_product
 from regard._backends.gpu.attention.backward.slopes import State
-from regard._backends.gpu.attention.config import bulky, config_of, cramped, described, options, view
-from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.config import config_of, described, options, view
+from regard._backends.gpu.attention.limits import can_bulk_copy, find_option
 from regard._backends.gpu.launcher import kind_of, launch
-from regard._core.problem import Gradients, Problem
+from regard._core.device import has_large_shared_memory, sm_count
+from regard._core.problem import Problem
 
 MOST = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
@@ -29,21 +31,24 @@ SHORT = 1024  # queries or keys, below which ds is found twice
 FILL = 0.9  # of the multiprocessors' time, if not all heads fit at once
 
 
-def takes(p: Problem, do: torch.Tensor, warm: bool) -> bool:
-    """Is ds of this call stored? Where δ is known beforehand, rows are long, and enough heads fit into the scratch."""
-    plain = p.bias is None and p.mask is None and p.dropout_p == 0.0 and p.reach in ((None, None), (None, 0))
-    return (
-        plain
-        and not warm
-        and p.choice.family != "threshold"
-        and p.q.is_cuda
-        and p.q.element_size() == 2
-        and max(p.q.shape[-1], p.v.shape[-1]) in WIDTHS
-        and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
-        and bulky(p.q, p.k, p.v, do)
-        and not cramped(p.q.device)
-        and filled(p) >= FILL
-    )
+def supports(call: BackwardCall) -> str | None:
+    """Say why ds of a call is not stored, or None."""
+    p = call.problem
+    if call.grads.temperature is not None:
+        return "a gradient of the temperature"
+    if reason := find_option(p, "bias", "mask"):
+        return reason
+    if p.reach not in ((None, None), (None, 0)):
+        return "a window"
+    if not p.q.is_cuda or p.q.element_size() != 2:
+        return "tensors not of 16 bits on a GPU"
+    if (width := max(p.q.shape[-1], p.v.shape[-1])) not in WIDTHS:
+        return f"head width {width} ({WIDTHS.start} to {WIDTHS[-1]} only)"
+    if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:
+        return f"fewer than {SHORT} queries or keys"
+    if not can_bulk_copy(p.q, p.k, p.v, call.do) or not has_large_shared_memory(p.q.device):
+        return "no bulk copies of these tensors, or less than 160 KiB of shared memory"
+    return None if filled(p) >= FILL else "too few heads at a time to fill the GPU"
 
 
 def filled(p: Problem) -> float:
@@ -51,7 +56,7 @@ def filled(p: Problem) -> float:
     most = heads_at_a_time(p)
     if most >= p.k.shape[0] * p.k.shape[1]:
         return 1.0
-    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / hopper.processors(p.q.device)
+    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / sm_count(p.q.device)
     return min(waves / 2, 1.0) if p.reach[1] is not None else waves / max(math.ceil(waves), 1)
 
 
@@ -81,8 +86,9 @@ def pieces(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
                 yield slice(b, b + 1), slice(g * group, (g + step) * group), slice(g, g + step)
 
 
-def backward(p: Problem, do: torch.Tensor, state: State, grads: Gradients, flags: dict) -> None:
-    """dq, dk and dv of rows whose `state` is known, piece by piece of the heads."""
+def backward(call: BackwardCall) -> None:
+    """Fill dq, dk and dv of rows whose δ is known, some heads at a time."""
+    p, _, do, state, grads, flags = call
     m, n = padded(p)
     scratch = None
     for b, h, g in pieces(p):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ import triton.language as tl
 
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
-from regard._backends.gpu.attention.config import reachable
 from regard._backends.gpu.attention.hopper import key_moments
+from regard._backends.gpu.attention.limits import GLUON_TYPES, find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
+from regard._core.device import sm_count
 from regard._core.problem import Problem
 from regard.normalizers._language import speak
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from regard._backends.gpu.attention.hopper.ring import ForwardConfig
 
 ROWS = 64  # queries of one warpgroup
-KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (keys per tile, splits, warpgroups, stages of the ring, registers of a consumer's thread) by head width
 TWO_GROUPS = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
 FOUR_STAGES = {64: (128, 1, 2, 4, 240)}
@@ -36,67 +36,45 @@ MIN_FIXED_SHIFT_SCORES = 2**29
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
 
-def takes(p: Problem) -> bool:
-    """Does this call run on the Hopper kernel?"""
-    left, right = p.reach
-    return (
-        p.q.is_cuda
-        and p.q.dtype in KINDS
-        and p.q.shape[-1] in TWO_GROUPS
-        and p.v.shape[-1] == p.q.shape[-1]
-        and suits(p)
-        and p.scale > 0
-        and left is None
-        and right in (None, 0)
-        and all(x is None for x in (p.softcap, p.bias, p.mask, p.key_lengths))
-        and p.dropout_p == 0.0
-        and p.first_query == 0
-        and p.q.shape[-2] >= ROWS
-        and capable(p.q.device)
-        and all(map(reachable, (p.q, p.k, p.v)))
-    )
+def supports(p: Problem) -> str | None:
+    """Say why the Hopper kernel cannot take a call, or None."""
+    if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
+        return reason
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    if d not in TWO_GROUPS:
+        return f"head width {d} ({' and '.join(map(str, TWO_GROUPS))} only)"
+    if e != d:
+        return f"values of width {e} beside keys of {d}"
+    if p.scale <= 0:
+        return "a scale that is not positive"
+    if p.reach not in ((None, None), (None, 0)):
+        return "a window"
+    if reason := find_option(p, "softcap", "bias", "mask", "key_lengths"):
+        return reason
+    if p.first_query:
+        return "a part of a sequence"
+    if p.q.shape[-2] < ROWS:
+        return f"{p.q.shape[-2]} queries ({ROWS} at least)"
+    return find_layout_obstacle(p.q, p.k, p.v)
 
 
-def suits(p: Problem) -> bool:
-    """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds.
-
-    Shared reciprocals give no weight below 2⁻⁶³: maps that may have no larger ones are left to others.
-    """
+def _find_normalizer_obstacle(p: Problem) -> str | None:
     if p.choice.family == "ratio" and p.choice.exponential:
-        return True
-    if p.choice.family == "threshold":
-        return False
+        return None
+    if p.stats:
+        return f"statistics of {p.choice.spec} (softmax and softmax1 only)"
     if p.choice.family == "pointwise" and p.choice.log_odds is not None:
-        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:
-            return False
-    bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
-    return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
-
-
-@cache
-def capable(device: torch.device) -> bool:
-    """Hopper itself (no other chip has its warpgroups), and a Triton whose Gluon was tried."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if torch.version.hip is not None:  # ROCm calls some of its chips 9.0 too
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
-
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:  # shared reciprocals: no weight below 2⁻⁶³
+            return f"normaliser {p.choice.spec}, whose weights may all be below 2⁻⁶³"
+    if p.choice.family == "ratio" and p.choice.shift == "none" and p.q.dtype == torch.float16:
+        return f"normaliser {p.choice.spec} in float16, which may overflow"
+    return None
 
 
 def forward(
-    p: Problem,
-    o: torch.Tensor,
-    shift: torch.Tensor,
-    z: torch.Tensor,
-    options: Options,
-    kind: Hashable,
-    finish: Callable[[torch.Tensor], None],
-) -> None:
-    """Fills o, shift and z, and calls `finish` on the raw sums if statistics are asked for.
+    p: Problem, o: torch.Tensor, shift: torch.Tensor, z: torch.Tensor, options: Options, kind: Hashable
+) -> torch.Tensor | None:
+    """Fills o, shift and z; returns the raw sums that statistics are finished from, if any are wanted.
 
     With a fixed shift, z is NaN in rows that overflowed.
     """
@@ -115,8 +93,7 @@ def forward(
         moment_blocks = describe_rows(moments.products, C.BN)
     arguments = *descriptors, moment_blocks, shift, z, raw_sums, moments, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
-    if p.stats:
-        finish(raw_sums)
+    return raw_sums
 
 
 def make_config(p: Problem) -> ForwardConfig:
@@ -145,20 +122,20 @@ def make_config(p: Problem) -> ForwardConfig:
         MOMENT_TILES=triton.cdiv(3 * d, keys) if span else 0,
         MOMENT_SPAN=span,
         SLACK=SLACK[p.q.dtype],
-        FIXED_SHIFT=still(p),
+        FIXED_SHIFT=has_fixed_shift(p),
         ACC=tl.float32,
     )
 
 
-def still(p: Problem) -> bool:
-    """Does the shift stay where the first tile sets it? Then tiles need no maximum.
+def has_fixed_shift(p: Problem) -> bool:
+    """True if the shift stays where the first tile sets it, so that later tiles need no maximum.
 
-    Rows whose weights outgrow that are done again, which costs a launch even if there are none. Not with statistics:
-    they want the maximum all the same, and are asked of models whose rows may be sharp.
+    Rows whose weights outgrow it are recomputed, which costs a launch even if there are none. Not with statistics: they
+    need the maximum all the same, and are asked of models whose rows may be sharp.
     """
     batch, heads, queries, _ = p.q.shape
-    framed = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    return framed and not p.stats and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
+    shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
+    return shifted and not p.stats and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
 
 
 def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
@@ -168,9 +145,9 @@ def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
     heads, causal = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
-    programs, units = processors(p.q.device), heads * blocks // 2 if causal else heads * blocks
+    programs, units = sm_count(p.q.device), heads * blocks // 2 if causal else heads * blocks
     even = units >= 4 * programs and triton.cdiv(units, programs) * programs <= 1.04 * units
-    short_of_registers = rows > 2 * ROWS and not causal and not (still(p) or bundle.of(p.choice).exponential)
+    short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
     if p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
         programs = heads * blocks
     return heads * blocks, programs
@@ -180,7 +157,7 @@ def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
     """(keys per tile, splits, warpgroups, stages, registers): the fastest on an H200."""
     F = bundle.of(p.choice)
     table = FOUR_STAGES if p.stats else TWO_GROUPS
-    if not p.stats and F.family == "ratio" and F.exponential and not still(p):
+    if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
         table = SPLIT_TILES
     elif not p.stats and (F.log_odds is not None or F.signed is not None or F.exponential):
         table = THREE_GROUPS
@@ -206,4 +183,4 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, KINDS[dtype]))
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, GLUON_TYPES[dtype]))

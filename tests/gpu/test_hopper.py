@@ -349,7 +349,7 @@ def test_a_nan_before_every_window_stays_hidden():
     assert torch.equal(clean[:, :, 640:], attention.forward(problem).o[:, :, 640:])
 
 
-@pytest.mark.parametrize("queries", [64, 197, 512, 1024])
+@pytest.mark.parametrize("queries", [64, 197])
 def test_short_rows(queries):
     """Blocks of two warpgroups where three would compute many rows that do not exist."""
     for stats in (statistics.NAMES, ()):

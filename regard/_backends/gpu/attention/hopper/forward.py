@@ -71,10 +71,12 @@ def process_tile(
     SPLITS: gl.constexpr = C.SPLITS
     MOVES: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
+    values = ring.v.index(before).reshape([C.BN, C.E])
+    if (opt.left is not None) or (opt.lengths is not None):  # before the scores: no branch while a product runs
+        mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
+        clear_hidden(values, first_key(t - 1, work, C), work, opt, C)
     s = start_scores(t, at, ring, C)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
-    values = ring.v.index(before).reshape([C.BN, C.E])
-    clear_hidden(values, first_key(t - 1, work, C), work, opt, C)
     o = start_output(0, o, p, values, C)
     s = warpgroup_mma_wait(1, deps=[s])
     start = first_key(t, work, C)
@@ -122,18 +124,17 @@ def clear_hidden(values, start, work, opt, C: gl.constexpr):
 
     Both warpgroups may do so at once: they write the same numbers.
     """
-    if (opt.left is not None) or (opt.lengths is not None):
-        lowest, _ = tiles.interval(work.i0, opt, work.keys)
-        _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
-        if (start < lowest) | (start + C.BN > highest):
-            LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
-            STEPS: gl.constexpr = C.BN // 16
-            for c in gl.static_range(STEPS):
-                rows = values.slice(c * 16, 16)
-                j = start + c * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-                visible = gl.expand_dims((j >= lowest) & (j < highest), 1)
-                rows.store(gl.where(visible, rows.load(LAYOUT), 0.0))
-            fence_async_shared()
+    lowest, _ = tiles.interval(work.i0, opt, work.keys)
+    _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
+    if (start < lowest) | (start + C.BN > highest):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
+        STEPS: gl.constexpr = C.BN // 16
+        for c in gl.static_range(STEPS):
+            rows = values.slice(c * 16, 16)
+            j = start + c * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            visible = gl.expand_dims((j >= lowest) & (j < highest), 1)
+            rows.store(gl.where(visible, rows.load(LAYOUT), 0.0))
+        fence_async_shared()
 
 
 @gluon.jit
@@ -216,7 +217,8 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     end = work.end - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
     values = ring.v.index(end % C.STAGES).reshape([C.BN, C.E])
-    clear_hidden(values, first_key(end, work, C), work, opt, C)
+    if (opt.left is not None) or (opt.lengths is not None):
+        clear_hidden(values, first_key(end, work, C), work, opt, C)
     for c in gl.static_range(SPLITS):
         o = start_output(c, o, p, values, C)
     none = a * 0.0

@@ -33,7 +33,7 @@ THREE_GROUPS = {64: (128, 1, 3, 3, 160)}
 SPLIT_TILES = {64: (128, 4, 3, 3, 160)}
 MAX_PERSISTENT_KEYS = 6144
 MIN_FIXED_SHIFT_SCORES = 2**29
-MAX_WASTE = 1.1  # rows of three warpgroups' blocks over those of two, beyond which two are faster
+MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
 SHARED_MEMORY = 224 * 1024  # for the tiles of one program
 WIDTHS = (64, 128, 256)  # columns of v in shared memory
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
@@ -169,7 +169,8 @@ def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
     short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
     if p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
         programs = heads * blocks
-    if shared_bytes(p, *choose_tiles(p)[::3], queries=2 * rows) > SHARED_MEMORY:
+    keys, _, _, stages, _ = choose_tiles(p)
+    if shared_bytes(p, keys, stages, 2 * rows) > SHARED_MEMORY:  # two blocks of queries do not fit
         programs = heads * blocks
     return heads * blocks, programs
 
@@ -187,7 +188,8 @@ def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
         ]
         return fitting[0]
     table = FOUR_STAGES if p.stats else TWO_GROUPS
-    if p.softcap is not None or wastes_rows(p.q.shape[-2]):
+    takes_registers = p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None
+    if takes_registers or wastes_rows(p.q.shape[-2]):
         return table.get(columns, TWO_GROUPS[columns])
     if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
         table = SPLIT_TILES

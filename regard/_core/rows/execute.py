@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.readable import has_no_values, is_mapped
 from regard._core.rows.temperature_limits import scaled, tempered
 from regard._core.rows.validation import (
@@ -53,7 +54,7 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
 
 def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
     """z (…, n) → p (…, n): through the fused op, or the reference where a map has no fused form; θ may be a tensor."""
-    if backend == "reference" or not choice.normalizer.fused or transformed(z, theta):
+    if backend == "reference" or not choice.normalizer.fused or is_transformed(z, theta):
         return _reference_rows(z, choice, choice.theta if theta is None else theta, visible, scale)
     if theta is not None:
         return _rows_by_theta(z, choice, theta, visible, scale, backend)
@@ -93,7 +94,7 @@ def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend
     mask = None if visible is None else visible.reshape(flat.shape)
     column = None
     if theta is not None:
-        column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(ops.accumulator(z.dtype))
+        column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(accumulator(z.dtype))
     return ops.rows_weights(flat, mask, column, choice.spec, scale, backend).reshape(z.shape)
 
 
@@ -105,7 +106,7 @@ def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> 
     return p.masked_fill(bad, math.nan)
 
 
-def transformed(*tensors: Tensor | None) -> bool:
+def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether a tangent rides on one of these, or torch.func asks for its gradient: what the ops cannot carry."""
     if torch.compiler.is_compiling():
         return _is_within_transform()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.rows.execute import run
 from regard._core.rows.log_softmax import log_softmax as log_softmax
 from regard._core.rows.log_softmax import logsumexp as logsumexp
@@ -149,7 +149,7 @@ def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> 
     t = check_temperature(temperature)
     if isinstance(t, Tensor) or t in (0.0, math.inf):
         raise ValueError("a tensor bias needs a positive, finite number as temperature; divide z by the tensor first")
-    wide = z.double() if is_extreme(t) else z.to(ops.accumulator(z.dtype))
+    wide = z.double() if is_extreme(t) else z.to(accumulator(z.dtype))
     wide = quotient(wide, t, most=torch.finfo(wide.dtype).max / 2) + bias
     return run(wide, normalizers.get("sigmoid"), None, dim, 1.0, mask, None).to(z.dtype)
 

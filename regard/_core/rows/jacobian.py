@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from regard import normalizers
 from regard._core import ops
-from regard._core.rows.execute import careful, transformed
+from regard._core.rows.execute import careful, is_transformed
 from regard._core.rows.temperature_limits import below_top, is_extreme, limit, moves_with_its_scores, scaled
 from regard._core.rows.validation import check_device, check_scores, check_temperature, choose_rows_backend
 from regard.statistics import Terms, solve_shift
@@ -123,7 +123,7 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     if z.dtype != torch.float64 and is_extreme(t):
         return vjp(z.double(), grad.double(), normalizer, t, backend=backend).to(z.dtype)
     backend = choose_rows_backend(z.device, backend)
-    if not choice.fused or backend == "reference" or transformed(z, grad):
+    if not choice.fused or backend == "reference" or is_transformed(z, grad):
         rows = partial(scaled, choice=choice, scale=1.0 / t)
         ds = torch.func.vjp(lambda x: choice.reference(rows(x), None, choice.theta), z.double())[1](grad.double())[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.readable import readable
 from regard._core.rows.temperature_limits import attached, below_top, is_extreme, limit, quotient
 from regard._core.rows.validation import (
@@ -84,7 +84,7 @@ def _wide(rows: Tensor, t: float | Tensor) -> Tensor:
     """The dtype to divide in: float64 for a number that leaves float32 no room."""
     if not isinstance(t, Tensor) and is_extreme(t):
         return rows.double()
-    return rows.to(ops.accumulator(rows.dtype))
+    return rows.to(accumulator(rows.dtype))
 
 
 def _checked(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, float | Tensor | None, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.readable import readable
 from regard.normalizers import Choice
 
@@ -82,7 +82,7 @@ def _by_row(z: Tensor, choice: Choice, theta, t: Tensor, visible: Tensor | None,
     if z.numel() == 0:
         return rows(z, 1.0)
     cold, hot = t == 0.0, t == math.inf
-    wide = z.to(ops.accumulator(z.dtype))
+    wide = z.to(accumulator(z.dtype))
     if moves_with_its_scores(choice):
         wide, _ = below_top(wide, visible)
     elif choice.family != "pointwise" and torch.float64 in (z.dtype, t.dtype):  # no quotient may tell scores apart

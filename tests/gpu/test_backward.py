@@ -118,7 +118,7 @@ def test_pieces_and_runs_agree_to_the_bit(monkeypatch):
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
     for most in (2**30, 5 * 512 * 512 * 2, 2 * 512 * 512 * 2):
-        monkeypatch.setattr(stored_ds, "MOST", most)
+        monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", most)
         grads = attention.backward(problem, answer, upstream)
         for name in ("q", "k", "v"):
             assert torch.equal(getattr(grads, name), getattr(truth, name)), (most, name)
@@ -144,4 +144,4 @@ def test_scratch_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
-    assert 0.9 * stored_ds.MOST < scratch < 1.1 * stored_ds.MOST
+    assert 0.9 * stored_ds.SCRATCH_BYTES < scratch < 1.1 * stored_ds.SCRATCH_BYTES

@@ -55,11 +55,12 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         return _fill_zero_gradients(p, upstream, grads, like)
     has_statistics = bool(upstream.stats)
     # where 16 bits do not show it, 1/Z joins the exponent of exp(s − m)/Z
-    folded = family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not has_statistics
+    z_in_shift = family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not has_statistics
     shift = forward.shift if family == "threshold" else torch.empty(shape, **like)
-    inverse = torch.empty(shape, **like) if (not folded if family == "ratio" else has_statistics) else None
+    inverse = torch.empty(shape, **like) if (not z_in_shift if family == "ratio" else has_statistics) else None
     product = delta = torch.empty(shape, **like)
-    flags = dict(TILTED=has_statistics, HEAT=grads.temperature is not None, FOLDED=folded, others=(do,))
+    wants_temperature = grads.temperature is not None
+    flags = dict(STATS_GRAD=has_statistics, TEMPERATURE_GRAD=wants_temperature, Z_IN_SHIFT=z_in_shift, others=(do,))
     call = BackwardCall(p, forward, do, State(shift, inverse, delta, None, None, None), grads, flags)
     kernel = registry.choose_backward(call)
     if has_statistics or kernel.needs_delta:
@@ -79,7 +80,7 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
 def _compute_delta(call: BackwardCall) -> None:
     """Fill δ, shift and 1/Z of every row, for kernels that cannot find δ on their way."""
     p, forward = call.problem, call.forward
-    config, how = config_of(p, "backward_rows", FOLDED=call.flags["FOLDED"])
+    config, how = config_of(p, "backward_rows", Z_IN_SHIFT=call.flags["Z_IN_SHIFT"])
     arguments = view(p.q), view(forward.o), view(call.do), forward.shift, forward.z, call.rows, options(p)
     blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
     launch(call.key, backward_rows, blocks, arguments, (config,), **how)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -52,6 +53,11 @@ def describe_blocks(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> 
 def describe_keys(p: Problem, config: Config) -> tuple:
     """Return the descriptors of k's and v's blocks."""
     return tuple(describe_blocks(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
+
+
+def count_blocks(p: Problem, config: Config) -> int:
+    """Return the number of query blocks of a call."""
+    return triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
 
 
 def unexpanded_shape(x: torch.Tensor) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from regard._backends.gpu.attention import decode
-from regard._backends.gpu.attention.config import config_of, describe_keys, options, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
 from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_lesser
@@ -14,7 +14,7 @@ from regard._backends.gpu.attention.hopper.recompute_overflow import forward_aga
 from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.threshold import forward_threshold
-from regard._backends.gpu.attention.tiles import Config, Options
+from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Forward, Problem
 
@@ -48,9 +48,9 @@ def run_hopper(p: Problem, result: Forward) -> None:
 def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
     """Recompute the rows whose weights outgrew the fixed shift; their Z is NaN."""
     config, how = config_of(p, "forward_online")
-    heads, blocks_per_program = p.q.shape[0] * p.q.shape[1], 4
-    programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, blocks_per_program)
-    outputs = view(result.o), result.shift, result.z, result.stats, heads * p.q.shape[-2]
+    blocks_per_program = 4
+    programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
+    outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()
     arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, opt
     launch(key, forward_again, programs, arguments, (config, blocks_per_program), **how)
 
@@ -58,11 +58,11 @@ def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
 def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: Options, key) -> None:
     """Turn the Gluon kernel's sums into statistics and recompute the imprecise rows."""
     config, how = config_of(p, "forward_lesser")
-    rows, blocks_per_program = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
+    rows, blocks_per_program = p.q.shape[:-1].numel(), 8
     launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, opt), (config, ROWS))
     if not (config.NEED.shares or config.NEED.moments):
         return
-    programs = triton.cdiv(_count_blocks(p, config), blocks_per_program)
+    programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
     arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), sums, stats, rows, opt
     launch(key, forward_lesser, programs, arguments, (config, blocks_per_program), **how)
 
@@ -85,7 +85,7 @@ def _solve_threshold(p: Problem, result: Forward, with_lists: bool) -> None:
     failed = sparse.forward(p, key, inputs, *outputs, opt, config, steps) if with_lists else None
     arguments = *inputs, *describe_keys(p, config), *outputs, failed, opt
     constants = config, steps, square if p.choice.order == 2 else other
-    launch(key, forward_threshold, _count_blocks(p, config), arguments, constants, **how)
+    launch(key, forward_threshold, count_blocks(p, config), arguments, constants, **how)
 
 
 def run_online(p: Problem, result: Forward) -> None:
@@ -93,8 +93,4 @@ def run_online(p: Problem, result: Forward) -> None:
     config, how = config_of(p, "forward_online")
     outputs = view(result.o), result.shift, result.z, result.stats
     arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, options(p)
-    launch(launch_key(p, result.o), forward_online, _count_blocks(p, config), arguments, (config,), **how)
-
-
-def _count_blocks(p: Problem, config: Config) -> int:
-    return triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
+    launch(launch_key(p, result.o), forward_online, count_blocks(p, config), arguments, (config,), **how)

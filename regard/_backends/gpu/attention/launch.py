@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 
 from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward.bias import compute_bias_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
-from regard._backends.gpu.attention.config import config_of, options, unexpanded_shape, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, options, unexpanded_shape, view
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 
@@ -35,7 +34,7 @@ def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
     if p.k.shape[-2] == 0:
         _fill_empty_rows(p, result)
     elif o.numel() or shift.numel():
-        registry.choose(p).forward(p, result)
+        registry.choose(p).run(p, result)
     return result
 
 
@@ -68,7 +67,7 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     if has_statistics:
         product = delta.clone()
         call = add_statistic_terms(call, upstream)
-    kernel.backward(call)
+    kernel.run(call)
     if upstream.bias and p.bias is not None:
         grads.bias = compute_bias_gradient(call)
     if upstream.sink and p.sink is not None:
@@ -82,8 +81,7 @@ def _compute_delta(call: BackwardCall) -> None:
     p, forward = call.problem, call.forward
     config, how = config_of(p, "backward_rows", Z_IN_SHIFT=call.flags["Z_IN_SHIFT"])
     arguments = view(p.q), view(forward.o), view(call.do), forward.shift, forward.z, call.rows, options(p)
-    blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
-    launch(call.key, backward_rows, blocks, arguments, (config,), **how)
+    launch(call.key, backward_rows, count_blocks(p, config), arguments, (config,), **how)
 
 
 def _with_near_entries(p: Problem) -> Problem:

@@ -15,23 +15,9 @@ from regard._backends.gpu.attention.config import config_of, options, unexpanded
 
 
 @triton.jit
-def backward_bias(
-    q,
-    k,
-    v,
-    do,
-    db,
-    state,
-    opt,
-    over_b,
-    over_h,
-    over_m,
-    over_n,
-    C: tl.constexpr,
-    ONE_M: tl.constexpr,
-    ONE_N: tl.constexpr,
-):
+def backward_bias(q, k, v, do, db, state, opt, over, C: tl.constexpr, ONE_M: tl.constexpr, ONE_N: tl.constexpr):
     """Compute one tile of d bias, in the shape before expansion, summed over what it was broadcast to."""
+    over_b, over_h, over_m, over_n = over  # entries, heads, tiles of queries and of keys that share the bias
     tiles_n = tl.cdiv(opt.keys, C.BN) // over_n
     tiles_m = tl.cdiv(opt.queries, C.BM) // over_m
     heads = opt.heads // over_h
@@ -104,5 +90,5 @@ def compute_bias_gradient(call: BackwardCall) -> torch.Tensor:
     programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
     inputs = view(p.q), view(p.k), view(p.v), view(call.do)
     constants = config, sizes[2] == 1, sizes[3] == 1
-    backward_bias[(programs,)](*inputs, view(grad), call.rows, options(p), *over, *constants, **how)
+    backward_bias[(programs,)](*inputs, view(grad), call.rows, options(p), tuple(over), *constants, **how)
     return grad

@@ -18,7 +18,7 @@ from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.dq_product import backward_product
 from regard._backends.gpu.attention.backward.slopes import State
-from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_blocks, options, view
 from regard._backends.gpu.attention.limits import can_bulk_copy, find_option
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.device import has_large_shared_memory, sm_count
@@ -105,5 +105,4 @@ def backward(call: BackwardCall) -> None:
         config, how = config_of(part, "backward_product", **flags)
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
         arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), options(part)
-        programs = triton.cdiv(q.shape[-2], config.BM) * heads
-        launch(launch_key(part, dq), backward_product, programs, arguments, (config,), **how)
+        launch(launch_key(part, dq), backward_product, count_blocks(part, config), arguments, (config,), **how)

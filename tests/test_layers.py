@@ -17,6 +17,7 @@ LAYERS = [
         "regard.scores",
         "regard.statistics",
         "regard.temperature",
+        "regard._core.device",
         "regard._core.philox",
         "regard._core.dtypes",
         "regard._core.problem",

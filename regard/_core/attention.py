@@ -12,7 +12,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from regard._core import dtensor
-from regard._core.dispatch import Path, on_warpgroups
+from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
 from regard._core.options import AttentionOptions, Temperature, Wanted, Window
 from regard._core.plans import keep_plan, plan_key, plans
@@ -165,6 +165,6 @@ def attention_path(
         return_stats, backend,
     )  # fmt: skip
     call = prepare(q, k, v, options)
-    if call.path.backend == "triton" and on_warpgroups(call.problem):
-        return replace(call.path, reason=call.path.reason + ", in Hopper's warpgroups")
+    if call.path.backend == "triton":
+        return replace(call.path, reason=f"{call.path.reason}; kernel {describe_kernel(call.problem)}")
     return call.path

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from regard._core.device import has_bulk_copies, has_large_shared_memory
 from regard._core.problem import Problem
 from regard._core.rows.execute import is_transformed
 
@@ -40,7 +40,7 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if obstacle is None:
-        hopper = device == "cuda" and is_hopper(problem.q.device)
+        hopper = device == "cuda" and has_bulk_copies(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
         return Path("torch", f"plain softmax without statistics: {kernels}")
     if has_transform(problem):
@@ -120,25 +120,18 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
                 raise ValueError(f"backend 'triton' takes heads of up to {most} here, got {width}; use 'reference'")
 
 
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def head_width(problem: Problem) -> int:
     """The wider of the head widths of k and v."""
     return max(problem.q.shape[-1], problem.v.shape[-1])
 
 
-@cache
 def widest(device: torch.device, size: int) -> int:
     """The widest heads, of numbers of `size` bytes, whose blocks the GPU's shared memory holds, in the backward too."""
-    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # ROCm does not say
-    return (2048 if room >= 160 * 1024 else 1024) // size
+    return (2048 if has_large_shared_memory(device) else 1024) // size
 
 
-def on_warpgroups(problem: Problem) -> bool:
-    """True if the Hopper kernel takes this call."""
-    from regard._backends.gpu.attention.hopper import launch as hopper
+def describe_kernel(problem: Problem) -> str:
+    """The GPU kernel that takes a problem, and why faster ones were passed over, in one line."""
+    from regard._backends.gpu.attention import registry
 
-    return hopper.takes(problem)
+    return registry.describe(problem)

@@ -14,7 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import reference, statistics
 from regard._core import ops
 from regard._core.autograd import FusedAttention
-from regard._core.dispatch import REQUESTED, has_transform, is_hopper, transform_error
+from regard._core.device import has_bulk_copies
+from regard._core.dispatch import REQUESTED, has_transform, transform_error
 from regard._core.double_backward import differentiable_twice
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.prepare import Call
@@ -81,7 +82,7 @@ def run_torch(call: Call) -> Result:
     if is_transformed(q, k, v, mask):  # torch's fused kernels know neither tangents nor second derivatives
         with sdpa_kernel(SDPBackend.MATH):
             out = attend(q, k, v)
-    elif q.device.type == "cuda" and is_hopper(q.device):
+    elif q.device.type == "cuda" and has_bulk_copies(q.device):
         with sdpa_kernel(HOPPER_ORDER, set_priority=True):
             out = attend(q, k, v)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ NAMES = (
 DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
 
 
-class Statistics(Mapping):
+class Statistics(MutableMapping):
     """Statistics by name, as `stats["entropy"]` or `stats.entropy`.
 
     Of softmax, softmax1 and sinks `entropy`, `logsumexp` and `logit_variance` carry gradients, in `attention` and
@@ -63,6 +63,16 @@ class Statistics(Mapping):
             found = stacked[order.index(name)]
             self._values[name] = found = found if name in carries else found.detach()
         return found
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._values[name] = value
+        if name not in self._names:
+            self._names = (*self._names, name)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # a KeyError where there is none
+        del self._values[name]
+        self._names = tuple(other for other in self._names if other != name)
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("_"):

@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import regard
 from regard import normalizers
-from regard._core.dispatch import choose, widest
+from regard._core import device
+from regard._core.dispatch import choose
 from regard._core.problem import Problem
 
 MASKS = {
@@ -191,7 +192,7 @@ def test_heads_too_wide_for_a_gpu_go_by_the_reference(monkeypatch):
     room = {"shared_memory_per_block_optin": 232448}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**room))
     choice = normalizers.get("entmax15")
-    widest.cache_clear()
+    device.clear()
     with FakeTensorMode():
         for dtype, width, backend in (
             (torch.bfloat16, 1024, "triton"),
@@ -205,7 +206,7 @@ def test_heads_too_wide_for_a_gpu_go_by_the_reference(monkeypatch):
             if backend == "reference":
                 with pytest.raises(ValueError, match=f"heads of up to {width - 1} here, got {width}"):
                     choose(problem, None, "triton")
-    widest.cache_clear()
+    device.clear()
 
 
 def test_the_same_bits_every_time():

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regard._core.device import has_bulk_copies, has_large_shared_memory
+from regard._core.device import has_bulk_copies, has_large_shared_memory, supports_gluon
 from regard._core.problem import Problem
 from regard._core.rows.execute import is_transformed
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
 TRANSFORM = "a torch.func transform"
 REQUESTED = "asked for by backend="
+LONG = 2**29  # scores, from which on our forward of plain softmax is faster than cuDNN's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
         return Path(backend, REQUESTED)
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
+    if obstacle is None and is_our_forward_faster(problem):
+        return Path("triton", f"plain softmax of {LONG:,} scores or more: our forward is faster, cuDNN's backward")
     if obstacle is None:
         hopper = device == "cuda" and has_bulk_copies(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
@@ -118,6 +121,22 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
             most, width = widest(problem.q.device, problem.q.element_size()), head_width(problem)
             if width > most:
                 raise ValueError(f"backend 'triton' takes heads of up to {most} here, got {width}; use 'reference'")
+
+
+def is_our_forward_faster(problem: Problem) -> bool:
+    """True where our Hopper forward beats cuDNN's: bfloat16, heads of 64 or 128, many scores (h200-calls.md)."""
+    q, k, v = problem.q, problem.k, problem.v
+    return (
+        q.is_cuda
+        and q.dtype == torch.bfloat16
+        and q.shape[-1] == v.shape[-1] in (64, 128)
+        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= LONG
+        and problem.mask is problem.bias is problem.key_lengths is None
+        and not problem.dropout_p
+        and supports_gluon(q.device)
+        and not has_transform(problem)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def head_width(problem: Problem) -> int:

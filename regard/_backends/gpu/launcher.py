@@ -7,11 +7,13 @@ its launch key; the second launch of a key goes to the compiled kernel at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import triton
 
 from regard._core.problem import Problem
 
@@ -21,7 +23,9 @@ _compiled: dict[tuple, Any] = {}
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager:
     """Make x's GPU the current device, on which Triton launches whatever its arguments."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def launch_key(p: Problem, *others: torch.Tensor) -> Hashable:
@@ -49,7 +53,9 @@ def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constant
     except those that torch allocated for this call.
     """
     if key is None:
-        kernel[(programs,)](*arguments, *constants, **options)
+        compiled = kernel[(programs,)](*arguments, *constants, **options)
+        if _state.recorder is not None:
+            _state.recorder.record_launch(compiled, programs, arguments, constants)
         return
     plain = [
         x if x is None else (x == 1, x % 16 == 0, -(2**31) <= x < 2**31)
@@ -64,4 +70,37 @@ def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constant
         compiled = kernel[(programs,)](*arguments, *constants, **options)
         _compiled[entry] = kernel, compiled  # with the kernel, so that its id stays its own
     else:
-        found[1][(programs, 1, 1)](*arguments, *constants)
+        compiled = found[1]
+        compiled[(programs, 1, 1)](*arguments, *constants)
+    if _state.recorder is not None:
+        _state.recorder.record_launch(compiled, programs, arguments, constants)
+
+
+class _State(threading.local):
+    recorder: Any = None
+
+
+_state = _State()
+
+
+def recorder() -> Any:
+    """The recorder of this thread's launches, if one is active."""
+    return _state.recorder
+
+
+@contextmanager
+def recording(recorder: Any) -> Iterator[Callable[[], int]]:
+    """Report this thread's launches to a recorder; yields a function that counts all launches, reported or not."""
+    seen: list[int] = []
+
+    def count(metadata: Any) -> None:
+        seen.append(1)
+
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(count)
+    _state.recorder = recorder
+    try:
+        yield lambda: len(seen)
+    finally:
+        _state.recorder = None
+        hooks.remove(count)

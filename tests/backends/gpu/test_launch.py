@@ -18,7 +18,7 @@ from regard._backends.gpu import launcher
 from regard._backends.gpu.attention import config, limits
 from regard._backends.gpu.attention import launch as attention
 from regard._core import device as facts
-from regard._core.problem import Problem, Upstream
+from regard._core.problem import Forward, Gradients, Problem, Upstream
 
 
 class Kernel:
@@ -112,8 +112,11 @@ def test_attention_runs_on_the_device_of_its_tensors(monkeypatch, way):
 
     def computed(problem, *others):
         assert entered == [problem.q.device]
+        return Forward(*[problem.q] * 4) if way == "forward" else Gradients(*[problem.q] * 3)
 
     monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(attention, "_is_small", lambda problem: False)
     monkeypatch.setattr(attention, f"_{way}", computed)
     with FakeTensorMode():
         q = torch.empty(1, 1, 4, 8, device="cuda:1")

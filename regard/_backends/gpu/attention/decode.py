@@ -19,6 +19,7 @@ from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.online import find_shift, initial_shift, join_sink, rescale_sums, slopes, terms
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E, Config
+from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
 
 QUERIES = 16  # at most
@@ -44,7 +45,7 @@ def rows_per_program(p: Problem) -> int:
     return min(max(triton.next_power_of_2(p.q.shape[1] // p.k.shape[1] * p.q.shape[2]), 16), 64)
 
 
-def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, launch: dict) -> None:
+def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, how: dict) -> None:
     """Fill `outputs`, (view of o, shift, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
     (b, h, m, _), (_, g, n, _) = p.q.shape, p.k.shape
     rows = b * h * m
@@ -55,10 +56,11 @@ def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Co
     like = dict(dtype=p.accumulator, device=p.q.device)
     part_o = torch.empty(parts, rows, C.E, **like)
     sums = torch.empty(FIELDS, parts, rows, **like)
-    forward_split[(heads * parts,)](*inputs, *blocks, part_o, sums, opt, length, parts, C, **launch)
+    launch(None, forward_split, heads * parts, (*inputs, *blocks, part_o, sums, opt, length, parts), (C,), **how)
     padded = triton.next_power_of_2(parts)
     row = C._replace(BM=1, LANES=1)
-    forward_merge[(rows,)](*inputs[:2], part_o, sums, *outputs, opt, length, parts, padded, row, num_warps=4)
+    arguments = *inputs[:2], part_o, sums, *outputs, opt, length, parts
+    launch(None, forward_merge, rows, arguments, (padded, row), num_warps=4)
 
 
 @triton.jit

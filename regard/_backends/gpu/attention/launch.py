@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 
+from regard._backends.gpu import tape
 from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention.backward import cudnn
 from regard._backends.gpu.attention.backward.bias import compute_bias_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
 from regard._backends.gpu.attention.backward.slopes import State
@@ -18,10 +21,23 @@ from regard._core.problem import Forward, Gradients, Problem, Upstream
 BLOCK_ROWS = 128  # of the largest block
 
 
+SMALL = 2**28  # scores: beyond that a kernel runs longer than the host takes to launch it
+OPTIONS = ("choice", "scale", "softcap", "causal", "left", "right", "stats", "first_query", "first_key", "queries")
+options_of = attrgetter(*OPTIONS)
+tensors_of = attrgetter("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths")
+
+
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     """Compute o, the row state and the statistics of one call. `o` may be a preallocated output of any strides."""
+
+    def compute() -> tuple:
+        result = _forward(_with_near_entries(problem), o if o is None or _has_near_entries(o) else None)
+        return result.o, result.shift, result.z, result.stats
+
     with on_device_of(problem.q):
-        return _forward(_with_near_entries(problem), o if o is None or _has_near_entries(o) else None)
+        if not _is_small(problem):
+            return Forward(*compute())
+        return Forward(*tape.run(options_of(problem), (*tensors_of(problem), o), compute))
 
 
 def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
@@ -40,12 +56,30 @@ def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Compute the gradients of q, k, v and of what `upstream` asks for."""
+
+    def compute() -> tuple:
+        do = replace(upstream, o=_gather_entries(upstream.o))
+        g = _backward(_with_near_entries(problem), forward, do)
+        return g.q, g.k, g.v, g.bias, g.temperature, g.sink
+
     with on_device_of(problem.q):
-        return _backward(_with_near_entries(problem), forward, replace(upstream, o=_gather_entries(upstream.o)))
+        if not _is_small(problem):
+            return Gradients(*compute())
+        wants = upstream.bias, upstream.temperature, upstream.sink, tuple(upstream.stats)
+        saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
+        inputs = (*tensors_of(problem), *saved)
+        return Gradients(*tape.run((options_of(problem), wants), inputs, compute))
+
+
+def _is_small(p: Problem) -> bool:
+    """True if a tape may save the host more time than the kernels run."""
+    return p.q.is_cuda and not p.dropout_p and p.q.shape[0] * p.q.shape[1] * p.q.shape[2] * p.k.shape[2] <= SMALL
 
 
 def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     do, family = upstream.o, p.choice.family
+    if forward.o.numel() and p.k.shape[-2] and cudnn.why_not(p, bool(upstream.stats)) is None:
+        return cudnn.backward(p, forward, upstream)
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
     if upstream.temperature and p.temperature is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from regard._backends.gpu.attention import decode, forward
-from regard._backends.gpu.attention.backward import dq, stored_ds
+from regard._backends.gpu.attention.backward import cudnn, dq, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
@@ -80,6 +80,15 @@ KERNELS = (
     ),
 )
 BACKWARD_KERNELS = (
+    Kernel(
+        name="cudnn",
+        summary="cuDNN's backward from our row state",
+        families=("ratio",),
+        limits=f"Hopper; bfloat16, float16; softmax; head widths of 8·n up to {cudnn.WIDEST}; of the options causal "
+        "order and scale only; no gradient of statistics; no deterministic algorithms",
+        supports=cudnn.supports,
+        run=cudnn.run,
+    ),
     Kernel(
         name="stored ds",
         summary="dk and dv (Gluon on Hopper) leave ds in scratch, dq is one product",

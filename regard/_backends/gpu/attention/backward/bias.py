@@ -12,6 +12,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.backward import slopes
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.config import config_of, options, unexpanded_shape, view
+from regard._backends.gpu.launcher import launch
 
 
 @triton.jit
@@ -90,5 +91,5 @@ def compute_bias_gradient(call: BackwardCall) -> torch.Tensor:
     programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
     inputs = view(p.q), view(p.k), view(p.v), view(call.do)
     constants = config, sizes[2] == 1, sizes[3] == 1
-    backward_bias[(programs,)](*inputs, view(grad), call.rows, options(p), tuple(over), *constants, **how)
+    launch(None, backward_bias, programs, (*inputs, view(grad), call.rows, options(p), tuple(over)), constants, **how)
     return grad

@@ -80,10 +80,10 @@ def call(name: str, kind: str, *sizes) -> None:
                 lengths = dict.fromkeys(sparse.LENGTHS, range(256, 2**31))
                 small.enter_context(patch.object(sparse, "LENGTHS", lengths))
             if kind == "moments":
-                behind = dict.fromkeys(key_moments.LEAST_BEHIND, 256)
-                small.enter_context(patch.multiple(key_moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
+                behind = dict.fromkeys(key_moments.MIN_CAUSAL_KEYS, 256)
+                small.enter_context(patch.multiple(key_moments, MIN_KEYS=256, MIN_CAUSAL_KEYS=behind, SPAN=256))
             if kind == "fixed shift":
-                small.enter_context(patch.object(hopper, "LARGE", 0))
+                small.enter_context(patch.object(hopper, "MIN_FIXED_SHIFT_SCORES", 0))
                 k[:, :, 3] *= 60.0
             if kind == "stored":
                 small.enter_context(patch.multiple(stored_ds, SHORT=64, FILL=0))

@@ -1,4 +1,4 @@
-"""Launches whose kind is known go to the compiled kernel at once, and only those."""
+"""Launches whose key is known go to the compiled kernel at once, and only those."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def test_the_second_launch_of_a_kind_is_direct(kernel):
+def test_the_second_launch_of_a_key_is_direct(kernel):
     x = torch.zeros(3)
     launcher.launch("kind", kernel, 7, (x, 32), (5,), num_warps=4)
     launcher.launch("kind", kernel, 9, (x, 48), (5,), num_warps=4)
@@ -69,14 +69,14 @@ def test_the_second_launch_of_a_kind_is_direct(kernel):
         dict(num_warps=8),
     ],
 )
-def test_what_triton_tells_apart_is_told_apart(kernel, other):
+def test_what_triton_specialises_on_is_part_of_the_key(kernel, other):
     call = dict(key="key", kernel=kernel, programs=7, arguments=(0, 32), constants=(5,), num_warps=4)
     launcher.launch(**call)
     launcher.launch(**call | other)
     assert len(kernel.looked) == 2 and not kernel.direct
 
 
-def test_unknown_kinds_and_a_full_memory(kernel, monkeypatch):
+def test_launches_without_a_key_and_a_full_memory(kernel, monkeypatch):
     for _ in range(2):
         launcher.launch(None, kernel, 7, (0,))
     assert len(kernel.looked) == 2 and not launcher._compiled
@@ -86,7 +86,7 @@ def test_unknown_kinds_and_a_full_memory(kernel, monkeypatch):
     assert len(launcher._compiled) == 2
 
 
-def test_kinds(monkeypatch):
+def test_launch_keys(monkeypatch):
     plain = make(0, causal=True)
     assert launcher.launch_key(plain) is None  # no GPU, nothing is compiled
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)

@@ -26,7 +26,7 @@ HALF = dict(dtype=torch.float16, stats=())
 
 @pytest.fixture(autouse=True)
 def stored(monkeypatch):
-    """Every call takes this road, scratch holds NaN, and blocks of queries are two of `backward_dkv`'s."""
+    """Every call stores ds, scratch holds NaN, and a block of queries is two blocks of `backward_dkv`."""
     made, found = stored_ds.config_of, []
 
     def config_of(p, kernel, **flags):
@@ -58,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_stored_slopes_give_what_the_oracle_gives(name, options, stored):
+def test_stored_ds_gives_what_the_oracle_gives(name, options, stored):
     problem = make(1, name, **HALF | options, d=8, e=16)
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
     assert stored == [True]
@@ -86,7 +86,7 @@ def test_gradients_of_statistics():
     ("most", "pieces"), [(2**30, 1), (2 * 32 * 32 * 2, 4), (5 * 32 * 32 * 2, 2), (6 * 32 * 32 * 2, 2)]
 )
 def test_pieces_are_the_whole(monkeypatch, most, pieces):
-    """Four entries with one group of two heads each: one at a time, and two where five or six heads would fit."""
+    """Four batch entries of two heads each, one or two entries at a time."""
     problem = make(3, **HALF, b=4, h=2, g=1, m=20, n=25, d=8, e=8, temperature=True)
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
@@ -110,7 +110,7 @@ def test_heads_of_one_entry_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("seen", [18, 20])
 def test_hidden_keys_may_hold_anything(seen):
-    """Those behind the length, and those behind the last query."""
+    """Keys beyond the length and keys after the last query."""
     problem = make(5, **HALF, b=1, h=2, g=1, m=20, n=40, d=8, e=8, causal=True)
     clean = dataclasses.replace(problem, key_lengths=torch.tensor([seen]) if seen < 20 else None)
     answer = attention.forward(clean)

@@ -9,8 +9,8 @@ from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
-from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_lesser
-from regard._backends.gpu.attention.hopper.recompute_overflow import forward_again
+from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
+from regard._backends.gpu.attention.hopper.recompute_overflow import forward_overflow
 from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.threshold import forward_threshold
@@ -52,19 +52,19 @@ def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
     outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()
     arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, opt
-    launch(key, forward_again, programs, arguments, (config, blocks_per_program), **how)
+    launch(key, forward_overflow, programs, arguments, (config, blocks_per_program), **how)
 
 
 def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: Options, key) -> None:
     """Turn the Gluon kernel's sums into statistics and recompute the imprecise rows."""
-    config, how = config_of(p, "forward_lesser")
+    config, how = config_of(p, "forward_imprecise")
     rows, blocks_per_program = p.q.shape[:-1].numel(), 8
     launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, opt), (config, ROWS))
     if not (config.NEED.shares or config.NEED.moments):
         return
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
     arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), sums, stats, rows, opt
-    launch(key, forward_lesser, programs, arguments, (config, blocks_per_program), **how)
+    launch(key, forward_imprecise, programs, arguments, (config, blocks_per_program), **how)
 
 
 def run_sparse_threshold(p: Problem, result: Forward) -> None:

@@ -149,7 +149,7 @@ def forward_threshold(
 ):  # fmt: skip
     """Compute one block of queries per program, unless the candidate lists (`sparse/`) have computed it."""
     if failed is not None:
-        if support.queries_served(failed, opt, C.BM, support.FLAGGED):
+        if support.are_queries_solved(failed, opt, C.BM, support.FLAG_ROWS):
             return
     block, i0 = key_loop.load_query_block(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)

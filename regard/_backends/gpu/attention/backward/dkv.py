@@ -61,29 +61,29 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
 
 
 def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags) -> None:
-    from regard._backends.gpu.attention.hopper.backward import KEYS, Shape, backward_hopper
+    from regard._backends.gpu.attention.hopper.backward import KEYS, BackwardConfig, backward_hopper
 
     behind, many = p.reach[1] is not None, p.q.shape[0] * p.q.shape[1]
     inverse = rows.inverse if p.choice.family == "ratio" else None  # no other map asks
     numbers = [
-        x if x is None else hopper.descriptor(x.reshape(many, -1), (1, KEYS.value))
+        x if x is None else hopper.make_descriptor(x.reshape(many, -1), (1, KEYS.value))
         for x in (rows.shift, rows.delta, inverse)
     ]
-    C = Shape(
+    C = BackwardConfig(
         F=bundle.of(p.choice),
         FOLDED=flags["Z_IN_SHIFT"],
-        BEHIND=behind,
+        CAUSAL=behind,
         D=p.q.shape[-1],
         NUMBERS=2 if inverse is None else 3,
-        PARTS=PARTS,
+        WARPGROUPS=PARTS,
         STAGES=STAGES,
         REGISTERS=REGISTERS,
     )
     k, v, m = p.k, p.v, p.q.shape[-2]
     if behind and k.shape[-2] > m:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, :m], v[:, :, :m]
-    blocked = [hopper.described(x, KEYS.value) for x in (k, v, p.q, do)]
-    ds_blocks = None if scratch is None else hopper.descriptor(scratch, (1, KEYS.value, KEYS.value))
-    outputs = hopper.described(dk, KEYS.value), hopper.described(dv, KEYS.value)
+    blocked = [hopper.describe_rows(x, KEYS.value) for x in (k, v, p.q, do)]
+    ds_blocks = None if scratch is None else hopper.make_descriptor(scratch, (1, KEYS.value, KEYS.value))
+    outputs = hopper.describe_rows(dk, KEYS.value), hopper.describe_rows(dv, KEYS.value)
     programs = triton.cdiv(p.k.shape[-2], PARTS * KEYS.value) * p.k.shape[0] * p.k.shape[1]
     launch(key, backward_hopper, programs, (*blocked, *numbers, ds_blocks, *outputs, opt), (C,), num_warps=4)

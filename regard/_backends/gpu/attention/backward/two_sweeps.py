@@ -95,7 +95,7 @@ def backward_dq(
 ):  # fmt: skip
     """Compute dq, and the gradient of the temperature, of one block of queries."""
     if failed is not None:
-        if support.queries_served(failed, opt, C.BM, gather.ROWS):
+        if support.are_queries_solved(failed, opt, C.BM, gather.ROWS):
             return
     block, i0 = key_loop.load_query_block(q, k, v, k_blocks, v_blocks, opt, C)
     b, h, i = block.b, block.h, block.i
@@ -173,7 +173,7 @@ def backward_dkv(
     g = (pid // blocks) % groups
     b = pid // blocks // groups
     if failed is not None:
-        if support.served(failed, b * groups + g, j0, opt.keys, C.BN, gather.ROWS):
+        if support.are_solved(failed, b * groups + g, j0, opt.keys, C.BN, gather.ROWS):
             return
     j = (j0 + tl.arange(0, C.BN))[:, None]
     n = tiles.key_count(opt, b)

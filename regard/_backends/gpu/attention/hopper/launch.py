@@ -1,8 +1,10 @@
-"""Launch of the Hopper kernel: which calls it takes, its descriptors, and the second look at rows that need one."""
+"""Launch of `forward_hopper`: the calls it takes, its tiles, grid and tensor descriptors."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -12,20 +14,26 @@ from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.limits import GLUON_TYPES, find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
 from regard._core.device import sm_count
 from regard._core.problem import Problem
 from regard.normalizers._language import speak
 
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from regard._backends.gpu.attention.hopper.ring import ForwardConfig
+
 ROWS = 64  # queries of one warpgroup
-# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width
-TWO = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
-FOUR = {64: (128, 1, 2, 4, 240)}  # stages
-THREE = {64: (128, 1, 3, 3, 160)}  # warpgroups
-IN_PIECES = {64: (128, 4, 3, 3, 160)}
-SHORT = 6144  # keys
-LARGE = 2**29  # scores
-LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
+# (keys per tile, splits, warpgroups, stages of the ring, registers of a consumer's thread) by head width
+TWO_GROUPS = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
+FOUR_STAGES = {64: (128, 1, 2, 4, 240)}
+THREE_GROUPS = {64: (128, 1, 3, 3, 160)}
+SPLIT_TILES = {64: (128, 4, 3, 3, 160)}
+MAX_PERSISTENT_KEYS = 6144
+MIN_FIXED_SHIFT_SCORES = 2**29
+SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
 
 def supports(p: Problem) -> str | None:
@@ -33,8 +41,8 @@ def supports(p: Problem) -> str | None:
     if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
         return reason
     d, e = p.q.shape[-1], p.v.shape[-1]
-    if d not in TWO:
-        return f"head width {d} ({' and '.join(map(str, TWO))} only)"
+    if d not in TWO_GROUPS:
+        return f"head width {d} ({' and '.join(map(str, TWO_GROUPS))} only)"
     if e != d:
         return f"values of width {e} beside keys of {d}"
     if p.scale <= 0:
@@ -63,55 +71,58 @@ def _find_normalizer_obstacle(p: Problem) -> str | None:
     return None
 
 
-def forward(p: Problem, o, shift, z, options, kind) -> torch.Tensor | None:
-    """Fill o, shift and z; return the sums that statistics are finished from, if any are wanted.
+def forward(
+    p: Problem, o: torch.Tensor, shift: torch.Tensor, z: torch.Tensor, options: Options, kind: Hashable
+) -> torch.Tensor | None:
+    """Fills o, shift and z; returns the raw sums that statistics are finished from, if any are wanted.
 
     With a fixed shift, z is NaN in rows that overflowed.
     """
     from regard._backends.gpu.attention.hopper.forward import forward_hopper
 
-    C = shape_of(p)
-    blocks, programs = programs_of(p, C.BM)
+    C = make_config(p)
+    blocks, programs = plan_programs(p, C.BM)
     k, v = p.k, p.v
-    if C.BEHIND and k.shape[-2] > p.q.shape[-2]:  # what no query sees may hold NaN: it is not read
+    if C.CAUSAL and k.shape[-2] > p.q.shape[-2]:  # hidden keys may hold NaN: they are not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
-    rough = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
-    blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
-    forms, form_blocks = None, None
-    if C.SPAN != 0:
-        forms = key_moments.forms_of(p, C.SPAN)
-        form_blocks = described(forms.products, C.BN)
-    arguments = *blocked, form_blocks, shift, z, rough, forms, options, blocks
+    raw_sums = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
+    descriptors = describe_rows(p.q, ROWS), describe_rows(k, C.BN), describe_rows(v, C.BN), describe_rows(o, ROWS)
+    moments, moment_blocks = None, None
+    if C.MOMENT_SPAN != 0:
+        moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
+        moment_blocks = describe_rows(moments.products, C.BN)
+    arguments = *descriptors, moment_blocks, shift, z, raw_sums, moments, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
-    return rough
+    return raw_sums
 
 
-def shape_of(p: Problem):
-    from regard._backends.gpu.attention.hopper.ring import Shape
+def make_config(p: Problem) -> ForwardConfig:
+    """The constants that `forward_hopper` is compiled with for this call."""
+    from regard._backends.gpu.attention.hopper.ring import ForwardConfig
 
-    d, behind = p.q.shape[-1], p.reach[1] is not None
-    keys, pieces, parts, stages, registers = blocks_of(p)
+    d, causal = p.q.shape[-1], p.reach[1] is not None
+    keys, splits, groups, stages, registers = choose_tiles(p)
     need = statistics.needs(p.stats, p.choice, False)
-    span = key_moments.span_of(p) if need.moments else 0
-    blocks, programs = programs_of(p, ROWS * parts)
-    own = need.distance and not behind and parts == 2 and p.k.shape[-2] % keys == 0
-    return Shape(
+    span = key_moments.moment_span(p) if need.moments else 0
+    blocks, programs = plan_programs(p, ROWS * groups)
+    diagonal_first = need.distance and not causal and groups == 2 and p.k.shape[-2] % keys == 0
+    return ForwardConfig(
         F=bundle.of(p.choice),
         NEED=need,
-        BEHIND=behind,
+        CAUSAL=causal,
         D=d,
-        BM=ROWS * parts,
+        BM=ROWS * groups,
         BN=keys,
-        PARTS=parts,
+        WARPGROUPS=groups,
         STAGES=stages,
         REGISTERS=registers,
-        PIECES=pieces,
-        OWN=own,
-        AHEAD=programs < blocks,
-        FORMS=triton.cdiv(3 * d, keys) if span else 0,
-        SPAN=span,
-        LAZY=LAZY[p.q.dtype],
-        STILL=has_fixed_shift(p),
+        SPLITS=splits,
+        DIAGONAL_FIRST=diagonal_first,
+        PERSISTENT=programs < blocks,
+        MOMENT_TILES=triton.cdiv(3 * d, keys) if span else 0,
+        MOMENT_SPAN=span,
+        SLACK=SLACK[p.q.dtype],
+        FIXED_SHIFT=has_fixed_shift(p),
         ACC=tl.float32,
     )
 
@@ -124,49 +135,50 @@ def has_fixed_shift(p: Problem) -> bool:
     """
     batch, heads, queries, _ = p.q.shape
     shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    return shifted and not p.stats and batch * heads * queries * p.k.shape[-2] >= LARGE
+    return shifted and not p.stats and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
 
 
-def programs_of(p: Problem, rows: int) -> tuple[int, int]:
-    """(blocks of queries, programs): one for each, or one for each multiprocessor, which fetches ahead.
+def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
+    """(blocks of queries, programs): one program per block, or one per SM that takes many blocks.
 
-    The latter where rows are short, the programs' shares nearly equal and registers left.
+    The latter if rows are short, the programs' work is nearly equal and registers are left.
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
-    heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
-    places, shares = sm_count(p.q.device), heads * blocks // 2 if behind else heads * blocks
-    even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
-    crowded = rows > 2 * ROWS and not behind and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
-    if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even or crowded:
-        places = heads * blocks
-    return heads * blocks, places
+    heads, causal = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
+    programs, units = sm_count(p.q.device), heads * blocks // 2 if causal else heads * blocks
+    even = units >= 4 * programs and triton.cdiv(units, programs) * programs <= 1.04 * units
+    short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
+    if p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
+        programs = heads * blocks
+    return heads * blocks, programs
 
 
-def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
-    """What was fastest on an H200."""
+def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
+    """(keys per tile, splits, warpgroups, stages, registers): the fastest on an H200."""
     F = bundle.of(p.choice)
-    table = FOUR if p.stats else TWO
+    table = FOUR_STAGES if p.stats else TWO_GROUPS
     if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
-        table = IN_PIECES
+        table = SPLIT_TILES
     elif not p.stats and (F.log_odds is not None or F.signed is not None or F.exponential):
-        table = THREE
-    return table.get(p.q.shape[-1], TWO[p.q.shape[-1]])
+        table = THREE_GROUPS
+    return table.get(p.q.shape[-1], TWO_GROUPS[p.q.shape[-1]])
 
 
-def described(x: torch.Tensor, rows: int):
-    """Blocks [rows, D] of x for the bulk copy engine, laid out in shared memory as the tensor cores read them."""
-    return descriptor(x, (1, 1, rows, x.shape[-1]))
+def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Tensor descriptor of x in blocks of `rows` whole rows."""
+    return make_descriptor(x, (1, 1, rows, x.shape[-1]))
 
 
-def descriptor(x: torch.Tensor, block: tuple[int, ...]):
-    """Blocks of any shape; float32 ones, which no product reads, as they lie in memory."""
+def make_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Tensor descriptor of x in blocks of the given shape."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout_of(block, x.dtype))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
 
 
 @cache
-def layout_of(block: tuple[int, ...], dtype: torch.dtype):
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Shared-memory layout of a block: swizzled for the tensor cores, linear for float32."""
     from triton.experimental.gluon import language as gl
 
     if dtype == torch.float32:

@@ -26,7 +26,7 @@ class Met(NamedTuple):
     """A row after its scores were summed."""
 
     top: Any
-    offset: Any
+    shift: Any
     pace: Any
     z: Any
     gap: Any  # float32 softmax: between the shift of z and the shift
@@ -36,7 +36,7 @@ class Met(NamedTuple):
 class Told(NamedTuple):
     """What a row's weights are told from."""
 
-    offset: Any
+    shift: Any
     pace: Any
     inverse: Any
     rest: Any

@@ -1,9 +1,9 @@
-"""Backward of long 16-bit rows in the places of a multiprocessor (`rows_places.py`): dp and p, or s, are read once.
+"""Resident backward kernel for long 16-bit rows: dp and p, or s, are read once (`buffers.py`).
 
-    read    a, b, the held chunks, c, d      Σ of what δ is made of
-    tell    c, d, the held chunks, a, b      ds; and the next row is called into each place that is left
+    read     a, b, the held chunks, c, d      the sums that δ is made of
+    store    c, d, the held chunks, a, b      ds; and the next row is copied into each buffer that is free
 
-Both tensors have places of their own. Gluon, Hopper.
+Both tensors have buffers of their own. Gluon, Hopper.
 """
 
 from typing import Any, NamedTuple
@@ -12,36 +12,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from regard._backends.gpu.rows.online import downstream, slopes
+from regard._backends.gpu.rows.ratio import ratio_gradient, ratio_slopes
 from regard._backends.gpu.rows.resident.buffers import (
+    allocate_buffers,
     by_lane,
-    call_chunk,
-    call_quarter,
-    chunk,
-    first_of,
-    places_of,
-    quarter,
+    copy_chunk,
+    copy_quarter,
+    load_chunk,
+    load_quarter,
+    quarter_start,
     stagger,
-    tell,
+    store_columns,
 )
 from regard._backends.gpu.rows.solver import add_two
-from regard._backends.gpu.rows.terms import terms
-from regard._backends.gpu.rows.tiles import larger, reciprocal
+from regard._backends.gpu.rows.terms import compute_terms
+from regard._backends.gpu.rows.tiles import nan_maximum, reciprocal
 
 
-class Down(NamedTuple):
-    """What the kernel is compiled for."""
-
-    F: Any
-    TRAITS: Any
-    CHUNK: int  # columns; a quarter is half as many
-    HELD: int  # chunks
-    VECTOR: int  # numbers in 16 bytes
-    EVEN: bool  # the row fills its chunks and quarters
-    PHASES: int  # of the programs: `stagger`
-
-
-class Row(NamedTuple):
+class RowNumbers(NamedTuple):
     """Numbers of a row."""
 
     shift: Any
@@ -51,86 +39,87 @@ class Row(NamedTuple):
     theta: Any
 
 
-class Two(NamedTuple):
-    """The places of dp and of what was saved: p, or s."""
+class TwoBuffers(NamedTuple):
+    """The buffers of dp and of what was saved: p, or s."""
 
-    above: Any
+    upstream: Any
     saved: Any
 
 
 @gluon.jit
-def call_chunks(two, row, i, C: gl.constexpr):
-    call_chunk(two.above, row, i, C)
-    call_chunk(two.saved, row, i, C)
+def copy_chunks(two, row, i, C: gl.constexpr):
+    """Starts the copies of chunk i of both tensors."""
+    copy_chunk(two.upstream, row, i, C)
+    copy_chunk(two.saved, row, i, C)
 
 
 @gluon.jit
-def call_quarters(two, row, i: gl.constexpr, C: gl.constexpr):
-    call_quarter(two.above, row, i, C)
-    call_quarter(two.saved, row, i, C)
+def copy_quarters(two, row, i: gl.constexpr, C: gl.constexpr):
+    """Starts the copies of quarter i of both tensors."""
+    copy_quarter(two.upstream, row, i, C)
+    copy_quarter(two.saved, row, i, C)
 
 
 @gluon.jit
-def known(x, C: gl.constexpr):
-    """Saved numbers as slopes take them: a score of −inf weighs 0, and so does one as low as this."""
-    if C.F.slope_of_weight is None and not C.TRAITS.slopes_end:
-        x = larger(x, -3e38)
+def clamp_saved(x, C: gl.constexpr):
+    """Replaces a score of −inf by one so low that its slopes are 0, unless they are at −inf too."""
+    if C.F.slope_of_weight is None and not C.TRAITS.slopes_vanish:
+        x = nan_maximum(x, -3e38)
     return x
 
 
 @gluon.jit
-def chunks(two, i, C: gl.constexpr):
-    """(dp, p or s) of a chunk."""
+def load_chunks(two, i, C: gl.constexpr):
+    """(dp, p or s) of chunk i."""
     OUTSIDE: gl.constexpr = float("-inf") if C.F.slope_of_weight is None else 0.0
-    return chunk(two.above, i, C, 0.0), known(chunk(two.saved, i, C, OUTSIDE), C)
+    return load_chunk(two.upstream, i, C, 0.0), clamp_saved(load_chunk(two.saved, i, C, OUTSIDE), C)
 
 
 @gluon.jit
-def quarters(two, i: gl.constexpr, C: gl.constexpr):
+def load_quarters(two, i: gl.constexpr, C: gl.constexpr):
+    """(dp, p or s) of quarter i."""
     OUTSIDE: gl.constexpr = float("-inf") if C.F.slope_of_weight is None else 0.0
-    return quarter(two.above, i, C, 0.0), known(quarter(two.saved, i, C, OUTSIDE), C)
+    return load_quarter(two.upstream, i, C, 0.0), clamp_saved(load_quarter(two.saved, i, C, OUTSIDE), C)
 
 
 @gluon.jit
-def lane_sums(above, x, m, C: gl.constexpr):
+def sum_by_lane(pair, m, C: gl.constexpr):
     """(Σ g′, Σ g′·dp) of a threshold map, Σ p·dp twice of a ratio (times Z, from scores), of each thread: [LANES]."""
     F: gl.constexpr = C.F
     TRAITS: gl.constexpr = C.TRAITS
+    upstream, x = pair
     if F.family == "threshold":
         a = F.slope_of_weight(x, m.theta)
-        v = a * above
+        v = a * upstream
     else:
         a = x
         if F.slope_of_weight is None:
-            a, _v = terms(x, m.shift, m.scale, 0.0, F, TRAITS, True, False)
-        v = a * above
+            a, _v = compute_terms(x, m.shift, m.scale, 0.0, F, TRAITS, True, False)
+        v = a * upstream
         a = v
     return gl.sum(gl.sum(by_lane(a, C), 2), 0), gl.sum(gl.sum(by_lane(v, C), 2), 0)
 
 
 @gluon.jit
-def read_row(two, row, m, C: gl.constexpr):
-    """(δ, a, b) of a row. The waits count the copies, two to a step, that were called after those waited for."""
+def sum_delta(two, row, m, C: gl.constexpr):
+    """(δ, a, b) of a row. The waits count the copies, two to a step, that were started after those waited for."""
     F: gl.constexpr = C.F
     async_copy.wait_group(2 * C.HELD + 2)
-    a = quarters(two, 0, C)
-    call_quarters(two, row, 2, C)
-    weight, delta = lane_sums(a[0], a[1], m, C)
+    a = load_quarters(two, 0, C)
+    copy_quarters(two, row, 2, C)
+    weight, delta = sum_by_lane(a, m, C)
     async_copy.wait_group(2 * C.HELD + 2)
-    b = quarters(two, 1, C)
-    call_quarters(two, row, 3, C)
-    weight, delta = add_two(weight, delta, *lane_sums(b[0], b[1], m, C))
+    b = load_quarters(two, 1, C)
+    copy_quarters(two, row, 3, C)
+    weight, delta = add_two(weight, delta, *sum_by_lane(b, m, C))
     for i in range(C.HELD):
         async_copy.wait_group(2 * C.HELD + 2)
-        above, x = chunks(two, i, C)
-        weight, delta = add_two(weight, delta, *lane_sums(above, x, m, C))
-        async_copy.commit_group()  # of nothing, twice, so that the waits may count alike
+        weight, delta = add_two(weight, delta, *sum_by_lane(load_chunks(two, i, C), m, C))
+        async_copy.commit_group()  # two empty ones, so that every wait counts alike
         async_copy.commit_group()
     async_copy.wait_group(2 * C.HELD)
-    c = quarters(two, 2, C)
-    weight, delta = add_two(weight, delta, *lane_sums(c[0], c[1], m, C))
-    d = quarters(two, 3, C)
-    weight, delta = add_two(weight, delta, *lane_sums(d[0], d[1], m, C))
+    weight, delta = add_two(weight, delta, *sum_by_lane(load_quarters(two, 2, C), m, C))
+    weight, delta = add_two(weight, delta, *sum_by_lane(load_quarters(two, 3, C), m, C))
     weight, delta = gl.reduce((weight, delta), 0, add_two)
     if F.family == "threshold":
         delta = gl.where(m.inverse == m.inverse, delta / gl.where(weight == 0.0, 1.0, weight), m.inverse)
@@ -140,52 +129,52 @@ def read_row(two, row, m, C: gl.constexpr):
 
 
 @gluon.jit
-def below(both, m, C: gl.constexpr):
+def score_gradient(pair, m, C: gl.constexpr):
     """ds of (dp, p or s)."""
     F: gl.constexpr = C.F
-    above, x = both
+    upstream, x = pair
     if F.family == "threshold":
-        ds = F.slope_of_weight(x, m.theta) * (above - m.delta) * m.scale
+        ds = F.slope_of_weight(x, m.theta) * (upstream - m.delta) * m.scale
     else:
-        a, b = slopes(x, m.shift, m.scale, m.inverse, F, True)
-        ds = downstream(a, b, above, m.delta, True, m.scale, m.inverse, F, False)
+        a, b = ratio_slopes(x, m.shift, m.scale, m.inverse, F, True)
+        ds = ratio_gradient(a, b, upstream, m.delta, True, m.scale, m.inverse, F, False)
     return ds
 
 
 @gluon.jit
-def tell_row(two, row, a, b, after, m, C: gl.constexpr):
-    """All of ds of a row; the one that comes `after` it is called into the places that it leaves."""
-    c = quarters(two, 2, C)
-    call_quarters(two, after, 0, C)
-    tell(below(c, m, C), two.above, row, first_of(2, C), C)
-    d = quarters(two, 3, C)
-    call_quarters(two, after, 1, C)
-    tell(below(d, m, C), two.above, row, first_of(3, C), C)
+def store_gradient(two, row, a, b, after, m, C: gl.constexpr):
+    """Stores ds of a whole row, and copies the row `after` it into the buffers as they become free."""
+    c = load_quarters(two, 2, C)
+    copy_quarters(two, after, 0, C)
+    store_columns(score_gradient(c, m, C), two.upstream, row, quarter_start(2, C), C)
+    d = load_quarters(two, 3, C)
+    copy_quarters(two, after, 1, C)
+    store_columns(score_gradient(d, m, C), two.upstream, row, quarter_start(3, C), C)
     for i in range(C.HELD):
-        x = chunks(two, i, C)
-        call_chunks(two, after, i, C)
-        tell(below(x, m, C), two.above, row, i * C.CHUNK, C)
-    tell(below(a, m, C), two.above, row, first_of(0, C), C)
-    tell(below(b, m, C), two.above, row, first_of(1, C), C)
+        x = load_chunks(two, i, C)
+        copy_chunks(two, after, i, C)
+        store_columns(score_gradient(x, m, C), two.upstream, row, i * C.CHUNK, C)
+    store_columns(score_gradient(a, m, C), two.upstream, row, quarter_start(0, C), C)
+    store_columns(score_gradient(b, m, C), two.upstream, row, quarter_start(1, C), C)
 
 
 @gluon.jit
-def backward_down(dp, saved, ds, state, R, N, scale: gl.float64, theta: gl.float64, C: gl.constexpr):
-    """Every num_programs-th row; the scale is not faint, and a score of −inf weighs 0 by itself."""
+def backward_resident(dp, saved, ds, state, R, N, scale: gl.float64, theta: gl.float64, C: gl.constexpr):
+    """ds of every num_programs-th row."""
     F: gl.constexpr = C.F
-    two = Two(places_of(dp, ds, R, N, C), places_of(saved, ds, R, N, C))
+    two = TwoBuffers(allocate_buffers(dp, ds, R, N, C), allocate_buffers(saved, ds, R, N, C))
     stagger(C.PHASES)
-    call_quarters(two, gl.program_id(0), 0, C)
-    call_quarters(two, gl.program_id(0), 1, C)
+    copy_quarters(two, gl.program_id(0), 0, C)
+    copy_quarters(two, gl.program_id(0), 1, C)
     for i in range(C.HELD):
-        call_chunks(two, gl.program_id(0), i, C)
+        copy_chunks(two, gl.program_id(0), i, C)
     for at in range(gl.program_id(0), R, gl.num_programs(0)):
         row, after = gl.cast(at, gl.int64), at + gl.num_programs(0)
         shift, inverse = gl.load(state + row), gl.load(state + R + row)
         if F.family == "ratio":
             inverse = reciprocal(inverse)
         scale_here, theta_here = scale.to(gl.float32), theta.to(gl.float32)
-        m = Row(shift, inverse, inverse, scale_here, theta_here)
-        delta, a, b = read_row(two, at, m, C)
-        tell_row(two, row, a, b, after, Row(shift, inverse, delta, scale_here, theta_here), C)
+        m = RowNumbers(shift, inverse, inverse, scale_here, theta_here)
+        delta, a, b = sum_delta(two, at, m, C)
+        store_gradient(two, row, a, b, after, RowNumbers(shift, inverse, delta, scale_here, theta_here), C)
     async_copy.wait_group(0)

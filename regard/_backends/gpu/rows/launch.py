@@ -129,7 +129,8 @@ class _Launch:
 
         fast = bool(self.F.exponential) and self.rows.size == 4
         config = Config(
-            self.F, self.traits, TOLERANCE[self.s.dtype], cut.chunk, cut.chunks, cut.chunks - 2, 16 // self.rows.size,
+            self.F, self.traits, len(self.tensors) - 2, TOLERANCE[self.s.dtype], cut.chunk, cut.chunks,
+            HELD=cut.chunks - 2, VECTOR=16 // self.rows.size,
             EVEN=cut.chunks * cut.chunk == self.rows.length, SCALED=fast and self.numbers[0] != 1.0, FAST=fast,
             CAREFUL=fast or (self.rows.size == 4 and self.F.differs), PHASES=cut.phases,
         )  # fmt: skip

@@ -13,13 +13,10 @@ from regard._backends.gpu.rows.terms import compute_terms, exp_minus_shift, is_n
 @triton.jit
 def sum_denominators(x, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
     """Σv over a tile's columns, [ROWS, 1]."""
-    if F.differs and not HALF and x.dtype == tl.float32:
-        if is_near_zero(shift, scale):
-            _u, v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
-            z = tl.sum(v, 1, keep_dims=True)
-        else:
-            _u, v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
-            z = tl.sum(v, 1, keep_dims=True)
+    CANCELS: tl.constexpr = F.differs and not HALF and x.dtype == tl.float32
+    if CANCELS and is_near_zero(shift, scale):
+        _u, v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
+        z = tl.sum(v, 1, keep_dims=True)
     else:
         _u, v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
         z = tl.sum(v, 1, keep_dims=True)
@@ -30,13 +27,10 @@ def sum_denominators(x, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HAL
 def store_weights(p, x, shift, scale, inverse, theta, tile, F: tl.constexpr, TRAITS: tl.constexpr,
                   HALF: tl.constexpr):  # fmt: skip
     """Stores p = u/Z."""
-    if F.differs and not HALF and x.dtype == tl.float32:
-        if is_near_zero(shift, scale):
-            u, _v = compute_terms(x, shift, scale, theta, F, TRAITS, HALF, True)
-            tiles.store(p, u * inverse, tile)
-        else:
-            u, _v = compute_terms(x, shift, scale, theta, F, TRAITS, HALF, False)
-            tiles.store(p, u * inverse, tile)
+    CANCELS: tl.constexpr = F.differs and not HALF and x.dtype == tl.float32
+    if CANCELS and is_near_zero(shift, scale):
+        u, _v = compute_terms(x, shift, scale, theta, F, TRAITS, HALF, True)
+        tiles.store(p, u * inverse, tile)
     else:
         u, _v = compute_terms(x, shift, scale, theta, F, TRAITS, HALF, False)
         tiles.store(p, u * inverse, tile)
@@ -161,15 +155,12 @@ def ratio_slopes(x, shift, scale, inverse, F: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def sum_delta(x, upstream, shift, scale, inverse, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
     """δ = Σ p·dp over a tile's columns, [ROWS, 1]."""
+    CANCELS: tl.constexpr = F.differs and not HALF and x.dtype == tl.float32
     if F.slope_of_weight is not None:
         delta = tl.sum(x * upstream, 1, keep_dims=True)
-    elif F.differs and not HALF and x.dtype == tl.float32:
-        if is_near_zero(shift, scale):
-            u, _v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
-            delta = tl.sum(u * upstream, 1, keep_dims=True) * inverse
-        else:
-            u, _v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
-            delta = tl.sum(u * upstream, 1, keep_dims=True) * inverse
+    elif CANCELS and is_near_zero(shift, scale):
+        u, _v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
+        delta = tl.sum(u * upstream, 1, keep_dims=True) * inverse
     else:
         u, _v = compute_terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
         delta = tl.sum(u * upstream, 1, keep_dims=True) * inverse

@@ -12,6 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from regard._backends.gpu.rows.tiles import nan_maximum
+
 # Triton 3.9, 3.6
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
@@ -21,6 +23,7 @@ class Config(NamedTuple):
 
     F: Any
     TRAITS: Any
+    TENSORS: int  # that are read: 1 forward, 2 backward
     TOLERANCE: float  # |Σp − 1| at which the threshold solver stops
     CHUNK: int  # columns; a quarter is half as many
     CHUNKS: int  # of a row
@@ -39,9 +42,16 @@ class Buffers(NamedTuple):
     held: Any  # [HELD, CHUNK] in shared memory
     pair: Any  # [2, CHUNK / 2]
     s: Any
-    p: Any
+    p: Any  # what is written, ds backward
     R: Any
     N: Any
+
+
+class TwoBuffers(NamedTuple):
+    """The buffers of dp and of what was saved: p, or s."""
+
+    upstream: Any
+    saved: Any
 
 
 @gluon.jit
@@ -78,14 +88,24 @@ def copy_columns(work, row, buffer, columns):
 
 @gluon.jit
 def copy_chunk(work, row, i, C: gl.constexpr):
-    """Starts the copy of chunk i of a row."""
-    copy_columns(work, row, work.held.index(i), columns_from(i * C.CHUNK, C.CHUNK, C))
+    """Starts the copy of chunk i of a row, of both tensors where there are two."""
+    columns = columns_from(i * C.CHUNK, C.CHUNK, C)
+    if C.TENSORS == 1:
+        copy_columns(work, row, work.held.index(i), columns)
+    else:
+        copy_columns(work.upstream, row, work.upstream.held.index(i), columns)
+        copy_columns(work.saved, row, work.saved.held.index(i), columns)
 
 
 @gluon.jit
 def copy_quarter(work, row, i: gl.constexpr, C: gl.constexpr):
-    """Starts the copy of quarter i of a row."""
-    copy_columns(work, row, work.pair.index(i % 2), columns_from(quarter_start(i, C), C.CHUNK // 2, C))
+    """Starts the copy of quarter i of a row, of both tensors where there are two."""
+    columns = columns_from(quarter_start(i, C), C.CHUNK // 2, C)
+    if C.TENSORS == 1:
+        copy_columns(work, row, work.pair.index(i % 2), columns)
+    else:
+        copy_columns(work.upstream, row, work.upstream.pair.index(i % 2), columns)
+        copy_columns(work.saved, row, work.saved.pair.index(i % 2), columns)
 
 
 @gluon.jit
@@ -98,16 +118,38 @@ def load_buffer(buffer, columns, N, outside, C: gl.constexpr):
 
 
 @gluon.jit
-def load_chunk(work, i, C: gl.constexpr, outside=float("-inf")):
-    """Loads chunk i."""
-    return load_buffer(work.held.index(i), columns_from(i * C.CHUNK, C.CHUNK, C), work.N, outside, C)
+def load_pair(upstream, saved, columns, N, C: gl.constexpr):
+    """(dp, p or s) from their buffers.
+
+    A score of −inf becomes one so low that its slopes are 0, unless they are at −inf too.
+    """
+    FROM_SCORES: gl.constexpr = C.F.slope_of_weight is None
+    x = load_buffer(saved, columns, N, float("-inf") if FROM_SCORES else 0.0, C)
+    if FROM_SCORES and not C.TRAITS.slopes_vanish:
+        x = nan_maximum(x, -3e38)
+    return load_buffer(upstream, columns, N, 0.0, C), x
 
 
 @gluon.jit
-def load_quarter(work, i: gl.constexpr, C: gl.constexpr, outside=float("-inf")):
-    """Loads quarter i."""
+def load_chunk(work, i, C: gl.constexpr):
+    """Loads chunk i: scores, or `load_pair`."""
+    columns = columns_from(i * C.CHUNK, C.CHUNK, C)
+    if C.TENSORS == 1:
+        x = load_buffer(work.held.index(i), columns, work.N, float("-inf"), C)
+    else:
+        x = load_pair(work.upstream.held.index(i), work.saved.held.index(i), columns, work.saved.N, C)
+    return x
+
+
+@gluon.jit
+def load_quarter(work, i: gl.constexpr, C: gl.constexpr):
+    """Loads quarter i: scores, or `load_pair`."""
     columns = columns_from(quarter_start(i, C), C.CHUNK // 2, C)
-    return load_buffer(work.pair.index(i % 2), columns, work.N, outside, C)
+    if C.TENSORS == 1:
+        x = load_buffer(work.pair.index(i % 2), columns, work.N, float("-inf"), C)
+    else:
+        x = load_pair(work.upstream.pair.index(i % 2), work.saved.pair.index(i % 2), columns, work.saved.N, C)
+    return x
 
 
 @gluon.jit
@@ -145,21 +187,27 @@ def reduce_row(work, row, accumulate: gl.constexpr, state, fixed, C: gl.constexp
 
     The waits count the copies that were started after the one waited for.
     """
-    async_copy.wait_group(C.HELD + 1)
+    async_copy.wait_group(C.TENSORS * (C.HELD + 1))
     a = load_quarter(work, 0, C)
     copy_quarter(work, row, 2, C)
     state = accumulate(a, state, fixed, True, C)
-    async_copy.wait_group(C.HELD + 1)
+    async_copy.wait_group(C.TENSORS * (C.HELD + 1))
     b = load_quarter(work, 1, C)
     copy_quarter(work, row, 3, C)
     state = accumulate(b, state, fixed, False, C)
     for i in range(C.HELD):
-        async_copy.wait_group(C.HELD + 1)
+        async_copy.wait_group(C.TENSORS * (C.HELD + 1))
         state = accumulate(load_chunk(work, i, C), state, fixed, False, C)
-        async_copy.commit_group()  # an empty one, so that every wait counts alike
-    async_copy.wait_group(C.HELD + 1)
+        async_copy.commit_group()  # an empty one for every tensor, so that every wait counts alike
+        if C.TENSORS == 2:
+            async_copy.commit_group()
+    if C.TENSORS == 1:
+        async_copy.wait_group(C.HELD + 1)
+    else:
+        async_copy.wait_group(2 * C.HELD)  # one barrier fewer: the compiler then keeps c for the gradient
     state = accumulate(load_quarter(work, 2, C), state, fixed, False, C)
-    async_copy.wait_group(C.HELD)
+    if C.TENSORS == 1:
+        async_copy.wait_group(C.HELD)
     state = accumulate(load_quarter(work, 3, C), state, fixed, False, C)
     return state, a, b
 
@@ -167,15 +215,18 @@ def reduce_row(work, row, accumulate: gl.constexpr, state, fixed, C: gl.constexp
 @gluon.jit
 def store_row(work, row, a, b, after, weigh: gl.constexpr, fixed, C: gl.constexpr):
     """Stores weigh(x, fixed, C) of a whole row, and copies the row `after` it into the buffers as they become free."""
+    out = work
+    if C.TENSORS == 2:
+        out = work.upstream
     c = load_quarter(work, 2, C)
     copy_quarter(work, after, 0, C)
-    store_columns(weigh(c, fixed, C), work, row, quarter_start(2, C), C)
+    store_columns(weigh(c, fixed, C), out, row, quarter_start(2, C), C)
     d = load_quarter(work, 3, C)
     copy_quarter(work, after, 1, C)
-    store_columns(weigh(d, fixed, C), work, row, quarter_start(3, C), C)
+    store_columns(weigh(d, fixed, C), out, row, quarter_start(3, C), C)
     for i in range(C.HELD):
         x = load_chunk(work, i, C)
         copy_chunk(work, after, i, C)
-        store_columns(weigh(x, fixed, C), work, row, i * C.CHUNK, C)
-    store_columns(weigh(a, fixed, C), work, row, quarter_start(0, C), C)
-    store_columns(weigh(b, fixed, C), work, row, quarter_start(1, C), C)
+        store_columns(weigh(x, fixed, C), out, row, i * C.CHUNK, C)
+    store_columns(weigh(a, fixed, C), out, row, quarter_start(0, C), C)
+    store_columns(weigh(b, fixed, C), out, row, quarter_start(1, C), C)

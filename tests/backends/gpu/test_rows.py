@@ -117,7 +117,7 @@ def test_long_rows_in_pieces(name, cut, monkeypatch):
     g = torch.Generator().manual_seed(5)
     sizes = torch.tensor([1.0, 0.1, 10.0, 1.0, 1.0, 1.0])[:, None]
     s, dp = (torch.randn(2, 6, 512, generator=g) * sizes).to(torch.bfloat16).to(DEVICE)
-    _compare(normalizers.get(name), s, dp, scale=0.7)  # nothing hidden
+    _compare(normalizers.get(name), s, dp, scale=0.7)  # nothing masked
     s, dp = s[:, :300].contiguous(), dp[:, :300].contiguous()
     mask = (torch.rand(6, 300, generator=g) < 0.7).to(DEVICE)
     mask[3] = False
@@ -218,11 +218,11 @@ def test_real_shapes(name, shape):
 def test_every_kernel_is_launched(name, monkeypatch):
     """The cut "launched" reaches each kernel and stage."""
     force_cut(monkeypatch, CUTS["launched"])
-    seen = []
+    launched = []
     for module in (exact, ratio, threshold):
         for kernel in vars(module).copy():
             if kernel.startswith(("forward_", "backward_", "solve_rows")):
-                monkeypatch.setattr(module, kernel, _Spy(getattr(module, kernel), kernel, seen))
+                monkeypatch.setattr(module, kernel, _Spy(getattr(module, kernel), kernel, launched))
     _both(normalizers.get(name), *torch.randn(2, 2, 37).to(DEVICE))
     stages = {
         "softmax": ["forward_exact publish", "forward_exact finish", "backward_exact publish", "backward_exact finish"],
@@ -231,16 +231,16 @@ def test_every_kernel_is_launched(name, monkeypatch):
         "sparsemax": ["forward_threshold publish", "solve_rows", "forward_threshold finish",
                       "backward_threshold publish", "backward_threshold finish"],
     }  # fmt: skip
-    assert seen == stages[name]
+    assert launched == stages[name]
 
 
 class _Spy:
-    def __init__(self, kernel, name, seen):
-        self.kernel, self.name, self.seen, self.arg_names = kernel, name, seen, kernel.arg_names
+    def __init__(self, kernel, name, launched):
+        self.kernel, self.name, self.launched, self.arg_names = kernel, name, launched, kernel.arg_names
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            self.seen.append(f"{self.name} {kwargs.get('STAGE', '')}".strip())
+            self.launched.append(f"{self.name} {kwargs.get('STAGE', '')}".strip())
             return self.kernel[grid](*args, **kwargs)
 
         return launch
@@ -310,12 +310,12 @@ def kernel(x, F: tl.constexpr):
     s = tl.load(x)
     tl.store(x, F.numerator(s, s, s))
 
-place = pathlib.Path(sys.argv[1])
+folder = pathlib.Path(sys.argv[1])
 for text in sys.argv[2:]:
-    (place / "squared_relu.py").write_text(text)
+    (folder / "squared_relu.py").write_text(text)
     linecache.clearcache()
     normalizers._members.pop("squared_relu", None)
-    normalizers.discover(place)
+    normalizers.discover(folder)
     F = bundle.of(normalizers.get("squared_relu"))
     source = ASTSource(kernel, signature={"x": "*fp32", "F": "constexpr"}, constexprs={"F": F})
     options = {"enable_fp_fusion": True}
@@ -335,8 +335,8 @@ def test_editing_a_tile_function_reaches_the_compiled_kernel(tmp_path):
     (tmp_path / "compile.py").write_text(COMPILE)
     (tmp_path / "normalizers").mkdir()
     command = [sys.executable, str(tmp_path / "compile.py"), str(tmp_path / "normalizers"), text, text, edited]
-    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split("====\n")
-    first, again, other = ((told[k].splitlines()[0], told[k].splitlines()[1:]) for k in range(3))
+    printed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split("====\n")
+    first, again, other = ((printed[k].splitlines()[0], printed[k].splitlines()[1:]) for k in range(3))
     assert again == first
     assert other[0] != first[0], "the bundle's key"
     assert other[1] != first[1], "the code"

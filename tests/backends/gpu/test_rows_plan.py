@@ -20,20 +20,20 @@ SHARED_MEMORY, RESERVED = 233472, 1024  # bytes of an SM, and what each of its p
 DOCS = Path(__file__).parents[3] / "docs" / "kernels-rows.md"
 
 
-def _rows(kind, length, size=2, count=200, direction="forward", copyable=None):
-    return Rows(direction, kind, count, length, size, 132, copyable)
+def _rows(kind, length, size=2, count=200, direction="forward", not_copyable=None):
+    return Rows(direction, kind, count, length, size, 132, not_copyable)
 
 
 @pytest.mark.parametrize(("rows", "name"), [
     (_rows("threshold", 8192), "forward_resident_threshold"),
-    (_rows("threshold", 8192, copyable="a mask"), "forward_threshold"),
+    (_rows("threshold", 8192, not_copyable="a mask"), "forward_threshold"),
     (_rows("threshold", 8192, count=66), "forward_threshold"),
     (_rows("threshold", 4096), "forward_threshold"),
     (_rows("threshold", 131088), "forward_threshold"),
     (_rows("threshold", 65536, size=8), "forward_threshold"),
     (_rows("threshold", 1024), "forward_threshold_short"),
     (_rows("softmax", 65536), "forward_ring"),
-    (_rows("softmax", 50257, copyable="odd length"), "forward_thread_shift"),
+    (_rows("softmax", 50257, not_copyable="odd length"), "forward_thread_shift"),
     (_rows("ratio", 65552), "forward_resident_ratio"),
     (_rows("proportional", 65536, size=4), "forward_ratio"),
     (_rows("softmax", 8192, size=4), "forward_fast_exact"),
@@ -41,7 +41,7 @@ def _rows(kind, length, size=2, count=200, direction="forward", copyable=None):
     (_rows("pointwise", 65536), "forward_pointwise"),
     (_rows("pointwise", 16384), "forward_ratio"),
     (_rows("softmax", 65536, direction="from weights"), "backward_resident"),
-    (_rows("threshold", 65536, direction="from weights", copyable="not Hopper"), "backward_threshold"),
+    (_rows("threshold", 65536, direction="from weights", not_copyable="not Hopper"), "backward_threshold"),
     (_rows("softmax", 300, size=4, direction="from weights"), "backward_exact"),
     (_rows("pointwise", 65536, direction="from weights"), "backward_ratio"),
 ])  # fmt: skip
@@ -51,7 +51,7 @@ def test_the_first_kernel_that_supports_the_rows_takes_them(rows, name):
 
 
 def test_every_kernel_says_why_it_was_passed_over():
-    rows = _rows("softmax", 50257, copyable="rows that 16-byte copies cannot read")
+    rows = _rows("softmax", 50257, not_copyable="rows that 16-byte copies cannot read")
     reasons = {kernel.name: kernel.supports(rows) for kernel in FORWARD}
     assert reasons["forward_ring"] == "rows that 16-byte copies cannot read"
     assert reasons["forward_exact"] == "takes only float32 softmax and softmax1"

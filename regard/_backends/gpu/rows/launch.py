@@ -111,9 +111,9 @@ class _Launch:
         self.numbers = float(scale), theta_number
         kind = "proportional" if getattr(choice.normalizer, "proportional", False) else F.family
         processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
-        copyable = _explain_not_copyable(tensors[:1] if direction == "forward" else tensors[:2], F, theta, mask)
+        not_copyable = _explain_not_copyable(tensors[:1] if direction == "forward" else tensors[:2], F, theta, mask)
         kind = "softmax" if F.exponential else kind
-        self.rows = Rows(direction, kind, s.shape[0], s.shape[1], s.element_size(), processors, copyable)
+        self.rows = Rows(direction, kind, s.shape[0], s.shape[1], s.element_size(), processors, not_copyable)
 
     def run(self) -> None:
         kernel, cut = choose(self.rows)

@@ -2,7 +2,7 @@
 
 `choose` takes the first kernel that supports the rows. All numbers are what was fastest on an H200.
 
->>> rows = Rows("forward", "softmax", count=1000, length=50257, size=2, processors=132, copyable="odd length")
+>>> rows = Rows("forward", "softmax", count=1000, length=50257, size=2, processors=132, not_copyable="odd length")
 >>> kernel, cut = choose(rows)
 >>> kernel.name, cut.columns, cut.warps
 ('forward_thread_shift', 65536, 32)
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     length: int
     size: int  # bytes of a number
     processors: int  # SMs
-    copyable: str | None = "not asked"  # None if a row can be copied to shared memory, or why not
+    not_copyable: str | None = "not asked"  # why a row cannot be copied to shared memory, or None
 
     @property
     def columns(self) -> int:
@@ -108,7 +108,7 @@ class RowKernel(NamedTuple):
         """None, or why the kernel cannot take the rows."""
         if not self.condition(rows):
             return f"takes only {self.takes}"
-        return rows.copyable if self.module.startswith("resident") else None
+        return rows.not_copyable if self.module.startswith("resident") else None
 
 
 def _share(rows: Rows, columns: int, warps: int, registers: int | None, **more) -> Cut:
@@ -146,10 +146,6 @@ def _cut_exact(rows: Rows) -> Cut:
 
 def _cut_fast_exact(rows: Rows) -> Cut:
     return Cut(rows.columns, rows.columns // 1024, registers=64, step=2048, lanes=rows.columns // 32)
-
-
-def _cut_thread_shift(rows: Rows) -> Cut:
-    return Cut(65536, 32, registers=64, lanes=1024, pieces=4)
 
 
 def _cut_pointwise(rows: Rows) -> Cut:
@@ -263,7 +259,7 @@ FORWARD = (
     RowKernel(
         "forward_thread_shift", "thread_shift", "many 16-bit softmax, softmax1 and relu rows of 32769 to 65536 columns",
         lambda rows: rows.kind in ("softmax", "proportional") and rows.size == 2 and rows.columns == 65536
-        and not rows.few, _cut_thread_shift, 2,
+        and not rows.few, lambda rows: Cut(65536, 32, registers=64, lanes=1024, pieces=4), 2,
     ),
     RowKernel(
         "forward_pointwise", "pointwise",

@@ -12,7 +12,7 @@ import triton.language as tl
 from regard._backends.gpu.attention import key_loop, statistics, tiles
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN, LN2, LOG2E
-from regard._backends.gpu.rows.terms import grown
+from regard._backends.gpu.rows.terms import expm1_terms
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def terms(y, a, b2, shift, theta, F: tl.constexpr):
         u = F.weigh(y * a, theta)
         v = u
     else:
-        e, c = grown(tl.exp2(power), y * a, tiles.unshift(shift), F.differs and y.dtype == tl.float32)
+        e, c = expm1_terms(tl.exp2(power), y * a, tiles.unshift(shift), F.differs and y.dtype == tl.float32)
         u = F.numerator(e, y * a, c)
         v = F.denominator(e, y * a, c)
     return u, v, power

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.tiles import LOG2E
-from regard._backends.gpu.rows.terms import grown
+from regard._backends.gpu.rows.terms import expm1_terms
 
 
 class Rows(NamedTuple):
@@ -103,7 +103,7 @@ def weigh(y, visible, r, theta, F: tl.constexpr, Z_IN_SHIFT: tl.constexpr, NEAR:
     else:
         e = tl.exp2(power)
         c = tiles.unshift(r.shift)
-        near, low = grown(e, y * r.a, c, F.differs and NEAR)
+        near, low = expm1_terms(e, y * r.a, c, F.differs and NEAR)
         p = tl.where(visible, F.numerator(near, y * r.a, low) * r.inverse, 0.0)
         up = tl.where(visible, F.numerator_slope(e, y * r.a, c) * r.inverse, 0.0)
         down = tl.where(visible, F.denominator_slope(e, y * r.a, c) * r.inverse, 0.0)

@@ -196,8 +196,8 @@ def sum_distances(u, i, j, start, sum_u, CAUSAL: tl.constexpr, C: tl.constexpr):
 def store_statistic(ptr, row, rows, value, empty, bare, inside, SLOT: tl.constexpr):
     """Store one statistic, `bare` for empty rows, if it was asked for."""
     if SLOT >= 0:
-        value = tl.where(empty, bare, value).to(ptr.dtype.element_ty)
-        tl.store(ptr + SLOT * tiles.wide(rows) + row, value, mask=inside)
+        where = ptr + SLOT * tiles.wide(rows) + row
+        tl.store(where, tl.where(empty, bare, value).to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

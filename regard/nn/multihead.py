@@ -12,19 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard import normalizers, statistics
+from regard import statistics
 from regard._core.attention import attention
 from regard._core.double_backward import is_saved_elsewhere
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
 from regard._core.validation import check_lengths, check_mask
 from regard.masks import unbiased
-from regard.nn import additive, torch_weights
+from regard.nn import additive, torch_weights, validation
 from regard.nn.visibility import Visibility
-from regard.scores import is_finite
 from regard.temperature import Fixed, named
-
-SCORES = ("scaled_dot", "dot", "additive", "cosine")
 
 
 class Cache(NamedTuple):
@@ -92,8 +89,8 @@ class MultiheadAttention(nn.Module):
         if not batch_first:
             raise ValueError("batch_first must be True: inputs are (B, L, embed_dim); transpose (L, B, …) first")
         kv_heads = num_heads if kv_heads is None else kv_heads
-        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
-        _check_options(score, normalizer, dropout, softcap, sink)
+        validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
+        validation.check_options(score, normalizer, dropout, softcap, sink)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
         self.dropout, self.softcap = dropout, softcap
@@ -176,13 +173,14 @@ class MultiheadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        self._check_inputs(query, key, value)
+        widths = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
+        validation.check_inputs(query, key, value, widths)
         q = self._split_heads(self.q_proj(query), self.num_heads)
         k = self._split_heads(self.k_proj(key), self.kv_heads)
         v = self._split_heads(self.v_proj(value), self.kv_heads)
         past = 0
         if cache is not None and not isinstance(cache, bool):
-            cache = self._check_cache(cache, k)
+            cache = Cache(*validation.check_cache(cache, (k.shape[0], self.kv_heads, "N", self.head_dim)))
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
         is_causal = check_flag(is_causal, "is_causal")
@@ -273,28 +271,6 @@ class MultiheadAttention(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": {}, "_is_clipped": False}
 
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        widths = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
-        for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            if x.ndim != 3 or x.shape[-1] != width:
-                raise ValueError(f"{name} must have shape (B, L, {width}), got {tuple(x.shape)}")
-            if x.shape[0] != query.shape[0]:
-                raise ValueError(f"{name} must have the batch of query ({query.shape[0]}), got {x.shape[0]}")
-        if key.shape[1] != value.shape[1]:
-            raise ValueError(f"key and value must have the same length, got {key.shape[1]} and {value.shape[1]}")
-
-    def _check_cache(self, cache: Any, k: Tensor) -> Cache:
-        if not (isinstance(cache, tuple) and len(cache) == 2 and all(isinstance(x, Tensor) for x in cache)):
-            raise TypeError(f"cache must be True, None or the Cache that the last call returned, got {cache!r}")
-        want = (k.shape[0], self.kv_heads, "N", self.head_dim)
-        for name, x in zip("kv", cache, strict=True):
-            if x.ndim != 4 or (x.shape[0], x.shape[1], "N", x.shape[3]) != want:
-                shape = f"({', '.join(map(str, want))})"
-                raise ValueError(f"cache.{name} must have shape {shape}, got {tuple(x.shape)}")
-        return Cache(*cache)
-
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, kv_heads={self.kv_heads}, score={self.score}, normalizer={self.normalizer}"
 
@@ -302,31 +278,6 @@ class MultiheadAttention(nn.Module):
 def _frees_activations() -> bool:
     """True if this forward's activations are not kept: saved elsewhere, or recomputed by backward."""
     return is_saved_elsewhere() or torch._C._current_graph_task_id() != -1
-
-
-def _check_sizes(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is None and name in ("kdim", "vdim"):
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
-    if sizes["embed_dim"] % sizes["num_heads"]:
-        raise ValueError(f"embed_dim ({sizes['embed_dim']}) must be a multiple of num_heads ({sizes['num_heads']})")
-    if sizes["num_heads"] % sizes["kv_heads"]:
-        raise ValueError(f"num_heads ({sizes['num_heads']}) must be a multiple of kv_heads ({sizes['kv_heads']})")
-
-
-def _check_options(score: str, normalizer: str, dropout: float, softcap: float | None, sink: bool) -> None:
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
-    if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
-    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
-    if softcap is not None and not (number and is_finite(softcap) and float(softcap) > 0):
-        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
-    choice = normalizers.get(normalizer)
-    if sink and not choice.softmax_family:
-        raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
 
 
 def _make_temperature(temperature: Any, heads: int, head_dim: int, place: dict) -> Any:

@@ -55,10 +55,9 @@ class RankGroup:
             raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its ranks")
         return cls(group, rank, dist.get_world_size(group), dist.get_backend(group) == "gloo")
 
-    def exchange(self, sent: Tensor, received: Tensor, step: str, at: int = 0, hop: int = 1) -> Transfer:
-        """Start sending `sent` to rank + hop and receiving `received` from rank − hop; `.wait()` ends it."""
-        to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
-        return self.send_receive(sent, received, to, source, step, at)
+    def exchange(self, sent: Tensor, received: Tensor, step: str, at: int) -> Transfer:
+        """Start sending to the next rank of the ring and receiving from the one before; `.wait()` ends it."""
+        return self.send_receive(sent, received, (self.rank + 1) % self.world, (self.rank - 1) % self.world, step, at)
 
     def send_receive(
         self, sent: Tensor | None, received: Tensor | None, to: int, source: int, step: str, at: int = 0

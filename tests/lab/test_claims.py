@@ -36,9 +36,7 @@ def test_a_claim_says_everything(name):
     assert claim.statement and claim.rule and set(claim.note.split(", ")) <= set(NOTES)
     assert 1 <= len(claim.derivation) <= 3
     for formula in claim.derivation:
-        assert "<merror" not in formula_line(formula) and ">\\" not in formula_line(
-            formula
-        )  # unknown commands
+        assert "<merror" not in formula_line(formula) and ">\\" not in formula_line(formula)  # unknown commands
     result = lab.run(name)
     record = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert record["verdict"] in ("holds", "holds_if", "wrong")

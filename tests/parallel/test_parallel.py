@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_cases import bytes_sent, dies, every_case, large_logits, odd_pieces, same_bits, triton_parts
-from parallel_crew import Crew
 from parallel_models import (
     clipped_after_a_change_of_layers,
     clipped_shards,
@@ -16,6 +15,7 @@ from parallel_models import (
     in_a_model,
 )
 from parallel_refused import all_full, raises_inside, refused
+from rank_processes import RankProcesses
 
 import regard
 from regard.parallel.layout import spans, spans_of_lengths
@@ -23,54 +23,54 @@ from regard.parallel.layout import spans, spans_of_lengths
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_shards_give_the_whole(world):
-    with Crew(world) as crew:
-        crew(every_case)
-        crew(odd_pieces)
-        crew(large_logits)
-        crew(bytes_sent)
-        bits = crew(same_bits)
+    with RankProcesses(world) as ranks:
+        ranks(every_case)
+        ranks(odd_pieces)
+        ranks(large_logits)
+        ranks(bytes_sent)
+        bits = ranks(same_bits)
         assert all(other == bits[0] for other in bits)
-        crew(examined)
-        crew(examined_in_part)
-        crew(head_sharded)
-        crew(clipped_shards)
-        crew(clipped_where_layers_are_dropped)
-        crew(clipped_where_all_layers_are_dropped)
-        crew(clipped_after_a_change_of_layers)
-        crew(refused)
+        ranks(examined)
+        ranks(examined_in_part)
+        ranks(head_sharded)
+        ranks(clipped_shards)
+        ranks(clipped_where_layers_are_dropped)
+        ranks(clipped_where_all_layers_are_dropped)
+        ranks(clipped_after_a_change_of_layers)
+        ranks(refused)
         if world == 2:
-            crew(in_a_model)
-            crew(triton_parts)
+            ranks(in_a_model)
+            ranks(triton_parts)
 
 
 @pytest.mark.parametrize(("who", "how"), [(1, "killed"), (1, "stalled"), (0, "killed")])
 def test_a_lost_rank_ends_the_others_within_the_timeout(who, how):
     """In a ring of three both others wait for the lost rank itself, and name it."""
-    crew = Crew(3, timeout=5.0)
+    ranks = RankProcesses(3, timeout=5.0)
     try:
-        found = crew.answers(dies, who, how, 3, ranks={0, 1, 2} - {who}, wait=90)
+        found = ranks.answers(dies, who, how, 3, ranks={0, 1, 2} - {who}, wait=90)
         for fine, answer in found.values():
             assert fine, answer
             seconds, rank, step, message = answer
             assert rank == who and f"lost contact with rank {who} at step 'ring forward" in message, message
             assert step.startswith("ring forward") and seconds < 30
     finally:
-        crew.kill()
+        ranks.kill()
 
 
 def test_a_rank_that_raises_in_a_call_ends_the_others():
-    crew = Crew(2, timeout=3.0)
+    ranks = RankProcesses(2, timeout=3.0)
     try:
-        (theirs, text), own = crew(raises_inside)
+        (theirs, text), own = ranks(raises_inside)
         assert own == ("MemoryError", "no room for the scores")
         assert theirs == "RankError" and "rank 0 lost contact with" in text
     finally:
-        crew.kill()
+        ranks.kill()
 
 
 def test_what_all_ranks_raise_alike_leaves_them_able_to_try_again():
-    with Crew(3, timeout=20.0) as crew:
-        crew(all_full)
+    with RankProcesses(3, timeout=20.0) as ranks:
+        ranks(all_full)
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

@@ -1,4 +1,4 @@
-"""What a rank of a crew checks: calls on pieces against the float64 oracle on the whole."""
+"""Checks that every rank runs: calls on shards against the float64 oracle on the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank of a crew checks: models, whole, head-sharded or in pieces, and corpora."""
+"""Checks that every rank runs: models, whole, head-sharded or on shards, and corpora."""
 
 from __future__ import annotations
 

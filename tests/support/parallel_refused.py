@@ -1,4 +1,4 @@
-"""What a rank of a crew checks: calls that do not fit together are an error on every rank, before anything travels."""
+"""Checks that every rank runs: calls that do not fit together raise on every rank, before anything is sent."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above, below
-from regard.lab.training.head_dims import DIMS
 from regard.lab.training.results import estimate, paired_differences
+from regard.lab.training.trials.head_dims import DIMS
 
 AS_WELL = 0.1  # nats per character, 5 % of the loss: what counts as no worse
 

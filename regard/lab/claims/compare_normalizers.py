@@ -42,8 +42,9 @@ def measure(sampler):
         condition=f"the normaliser is {' or '.join(ran[name] for name in near)}: {summary['softmax']['runs']} seeds do "
         "not tell it from softmax",
         right=f"None does: {losses}",
-        remark=f"Loss − softmax's {summary['softmax']['loss']['mean']:.3f}, nats per character: {losses}. Entropy / ln n "
-        f"at the end, from sharp to flat: {sharpness}. Trained: {result['how']['command']}; differences seed by seed; "
+        remark=f"Loss − softmax's {summary['softmax']['loss']['mean']:.3f}, nats per character: {losses}. "
+        f"Entropy / ln n at the end, from sharp to flat: {sharpness}. Trained: {result['how']['command']}; "
+        "differences seed by seed; "
         f"{result['how']['where'][0]}.{bleu}",
         figure=lambda: training.get("normalizers").figures(result)["quality"],
     )

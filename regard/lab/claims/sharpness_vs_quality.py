@@ -64,8 +64,8 @@ def measure(sampler):
         "sharper still, the loss rises again",
         right="Sharpness does not go with a lower loss.",
         remark=f"Between trained models, rank correlation of sharpness with the loss: {across:+.2f} over {len(means)} "
-        f"variants. Best {named[0]}, worst {named[1]}; as sharp as one another and furthest apart in loss: {named[2]} and "
-        f"{named[3]}. {len(records)} runs, {sum(len(r['history']) for r in records)} checkpoints; "
+        f"variants. Best {named[0]}, worst {named[1]}; as sharp as one another and furthest apart in loss: {named[2]} "
+        f"and {named[3]}. {len(records)} runs, {sum(len(r['history']) for r in records)} checkpoints; "
         f"{records[0]['where']}.",
         figure=lambda: Figure(
             "points",

@@ -4,10 +4,10 @@ Additive scores w·tanh(q + k) have d_k more weights per head and layer than the
 """
 
 from regard.lab.figure import Figure
-from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment, Setting
-from regard.lab.training.language import LanguageTrial
 from regard.lab.training.results import training_bands
+from regard.lab.training.trials import head_dims
+from regard.lab.training.trials.language import LanguageTrial
 
 SCORES = {
     "additive": lambda d: {"score": "additive"},

@@ -7,8 +7,8 @@ rows are nearly one-hot, their gradient gain is small, and the remaining gradien
 import regard
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset, Setting
-from regard.lab.training.language import LanguageTrial
 from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.trials.language import LanguageTrial
 
 REMEDIES = {
     "none": {"score": "dot"},

@@ -4,10 +4,10 @@ sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax has α 
 """
 
 from regard.lab.figure import Figure
-from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.language import LanguageTrial
 from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.trials import head_dims
+from regard.lab.training.trials.language import LanguageTrial
 
 NORMALIZERS = {
     "softmax": "softmax",

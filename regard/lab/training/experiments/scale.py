@@ -3,10 +3,10 @@
 import math
 
 from regard.lab.figure import Figure
-from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment
-from regard.lab.training.language import LanguageTrial
 from regard.lab.training.results import training_bands
+from regard.lab.training.trials import head_dims
+from regard.lab.training.trials.language import LanguageTrial
 
 SCALES = {
     "none": lambda d: {"score": "dot"},

@@ -3,7 +3,7 @@
 A folder holds train.SRC, train.TGT, val.SRC, val.TGT and test*.SRC, test*.TGT, tokenised, one sentence a line. The
 generated source language spells words backwards, puts adjectives after nouns and the verb last.
 
->>> from regard.lab.training import pairs
+>>> from regard.lab.training.trials import pairs
 >>> pairs.generate(1, seed=1)
 [('rellim gnuoy rellim teiuq depleh', 'the young miller helped the quiet miller')]
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from regard.lab.training.text import KINDS, MANNERS, VERBS, read_file
+from regard.lab.training.trials.text import KINDS, MANNERS, VERBS, read_file
 
 PAD, BEGIN, END, UNKNOWN = range(4)
 Pair = tuple[str, str]

@@ -1,6 +1,6 @@
 """`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`.
 
->>> from regard.lab.training.language import LanguageModel
+>>> from regard.lab.training.trials.language import LanguageModel
 >>> model = LanguageModel(layers=1, heads=2, width=16, length=8, attention={"normalizer": "entmax15"})
 >>> logits, stats = model(torch.zeros(3, 8, dtype=torch.int64), stats=("entropy",))
 >>> logits.shape, stats[0].entropy.shape
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.health.models.tiny import CHARACTERS
-from regard.lab.training import sharpness, text
 from regard.lab.training.experiment import Setting, Trial
+from regard.lab.training.trials import sharpness, text
 from regard.nn import MultiheadAttention
 from regard.statistics import Statistics
 

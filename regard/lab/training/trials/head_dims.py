@@ -2,7 +2,7 @@
 
 Parameters and tokens are equal; only d_k (16, 64 or 256) varies.
 
->>> from regard.lab.training import head_dims
+>>> from regard.lab.training.trials import head_dims
 >>> head_dims.variants({"dot": lambda d: {"score": "dot"}})["dot-d64"]
 {'heads': 4, 'attention': {'score': 'dot'}}
 """

@@ -1,6 +1,6 @@
 """`Translator`, an encoder-decoder with configurable attention, and `TranslationTrial`: loss and BLEU.
 
->>> from regard.lab.training.translation import Translator
+>>> from regard.lab.training.trials.translation import Translator
 >>> model = Translator(10, 12, layers=1, heads=2, width=16, length=8, dropout=0.0, attention={})
 >>> model(torch.full((3, 8), 5), torch.full((3, 6), 5)).shape
 torch.Size([3, 6, 12])
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.lab.training import sharpness
 from regard.lab.training.experiment import Setting, Trial
-from regard.lab.training.pairs import BEGIN, END, PAD, corpus
+from regard.lab.training.trials import sharpness
+from regard.lab.training.trials.pairs import BEGIN, END, PAD, corpus
 from regard.nn import MultiheadAttention
 
 

@@ -3,7 +3,7 @@
 The generated text can be learned step by step: letters, words, word order, and names that recur some sixty characters
 later, which needs attention.
 
->>> from regard.lab.training import text
+>>> from regard.lab.training.trials import text
 >>> print(text.generate(1, seed=0), end="")
 the merry singer of renby helped the tired clerk of wenby near the market. renby called the singer, wenby the clerk.
 """

@@ -101,22 +101,13 @@ class Result:
 def run(cases: Iterable[Case], device: str, rounds: int = 15, label: str = "") -> list[Result]:
     """Measure the cases, with a progress bar if standard error is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
     if device == "cpu":
         keep_freed_memory()
-    cases = list(cases)
     console = Console(stderr=True)
-    now = TextColumn("{task.description}")
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
-    results = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            progress.update(task, description=case.work)
-            results.append(_measure(case, device, rounds))
-            progress.advance(task)
-    return results
+    shown = track(list(cases), label, console=console, transient=True, disable=not console.is_terminal)
+    return [_measure(case, device, rounds) for case in shown]
 
 
 def _measure(case: Case, device: str, rounds: int) -> Result:

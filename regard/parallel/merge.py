@@ -42,9 +42,10 @@ class Total:
     def add(self, part: Part) -> None:
         """Merge one more part."""
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
+        other = None if part.stats is None else merge_statistics.with_first_key(part.stats, part.first)
         if self.o is None:
             self.o, self.m, self.z, self.slopes, self.rises = part.o, m, part.z, part.slopes, part.rises
-            self.merged = None if part.stats is None else merge_statistics.with_first_key(part.stats, part.first)
+            self.merged = other
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
             safe = top.masked_fill(top == -math.inf, 0.0)
@@ -52,17 +53,14 @@ class Total:
             self.m, self.z = top, old + new
             share = torch.where(self.z == 0, 0.0, new / self.z)  # keeps NaN
             self.o.lerp_(part.o, share[..., None])
-            if part.stats is not None:
-                self.merged = merge_statistics.merge(
-                    self.merged, merge_statistics.with_first_key(part.stats, part.first), old, new, False
-                )
+            if other is not None:
+                self.merged = merge_statistics.merge(self.merged, other, old, new, False)
         else:
             self.o += part.o
             self.z = self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
             self.rises = None if self.rises is None else self.rises + part.rises
-            if part.stats is not None:
-                other = merge_statistics.with_first_key(part.stats, part.first)
+            if other is not None:
                 self.merged = merge_statistics.merge(self.merged, other, self.merged["mass"], other["mass"], True)
         if part.sums is not None:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})

@@ -1,4 +1,4 @@
-"""Additive scores, s_ij = w·tanh(q_i + k_j): no product to hide in, so a block of queries at a time."""
+"""Attention with additive scores, s_ij = w·tanh(q_i + k_j), a block of queries at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attention(
     sink: Tensor | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Tensor, statistics.Statistics]:
-    """p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), o_i = Σ_j p_ij·v_j; blocks are recomputed in backward.
+    """Return o_i = Σ_j p_ij·v_j with p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), and statistics.
 
     >>> import torch
     >>> from regard.nn.additive import attention
@@ -45,20 +45,20 @@ def attention(
     >>> out, stats = attention(q, k, v, torch.ones(2, 4), is_causal=True, wanted=("support",))
     >>> stats.support[0, 0]
     tensor([1., 2., 3., 4., 5.])
+
+    Blocks are recomputed in backward.
     """
     batch, heads, queries = q.shape[:3]
     policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
     if policy is None:
-        check_temperature(
-            temperature, (batch, heads), batch, heads, queries, q, is_learned=True
-        )  # none is given as such
+        check_temperature(temperature, (batch, heads), batch, heads, queries, q, is_learned=True)  # lets NaN through
     softcap = check_softcap(softcap)
     groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(
         q.shape[2], k.shape[2], is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device
     )
-    visible, bias = _with_mask(visible, attn_mask)
+    visible, bias = _add_mask(visible, attn_mask)
     if visible is not None:
         k, v = blanked(visible, k, v)
 
@@ -90,7 +90,7 @@ def attention(
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     parts = []
-    for first in range(0, max(queries, 1), BLOCK):  # of no queries, a block of none
+    for first in range(0, max(queries, 1), BLOCK):  # one empty block if there are no queries
         rows = slice(first, first + BLOCK)
         cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
         parts.append(checkpoint(block, q[:, :, rows], k, v, *cut, first, use_reentrant=False))
@@ -99,8 +99,8 @@ def attention(
     return out, statistics.Statistics(stats)
 
 
-def _with_mask(visible: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(who sees whom, bias) once attn_mask, bool or additive, has joined the intervals."""
+def _add_mask(visible: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return (visible pairs, bias) of the intervals and attn_mask, bool or additive, together."""
     if mask is None:
         return visible, None
     if mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""What a rank of a crew checks: models, whole, head-sharded or in pieces, and corpora."""
+"""Checks that every rank runs: models, whole, head-sharded or on shards, and corpora."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import regard
-from regard.parallel.group import Line
 
 
 def examined(rank: int, world: int) -> None:
@@ -390,7 +389,6 @@ def checkpointed(mesh, ids: torch.Tensor, llama) -> None:
     with pytest.raises(MemoryError), regard.using(llama, context_parallel=mesh):
         llama(input_ids=ids)
     hook.remove()
-    assert Line.of(mesh).watch.note == "raised MemoryError: no room in a layer"
 
 
 def inputs_that_differ(mesh, ids: torch.Tensor, llama) -> None:

@@ -19,7 +19,7 @@ from regard.health.capture.call import NESTED, Call, as_four, causal_rows, clean
 from regard.health.capture.interception import SDPA, Catching, attend, running, watched
 from regard.health.capture.threads import PerThread
 from regard.masks import resolve_causal_bias
-from regard.temperature.rows import asking
+from regard.temperature.rows import is_measuring
 
 BEFORE_TRAINING = 13  # arguments of torch's multi-head function
 SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
@@ -191,7 +191,7 @@ def _reference(func, args):
 def _own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, run):
     """A call of regard's: what `run` gives, output first; a swap changes the output alone."""
     module = running()
-    if not watched(module) or asking():
+    if not watched(module) or is_measuring():
         return run()
     results: list = []
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.parallel.layout import size, spans
+from regard.parallel.layout import count_positions, spans
 
 REFUSED = dict(
     past_key_values="no generate; regard.parallel.decode is for that",
@@ -91,7 +91,7 @@ def check_positions(model: nn.Module, positions: Tensor, length: int, world: int
     masked: came an attention_mask? Then transformers looks for no packed sequences.
     """
     cut = spans(length, world)
-    if not all(map(size, cut)):
+    if not all(map(count_positions, cut)):
         raise ValueError(f"context_parallel: {length} tokens over {world} ranks leave a rank without any")
     if positions.ndim != 2 or positions.shape[1] != length:
         raise ValueError(

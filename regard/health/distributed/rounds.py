@@ -25,8 +25,8 @@ from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.report import files
 from regard.parallel.failures import RankError
-from regard.parallel.group import Line
-from regard.parallel.handshake import agree
+from regard.parallel.group import RankGroup
+from regard.parallel.handshake import compare_calls
 
 SECONDS = 5.0  # between two snapshots
 
@@ -44,7 +44,7 @@ class Rounds:
 
     def __init__(self, recorder: Recorder, group, snapshot: str | os.PathLike | None, what: dict):
         self.recorder = recorder
-        self.line = Line.of(None if group is True else group) if group is not None else None
+        self.line = RankGroup.from_torch(None if group is True else group) if group is not None else None
         self.rank, self.world = (0, 1) if self.line is None else (self.line.rank, self.line.world)
         self.path = None if snapshot is None else Path(snapshot)
         self.what = what
@@ -147,10 +147,10 @@ class Rounds:
             if rank == self.rank:
                 found.append(told)
                 if rank:
-                    self.line.swap(packed, None, 0, 0, step, number).wait()
+                    self.line.send_receive(packed, None, 0, 0, step, number).wait()
             elif self.rank == 0:
                 room = torch.empty(size, dtype=torch.uint8)
-                found.append(_unpacked(self.line.swap(None, room, rank, rank, step, number).wait()))
+                found.append(_unpacked(self.line.send_receive(None, room, rank, rank, step, number).wait()))
             else:
                 found.append({"error": None, "layers": [], "count": count})
         failed = [rank for rank, (_, wrong, _) in enumerate(sizes) if wrong]
@@ -196,7 +196,7 @@ class Rounds:
         if self.line is not None:
             alike = {f"with different {name}": value for name, value in self.what.items()}
             alike["with and without a snapshot"] = self.path is None
-            self.done, self.known = agree(self.line, "examine", [self.done, self.known], alike, failure)[0]
+            self.done, self.known = compare_calls(self.line, "examine", [self.done, self.known], alike, failure)[0]
         elif failure is not None:
             raise failure
 

@@ -10,7 +10,6 @@ is told in place of the mask that the model makes for its piece.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 
 from regard.health.capture.call import Call
 from regard.health.distributed import checks as fits
-from regard.parallel.failures import RankError
-from regard.parallel.group import Line
-from regard.parallel.handshake import SKETCHED, agree, alike_sketches, sketch
+from regard.parallel.group import RankGroup
+from regard.parallel.handshake import SKETCHED, compare_calls, sketch, sketches_match
 from regard.parallel.layout import shard, unshard
 from regard.parallel.sharded import attention
 
@@ -68,7 +66,7 @@ class Pieces:
         self.hooks = [
             model.register_forward_pre_hook(self._cut, with_kwargs=True),
             model.register_forward_hook(self._join),
-            model.register_forward_hook(self._tell, always_call=True),
+            model.register_forward_hook(self._leave, always_call=True),
         ]
 
     def stop(self) -> None:
@@ -95,7 +93,7 @@ class Pieces:
 
     def _cut(self, model: nn.Module, args: tuple, kwargs: dict):
         """This rank's piece of the inputs, once every rank has told that it has the same whole."""
-        line = Line.of(self.group)
+        line = RankGroup.from_torch(self.group)
         found: Any = None
         alike: dict[str, object] = {}
         marks: list[int] = []
@@ -110,9 +108,9 @@ class Pieces:
             marks = sketch(whole["inputs_embeds"].flatten()[:SKETCHED]) if "inputs_embeds" in whole else []
         except Exception as error:
             failure = error
-        told = agree(line, "a model in pieces", marks, alike, failure)
+        told = compare_calls(line, "a model in pieces", marks, alike, failure)
         for rank, theirs in enumerate(told):
-            if marks and not alike_sketches(told[0], theirs):
+            if marks and not sketches_match(told[0], theirs):
                 raise ValueError(f"rank {rank} and rank 0 call the model with different inputs_embeds")
         args, kwargs = found
         kwargs["position_ids"] = shard(positions, 1, self.group)
@@ -164,12 +162,9 @@ class Pieces:
                 setattr(output, name, self._whole(name, part, WHOLE[name]))
         return output
 
-    def _tell(self, model: nn.Module, args: tuple, output) -> None:
-        """What this rank raises between calls of attention is named by those who wait for it."""
+    def _leave(self, model: nn.Module, args: tuple, output) -> None:
+        """Mark the end of the model's forward, also after an error."""
         self.inside = False
-        error, watch = sys.exc_info()[1], Line.of(self.group).watch
-        if output is None and watch is not None and isinstance(error, Exception) and not isinstance(error, RankError):
-            watch.raised(error)
 
     def _whole(self, name: str, x: Tensor, dims: int) -> Tensor:
         if x.ndim != dims or x.shape[1] != self.length:

@@ -12,7 +12,7 @@ from regard.health.capture.interception import as_copied, as_written
 from regard.health.qk_clip.result import Clip, Clipped
 from regard.health.qk_clip.watch import WATCHES, Watch, unhook
 from regard.health.qk_clip.weights import parts, places, shrinking
-from regard.nn.projections import NotFound, not_growing, projections
+from regard.nn.projections import NotFound, bounded_scores_reason, projections
 
 __all__ = ["Clip", "Clipped", "qk_clip", "stop"]
 
@@ -95,7 +95,7 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     result._skipped |= watch.unseen
     watch.unseen.clear()
     for name in (watch.ours.keys() & modules.keys()) - result._found.keys():
-        why = not_growing(modules[name])
+        why = bounded_scores_reason(modules[name])
         if why is not None:
             result._skipped[name] = why
     watch.mark(model)

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from regard.nn.projections import NotFound, Projection, projections, sources
+from regard.nn.projections import NotFound, Projection, projections, query_key_layers
 
 HALF = 0.5
 ENOUGH = 0.02  # lengths that differ by less than 2 % tell nothing
@@ -41,7 +41,7 @@ class Outputs:
         """Look at the layers of every attention from now on; `shapes`: their query heads and width, where known."""
         self.close()
         for name, module in model.named_modules():
-            layers = sources(module) if name in shapes or module._modules else None
+            layers = query_key_layers(module) if name in shapes or module._modules else None
             made: Sequence[Projection | None] = (None, None)
             if layers and name in shapes:
                 made = _projections(module, *shapes[name]) or ()

@@ -17,7 +17,7 @@ from regard.health.capture.interception import Interception, as_written
 from regard.health.qk_clip.ranks import Ranks
 from regard.health.qk_clip.verification import Outputs
 from regard.nn import MultiheadAttention
-from regard.nn.projections import not_growing
+from regard.nn.projections import bounded_scores_reason
 
 
 class Watch:
@@ -93,7 +93,7 @@ class Watch:
         """Forwards or steps were made and no attention was seen: say so, or nothing would ever be clipped."""
         if self.largest or self.unseen or not (self.forwards or self._stepped(model)):
             return None
-        if self.ours and all(not_growing(module()) for module in self.ours.values()):
+        if self.ours and all(bounded_scores_reason(module()) for module in self.ours.values()):
             return None  # `skipped` says so
         seen = (
             "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"

@@ -1,4 +1,4 @@
-"""Numbers that say how sharp a model attends: means over layers, heads and rows of `regard.attention`'s statistics."""
+"""`readings`: how sharply a model attends, as means of statistics over layers, heads and rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BY_HEAD = ("entropy_ratio", "max_weight", "distance", "first_key_mass", "gradien
 
 
 def readings(layers: Sequence[Statistics], rows: Sequence[Tensor] | None = None) -> dict[str, float]:
-    """Of rows that see two keys or more: a row of one key is sharp whatever the model does.
+    """Return the mean statistics of rows with two visible keys or more (a row of one key is always sharp).
 
     `rows` [B, L] per layer leaves padding queries out. entropy_ratio is entropy / ln n, support_share the part of the
     keys with weight, max_logit the largest of all.
@@ -32,12 +32,12 @@ def readings(layers: Sequence[Statistics], rows: Sequence[Tensor] | None = None)
     heads = [by_head(stats, None if rows is None else rows[i]) for i, stats in enumerate(layers)]
     means = torch.stack([torch.stack([head[name].mean() for head in heads]).mean() for name in heads[0]])
     top = torch.stack([stats.max_logit.max() for stats in layers]).max()
-    *values, largest = torch.cat([means, top[None]]).tolist()  # one wait for the device
+    *values, largest = torch.cat([means, top[None]]).tolist()  # one device sync
     return {**dict(zip(heads[0], values, strict=True)), "max_logit": largest}
 
 
 def by_head(stats: Statistics, real: Tensor | None = None) -> dict[str, Tensor]:
-    """name → [H], means over batch and rows."""
+    """Return name → means over batch and rows [H]."""
     n = stats.visible_keys  # [B, H, L]
     rows = n > 1 if real is None else (n > 1) & real[:, None]
     values = {name: stats[name] for name in ("entropy", "max_weight", "mass", "distance", "first_key_mass")}
@@ -49,7 +49,7 @@ def by_head(stats: Statistics, real: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def head_table(layers: Sequence[Statistics]) -> list[list[dict[str, float]]]:
-    """[layer][head] → its readings, for records."""
+    """Return the readings of each [layer][head], for records."""
     found = []
     for stats in layers:
         heads = by_head(stats)

@@ -1,6 +1,6 @@
-"""A character language model whose attention is an option, and its trial.
+"""`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`.
 
->>> from regard.lab.training.language import LanguageModel
+>>> from regard.lab.training.trials.language import LanguageModel
 >>> model = LanguageModel(layers=1, heads=2, width=16, length=8, attention={"normalizer": "entmax15"})
 >>> logits, stats = model(torch.zeros(3, 8, dtype=torch.int64), stats=("entropy",))
 >>> logits.shape, stats[0].entropy.shape
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.health.models.tiny import CHARACTERS
-from regard.lab.training import sharpness, text
 from regard.lab.training.experiment import Setting, Trial
+from regard.lab.training.trials import sharpness, text
 from regard.nn import MultiheadAttention
 from regard.statistics import Statistics
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Next-character logits [B, L, 97]. Queries and keys begin with unit variance, so that q·k has variance d_k.
+    """Next-character logits [B, L, 97]. Queries and keys start with unit variance, so q·k has variance d_k.
 
     `attention` holds options of `regard.nn.MultiheadAttention`: score, normalizer, temperature, softcap, sink, dropout.
     """
@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.head.weight, std=0.5 * width**-0.5)
 
     def forward(self, ids: Tensor, stats: tuple[str, ...] = ()):
-        """Logits, or (logits, one `Statistics` per layer) if `stats` names any."""
+        """Return logits, or (logits, one `Statistics` per layer) if `stats` names any."""
         x = self.token(ids) + self.position.weight[: ids.shape[-1]]
         measured = []
         for block in self.blocks:
@@ -68,8 +68,11 @@ class LanguageModel(nn.Module):
 
 
 class LanguageTrial(Trial):
-    """Options: layers, heads, width, length, batch, attention; rate, the highest learning rate; validation, how many
-    characters an evaluation reads, the same ones each time."""
+    """Trains a `LanguageModel`.
+
+    Options: layers, heads, width, length, batch, attention; rate, the highest learning rate; validation, how many
+    characters an evaluation reads, the same ones each time.
+    """
 
     def __init__(self, setting: Setting) -> None:
         options = setting.options
@@ -77,25 +80,25 @@ class LanguageTrial(Trial):
         self.rate, self.validation = options.get("rate", Trial.rate), options.get("validation", 16_384)
         sizes = {name: options[name] for name in ("layers", "heads", "width", "length")}
         self.model = LanguageModel(**sizes, attention=options.get("attention", {})).to(setting.device)
-        self.known, self.unseen = (part.to(setting.device) for part in text.halves(setting.data))
+        self.train, self.validation_text = (part.to(setting.device) for part in text.split_text(setting.data))
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        return (text.windows(self.known, self.size, self.length, self.setting.generator(step)),)
+        return (text.draw_windows(self.train, self.size, self.length, self.setting.generator(step)),)
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         (ids,) = batch
         return F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     def evaluate(self) -> dict[str, float]:
-        """Loss in nats per character on text never trained on, and the readings of `sharpness`."""
-        loss, measured = self._measured()
+        """Return the validation loss in nats per character and the readings of `sharpness`."""
+        loss, measured = self._measure()
         return {"loss": loss, **sharpness.readings(measured)}
 
     def finish(self) -> dict[str, Any]:
-        return {"heads": sharpness.head_table(self._measured()[1])}
+        return {"heads": sharpness.head_table(self._measure()[1])}
 
-    def _measured(self) -> tuple[float, list[Statistics]]:
+    def _measure(self) -> tuple[float, list[Statistics]]:
         generator = torch.Generator().manual_seed(0)
-        ids = text.windows(self.unseen, max(1, self.validation // self.length), self.length, generator)
+        ids = text.draw_windows(self.validation_text, max(1, self.validation // self.length), self.length, generator)
         logits, measured = self.model(ids[:, :-1], stats=sharpness.WANTED)
         return float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())), measured

@@ -1,6 +1,6 @@
-"""An encoder-decoder for sentence pairs, every attention of one kind, and its trial: loss, then BLEU.
+"""`Translator`, an encoder-decoder with configurable attention, and `TranslationTrial`: loss and BLEU.
 
->>> from regard.lab.training.translation import Translator
+>>> from regard.lab.training.trials.translation import Translator
 >>> model = Translator(10, 12, layers=1, heads=2, width=16, length=8, dropout=0.0, attention={})
 >>> model(torch.full((3, 8), 5), torch.full((3, 6), 5)).shape
 torch.Size([3, 6, 12])
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.lab.training import sharpness
 from regard.lab.training.experiment import Setting, Trial
-from regard.lab.training.pairs import BEGIN, END, PAD, corpus
+from regard.lab.training.trials import sharpness
+from regard.lab.training.trials.pairs import BEGIN, END, PAD, corpus
 from regard.nn import MultiheadAttention
 
 
 class Layer(nn.Module):
-    """x + self-attention, then x + attention to the source where there is one, then x + mlp; norms before each."""
+    """x + self-attention, x + cross-attention if `crossed`, x + mlp, each after a norm."""
 
     def __init__(self, width: int, heads: int, crossed: bool, dropout: float, attention: Mapping[str, Any]) -> None:
         super().__init__()
@@ -65,6 +65,7 @@ class Translator(nn.Module):
             nn.init.normal_(embedding.weight, std=width**-0.5)
 
     def encode(self, source: Tensor, stats=(), measured=None) -> tuple[Tensor, Tensor]:
+        """Return the encoded source [B, N, width] and its lengths [B]."""
         lengths = (source != PAD).sum(-1, dtype=torch.int32)
         x = self.drop(self.source(source) * self.places.shape[-1] ** 0.5 + self.places[0, : source.shape[1]])
         for layer in self.encoder:
@@ -72,24 +73,25 @@ class Translator(nn.Module):
         return self.norms[0](x), lengths
 
     def decode(self, target: Tensor, encoded: Tensor, lengths: Tensor, stats=(), measured=None) -> Tensor:
-        """[B, M, width]: what the next word is read from, by `words`."""
+        """Return the states [B, M, width] that `words` turns into logits."""
         x = self.drop(self.target(target) * self.places.shape[-1] ** 0.5 + self.places[1, : target.shape[1]])
         for layer in self.decoder:
             x = layer(x, None, encoded, lengths, stats, measured)
         return self.norms[1](x)
 
     def words(self, decoded: Tensor) -> Tensor:
+        """Return logits over the target words."""
         return decoded @ self.target.weight.T
 
     def forward(self, source: Tensor, target: Tensor, stats: tuple[str, ...] = ()):
-        """Logits, or (logits, [(kind, Statistics)]) with kind "encoder", "decoder" or "cross"."""
+        """Return logits, or (logits, [(kind, Statistics)]) with kind "encoder", "decoder" or "cross"."""
         measured: list = []
         encoded, lengths = self.encode(source, stats, measured)
         logits = self.words(self.decode(target, encoded, lengths, stats, measured))
         return (logits, measured) if stats else logits
 
     def greedy(self, source: Tensor, length: int) -> Tensor:
-        """[B, length] ids: the likeliest word each time. Always of full length, so that one kernel serves all."""
+        """Translate greedily: ids [B, length], always of full length, so that one kernel shape is compiled."""
         encoded, lengths = self.encode(source)
         out = source.new_full((len(source), length), PAD)
         out[:, 0] = BEGIN
@@ -104,7 +106,7 @@ class Translator(nn.Module):
 
 
 class TranslationTrial(Trial):
-    """Options: layers, heads, width, length, batch, dropout, smoothing, attention, rate."""
+    """Trains a `Translator`. Options: layers, heads, width, length, batch, dropout, smoothing, attention, rate."""
 
     def __init__(self, setting: Setting) -> None:
         options = setting.options
@@ -132,21 +134,21 @@ class TranslationTrial(Trial):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """Loss in nats per word of the validation part, and the readings of all attentions and of the cross ones."""
+        """Return the validation loss in nats per word, and readings of all attentions and of the cross ones."""
         source, target = (x[:256] for x in self.val)
         logits, measured = self.model(source, target[:, :-1], stats=sharpness.WANTED)
         rows = {"encoder": source != PAD, "decoder": target[:, 1:] != PAD, "cross": target[:, 1:] != PAD}
-        told = sharpness.readings([stats for _, stats in measured], [rows[kind] for kind, _ in measured])
+        readings = sharpness.readings([stats for _, stats in measured], [rows[kind] for kind, _ in measured])
         cross = [(stats, rows[kind]) for kind, stats in measured if kind == "cross"]
         crossed = sharpness.readings(*map(list, zip(*cross, strict=True)))
-        return {"loss": float(self._loss(logits, target)), **told, "cross_entropy_ratio": crossed["entropy_ratio"]}
+        return {"loss": float(self._loss(logits, target)), **readings, "cross_entropy_ratio": crossed["entropy_ratio"]}
 
     def finish(self) -> dict[str, Any]:
-        """BLEU of greedy translations of the test part, on its own tokens."""
+        """Return BLEU of greedy translations of the test part, on its own tokens."""
         from sacrebleu import corpus_bleu
 
-        said = []
+        outputs = []
         for rows in self.test[0].split(500):
-            said += [self.corpus.target.decode(ids) for ids in self.model.greedy(rows, self.length).tolist()]
-        meant = [target for _, target in self.corpus.test]
-        return {"bleu": corpus_bleu(said, [meant], tokenize="none", force=True).score, "examples": said[:3]}
+            outputs += [self.corpus.target.decode(ids) for ids in self.model.greedy(rows, self.length).tolist()]
+        references = [target for _, target in self.corpus.test]
+        return {"bleu": corpus_bleu(outputs, [references], tokenize="none", force=True).score, "examples": outputs[:3]}

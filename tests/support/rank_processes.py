@@ -1,4 +1,4 @@
-"""A crew of gloo processes on this machine: started once, given one function after another to run on every rank."""
+"""Gloo processes on this machine, started once, that run one function after another on every rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _serve(rank: int, world: int, port: int, timeout: float, backend: str, pipe)
     dist.destroy_process_group()
 
 
-class Crew:
-    """`crew(function, …)` runs function(rank, world, …) on every rank and returns what each returned."""
+class RankProcesses:
+    """`ranks(function, …)` runs function(rank, world, …) on every rank and returns what each returned."""
 
     def __init__(self, world: int, timeout: float = 180.0, backend: str = "gloo"):
         if torch.cuda.is_available():  # a context of CUDA does not survive a fork
@@ -76,7 +76,7 @@ class Crew:
             process.kill()
             process.join()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, kind, *_) -> None:

@@ -1,10 +1,10 @@
-"""Text for character models: a file (`--data`), or made-up sentences that need no file.
+"""Text for character models: a file (`--data`), or generated sentences.
 
-The made-up text has what a language model can learn step by step: letters, words, an order of words, and names that
-come back some sixty characters later, which only attention can carry over.
+The generated text can be learned step by step: letters, words, word order, and names that recur some sixty characters
+later, which needs attention.
 
->>> from regard.lab.training import text
->>> print(text.made(1, seed=0), end="")
+>>> from regard.lab.training.trials import text
+>>> print(text.generate(1, seed=0), end="")
 the merry singer of renby helped the tired clerk of wenby near the market. renby called the singer, wenby the clerk.
 """
 
@@ -27,8 +27,8 @@ STARTS = ("ren", "tar", "mil", "sel", "bro", "hal", "wen", "dor", "cal", "fen")
 ENDS = ("wick", "ly", "ham", "stow", "by", "ford", "mere", "don")
 
 
-def made(sentences: int, seed: int = 0) -> str:
-    """Sentences of a small grammar, each with two towns that it names twice."""
+def generate(sentences: int, seed: int = 0) -> str:
+    """Generate sentences of a small grammar, each with two towns that are named twice."""
     chance = random.Random(seed)
 
     def person():
@@ -45,8 +45,8 @@ def made(sentences: int, seed: int = 0) -> str:
     return "".join(lines)
 
 
-def read(path: Path) -> str:
-    """The text of a file that `--data` names, or that lies in the folder it names."""
+def read_file(path: Path) -> str:
+    """Return the text of a file; raise ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as wrong:
@@ -54,16 +54,16 @@ def read(path: Path) -> str:
 
 
 @cache
-def halves(data: Path | None) -> tuple[Tensor, Tensor]:
-    """Character ids to train on and to validate on: the first 90 % and the rest."""
-    whole = made(4000) if data is None else read(data)
+def split_text(data: Path | None) -> tuple[Tensor, Tensor]:
+    """Return the character ids for training (the first 90 %) and validation (the rest)."""
+    whole = generate(4000) if data is None else read_file(data)
     ids = encode(whole)
     if len(ids) < 4096:
         raise ValueError(f"--data {data} has {len(ids)} characters, too few to train on; give 4096 or more")
     return ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
 
 
-def windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """[count, length + 1]: pieces of the text that begin anywhere; inputs and, one further, targets."""
+def draw_windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Draw [count, length + 1] ids from random places: inputs and, shifted by one, targets."""
     starts = torch.randint(len(ids) - length - 1, (count, 1), generator=generator)
     return ids[(starts + torch.arange(length + 1)).to(ids.device)]

@@ -11,14 +11,14 @@ from torch import nn
 import regard
 from regard.health.capture import interception
 from regard.health.examine import examine
-from regard.health.measurement import fidelity, recorder
+from regard.health.measurement import norms, recorder
 
 
 def test_long_rows_are_checked_on_samples_and_go_on_rebuilt(monkeypatch):
     module, x = Own(is_causal=True), torch.randn(1, 40, 12)
     whole = examine(module, [x])
     monkeypatch.setattr(recorder, "WHOLE", 16)
-    monkeypatch.setattr(fidelity, "SAMPLED", 8)
+    monkeypatch.setattr(norms, "SAMPLED_ROWS", 8)
     seen = []
     module.register_forward_hook(lambda module, inputs, output: seen.append(output))
     sampled = examine(module, [x])

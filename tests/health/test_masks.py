@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 import regard
-from regard.health.capture.call import cleaned, joined
+from regard.health.capture.call import clean_mask, merge_mask_and_bias
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, padding_of
 
 LENGTH = 12
@@ -246,10 +246,10 @@ def test_texts_of_two_tokens_cannot_tell_a_triangle(left):
 
 
 def test_masks_of_older_models_hide_and_biases_add():
-    assert cleaned(torch.tensor([[0.0, -1e4]])).tolist() == [[True, False]]
+    assert clean_mask(torch.tensor([[0.0, -1e4]])).tolist() == [[True, False]]
     bias = torch.tensor([[0.5, -1e4]])  # not only 0 beside it: a bias
-    assert torch.equal(cleaned(bias), bias)
-    both, causal = joined(torch.tensor([[1.0, -math.inf]]), torch.tensor([[0.5, 0.5]]), False, 1, 2)
+    assert torch.equal(clean_mask(bias), bias)
+    both, causal = merge_mask_and_bias(torch.tensor([[1.0, -math.inf]]), torch.tensor([[0.5, 0.5]]), False, 1, 2)
     assert both.tolist() == [[1.5, -math.inf]] and not causal
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.health.capture.call import MAPPED
+from regard.health.capture.call import UNDER_VMAP
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of vmap itself
 
@@ -51,7 +51,7 @@ def test_attention_under_vmap_is_told_of_and_runs_on(mapping):
     model(X)
     report = regard.examine(model, [X])
     assert {head.layer for head in report.heads} == {"second"}
-    assert report.unmeasured == [("first", MAPPED)]
+    assert report.unmeasured == [("first", UNDER_VMAP)]
     torch.testing.assert_close(outputs[1], outputs[0])
 
 
@@ -60,12 +60,12 @@ def test_a_monitor_and_qk_clip_tell_of_it_too():
     told = pytest.warns(regard.health.AttentionWarning, match=r"first: it is not watched: .* under torch\.vmap")
     with told, regard.Monitor(model, every=1) as monitor:
         model(X)
-    assert monitor.unmeasured == {"first": MAPPED}
+    assert monitor.unmeasured == {"first": UNDER_VMAP}
     regard.qk_clip(model, 10.0)
     for _ in range(2):
         model(X)
         clipped = regard.qk_clip(model, 10.0)
-        assert clipped.skipped["first"] == MAPPED and "second" in clipped.max_logit
+        assert clipped.skipped["first"] == UNDER_VMAP and "second" in clipped.max_logit
     regard.qk_clip.stop(model)
 
 

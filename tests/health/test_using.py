@@ -136,7 +136,7 @@ def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
     own, compiled = model(x), torch.compile(model, backend="eager", fullgraph=True)
     if before:
         compiled(x)
-    with pytest.warns(UserWarning, match="led no attention call"), regard.using(model, temperature=5.0):
+    with pytest.warns(UserWarning, match="intercepted no attention call"), regard.using(model, temperature=5.0):
         torch.testing.assert_close(compiled(x), own)
     with pytest.raises(ValueError, match=r"what torch.compile made of it was run, examine that"):
         regard.examine(model, lambda _: compiled(x))

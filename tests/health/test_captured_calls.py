@@ -129,7 +129,7 @@ def test_nested_tensors_are_told_of():
     report = examine(model, [(x, y)])
     assert [name for name, _ in report.unmeasured] == ["nested"] and "nested" in report.unmeasured[0][1]
     assert {head.layer for head in report.heads} == {"plain"}
-    with pytest.raises(ValueError, match="cannot lead this call: its tensors are"), regard.using(model, softcap=2.0):
+    with pytest.raises(ValueError, match="cannot intercept this call: its tensors"), regard.using(model, softcap=2.0):
         model(x, y)
     regard.qk_clip(model, 1.0)
     model(x, y)

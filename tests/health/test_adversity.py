@@ -269,7 +269,7 @@ def test_a_sink_that_cannot_join_is_left_out_in_using_as_in_a_what_if():
     assert asked.heads[0].statistics["entropy"].mean == pytest.approx(led, rel=1e-6)
 
 
-def test_using_that_leads_nothing_says_so():
+def test_using_that_intercepts_nothing_says_so():
     model = nn.Linear(4, 4)
     with pytest.warns(UserWarning, match="intercepted no attention call"), regard.using(model, temperature=2.0):
         pass

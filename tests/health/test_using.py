@@ -141,7 +141,7 @@ def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
     with pytest.raises(ValueError, match=r"what torch.compile made of it was run, examine that"):
         regard.examine(model, lambda _: compiled(x))
     torch.testing.assert_close(compiled(x), own)
-    assert interception.ACTIVE == interception.OPENED == [] and not interception._STACK
+    assert interception.ACTIVE == interception.STATE.scopes == interception.STATE.stack == []
     torch._dynamo.reset()
 
 

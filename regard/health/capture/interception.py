@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import _pop_mode_temporarily
 
 from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torch_layout, is_vmapped
 
@@ -159,7 +159,7 @@ class Interception:
 
         STATE.captures += 1
         try:
-            with eagerly, _pushed(TorchCalls()):
+            with eagerly, TorchCalls():
                 yield
         finally:
             STATE.captures -= 1
@@ -234,17 +234,6 @@ def is_given_tokens(inputs: tuple, named: dict) -> bool:
         if isinstance(x, Tensor):
             return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
     return False
-
-
-@contextlib.contextmanager
-def _pushed(mode: TorchFunctionMode) -> Iterator[None]:
-    mode.__enter__()
-    try:
-        yield
-    finally:
-        depth = torch._C._len_torch_function_stack()
-        if depth and torch._C._get_function_stack_at(depth - 1) is mode:  # autograd restores the stack it found
-            mode.__exit__(None, None, None)
 
 
 def interceptions_of(module: nn.Module | None) -> list[Interception]:

@@ -41,6 +41,11 @@ class TorchCalls(TorchFunctionMode):
             by_reference: lambda func, args, kwargs: _capture_reference(func, args),
         }
 
+    def __exit__(self, *error: Any) -> None:
+        depth = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is self:  # autograd restores the stack it found
+            super().__exit__(*error)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         handler = self.handlers.get(func)
         if handler is None or torch.compiler.is_compiling():  # mostly none: a forward calls hundreds of functions

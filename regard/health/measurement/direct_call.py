@@ -41,7 +41,7 @@ INDEX = {name: index for index, name in enumerate(statistics.NAMES)}
 def attention_directly(call: Call) -> tuple[Tensor, PackedStatistics] | None:
     """Returns (output, statistics) of a plain call on a GPU, None for any other."""
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
-    if not (q.is_cuda and _is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
+    if not (_is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
         return None
     if q.shape[1] % k.shape[1] or torch.is_autocast_enabled("cuda"):
         return None

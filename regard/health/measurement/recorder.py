@@ -15,15 +15,7 @@ import regard
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
 from regard.health.capture.interception import forward_token
 from regard.health.findings.eval_dropout import DROPS
-from regard.health.measurement import norms
-from regard.health.measurement.direct_call import attention_directly
-from regard.health.measurement.query_rows import (
-    MaskSummary,
-    QueryRows,
-    distance_from,
-    first_query_position,
-    hides_cached_keys,
-)
+from regard.health.measurement import norms, query_rows
 from regard.health.measurement.side_stream import SideStream, fetch_to_host
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.what_if import WhatIf
@@ -42,7 +34,7 @@ class BatchReading:
     difference: Tensor | None = None  # [H] the largest relative differences, on the device to save a wait
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
-    masks: list[MaskSummary] = field(default_factory=list)  # of its calls, where something is odd
+    masks: list[query_rows.MaskSummary] = field(default_factory=list)  # of its calls, where something is odd
     values: list[norms.Range] = field(default_factory=list)  # of its calls
     done: torch.cuda.Event | None = None  # the end of the reading, if a GPU takes it on the side stream
     blind: Tensor | None = None  # [H] rows that see no key and are no padding
@@ -158,7 +150,7 @@ class Recorder:
         self.layers: dict[tuple[str, int], Layer] = {}
         self.what_if, self.backend = what_if, backend
         self.sequences = sequences  # measure no more than so many of each batch
-        self.rows, self.uses = QueryRows(), UseCounter()
+        self.rows, self.uses = query_rows.QueryRows(), UseCounter()
         self.key = "", 0  # of the layer that is being measured
         self._batch: dict[tuple[str, int], BatchReading] = {}
         self._side = SideStream()
@@ -230,15 +222,15 @@ class Recorder:
             batch.sampled |= sampled
             if call.dropout and not call.module.training:
                 layer.odd.add(DROPS)
-            if hides_cached_keys(call, name):
+            if query_rows.hides_cached_keys(call, name):
                 layer.odd.add("corner")
             if mask is not None and mask.odd and not any(mask is one for one in batch.masks):
                 batch.masks.append(mask)
             if real is not None:
                 batch.add_empty_rows(stats["visible_keys"], real)
-            start = first_query_position(call, name)
+            start = query_rows.first_query_position(call, name)
             if start:
-                stats = {**stats, "distance": distance_from(call, stats, start, self.backend)}
+                stats = {**stats, "distance": query_rows.distance_from(call, stats, start, self.backend)}
             self._measure_what_if(layer, batch, call, rows, start)
             if not sampled:
                 self._side.join()  # an earlier call of this layer may have been read there
@@ -269,8 +261,11 @@ class Recorder:
         return self._batch[key]
 
     def _measure(self, call: Call) -> tuple[Tensor, Mapping[str, Tensor]]:
-        if self.backend is None and (direct := attention_directly(call)) is not None:
-            return direct
+        if self.backend is None and call.q.is_cuda:
+            from regard.health.measurement.direct_call import attention_directly
+
+            if (direct := attention_directly(call)) is not None:
+                return direct
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
@@ -293,7 +288,7 @@ class Recorder:
                 layer.refused[change.name] = str(error)
                 continue
             if start:
-                stats = {**stats, "distance": distance_from(changed, stats, start, self.backend)}
+                stats = {**stats, "distance": query_rows.distance_from(changed, stats, start, self.backend)}
             reading = batch.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
             reading.update(stats, rows, start)
 

@@ -65,7 +65,7 @@ def test_nan_is_an_illness_and_no_clean_bill():
 
 
 @pytest.mark.parametrize("length", [20, 300])  # 300: the output that goes on is the rebuilt one
-def test_nan_in_one_head_is_told_of_that_head(length, tmp_path):
+def test_nan_in_one_head_is_reported_that_head(length, tmp_path):
     model = nn.Sequential(Att())
     model[0].q.weight.data[8 * 2 + 1] = math.nan  # its third head's
     batches = [torch.randn(2, length, 32)] * 2
@@ -116,7 +116,7 @@ def test_findings_of_a_module_used_twice_name_the_use():
     assert report.to_json()["findings"][0]["indices"]
 
 
-def test_a_monitor_tells_the_uses_of_a_module_apart():
+def test_a_monitor_reports_the_uses_of_a_module_apart():
     rows = []
     with regard.Monitor(Twice().train(), every=1, log=rows.append, budget=1.0) as monitor:
         monitor.model(torch.randn(1, 20, 32))

@@ -113,13 +113,13 @@ def test_control_c_keeps_what_was_measured():
         ("model", [], TypeError, "model must be a torch.nn.Module"),
     ],
 )
-def test_bad_input_is_told(model, batches, error, match):
+def test_bad_input_is_reported(model, batches, error, match):
     with pytest.raises(error, match=match):
         examine(model, batches)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own TorchScript
-def test_torchscript_is_told_by_its_name():
+def test_torchscript_is_reported_by_its_name():
     model = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
     with pytest.raises(TypeError, match="model is TorchScript"):
         examine(model, [torch.randn(2, 3)])

@@ -77,7 +77,7 @@ def test_ranks_clip_by_the_largest_of_all(monkeypatch):
     )
 
 
-def test_a_model_without_attention_is_told():
+def test_a_model_without_attention_is_reported():
     model = nn.Linear(4, 4)
     regard.qk_clip(model)
     model(torch.randn(2, 4))

@@ -177,6 +177,6 @@ def test_a_prediction_counts_where_a_row_does():
     assert reading.calls == 2 and reading.predicted.tolist() == [2.0, 6.0]
 
 
-def test_a_share_out_of_range_is_told():
+def test_a_share_out_of_range_is_reported():
     with pytest.raises(ValueError, match="share must lie in"):
         LayerReading(2).update(statistics()).spread("entropy", 0).quantile(50)

@@ -44,7 +44,7 @@ class ThreadState(threading.local):
         self.scopes: list[tuple[contextlib.AbstractContextManager, int, Any]] = []  # context, stack depth, owner
         self.captures = 0  # `torch_calls` blocks that are open
         self.busy = False  # inside a captured call: what it calls is not captured again
-        self.multi_head: dict | None = None  # what torch's multi-head function tells the sdpa call inside it
+        self.multi_head: dict | None = None  # passed by a multi-head call to the sdpa call inside it
 
 
 STATE = ThreadState()

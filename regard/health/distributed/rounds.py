@@ -236,38 +236,30 @@ def _reading_to_dict(reading: LayerReading) -> dict:
     return dict(heads=reading.heads, flat=reading.flat, histogram=reading.histogram)
 
 
-def _reading_from_dict(sums: dict) -> LayerReading:
-    return LayerReading.from_sums(sums["heads"], sums["flat"], sums["histogram"])
+def _layer_from_dict(plain: dict) -> Layer:
+    """Inverts `_layer_to_dict`."""
+    readings = {name: LayerReading.from_sums(**sums) for name, sums in plain["what_if"].items()}
+    layer = Layer(**{**plain, "what_if": readings, "odd": set(plain["odd"])})
+    layer.dtype = None if plain["dtype"] is None else getattr(torch, plain["dtype"])
+    layer.reading = None if plain["reading"] is None else LayerReading.from_sums(**plain["reading"])
+    return layer
 
 
 def _add_layer(merged: dict[tuple[str, int], Layer], plain: dict) -> None:
-    """Adds one batch's layer to the merged ones, as `Layer.add_batch` does on one process."""
-    key = plain["name"], plain["use"]
-    if key not in merged:
-        merged[key] = Layer(plain["name"], len(merged), plain["use"])
-    layer = merged[key]
-    layer.refused.update(plain["refused"])
-    layer.odd.update(plain["odd"])
-    if layer.reason is not None:
+    """Adds one batch's layer to the merged ones, as `Recorder` does on one process."""
+    layer = _layer_from_dict(plain)
+    known = merged.get((layer.name, layer.use))
+    if known is None:
+        layer.index = len(merged)
+        merged[layer.name, layer.use] = layer
         return
-    layer.heads = plain["heads"] or layer.heads
-    if plain["reason"] is not None:
-        layer.mark_unmeasured(plain["reason"], plain["not_finite"])
-        return
-    layer.kind = plain["kind"] or layer.kind
-    layer.folded = plain["folded"]
-    layer.head_dim, layer.scale = plain["head_dim"] or layer.head_dim, plain["scale"]
-    layer.value_dim = plain["value_dim"] or layer.value_dim
-    layer.dtype = layer.dtype if plain["dtype"] is None else getattr(torch, plain["dtype"])
-    layer.add_empty_rows(plain["blind"])
-    layer.add_values(plain["values"])
-    if plain["reading"] is not None:
-        reading = _reading_from_dict(plain["reading"])
-        layer.reading = reading if layer.reading is None else layer.reading.merge(reading)
-    for name, sums in plain["what_if"].items():
-        reading = _reading_from_dict(sums)
-        layer.what_if[name] = layer.what_if[name].merge(reading) if name in layer.what_if else reading
-    layer.error, layer.sampled = max(layer.error, plain["error"]), layer.sampled or plain["sampled"]
+    known.refused.update(layer.refused)
+    known.odd |= layer.odd
+    if known.reason is None and known.reading is None:  # seen before, and not measured
+        layer.refused, layer.odd, layer.index = known.refused, known.odd, known.index
+        merged[layer.name, layer.use] = layer
+    elif known.reason is None:
+        known.add_use(layer)
 
 
 def _pack(x: Any) -> Tensor:

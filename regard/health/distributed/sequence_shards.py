@@ -115,9 +115,9 @@ class ModelShards:
             marks = sketch(whole["inputs_embeds"].flatten()[:SKETCHED]) if "inputs_embeds" in whole else []
         except Exception as error:
             failure = error
-        told = agree(line, "a sharded model", marks, alike, failure)
-        for rank, theirs in enumerate(told):
-            if marks and not alike_sketches(told[0], theirs):
+        gathered = agree(line, "a sharded model", marks, alike, failure)
+        for rank, theirs in enumerate(gathered):
+            if marks and not alike_sketches(gathered[0], theirs):
                 raise ValueError(f"rank {rank} and rank 0 call the model with different inputs_embeds")
         args, kwargs = found
         kwargs["position_ids"] = shard(positions, 1, self.group)
@@ -155,7 +155,7 @@ class ModelShards:
             return self._gather("the output", output, max(3, output.ndim))
         if isinstance(output, (tuple, list)) or not hasattr(output, "__dict__"):
             raise RuntimeError(
-                f"context_parallel cannot tell the parts of a {type(output).__name__}; use return_dict=True"
+                f"context_parallel does not know the parts of a {type(output).__name__}; use return_dict=True"
             )
         parts = dict(output.items() if hasattr(output, "items") else vars(output))
         for name, part in parts.items():

@@ -107,7 +107,7 @@ def predicted_variance_kernel(
             seen += tl.where(inside, 1.0, 0.0)
         keys = tl.maximum(tl.sum(seen, 0), 1.0)
         middle = tl.sum(total, 0) / keys  # [BD]
-        apart = tl.zeros([BR, BD], tl.float32)
+        deviations = tl.zeros([BR, BD], tl.float32)
         for start in range(0, N, BR * every_k):
             n = start + tl.arange(0, BR) * every_k
             inside = n < N
@@ -115,8 +115,8 @@ def predicted_variance_kernel(
                 inside = inside & (tl.load(rows + b * M + n, inside, 0) != 0)
             y = load_block(k, b, h // GROUP, n, inside, kb, kh, kn, kd, D, BD)
             y = tl.where(inside[:, None], y - middle, 0.0)
-            apart += y * y
-        spread += tl.sum(tl.sum(apart, 1), 0) / keys
+            deviations += y * y
+        spread += tl.sum(tl.sum(deviations, 1), 0) / keys
     many = tl.sum(number, 0)
     if many > 0:
         product = scale * scale * (tl.sum(tl.sum(squares, 1), 0) / many) * (spread / B) / D

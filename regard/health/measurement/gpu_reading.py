@@ -175,14 +175,14 @@ def summarize(
         squares += gap * gap
     n = tl.sum(number, 0).to(tl.float64)
     middle = tl.sum(total, 0) / tl.maximum(n, 1.0)
-    apart = tl.maximum(tl.sum(squares, 0) - n * middle * middle, 0.0)
+    deviations = tl.maximum(tl.sum(squares, 0) - n * middle * middle, 0.0)
     at = s * H + h
     before, mean_before = tl.load(count + at), tl.load(mean + at)
     after = before + n
     shift = middle + pilot - mean_before
     share = n / tl.maximum(after, 1.0)
     between = tl.where(before > 0, shift * shift * before * share, 0.0)
-    tl.store(square + at, tl.load(square + at) + apart + between)
+    tl.store(square + at, tl.load(square + at) + deviations + between)
     tl.store(mean + at, tl.where(n > 0, mean_before + shift * share, mean_before))
     tl.store(count + at, after)
     tl.store(low + at, tl.minimum(tl.load(low + at), tl.min(least, 0)))

@@ -1,4 +1,4 @@
-"""Which query rows of a call count, where they stand among the keys, and what is wrong with its mask.
+"""Which query rows of a call count, their position among the keys, and what is wrong with its mask.
 
 Padding rows do not count. `regard.attention` counts query i at position i, as torch's causal mask does; with a cache
 the first query of a call stands at `start`, and its distance is Σ p̄_j·|start + i − j|.

@@ -16,6 +16,7 @@ from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derive
 from regard.health.capture.interception import forward_token
 from regard.health.findings.eval_dropout import DROPS
 from regard.health.measurement import norms, query_rows
+from regard.health.measurement.direct_call import attention_directly
 from regard.health.measurement.side_stream import SideStream, fetch_to_host
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.what_if import WhatIf
@@ -261,17 +262,12 @@ class Recorder:
         return self._batch[key]
 
     def _measure(self, call: Call) -> tuple[Tensor, Mapping[str, Tensor]]:
-        if self.backend is None and call.q.is_cuda:
-            from regard.health.measurement.direct_call import attention_directly
-
-            if (direct := attention_directly(call)) is not None:
-                return direct
+        if self.backend is None and call.q.is_cuda and (direct := attention_directly(call)) is not None:
+            return direct
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         return regard.attention(q, k, v, **call.arguments, return_stats=True, backend=self.backend)
 
-    def _read(
-        self, batch: BatchReading, call: Call, stats: Mapping[str, Tensor], rows: Tensor | None, start: int
-    ) -> None:
+    def _read(self, batch: BatchReading, call: Call, stats: Mapping, rows: Tensor | None, start: int) -> None:
         batch.reading.update(stats, rows, start)
         norms.add_predicted_variance(batch.reading, call, rows)
         if call.v.numel():
@@ -294,8 +290,8 @@ class Recorder:
 
     def pending_layers(self) -> list[tuple[Layer, BatchReading]]:
         """Returns the layers measured for the first time in this batch that a GPU is still reading, in its order."""
-        pairs = [(self.layers[key], one) for key, one in self._batch.items() if one.done is not None]
-        return [(layer, one) for layer, one in pairs if layer.reading is None and layer.reason is None]
+        pairs = [(self.layers[key], one) for key, one in self._batch.items()]
+        return [pair for pair in pairs if pair[1].done and pair[0].reading is None and pair[0].reason is None]
 
     def _mark_unmeasured(self, key: tuple[str, int], reason: str, run_original: Callable[[], Tensor]) -> Tensor:
         self.layers[key].mark_unmeasured(reason)

@@ -175,9 +175,9 @@ class LayerReading:
         number = some.sum(-1).double()
         total = part.nan_to_num(0.0, math.inf, -math.inf).sum(-1, dtype=torch.float64)
         middle = total / number.clamp_min(1)
-        apart = (part - middle.to(x.dtype)[..., None]).masked_fill_(~some, 0.0)
+        deviation = (part - middle.to(x.dtype)[..., None]).masked_fill_(~some, 0.0)
         count[partial], mean[partial] = number, middle
-        variance[partial] = apart.square().sum(-1, dtype=torch.float64) / number.clamp_min(1)
+        variance[partial] = deviation.square().sum(-1, dtype=torch.float64) / number.clamp_min(1)
         low[partial] = part.masked_fill(~some, math.inf).amin(-1).double()
         high[partial] = part.masked_fill(~some, -math.inf).amax(-1).double()
         self._merge_moments(count, mean, variance * count)

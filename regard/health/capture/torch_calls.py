@@ -175,7 +175,7 @@ _PATCH_LOCK = threading.RLock()
 
 def _sdpa_of_multi_head(*args, **kwargs) -> Tensor:
     """Captures the call if this thread is in a multi-head function; other threads get torch's own."""
-    return SDPA(*args, **kwargs) if STATE.multi_head is None else _capture_sdpa(*args, **kwargs, **STATE.multi_head)
+    return SDPA(*args, **kwargs) if STATE.multi_head is None else _capture_sdpa(*args, **{**kwargs, **STATE.multi_head})
 
 
 def _capture_regard_op(func: Callable, args: tuple) -> list:
@@ -213,9 +213,12 @@ def _capture_own(qkv, bias, mask, causal, sides, temperature, sink, dropout, opt
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]
     options["window"] = None if sides == (None, None) else sides
+    q, k, v = qkv
     call = Call(
         module,
-        *qkv,
+        q,
+        k,
+        v,
         own=own,
         kind="regard",
         mask=mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf),

@@ -130,9 +130,8 @@ def qk_clip(
     result.skipped |= observer.unseen
     observer.unseen.clear()
     for name in (observer.regard_modules.keys() & modules.keys()) - result._found.keys():
-        reason = not_growing(modules[name])
-        if reason is not None:
-            result.skipped[name] = reason
+        if (why := not_growing(modules[name])) is not None:
+            result.skipped[name] = why
     observer.mark_weights(model)
     return result
 

@@ -66,8 +66,12 @@ class Projection:
                 tensor.mul_(whole[:, None] if dim == 0 else whole)
 
 
-def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+def projections(
+    module: nn.Module, heads: int, head_dim: int, names: tuple[str, str] | None = None
+) -> tuple[Projection, Projection]:
     """Return the projections of the queries and of the keys of an attention module; raise `NotFound` if unknown.
+
+    names: the attributes that hold its query and key layers, where they are not named as usual.
 
     >>> import torch
     >>> from regard.nn.projections import projections
@@ -81,8 +85,8 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
     if isinstance(module, nn.MultiheadAttention):
         _check_stored(module, "in_proj_weight", "q_proj_weight", "k_proj_weight", "in_proj_bias")
         return _from_torch(module)
-    for names in SEPARATE:
-        query, key = (getattr(module, name, None) for name in names)
+    for pair in (names, *SEPARATE) if names else SEPARATE:
+        query, key = (getattr(module, name, None) for name in pair)
         if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in (query, key)):
             return _from_layers(query, key, heads, head_dim)
     for name in STACKED:
@@ -91,16 +95,6 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
             return _from_stack(layer, name, heads, head_dim)
     known = ", ".join(f"{q}/{k}" for q, k in SEPARATE) + ", " + ", ".join(STACKED)
     raise NotFound(f"{type(module).__name__} has no linear layers named {known}")
-
-
-def query_key_layers(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """Return the layers whose outputs hold the queries and the keys, or None if no usual name is found."""
-    for names in SEPARATE:
-        query, key = (getattr(module, name, None) for name in names)
-        if isinstance(query, nn.Module) and isinstance(key, nn.Module):
-            return query, key
-    stacked = (getattr(module, name, None) for name in STACKED)
-    return next(((layer, layer) for layer in stacked if isinstance(layer, nn.Module)), None)
 
 
 def output_weight(module: nn.Module, parent: nn.Module | None = None) -> Tensor | None:

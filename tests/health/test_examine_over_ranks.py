@@ -14,7 +14,7 @@ from parallel_subject import subject
 from rank_processes import free_port
 
 import regard
-from regard.health.distributed.checksums import batch_mark, weights_mark
+from regard.health.distributed.checksums import checksum_batch, checksum_weights
 
 TESTS = Path(__file__).parents[1] / "support"
 COMMAND = [sys.executable, "-m", "regard", "examine", "parallel_subject:subject"]
@@ -103,8 +103,8 @@ def test_a_snapshot_that_cannot_be_written_leaves_nothing_behind(tmp_path, monke
 
 def test_a_mark_sees_any_weight_and_any_array():
     model = torch.nn.Linear(64, 64)
-    before = weights_mark(model)
+    before = checksum_weights(model)
     with torch.no_grad():
         model.weight[30] = 0.0
-    assert weights_mark(model) != before
-    assert batch_mark(np.arange(5)) != batch_mark(np.arange(5) + 1)
+    assert checksum_weights(model) != before
+    assert checksum_batch(np.arange(5)) != checksum_batch(np.arange(5) + 1)

@@ -1,4 +1,4 @@
-"""Every way attention is called is caught and measured as the reference has it, or told of."""
+"""Every way in which attention is called is measured as the reference computes it, or reported as unmeasured."""
 
 import math
 
@@ -123,13 +123,13 @@ class Beside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_told_of():
+def test_nested_tensors_are_reported():
     model, y = Beside(), torch.randn(2, 20, 12)
     x = torch.nested.nested_tensor([torch.randn(5, 12), torch.randn(9, 12)], layout=torch.jagged)
     report = examine(model, [(x, y)])
     assert [name for name, _ in report.unmeasured] == ["nested"] and "nested" in report.unmeasured[0][1]
     assert {head.layer for head in report.heads} == {"plain"}
-    with pytest.raises(ValueError, match="cannot lead this call: its tensors are"), regard.using(model, softcap=2.0):
+    with pytest.raises(ValueError, match="cannot intercept this call: its tensors"), regard.using(model, softcap=2.0):
         model(x, y)
     regard.qk_clip(model, 1.0)
     model(x, y)
@@ -156,7 +156,7 @@ class Rotary(nn.Module):
         return x
 
 
-def test_a_kernel_that_is_not_caught_is_told_of():
+def test_a_kernel_that_is_not_captured_is_reported():
     model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 24), Kernel(), Rotary())
     report = examine(model, [torch.randn(2, 20, 12)])
     assert [name for name, _ in report.unmeasured] == ["1"] and "flash_attn_func" in report.unmeasured[0][1]

@@ -68,7 +68,7 @@ def call(name: str, kind: str, *sizes) -> None:
     if kind in ("rows", "ring"):
         dtype = getattr(torch, sizes[0])
         s, dp = draw(*sizes[1:], dtype=dtype), draw(*sizes[1:], dtype=dtype)
-        s[1] = -float("inf")  # an odd row: ratios tell it with more care
+        s[1] = -float("inf")  # an imprecise row: resident kernels compute it again
         p, state = rows.forward(s, choice)
         rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
     else:

@@ -19,11 +19,12 @@ LAYERS = [
         "regard.temperature",
         "regard._core.device",
         "regard._core.philox",
+        "regard._core.dtypes",
         "regard._core.problem",
     ],
     ["regard.reference"],
     ["regard._backends", "regard._backends.cpu", "regard._backends.gpu"],
-    ["regard._core.ops"],
+    ["regard._core.autograd", "regard._core.ops"],
     ["regard._core"],
     ["regard"],  # __init__: the public names
     ["regard.nn", "regard.parallel", "regard.listing", "regard.bench"],

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from regard.health.capture.forward_scope import close_context, close_forward, open_forward
-from regard.health.capture.interception import Interception, as_copied
-from regard.health.measurement.recorder import Layer, Recorder, folded
+from regard.health.capture.interception import Interception, close_scope, open_scope, refuse_data_parallel
+from regard.health.measurement.recorder import Layer, Recorder, merge_uses
 from regard.health.readings.heads import SEES_NOTHING, heads_of
 from regard.health.readings.histogram import NAMES, ROW
 from regard.health.watching.trends import Trends
@@ -59,7 +58,7 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        model = as_copied(model)
+        refuse_data_parallel(model)
         if model._compiled_call_impl is not None:
             raise ValueError(
                 "model was compiled in place, where no hook is called; watch what torch.compile(model) returns instead"
@@ -150,7 +149,7 @@ class Monitor:
             return
         recorder = _Timed(sequences=self.sequences)
         context = Interception(module, observe=recorder).in_forward()
-        open_forward(context)
+        open_scope(context)
         self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
 
     def _leave_out(self, step: int) -> None:
@@ -170,22 +169,22 @@ class Monitor:
     def _end_sample(self) -> None:
         """Close what is still open, of a forward that Ctrl-C ended: torch calls no hook then."""
         if (sample := self._samples.pop(threading.get_ident(), None)) is not None:
-            close_context(sample[1])
+            close_scope(sample[1])
 
     def _after(self, module, inputs, output) -> None:
         started = time.perf_counter()
         if not self._stands_for_it(module) or (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
         recorder, _, step, opening = sample
-        close_forward()
+        close_scope(sample[1])
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: what it told is not a sample
             return
-        recorder.settle()
+        recorder.finish_batch()
         with self._turn:
             self._tell(recorder, step, started - opening)
 
     def _tell(self, recorder: _Timed, step: int, began: float) -> None:
-        layers, rows = folded(recorder.layers.values()), []
+        layers, rows = merge_uses(recorder.layers.values()), []
         for layer in layers:
             if layer.reading is not None:
                 rows += self._record(layer, step)
@@ -291,7 +290,7 @@ class _Timed(Recorder):
         except Exception as error:
             if failed:
                 raise
-            self.layers[self.key].give_up(f"measuring failed: {type(error).__name__}: {error}")
+            self.layers[self.key].mark_unmeasured(f"measuring failed: {type(error).__name__}: {error}")
             self._batch.pop(self.key, None)
             output = outputs[-1] if outputs else timed()
         self.seconds += _now(call.q) - before - own

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make, relative
-from launches import replace_support
 
 from regard import statistics
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import dkv, stored_ds
 from regard._core.device import supports_gluon
 from regard._core.problem import Upstream
@@ -24,23 +24,21 @@ WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", st
 def chosen(monkeypatch):
     """What each backward call took: [is ds stored?, are dk and dv in Gluon?]. Short rows count as long ones."""
     taken = []
-    supports_hopper = dkv.supports_hopper
+    choose_backward, supports_hopper = registry.choose_backward, dkv.supports_hopper
 
-    def stored(call):
-        reason = stored_ds.supports(call)
-        taken.append([reason is None, None])
-        return reason
+    def choose(call):
+        kernel = choose_backward(call)
+        taken.append([kernel.name == "stored ds", None])
+        return kernel
 
     def gluon(*call):
         reason = supports_hopper(*call)
-        if not taken or taken[-1][1] is not None:  # threshold maps are never asked whether ds is stored
-            taken.append([False, None])
         taken[-1][1] = reason is None
         return reason
 
     for module in (attention, stored_ds):
         monkeypatch.setattr(module, "torch", Poisoned())
-    replace_support(monkeypatch, "BACKWARD_KERNELS", "stored ds", stored)
+    monkeypatch.setattr(registry, "choose_backward", choose)
     monkeypatch.setattr(dkv, "supports_hopper", gluon)
     for module, name, number in (
         (stored_ds, "SHORT", 64),
@@ -112,19 +110,19 @@ def test_a_temperature_without_a_gradient(chosen):
         assert relative(getattr(ours, name), getattr(warm, name)) < ROUNDING[torch.bfloat16], name
 
 
-def test_pieces_and_runs_agree_to_the_bit(monkeypatch):
+def test_any_scratch_size_gives_the_same_bits(monkeypatch):
     problem = make(6, **WIDE | dict(b=2, h=4, g=2, m=512, n=512, causal=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
     for most in (2**30, 5 * 512 * 512 * 2, 2 * 512 * 512 * 2):
-        monkeypatch.setattr(stored_ds, "MOST", most)
+        monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", most)
         grads = attention.backward(problem, answer, upstream)
         for name in ("q", "k", "v"):
             assert torch.equal(getattr(grads, name), getattr(truth, name)), (most, name)
 
 
-def test_what_no_query_sees_may_hold_anything():
+def test_hidden_keys_may_hold_nan():
     problem = make(7, **WIDE | dict(m=200, n=300, causal=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.ones_like(answer.o))
@@ -144,4 +142,4 @@ def test_scratch_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
-    assert 0.9 * stored_ds.MOST < scratch < 1.1 * stored_ds.MOST
+    assert 0.9 * stored_ds.SCRATCH_BYTES < scratch < 1.1 * stored_ds.SCRATCH_BYTES

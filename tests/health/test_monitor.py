@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from copied_models import Copied
 from torch import nn
 
 import regard
@@ -106,7 +105,7 @@ def test_a_forward_that_raises_is_no_sample():
                 model(wrong)
         assert (rows, monitor.samples) == ([], 0)
         train(model, 1)
-    assert len(rows) == 2 and interception.ACTIVE == interception.OPENED == []
+    assert len(rows) == 2 and interception.ACTIVE == interception.STATE.scopes == []
 
 
 def test_evaluation_is_not_a_step():
@@ -360,20 +359,6 @@ def test_a_callback_without_its_package_says_what_to_install(monkeypatch, packag
 def test_bad_options_are_told(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         regard.Monitor(layer(), **options)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_copy_that_data_parallel_runs_on_the_first_device_is_watched(inside):
-    model, rows = layer(dropout=0.0), []
-    copied, x = Copied(model), torch.randn(4, 10, 16)
-    with regard.Monitor(model if inside else copied, every=2, log=rows.append, budget=1.0) as monitor:
-        for _ in range(3):
-            copied(x)
-    assert (monitor.step, monitor.samples) == (3, 2)
-    assert [row["step"] for row in rows] == [1, 1, 3, 3]
-    for row, head in zip(rows[:2], regard.examine(copied, [x[:1]]).heads, strict=True):
-        assert row["layer"] == head.layer == "self_attn"
-        assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -392,7 +392,7 @@ def test_parameters_that_are_nan_show_in_the_loss(name, score):
 @pytest.mark.parametrize("score", regard.nn.SCORES)
 def test_ssmax_for_other_heads_is_named(score):
     layer = regard.nn.MultiheadAttention(8, 2, score=score, temperature=SSMax(torch.ones(4)))
-    with pytest.raises(ValueError, match="SSMax with s of 4 heads met queries of 2"):
+    with pytest.raises(ValueError, match="SSMax with s of 4 heads got queries of 2"):
         layer(torch.randn(1, 5, 8))
 
 

@@ -72,7 +72,7 @@ def main(options) -> int:
         parse_all(options.what_if)
     except ValueError as error:
         options.fail(str(error))
-    ranks, subject = torchrun.join(options.timeout), None
+    ranks, subject = torchrun.join_group(options.timeout), None
     try:
         subject = load(
             options.model,
@@ -80,12 +80,12 @@ def main(options) -> int:
             length=options.length,
             batch=options.batch,
             limit=options.limit,
-            device=torchrun.device(options.device),
+            device=torchrun.local_device(options.device),
             dtype=options.dtype,
             pickle=options.allow_pickle,
             missing=options.allow_missing,
         )
-        counter = counting("examining", subject.many) if torchrun.first() else nullcontext()
+        counter = counting("examining", subject.many) if torchrun.is_first_rank() else nullcontext()
         with counter as advance:
             report = examine(
                 subject.model,
@@ -100,7 +100,7 @@ def main(options) -> int:
         on = f" on {subject.notes['input']}" if subject else ""
         complain("examine", one_line(error) if _is_ours(error) else f"{options.model!r} failed{on}: {told(error)}")
         return 1
-    if not torchrun.first():  # torchrun would end rank 0 at a status of 1, before the report is written
+    if not torchrun.is_first_rank():  # torchrun would end rank 0 at a status of 1, before the report is written
         return 0
     report = replace(report, how={**report.how, **subject.notes})
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]

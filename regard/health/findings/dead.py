@@ -16,9 +16,8 @@ from statistics import median
 from typing import NamedTuple
 
 from regard.health.findings._finding import Finding, finding
-from regard.health.measurement.value_spread import NOTHING
-from regard.health.readings.heads import judged
-from regard.health.readings.layer_reading import fetched
+from regard.health.measurement.norms import NOTHING
+from regard.health.readings.heads import can_be_judged, fetch_readings
 
 KIND = "dead"
 SAME = 1e-6  # of a head's largest value, or of the median of those over the layer's heads
@@ -45,12 +44,12 @@ def find_in_layers(layers: Sequence) -> list[Finding]:
     begins: list[tuple[Place, float]] = []
     measured = [layer for layer in layers if layer.reading is not None]
     suspected = [(layer, dead) for layer in measured if (dead := _alike(layer.values))]
-    readings = fetched([layer.reading for layer, _ in suspected])
+    readings = fetch_readings([layer.reading for layer, _ in suspected])
     for (layer, dead), reading in zip(suspected, readings, strict=True):
         constant = len(dead) == layer.heads and all(size > 0.0 for _, size in layer.values)
-        (can_be_judged,) = judged([reading])
+        (judged,) = can_be_judged([reading])
         for head in dead:
-            if can_be_judged[head]:
+            if judged[head]:
                 (text if constant else alike).append((Place(layer.name, layer.index, head), layer.values[head][0]))
     for layer in measured:
         for head in layer.unread:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from regard.health.findings._finding import Finding
-from regard.health.measurement.fidelity import NOT_FINITE
+from regard.health.measurement.norms import NOT_FINITE
 
 KIND = "not finite"
 

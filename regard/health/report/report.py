@@ -16,7 +16,7 @@ from torch import nn
 
 import regard
 from regard.health.findings import Finding
-from regard.health.measurement import fidelity, recorder
+from regard.health.measurement import norms, recorder
 from regard.health.measurement.recorder import Layer
 from regard.health.readings import histogram
 from regard.health.readings.heads import HeadReading
@@ -168,7 +168,7 @@ def how_measured(model: nn.Module, size: int, layers: Sequence[Layer], batches: 
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     checked = (
-        f"on {fidelity.SAMPLED} rows of each call"
+        f"on {norms.SAMPLED_ROWS} rows of each call"
         if any(layer.sampled for layer in measured)
         else "on every counted row"
     )

@@ -128,7 +128,7 @@ def test_no_block_of_lists_crosses_4_gib():
 @triton.jit
 def put_one(ptr, rows, SLOT: tl.constexpr):
     row = tl.arange(0, 1)
-    statistics.put(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
+    statistics.store_statistic(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
 
 
 def test_statistics_beyond_32_bits():

@@ -45,7 +45,7 @@ def backward_of(problem: Problem, temperature=False, statistics=False) -> Backwa
     row = torch.empty(problem.q.shape[:-1], device="cuda:0")
     grads = Gradients(problem.q, problem.k, problem.v, temperature=row if temperature else None)
     forward = Forward(problem.q, row, row, row.unsqueeze(0))
-    flags = dict(TILTED=statistics, HEAT=temperature, FOLDED=False)
+    flags = dict(STATS_GRAD=statistics, TEMPERATURE_GRAD=temperature, Z_IN_SHIFT=False)
     return BackwardCall(problem, forward, problem.q, State(row, None, row, None, None, None), grads, flags)
 
 

@@ -7,7 +7,7 @@ No buffer has more than one block of queries' rows. Blocks multiply only the key
 
 >>> import torch
 >>> from regard import normalizers
->>> from regard._backends.cpu import attention
+>>> from regard._backends.cpu.attention import launch as attention
 >>> from regard._core.problem import Problem
 >>> q = k = torch.zeros(1, 1, 3, 2)
 >>> v = torch.tensor([[[[0.0], [1.0], [5.0]]]])

@@ -1,6 +1,6 @@
 """A part of the keys on the CPU, fused: what `regard.parallel` computes on each rank before parts are merged.
 
-Blocks, products and row kernels are those of `launch.py`; see `regard.parallel.partial` for what each function means,
+Blocks, products and row kernels are those of `launch.py`; see `regard.parallel.torch_engine` for each function,
 and `regard._core.problem` for `Part` and `Whole`.
 """
 

@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from regard import normalizers
->>> from regard._backends.cpu import rows
+>>> from regard._backends.cpu.rows import launch as rows
 >>> s = torch.tensor([[-2.0, 0.0, 0.5]])
 >>> p, state = rows.forward(s, normalizers.get("sparsemax"))
 >>> p

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from regard._backends.gpu.attention import decode
-from regard._backends.gpu.attention.config import config_of, key_blocks, options, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
 from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
@@ -14,8 +14,8 @@ from regard._backends.gpu.attention.hopper.recompute_overflow import forward_ove
 from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.threshold import forward_threshold
-from regard._backends.gpu.attention.tiles import Config, Options
-from regard._backends.gpu.launcher import kind_of, launch
+from regard._backends.gpu.attention.tiles import Options
+from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Forward, Problem
 
 # The threshold solver by dtype: most steps; for maps t² what keys that cross the threshold in the last step may add to
@@ -32,12 +32,12 @@ def run_decode(p: Problem, result: Forward) -> None:
     """Fill `result` of few queries over many keys."""
     config, how = config_of(p, "forward_decode")
     inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
-    decode.forward(p, inputs, key_blocks(p, config), outputs, options(p), config, how)
+    decode.forward(p, inputs, describe_keys(p, config), outputs, options(p), config, how)
 
 
 def run_hopper(p: Problem, result: Forward) -> None:
     """Fill `result` by the Gluon kernel, then recompute the rows that overflowed or lost precision."""
-    opt, key = options(p), kind_of(p, result.o)
+    opt, key = options(p), launch_key(p, result.o)
     sums = hopper.forward(p, result.o, result.shift, result.z, opt, key)
     if p.stats:
         finish_statistics(p, sums, result.stats, opt, key)
@@ -48,22 +48,22 @@ def run_hopper(p: Problem, result: Forward) -> None:
 def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
     """Recompute the rows whose weights outgrew the fixed shift; their Z is NaN."""
     config, how = config_of(p, "forward_online")
-    heads, blocks_per_program = p.q.shape[0] * p.q.shape[1], 4
-    programs = triton.cdiv(triton.cdiv(p.q.shape[-2], config.BM) * heads, blocks_per_program)
-    outputs = view(result.o), result.shift, result.z, result.stats, heads * p.q.shape[-2]
-    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, opt
+    blocks_per_program = 4
+    programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
+    outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()
+    arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, opt
     launch(key, forward_overflow, programs, arguments, (config, blocks_per_program), **how)
 
 
 def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: Options, key) -> None:
     """Turn the Gluon kernel's sums into statistics and recompute the imprecise rows."""
     config, how = config_of(p, "forward_imprecise")
-    rows, blocks_per_program = p.q.shape[0] * p.q.shape[1] * p.q.shape[2], 8
+    rows, blocks_per_program = p.q.shape[:-1].numel(), 8
     launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, opt), (config, ROWS))
     if not (config.NEED.shares or config.NEED.moments):
         return
-    programs = triton.cdiv(_count_blocks(p, config), blocks_per_program)
-    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), sums, stats, rows, opt
+    programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
+    arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), sums, stats, rows, opt
     launch(key, forward_imprecise, programs, arguments, (config, blocks_per_program), **how)
 
 
@@ -78,23 +78,19 @@ def run_threshold(p: Problem, result: Forward) -> None:
 
 
 def _solve_threshold(p: Problem, result: Forward, with_lists: bool) -> None:
-    opt, key = options(p), kind_of(p, result.o)
+    opt, key = options(p), launch_key(p, result.o)
     config, how = config_of(p, "forward_threshold")
     steps, square, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
     inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
     failed = sparse.forward(p, key, inputs, *outputs, opt, config, steps) if with_lists else None
-    arguments = *inputs, *key_blocks(p, config), *outputs, failed, opt
+    arguments = *inputs, *describe_keys(p, config), *outputs, failed, opt
     constants = config, steps, square if p.choice.order == 2 else other
-    launch(key, forward_threshold, _count_blocks(p, config), arguments, constants, **how)
+    launch(key, forward_threshold, count_blocks(p, config), arguments, constants, **how)
 
 
 def run_online(p: Problem, result: Forward) -> None:
     """Fill `result` of a ratio or pointwise map in one sweep over the keys."""
     config, how = config_of(p, "forward_online")
     outputs = view(result.o), result.shift, result.z, result.stats
-    arguments = view(p.q), view(p.k), view(p.v), *key_blocks(p, config), *outputs, options(p)
-    launch(kind_of(p, result.o), forward_online, _count_blocks(p, config), arguments, (config,), **how)
-
-
-def _count_blocks(p: Problem, config: Config) -> int:
-    return triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
+    arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, options(p)
+    launch(launch_key(p, result.o), forward_online, count_blocks(p, config), arguments, (config,), **how)

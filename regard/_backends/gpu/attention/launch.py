@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
-import triton
 
+from regard._backends.gpu import tape
 from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention.backward import cudnn
 from regard._backends.gpu.attention.backward.bias import compute_bias_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
-from regard._backends.gpu.attention.config import config_of, options, unexpanded_shape, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, options, unexpanded_shape, view
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 
 BLOCK_ROWS = 128  # of the largest block
 
 
+SMALL = 2**28  # scores: beyond that a kernel runs longer than the host takes to launch it
+OPTIONS = ("choice", "scale", "softcap", "causal", "left", "right", "stats", "first_query", "first_key", "queries")
+options_of = attrgetter(*OPTIONS)
+tensors_of = attrgetter("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths")
+
+
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     """Compute o, the row state and the statistics of one call. `o` may be a preallocated output of any strides."""
+
+    def compute() -> tuple:
+        result = _forward(_with_near_entries(problem), o if o is None or _has_near_entries(o) else None)
+        return result.o, result.shift, result.z, result.stats
+
     with on_device_of(problem.q):
-        return _forward(_with_near_entries(problem), o if o is None or _has_near_entries(o) else None)
+        if not _is_small(problem):
+            return Forward(*compute())
+        return Forward(*tape.run(options_of(problem), (*tensors_of(problem), o), compute))
 
 
 def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
@@ -35,18 +50,36 @@ def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
     if p.k.shape[-2] == 0:
         _fill_empty_rows(p, result)
     elif o.numel() or shift.numel():
-        registry.choose(p).forward(p, result)
+        registry.choose(p).run(p, result)
     return result
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Compute the gradients of q, k, v and of what `upstream` asks for."""
+
+    def compute() -> tuple:
+        do = replace(upstream, o=_gather_entries(upstream.o))
+        g = _backward(_with_near_entries(problem), forward, do)
+        return g.q, g.k, g.v, g.bias, g.temperature, g.sink
+
     with on_device_of(problem.q):
-        return _backward(_with_near_entries(problem), forward, replace(upstream, o=_gather_entries(upstream.o)))
+        if not _is_small(problem):
+            return Gradients(*compute())
+        wants = upstream.bias, upstream.temperature, upstream.sink, tuple(upstream.stats)
+        saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
+        inputs = (*tensors_of(problem), *saved)
+        return Gradients(*tape.run((options_of(problem), wants), inputs, compute))
+
+
+def _is_small(p: Problem) -> bool:
+    """True if a tape may save the host more time than the kernels run."""
+    return p.q.is_cuda and not p.dropout_p and p.q.shape[0] * p.q.shape[1] * p.q.shape[2] * p.k.shape[2] <= SMALL
 
 
 def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     do, family = upstream.o, p.choice.family
+    if forward.o.numel() and p.k.shape[-2] and cudnn.why_not(p, bool(upstream.stats)) is None:
+        return cudnn.backward(p, forward, upstream)
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
     if upstream.temperature and p.temperature is not None:
@@ -55,11 +88,12 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         return _fill_zero_gradients(p, upstream, grads, like)
     has_statistics = bool(upstream.stats)
     # where 16 bits do not show it, 1/Z joins the exponent of exp(s − m)/Z
-    folded = family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not has_statistics
+    z_in_shift = family == "ratio" and p.choice.exponential and p.q.element_size() == 2 and not has_statistics
     shift = forward.shift if family == "threshold" else torch.empty(shape, **like)
-    inverse = torch.empty(shape, **like) if (not folded if family == "ratio" else has_statistics) else None
+    inverse = torch.empty(shape, **like) if (not z_in_shift if family == "ratio" else has_statistics) else None
     product = delta = torch.empty(shape, **like)
-    flags = dict(TILTED=has_statistics, HEAT=grads.temperature is not None, FOLDED=folded, others=(do,))
+    wants_temperature = grads.temperature is not None
+    flags = dict(STATS_GRAD=has_statistics, TEMPERATURE_GRAD=wants_temperature, Z_IN_SHIFT=z_in_shift, others=(do,))
     call = BackwardCall(p, forward, do, State(shift, inverse, delta, None, None, None), grads, flags)
     kernel = registry.choose_backward(call)
     if has_statistics or kernel.needs_delta:
@@ -67,7 +101,7 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     if has_statistics:
         product = delta.clone()
         call = add_statistic_terms(call, upstream)
-    kernel.backward(call)
+    kernel.run(call)
     if upstream.bias and p.bias is not None:
         grads.bias = compute_bias_gradient(call)
     if upstream.sink and p.sink is not None:
@@ -79,10 +113,9 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
 def _compute_delta(call: BackwardCall) -> None:
     """Fill δ, shift and 1/Z of every row, for kernels that cannot find δ on their way."""
     p, forward = call.problem, call.forward
-    config, how = config_of(p, "backward_rows", FOLDED=call.flags["FOLDED"])
+    config, how = config_of(p, "backward_rows", Z_IN_SHIFT=call.flags["Z_IN_SHIFT"])
     arguments = view(p.q), view(forward.o), view(call.do), forward.shift, forward.z, call.rows, options(p)
-    blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
-    launch(call.key, backward_rows, blocks, arguments, (config,), **how)
+    launch(call.key, backward_rows, count_blocks(p, config), arguments, (config,), **how)
 
 
 def _with_near_entries(p: Problem) -> Problem:

@@ -5,45 +5,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import takewhile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from regard._backends.gpu.attention import decode, forward
-from regard._backends.gpu.attention.backward import dq, stored_ds
+from regard._backends.gpu.attention.backward import cudnn, dq, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._core.problem import Forward, Problem
+from regard._core.problem import Problem
 
 PAGE = Path(__file__).parents[4] / "docs" / "developers" / "kernels-table.md"
 
 
 class Kernel(NamedTuple):
-    """A forward kernel, which fills the tensors of a `Forward`."""
+    """A kernel: of `KERNELS`, on a `Problem` and the `Forward` to fill; of `BACKWARD_KERNELS`, on a `BackwardCall`."""
 
     name: str
     summary: str  # how it works
     families: tuple[str, ...]  # of the normalisers that it computes
     limits: str  # what `supports` asks for beside the family, in words
-    supports: Callable[[Problem], str | None]  # None, or why it cannot take the call
-    forward: Callable[[Problem, Forward], None]
+    supports: Callable[[Any], str | None]  # None, or why it cannot take the call
+    run: Callable[..., None]
+    needs_delta: bool = False  # backward: δ of every row is computed beforehand
 
 
-class BackwardKernel(NamedTuple):
-    """A backward kernel, which fills dq, dk and dv of a `BackwardCall`."""
-
-    name: str
-    summary: str
-    families: tuple[str, ...]
-    limits: str
-    supports: Callable[[BackwardCall], str | None]
-    backward: Callable[[BackwardCall], None]
-    needs_delta: bool = False  # δ of every row is computed beforehand
-
-
-def _support_all(call: Problem | BackwardCall) -> str | None:
+def _support_all(call: Problem | BackwardCall) -> None:
     return None
 
 
@@ -54,7 +42,7 @@ KERNELS = (
         families=("ratio", "pointwise"),
         limits=f"at most {decode.QUERIES} queries, at least {decode.KEYS} keys; no mask, bias or dropout",
         supports=decode.supports,
-        forward=forward.run_decode,
+        run=forward.run_decode,
     ),
     Kernel(
         name="hopper",
@@ -63,7 +51,7 @@ KERNELS = (
         limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
         "queries; statistics of softmax and softmax1 only; no mask, bias or dropout, windows in causal order only",
         supports=hopper.supports,
-        forward=forward.run_hopper,
+        run=forward.run_hopper,
     ),
     Kernel(
         name="sparse threshold",
@@ -72,7 +60,7 @@ KERNELS = (
         limits=f"Hopper; bfloat16, float16; heads of 64 or 128; at least {sparse.LENGTHS['forward'].start} visible "
         "keys; no soft cap, mask, bias or dropout",
         supports=lambda problem: sparse.supports(problem, "forward"),
-        forward=forward.run_sparse_threshold,
+        run=forward.run_sparse_threshold,
     ),
     Kernel(
         name="threshold",
@@ -80,7 +68,7 @@ KERNELS = (
         families=("threshold",),
         limits="none",
         supports=_support_all,
-        forward=forward.run_threshold,
+        run=forward.run_threshold,
     ),
     Kernel(
         name="online",
@@ -88,57 +76,72 @@ KERNELS = (
         families=("ratio", "pointwise"),
         limits="none",
         supports=_support_all,
-        forward=forward.run_online,
+        run=forward.run_online,
     ),
 )
 BACKWARD_KERNELS = (
-    BackwardKernel(
+    Kernel(
+        name="cudnn",
+        summary="cuDNN's backward from our row state",
+        families=("ratio",),
+        limits=f"Hopper; bfloat16, float16; softmax; head widths of 8·n up to {cudnn.WIDEST}; of the options causal "
+        "order and scale only; no gradient of statistics; no deterministic algorithms",
+        supports=cudnn.supports,
+        run=cudnn.run,
+    ),
+    Kernel(
         name="stored ds",
         summary="dk and dv (Gluon on Hopper) leave ds in scratch, dq is one product",
         families=("ratio", "pointwise"),
         limits=f"bfloat16, float16; heads of {stored_ds.WIDTHS.start} to {stored_ds.WIDTHS[-1]}; at least "
         f"{stored_ds.SHORT} queries and keys; no window, mask, bias, dropout or gradient of the temperature",
         supports=stored_ds.supports,
-        backward=stored_ds.backward,
+        run=stored_ds.backward,
         needs_delta=True,
     ),
-    BackwardKernel(
+    Kernel(
         name="sparse",
         summary="Gluon sweeps list the keys above tau, then the queries",
         families=("threshold",),
         limits=f"as sparse threshold; at least {sparse.LENGTHS['backward'].start} visible keys; no gradient of "
         "statistics or temperature",
         supports=dq.supports_sparse,
-        backward=dq.run_sparse,
+        run=dq.run_sparse,
     ),
-    BackwardKernel(
+    Kernel(
         name="two sweeps",
         summary="dq over the keys, then dk and dv (Gluon on Hopper) over the queries",
         families=("ratio", "pointwise", "threshold"),
         limits="none",
         supports=_support_all,
-        backward=dq.run_two_sweeps,
+        run=dq.run_two_sweeps,
     ),
 )
 
 
 def choose(problem: Problem) -> Kernel:
     """Return the first kernel that supports the problem."""
-    family = problem.choice.family
-    return next(kernel for kernel in KERNELS if family in kernel.families and kernel.supports(problem) is None)
+    return next(kernel for kernel in _of_family(KERNELS, problem) if kernel.supports(problem) is None)
 
 
-def choose_backward(call: BackwardCall) -> BackwardKernel:
+def choose_backward(call: BackwardCall) -> Kernel:
     """Return the first backward kernel that supports the call."""
-    family = call.problem.choice.family
-    return next(kernel for kernel in BACKWARD_KERNELS if family in kernel.families and kernel.supports(call) is None)
+    return next(kernel for kernel in _of_family(BACKWARD_KERNELS, call.problem) if kernel.supports(call) is None)
+
+
+def _of_family(kernels: tuple[Kernel, ...], problem: Problem) -> Iterator[Kernel]:
+    return (kernel for kernel in kernels if problem.choice.family in kernel.families)
 
 
 def explain(problem: Problem) -> list[tuple[str, str]]:
     """List (kernel, why it was passed over) of the normaliser's kernels before the one that `choose` returns."""
-    kernels = (kernel for kernel in KERNELS if problem.choice.family in kernel.families)
-    reasons = ((kernel.name, kernel.supports(problem)) for kernel in kernels)
-    return [(name, reason) for name, reason in takewhile(lambda pair: pair[1] is not None, reasons) if reason]
+    passed = []
+    for kernel in _of_family(KERNELS, problem):
+        reason = kernel.supports(problem)
+        if reason is None:
+            break
+        passed.append((kernel.name, reason))
+    return passed
 
 
 def describe(problem: Problem) -> str:
@@ -153,9 +156,11 @@ def describe(problem: Problem) -> str:
 
 def table() -> list[tuple[str, ...]]:
     """List (direction, kernel, how it works, families, limits) of every kernel, in order of preference."""
-    rows: list[tuple[str, Kernel | BackwardKernel]] = [("forward", kernel) for kernel in KERNELS]
-    rows += [("backward", kernel) for kernel in BACKWARD_KERNELS]
-    return [(way, kernel.name, kernel.summary, ", ".join(kernel.families), kernel.limits) for way, kernel in rows]
+    return [
+        (direction, kernel.name, kernel.summary, ", ".join(kernel.families), kernel.limits)
+        for direction, kernels in (("forward", KERNELS), ("backward", BACKWARD_KERNELS))
+        for kernel in kernels
+    ]
 
 
 def render() -> str:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from regard._backends.gpu.attention.backward.slopes import State
-from regard._backends.gpu.attention.config import linear
-from regard._backends.gpu.launcher import kind_of
+from regard._backends.gpu.attention.config import is_linear
+from regard._backends.gpu.launcher import launch_key
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 
 
@@ -27,7 +27,7 @@ class BackwardCall(NamedTuple):
     @property
     def key(self) -> Hashable:
         """The launch key of kernels that read forward's results."""
-        return kind_of(self.problem, self.do, self.forward.o, self.forward.shift, self.forward.z)
+        return launch_key(self.problem, self.do, self.forward.o, self.forward.shift, self.forward.z)
 
 
 def add_statistic_terms(call: BackwardCall, upstream: Upstream) -> BackwardCall:
@@ -50,7 +50,7 @@ def add_statistic_terms(call: BackwardCall, upstream: Upstream) -> BackwardCall:
     if "logit_variance" in upstream.stats:
         n = stats["visible_keys"]
         d_variance = torch.where(n > 0, 2.0 * upstream.stats["logit_variance"] / n.clamp_min(1.0), 0.0)
-        a = p.scale if linear(p) else 1.0
+        a = p.scale if is_linear(p) else 1.0
         a = a if p.temperature is None else a / p.temperature.to(delta.dtype)
         gamma, epsilon = (d_variance * a).contiguous(), (-d_variance * stats["mean_logit"]).contiguous()
     return call._replace(rows=call.rows._replace(beta=beta, gamma=gamma, epsilon=epsilon))

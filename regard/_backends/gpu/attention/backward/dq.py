@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import triton
-
 from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
-from regard._backends.gpu.attention.config import config_of, key_blocks, options, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.launcher import launch
 
@@ -16,7 +14,7 @@ def supports_sparse(call: BackwardCall) -> str | None:
     """Say why lists of candidates cannot give these gradients."""
     if call.grads.temperature is not None:
         return "a gradient of the temperature"
-    if call.flags["TILTED"]:
+    if call.flags["STATS_GRAD"]:
         return "gradients of statistics"
     return sparse.supports(call.problem, "backward")
 
@@ -41,7 +39,6 @@ def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
         outputs = view(grads.q), view(grads.k), view(grads.v)
         failed = sparse.backward(p, key, inputs, forward.shift, forward.z, outputs, rows.delta, opt, config)
     queries = view(forward.o), inputs[3], view(grads.q), grads.temperature, forward.shift, forward.z, rows
-    arguments = *inputs[:3], *key_blocks(p, config), *queries, next(failed), opt
-    blocks = triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
-    launch(key, backward_dq, blocks, arguments, (config,), **how)
+    arguments = *inputs[:3], *describe_keys(p, config), *queries, next(failed), opt
+    launch(key, backward_dq, count_blocks(p, config), arguments, (config,), **how)
     dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags)

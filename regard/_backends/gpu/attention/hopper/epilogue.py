@@ -18,14 +18,14 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.finish_statistics import RowIndex
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
-from regard._backends.gpu.attention.online import ending, frame_of
+from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
 MAX_SUM = gl.constexpr(2.0**40)  # of a row's weights in a fixed shift
 
 
 class RowState(NamedTuple):
-    """The sums that `online.ending` reads."""
+    """The sums that `online.join_sink` reads."""
 
     shift: Any
     z: Any
@@ -84,12 +84,12 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
     loop_shift = to_rows(gl.max(r.shift, 1), i)
     shift = loop_shift
     if F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT:
-        shift = frame_of(top, a * LOG2E, F)
+        shift = find_shift(top, a * LOG2E, F)
     offset = loop_shift - shift
     factor = gl.exp2(offset)
     loop_z = to_rows(gl.sum(r.z, 1), i)
     z = loop_z * factor
-    outer, _, inverse, total = ending(RowState(shift, z), RowIndex(work.b, work.h, i), inside, opt, C)
+    outer, _, inverse, total = join_sink(RowState(shift, z), RowIndex(work.b, work.h, i), inside, opt, C)
     if C.FIXED_SHIFT:
         total = gl.where(loop_z <= MAX_SUM, total, float("nan"))
     natural = outer * LN2

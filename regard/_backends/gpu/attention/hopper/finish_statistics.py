@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import statistics, tiles
-from regard._backends.gpu.attention.online import ending, frame_of
+from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
@@ -22,7 +22,7 @@ ROWS = 128  # of a program
 
 
 class RowIndex(NamedTuple):
-    """Batch, head and position of rows: what `online.ending` reads."""
+    """Batch, head and position of rows: what `online.join_sink` reads."""
 
     b: Any
     h: Any
@@ -53,7 +53,7 @@ def forward_statistics(raw_sums, stats, rows, opt, C: tl.constexpr, N: tl.conste
     zero = z * 0.0
     one = zero + 1.0
     distance, mean, m2, magnitude, log_u, square, first_u = zero, zero, zero, zero, zero, zero, zero
-    shift = frame_of(top, b2, F)
+    shift = find_shift(top, b2, F)
     if C.NEED.distance:
         distance = tl.load(raw_sums + 2 * rows + row, mask=inside, other=0.0)
     if C.NEED.moments:
@@ -70,7 +70,7 @@ def forward_statistics(raw_sums, stats, rows, opt, C: tl.constexpr, N: tl.conste
     r = Sums(
         top, shift, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
     )  # fmt: skip
-    outer, rest, inverse, total = ending(r, index, inside, opt, C)
+    outer, rest, inverse, total = join_sink(r, index, inside, opt, C)
     lse = outer * LN2 + tl.log(total)
     statistics.finish(stats, row, inside, empty, r, a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows)
     imprecise = (empty == 0) & (su < 0.0156 + 6e-4 * tl.abs(shift))  # as in forward_online.completed

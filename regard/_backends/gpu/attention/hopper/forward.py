@@ -180,7 +180,7 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
             skip_tiles(work.base, begin, ring, C)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
-        a = 1.0 / tiles.rows_of(opt.temperature, work.b, work.h, i, i < opt.queries, 1.0).to(gl.float32)
+        a = 1.0 / tiles.load_rows(opt.temperature, work.b, work.h, i, i < opt.queries, 1.0).to(gl.float32)
     if opt.cap is None:
         a = a * tiles.number(opt.scale, gl.float32)
     theta = tiles.number(opt.theta, gl.float32)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.tiles import View
-from regard._backends.gpu.launcher import kind_of, launch
+from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
 KEYS = 64  # of one product
@@ -55,7 +55,7 @@ def sum_key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: t
     ones = tl.full([64, N], 1.0, k.ptr.dtype.element_ty)
     for start in range(part * size, tl.minimum(part * size + size, keys), N):
         # a tensor core truncates its sums: few terms per sum lose little
-        here = tiles.block_of(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
+        here = tiles.load_block(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
         total += tl.dot(tl.trans(here), here)
         key_sum += tl.dot(ones, here)
     d = tl.arange(0, D)
@@ -128,7 +128,7 @@ def compute_key_moments(p: Problem, span: int) -> KeyMoments:
         torch.empty(b * g, states, d, **number),
         torch.empty(b * g, states, **number),
     )
-    kind, k = kind_of(p), View(p.k, p.k.stride())
+    kind, k = launch_key(p), View(p.k, p.k.stride())
     launch(kind, sum_key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=4, num_stages=3)
     launch(kind, merge_key_products, b * g * (d // 16), (products, sums, moments, parts), (d, 16, causal), num_warps=4)
     return moments

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, statistics, tiles
-from regard._backends.gpu.attention.online import ending, lesser
+from regard._backends.gpu.attention.online import join_sink, sum_below_max
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
@@ -25,12 +25,12 @@ TIE = tl.constexpr(2.0**-21)  # two kernels may round q·k differently; this clo
 def sum_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Adds one key tile to the sums, as `key_loop.sweep` calls it."""
     su, sl, sq, ties, mean, m2, top, pivot = state
-    _, _, y, seen, _ = key_loop.look(scene, start, opt, C, EDGE)
+    _, _, y, seen, _ = key_loop.score_tile(scene, start, opt, C, EDGE)
     margin = TIE * tl.abs(top)
     if opt.cap is not None:
         margin += 8 * TIE * tiles.number(opt.cap, C.ACC)
     below = y < (top - margin)[:, None]
-    su, sl, sq, ties = lesser(su, sl, sq, ties, below, top, y, seen, scene, C)
+    su, sl, sq, ties = sum_below_max(su, sl, sq, ties, below, top, y, seen, scene, C)
     if C.NEED.moments:
         d = tl.where(seen, y - pivot[:, None], 0.0)
         mean += tiles.fold(d, C)
@@ -58,7 +58,7 @@ def forward_imprecise(q, k, v, k_blocks, v_blocks, raw_sums, stats, rows, opt, C
 def load_imprecise(block, end, raw_sums, opt, C: tl.constexpr):
     """(rows, max y or +inf if precise) of a block of queries, or of a column of blocks."""
     blocks = tl.cdiv(opt.queries, C.BM)
-    i = (blocks - 1 - block % blocks) * C.BM + tl.arange(0, C.BM)  # in the order of key_loop.scene_at
+    i = (blocks - 1 - block % blocks) * C.BM + tl.arange(0, C.BM)  # in the order of key_loop.load_query_block_at
     row = block // blocks * tiles.wide(opt.queries) + i
     return row, tl.load(raw_sums + row, mask=i < tl.where(block < end, opt.queries, 0), other=float("inf"))
 
@@ -71,7 +71,7 @@ def recompute_block(block, row, top, q, k, v, k_blocks, v_blocks, raw_sums, stat
     distance = tl.load(raw_sums + 2 * rows + row, mask=imprecise, other=0.0)
     pivot = tl.load(raw_sums + 3 * rows + row, mask=imprecise, other=0.0)
     top = tl.where(imprecise, top, 0.0)
-    scene, i0 = key_loop.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
+    scene, i0 = key_loop.load_query_block_at(block, q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.zeros(C.BM, C.LANES, C.ACC)
     state = (zero, zero, zero, zero, zero, zero, top, pivot)
     su2, sl2, sq2, ties2, mean2, m22, _, _ = key_loop.sweep(state, scene, i0, opt, sum_tile, C)
@@ -82,7 +82,7 @@ def recompute_block(block, row, top, q, k, v, k_blocks, v_blocks, raw_sums, stat
         top, top * b2, z, tl.sum(ties2, 1), su, su, tl.sum(sl2, 1), sq, su, sq, none, distance, none, none, scene.i,
         none, pivot, tl.sum(mean2, 1), tl.sum(m22, 1),
     )  # fmt: skip
-    shift, rest, inverse, total = ending(r, scene, imprecise, opt, C)
+    shift, rest, inverse, total = join_sink(r, scene, imprecise, opt, C)
     lse = shift * LN2 + tl.log(total)
     n = (scene.last - scene.first).to(C.ACC)
     first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.shift)

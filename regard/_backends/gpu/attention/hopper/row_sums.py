@@ -29,7 +29,7 @@ from regard._backends.gpu.attention.hopper.fragment import (
     zeros,
 )
 from regard._backends.gpu.attention.hopper.ptx import reciprocal, row_max, shift_code, shift_constraints
-from regard._backends.gpu.attention.online import frame_of, terms
+from regard._backends.gpu.attention.online import find_shift, terms
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
 
@@ -64,7 +64,7 @@ def empty_rows(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
     """RowSums of no keys; LAYOUT is the layout of N keys."""
     none = gl.sum(gl.sum(cells(zeros(N, LAYOUT)), 1), 2)
     top = none + HIDDEN
-    return RowSums(top, frame_of(top, none + 1.0, F), none, none, none, none, none, none, none)
+    return RowSums(top, find_shift(top, none + 1.0, F), none, none, none, none, none, none, none)
 
 
 @gluon.jit

@@ -17,8 +17,8 @@ from regard._backends.gpu.attention.tiles import LOG2E
 @triton.jit
 def bound_from_sample(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
     """Stores bound_i ≤ τ_i in units of y: −∞ lists every key, +∞ means that the lists would overflow."""
-    scene, i0 = key_loop.scene_of(q, k, k, k, k, opt, C)
-    _, inner, outer = key_loop.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
+    scene, i0 = key_loop.load_query_block(q, k, k, k, k, opt, C)
+    _, inner, outer = key_loop.find_key_range(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
     whole_blocks = (outer - inner) // C.BN
     bound = tiles.full(C.BM, float("inf"), C.ACC)
     if scene.highest - scene.lowest <= 4 * (FULL - 8):
@@ -27,13 +27,13 @@ def bound_from_sample(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, ST
         sum_y = tiles.full(C.BM, 0.0, C.ACC)
         sum_y2 = sum_y
         for sample in range(4):
-            tile = key_loop.look(scene, inner + whole_blocks * (2 * sample + 1) // 8 * C.BN, opt, C, False)
+            tile = key_loop.score_tile(scene, inner + whole_blocks * (2 * sample + 1) // 8 * C.BN, opt, C, False)
             sum_y += tl.sum(tile[2], 1)
             sum_y2 += tl.sum(tile[2] * tile[2], 1)
         mean = sum_y / (4 * C.BN)
         sigma = tl.sqrt(tl.maximum(sum_y2 / (4 * C.BN) - mean * mean, 1e-12))
         gain = scene.a * C.F.gain(scene.theta)
-        power = tau_estimate.power(scene, C)
+        power = tau_estimate.find_exponent(scene, C)
         n = (tl.cdiv(whole_blocks, STRIDE) * C.BN).to(C.ACC)  # keys that F is summed over
         root = tau_estimate.tail(n, sigma * gain, power)
         # τ's standard error: about 0.31/k from the few keys above it, the rest from the sample's mean and deviation
@@ -51,8 +51,8 @@ def bound_from_sample(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, ST
             mass = tiles.zeros(C.BM, C.LANES, C.ACC)
             slope_sum = mass
             for start in tl.range(inner, outer, C.BN * STRIDE):
-                tile = key_loop.look(scene, start, opt, C, False)
-                more_mass, more_slope = tau_estimate.measured(tile[2], tau_before * gain, scene, C)
+                tile = key_loop.score_tile(scene, start, opt, C, False)
+                more_mass, more_slope = tau_estimate.measure(tile[2], tau_before * gain, scene, C)
                 mass += more_mass
                 slope_sum += more_slope
             mass, slope_sum = tl.sum(mass, 1), tl.sum(slope_sum, 1)

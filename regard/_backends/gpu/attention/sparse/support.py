@@ -239,7 +239,7 @@ def are_solved(failed, head, start, size, BM: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def are_queries_solved(failed, opt, BM: tl.constexpr, ROWS: tl.constexpr):
-    """True if the block of queries of this program (`key_loop.scene_of`) was solved from its lists."""
+    """True if the block of queries of this program (`key_loop.load_query_block`) was solved from its lists."""
     blocks = tl.cdiv(opt.queries, BM)
     pid = tl.program_id(0)
     return are_solved(failed, pid // blocks, (blocks - 1 - pid % blocks) * BM, opt.queries, BM, ROWS)

@@ -10,7 +10,7 @@ import torch
 from random_problems import close, draw, oracle
 
 from regard import normalizers
-from regard._backends.cpu import cores
+from regard._backends.cpu import tasks
 from regard._backends.cpu.attention import blocks as attention_blocks
 from regard._backends.cpu.attention import launch as attention
 from regard._core.problem import Problem, Upstream
@@ -59,7 +59,7 @@ def test_more_blocks_than_one(monkeypatch, m):
         monkeypatch.setattr(attention_blocks, "SMALL", 0)
         monkeypatch.setattr(attention.Blocks.__init__, "__defaults__", ((True, True, True), 1))
         blocks = attention.Blocks(given)
-        assert blocks.parts > 1 and len(list(blocks.of(blocks.tasks[0][0]))) > 1
+        assert blocks.parts > 1 and len(list(blocks.blocks_of(blocks.tasks[0][0]))) > 1
         result = attention.forward(given)
         gradients = attention.backward(given, result, upstream)
         close(result.o, o, 1e-10, "o")
@@ -130,7 +130,7 @@ def test_a_failure_in_one_task_reaches_the_caller():
         done.append(item)
 
     with pytest.raises(RuntimeError, match="task 3"):
-        cores.each(range(10_000), work)
+        tasks.run_tasks(range(10_000), work)
     assert len(done) < 10_000
 
 

@@ -73,23 +73,20 @@ class Block:
         """The block's rows of x [..., B, H, M] as an array [..., rows], a copy where it must be."""
         return (x if self.is_whole else x[..., *self.rows]).flatten(-3).numpy()
 
+    def row_output(self, x: Tensor) -> np.ndarray:
+        """An array [..., rows] for results of the block's rows: x [..., B, H, M] itself, or one for `store_rows`."""
+        own = x.numpy()
+        shape = *x.shape[:-3], self.count
+        return own.reshape(shape) if self.is_whole else np.empty(shape, own.dtype)
+
+    def store_rows(self, x: Tensor, array: np.ndarray) -> None:
+        """Copies what `row_output` returned to x, unless it is x."""
+        if not self.is_whole:
+            x[..., *self.rows] = torch.from_numpy(array).view(*x.shape[:-3], *self.size)
+
     def as_matrix(self, x: Tensor) -> np.ndarray:
         """A view of x [g, rows, n] as the rows of one matrix."""
-        return x.view(self.count, x.shape[-1]).numpy()
-
-
-class RowOutput:
-    """The block's rows of x [..., B, H, M] as an array [..., rows]: x itself, or a buffer that `store` copies to x."""
-
-    def __init__(self, block: Block, x: Tensor):
-        self.block, self.x = block, x
-        lead = x.shape[:-3]
-        self.flat = x.view(*lead, -1) if block.is_whole else x.new_empty((*lead, block.count))
-        self.array = self.flat.numpy()
-
-    def store(self) -> None:
-        if not self.block.is_whole:
-            self.x[..., *self.block.rows] = self.flat.view(*self.x.shape[:-3], *self.block.size)
+        return x.numpy().reshape(self.count, x.shape[-1])
 
 
 class Scratch:
@@ -100,11 +97,11 @@ class Scratch:
         self.buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
         buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self.buffers[name] = torch.empty(size, dtype=self.dtype)
-        return (buffer if buffer.numel() == size else buffer[:size]).view(shape)
+        if buffer is None or buffer.numel() < math.prod(shape):
+            buffer = self.buffers[name] = torch.empty(shape, dtype=self.dtype)
+            return buffer
+        return buffer.view(-1)[: math.prod(shape)].view(shape)
 
 
 class Blocks:
@@ -205,12 +202,12 @@ class Blocks:
         """k and v of the task's heads, [g, N, D] and [g, N, E], in the accumulator's dtype.
 
         Keys that no query sees count as zeros, because 0 · NaN in a product would be NaN. Blocks leave out keys
-        beyond causal order, window and lengths; those behind a mask or a bias are looked for if they are not finite.
+        beyond causal order, window and length; those behind a mask or a bias, or beyond one length of several, are
+        looked for if they are not finite.
         """
         problem = self.problem
-        k, v = (self._heads_of(x, task) for x in (problem.k, problem.v))
-        lengths_differ = len(set(self.limits[task.b0 : task.b1])) > 1
-        if problem.mask is None and problem.bias is None and not lengths_differ:
+        k, v = self._heads_of(problem.k, task), self._heads_of(problem.v, task)
+        if problem.mask is None and problem.bias is None and (problem.key_lengths is None or not self.is_small):
             return k, v
         bad = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
         if not bad.any():
@@ -225,7 +222,8 @@ class Blocks:
         if not self.is_small:
             x = x[task.b0 : task.b1, task.g0 : task.g1]
         x = x.to(self.dtype).flatten(0, 1)
-        return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+        _, stride, step = x.stride()
+        return x if step == 1 and stride >= x.shape[-1] else x.contiguous()
 
     def _is_seen(self, task: Task, columns: Tensor) -> Tensor:
         """Whether any query of its heads sees each of the keys `columns`: [g, len(columns)]."""

@@ -83,7 +83,7 @@ def tile_functions(normalizer: Normalizer, precision: str) -> dict[str, Any]:
     """The functions (x, m, c, θ) that the templates call, and the constants that they know of the family."""
     family, limits = normalizer.family, np.finfo(precision)
     is_threshold = family == "threshold"
-    shift = getattr(normalizer, "shift", "none")
+    shift, rest = getattr(normalizer, "shift", "none"), getattr(normalizer, "rest", nothing)
     found = dict(
         is_ratio=family == "ratio",
         is_coupled=family != "pointwise",
@@ -92,13 +92,13 @@ def tile_functions(normalizer: Normalizer, precision: str) -> dict[str, Any]:
         is_power=isinstance(normalizer, Threshold) and normalizer.is_power,
         is_shifted=shift != "none",
         lowest_shift=0.0 if shift == "max0" else float("-inf"),
-        has_rest=_is_exponential(normalizer) and normalizer.rest is not nothing,
+        has_rest=_is_exponential(normalizer) and rest is not nothing,
         lowest=float(np.log(limits.tiny)) - 20.0,  # its exp is 0
         smallest=float(limits.tiny),
         largest=float(limits.max),
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
-        rest=getattr(normalizer, "rest", nothing),
+        rest=rest,
         logit=families.threshold_logit if is_threshold else families.plain_logit,
         row_shift=backward_rows.threshold_row_shift if is_threshold else backward_rows.plain_row_shift,
         excess=families.threshold_excess,

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from regard._backends.cpu.attention import kernels
-from regard._backends.cpu.attention.blocks import Block, Blocks, RowOutput, Scratch, Task
+from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
 from regard._backends.cpu.attention.dropout import apply_dropout
 from regard._backends.cpu.attention.forward_rows import FIELDS
 from regard._backends.cpu.jit.compile import precision_of
@@ -53,8 +53,10 @@ def compute_forward(
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
     o = torch.empty((*rows, problem.v.shape[-1]), dtype=dtype)
     shift, z = torch.empty(rows, dtype=wide), torch.empty(rows, dtype=wide)
-    measured = (FIELDS, torch.float64) if keep_sums and problem.stats else (len(problem.stats), wide)
-    stats = torch.empty((measured[0], *rows), dtype=measured[1])
+    fields = FIELDS if problem.stats else 0
+    stats = torch.empty(
+        (fields if keep_sums else len(problem.stats), *rows), dtype=torch.float64 if keep_sums else wide
+    )
     normalizer, theta = problem.choice.normalizer, problem.choice.theta or 0.0
     run = kernels.forward_kernel(normalizer, precision_of(wide), problem.stats)
 
@@ -63,26 +65,23 @@ def compute_forward(
         for block in blocks.blocks_of(task):
             s = scratch("s", *block.shape)  # [g, rows, n]
             blocks.compute_logits(block, blocks.rows_of(problem.q, block), k, s)
-            inverse = scratch("inverse", block.count)
+            inverse = scratch("inverse", *block.size, 1)
             sink = NO_SINK if problem.sink is None else block.row_array(problem.sink.to(wide))
-            sums = np.empty((FIELDS if problem.stats else 0, block.count))
-            state = [RowOutput(block, x) for x in (shift, z)]
-            arrays = inverse.numpy(), *(x.array for x in state)
-            run(block.as_matrix(s), block.geometry, theta, sink, *arrays, sums)
+            sums = np.empty((fields, block.count))
+            state = block.row_output(shift), block.row_output(z)
+            run(block.as_matrix(s), block.geometry, theta, sink, inverse.numpy().reshape(-1), *state, sums)
             apply_dropout(blocks, block, s)
-            product = scratch("o", *block.shape[:2], v.shape[-1])
-            torch.bmm(s, block.take_keys(v), out=product)
-            factor = block.unflatten(inverse)[..., None]
-            torch.mul(product.view(*block.size, v.shape[-1]), factor, out=block.take(o))
-            if problem.stats:
-                state.append(RowOutput(block, stats))
-                if keep_sums:
-                    state[-1].array[:] = sums
-                else:
-                    finish, wanted = kernels.finish_kernel(normalizer, problem.stats)
-                    finish(sums, theta, sink, wanted, state[-1].array)
-            for x in state:
-                x.store()
+            product = torch.bmm(s, block.take_keys(v)).view(*block.size, v.shape[-1])
+            torch.mul(product, inverse, out=block.take(o))
+            block.store_rows(shift, state[0])
+            block.store_rows(z, state[1])
+            if keep_sums:
+                stats[:, *block.rows] = torch.from_numpy(sums).view(fields, *block.size)
+            elif problem.stats:
+                finish, wanted = kernels.finish_kernel(normalizer, problem.stats)
+                found = block.row_output(stats)
+                finish(sums, theta, sink, wanted, found)
+                block.store_rows(stats, found)
 
     blocks.run(work)
     return o, shift, z, stats
@@ -155,8 +154,7 @@ class KeyGradient:
 
     def add(self, task: Task, block: Block, s: Tensor, x: Tensor, scale: float = 1.0) -> None:
         """Adds s [g, rows, n] and x [g, rows, C] of a block."""
-        own = self.parts[task.part, task.b0 : task.b1, task.g0 : task.g1]
-        own = own.view(-1, *own.shape[2:])
+        own = self.parts[task.part, task.b0 : task.b1, task.g0 : task.g1].flatten(0, 1)  # a view
         if self.is_transposed:
             own[..., block.keys].baddbmm_(x.mT, s, alpha=scale)
         else:
@@ -185,14 +183,14 @@ class BackwardRows:
 
     def __call__(self, block: Block, s: Tensor, dp: Tensor) -> None:
         """s ← p, dp ← ds."""
-        outputs = [RowOutput(block, self.delta)]
-        arrays = [block.row_array(self.forward.shift), block.row_array(self.forward.z), outputs[0].array]
+        delta, ds_dot_s = block.row_output(self.delta), block.row_output(self.ds_dot_s)
+        arrays = [block.row_array(self.forward.shift), block.row_array(self.forward.z), delta]
         if self.from_logits:
-            outputs.append(RowOutput(block, self.ds_dot_s))
-            arrays += [block.row_array(self.stat_gradients), outputs[1].array]
+            arrays += [block.row_array(self.stat_gradients), ds_dot_s]
         self.kernel(block.as_matrix(s), block.as_matrix(dp), block.geometry, self.theta, *arrays)
-        for x in outputs:
-            x.store()
+        block.store_rows(self.delta, delta)
+        if self.from_logits:
+            block.store_rows(self.ds_dot_s, ds_dot_s)
 
     def sink_gradient(self) -> Tensor:
         """The sink's weight p_sink = exp(sink − m)/Z takes from all others: −p_sink·Σ p·dp. It also joins logsumexp."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard._backends.cpu.attention import kernels, partial_rows
-from regard._backends.cpu.attention.blocks import Block, Blocks, RowOutput, Scratch, Task
+from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
 from regard._backends.cpu.attention.dropout import apply_dropout
 from regard._backends.cpu.attention.forward_rows import FIELDS
 from regard._backends.cpu.attention.launch import compute_forward, compute_gradients, detach_problem
@@ -59,14 +59,13 @@ def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Kept]:
     def work(block: Block, s: Tensor, v: Tensor, scratch: Scratch) -> None:
         above = np.empty((block.count, room), s.numpy().dtype)
         where = np.empty((block.count, room), np.int32)
-        outputs = [RowOutput(block, x) for x in (high, c, counts)]
-        arrays = [x.array for x in outputs]
+        arrays = [block.row_output(x) for x in (high, c, counts)]
         run(block.as_matrix(s), block.geometry, theta, block.keys.start, *arrays, above, where)
         used = min(room, int(arrays[2].max(initial=0)))
         for whole, own in ((support, above), (places, where)):
             block.take(whole)[..., :used] = block.unflatten(torch.from_numpy(own))[..., :used]
-        for x in outputs:
-            x.store()
+        for x, array in zip((high, c, counts), arrays, strict=True):
+            block.store_rows(x, array)
 
     _run_on_logits(Blocks(problem), work)
     return high, c, Kept(counts, support, places)
@@ -111,9 +110,9 @@ def measure(problem: Problem, high: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     run = _part_kernel(partial_rows.measure_part, problem)
 
     def work(block: Block, s: Tensor, v: Tensor, scratch: Scratch) -> None:
-        output = RowOutput(block, sums)
-        run(block.as_matrix(s), block.geometry, theta, block.row_array(high), block.row_array(c), *output.array)
-        output.store()
+        found = block.row_output(sums)
+        run(block.as_matrix(s), block.geometry, theta, block.row_array(high), block.row_array(c), *found)
+        block.store_rows(sums, found)
 
     _run_on_logits(Blocks(problem), work)
     return sums[0], sums[1]
@@ -130,13 +129,12 @@ def weigh(problem: Problem, high: Tensor, c: Tensor) -> Part:
     blocks = Blocks(problem)
 
     def work(block: Block, s: Tensor, v: Tensor, scratch: Scratch) -> None:
-        outputs = [RowOutput(block, x) for x in (totals, sums)]
-        rows = block.row_array(high), block.row_array(c), *outputs[0].array
-        run(block.as_matrix(s), block.geometry, theta, *rows, outputs[1].array)
+        total, found = block.row_output(totals), block.row_output(sums)
+        run(block.as_matrix(s), block.geometry, theta, block.row_array(high), block.row_array(c), *total, found)
         apply_dropout(blocks, block, s)
         block.take(o).copy_(torch.bmm(s, block.take_keys(v)).view(*block.size, v.shape[-1]))
-        for x in outputs:
-            x.store()
+        block.store_rows(totals, total)
+        block.store_rows(sums, found)
 
     _run_on_logits(blocks, work)
     value, slope = totals.to(wide)
@@ -154,10 +152,10 @@ def slopes(problem: Problem, do: Tensor, high: Tensor, c: Tensor) -> Tensor:
         dp = scratch("dp", *block.shape)
         torch.bmm(blocks.rows_of(do, block), block.take_keys(v).mT, out=dp)
         apply_dropout(blocks, block, dp)
-        output = RowOutput(block, total)
-        rows = block.row_array(high), block.row_array(c), output.array
+        found = block.row_output(total)
+        rows = block.row_array(high), block.row_array(c), found
         run(block.as_matrix(s), block.as_matrix(dp), block.geometry, theta, *rows)
-        output.store()
+        block.store_rows(total, found)
 
     _run_on_logits(blocks, work)
     return total
@@ -186,10 +184,10 @@ class _BackwardRows:
         self.kernel = _part_kernel(partial_rows.backward_part, problem, ("stat_gradients", whole.tilt is not None))
 
     def __call__(self, block: Block, s: Tensor, dp: Tensor) -> None:
-        output = RowOutput(block, self.ds_dot_s)
-        rows = *(block.row_array(x) for x in self.state), block.row_array(self.tilt), output.array
+        found = block.row_output(self.ds_dot_s)
+        rows = *(block.row_array(x) for x in self.state), block.row_array(self.tilt), found
         self.kernel(block.as_matrix(s), block.as_matrix(dp), block.geometry, self.theta, *rows)
-        output.store()
+        block.store_rows(self.ds_dot_s, found)
 
 
 def _run_on_logits(blocks: Blocks, work: Callable[[Block, Tensor, Tensor, Scratch], None]) -> None:

@@ -19,15 +19,15 @@ from unittest.mock import patch
 
 TOOLS = ("memcheck", "racecheck")
 SHARES = 2
-KINDS = ["rows", "ring", "attention", "lists", "moments", "still", "stored"]
+KINDS = ["rows", "ring", "attention", "lists", "moments", "fixed shift", "stored"]
 
 
 def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
     "ring" is "rows" of lengths that pass through shared memory; "lists" "attention" with lists at any length, forward
-    and backward; "moments" with the keys' forms at any; in "still" the shift stays and rows outgrow it; in "stored"
-    backward takes the road of long rows.
+    and backward; "moments" with the keys' forms at any; in "fixed shift" rows outgrow it; in "stored" ds is
+    stored at any length.
     """
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
@@ -42,8 +42,8 @@ def cases() -> list[tuple]:
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
     found += [("softmax", "moments", 600, 600, 64, True), ("softmax", "moments", 300, 700, 128, True)]
-    found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "still", 300, 300, 64, False)]
-    found += [("softpick", "still", 300, 333, 128, False)]
+    found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "fixed shift", 300, 300, 64, False)]
+    found += [("softpick", "fixed shift", 300, 333, 128, False)]
     found += [("softmax", "stored", 300, 300, 128, False), ("softpick", "stored", 200, 333, 128, False)]
     found += [("entmax15", "stored", 300, 300, 128, False), ("softmax", "stored", 204, 333, 128, False)]
     return [*found, ("softmax", "attention", 1, 2080, 128, True)]
@@ -82,7 +82,7 @@ def call(name: str, kind: str, *sizes) -> None:
             if kind == "moments":
                 behind = dict.fromkeys(key_moments.LEAST_BEHIND, 256)
                 small.enter_context(patch.multiple(key_moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
-            if kind == "still":
+            if kind == "fixed shift":
                 small.enter_context(patch.object(hopper, "LARGE", 0))
                 k[:, :, 3] *= 60.0
             if kind == "stored":

@@ -92,7 +92,7 @@ def test_the_rest_works_without_pictures_tables_or_weights_and_a_report_says_so(
     kinds = ("json", "html", "png")
     lacking = {
         "from regard import lab; lab.names()": "regard[lab]",
-        "from regard.health import tiny; tiny.checkpoint('tiny-scaled')": "regard[hf]",
+        "from regard.health.models import tiny; tiny.checkpoint('tiny-scaled')": "regard[hf]",
         "lab range": "needs scipy; pip install 'regard[lab]'",
         "demo": "needs safetensors; pip install 'regard[hf]'",
     }

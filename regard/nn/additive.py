@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
 from regard._core.rows.functions import normalize
-from regard._core.validation import check_asked, check_cap, check_temperature
+from regard._core.validation import check_policy_result, check_softcap, check_temperature
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
 from regard.temperature import Rows
@@ -49,8 +49,10 @@ def attention(
     batch, heads, queries = q.shape[:3]
     policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
     if policy is None:
-        check_temperature(temperature, (batch, heads), batch, heads, queries, q, learned=True)  # none is given as such
-    softcap = check_cap(softcap, q)
+        check_temperature(
+            temperature, (batch, heads), batch, heads, queries, q, is_learned=True
+        )  # none is given as such
+    softcap = check_softcap(softcap)
     groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(
@@ -74,12 +76,12 @@ def attention(
         t = temperature
         if policy is not None:
             counts = shown.sum(-1).to(torch.promote_types(s.dtype, torch.float32))
-            t = check_asked(policy(counts, Rows(q, measure)), policy, counts.shape)[..., None]
+            t = check_policy_result(policy(counts, Rows(q, measure)), policy, counts.shape)[..., None]
         s = s if t is None else s / t
         stats = {}
         if wanted:
             measured = statistics.of_scores(s, shown, normalizer, sink=column, first=first, names=wanted)
-            stats = statistics.marked(measured, normalizers.get(normalizer))
+            stats = statistics.detach_others(measured, normalizers.get(normalizer))
         if column is None:
             p = normalize(s, normalizer, mask=visible)
         else:  # one more key, without a value

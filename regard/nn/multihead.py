@@ -17,8 +17,8 @@ from regard._core.attention import attention
 from regard._core.double_backward import is_saved_elsewhere
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
-from regard._core.validation import check_lengths, check_mask
-from regard.masks import unbiased
+from regard._core.validation import check_key_lengths, check_mask
+from regard.masks import resolve_causal_bias
 from regard.nn import additive, torch_weights
 from regard.nn.order import Order
 from regard.scores import is_finite
@@ -166,13 +166,13 @@ class MultiheadAttention(nn.Module):
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
         is_causal = check_flag(is_causal, "is_causal")
-        attn_mask, is_causal = unbiased(attn_mask, is_causal, q.device, past)
+        attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, q.device, past)
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
         if attn_mask is not None:
             attn_mask = check_mask(attn_mask, (batch, heads), batch, heads, queries, keys, q)
-        key_lengths = check_lengths(key_lengths, batch, keys, q)
+        key_lengths = check_key_lengths(key_lengths, batch, keys, q)
         order = Order.of(keys, past, is_causal, window, attn_mask, key_lengths)
-        wanted = statistics.asked(return_stats)
+        wanted = statistics.requested(return_stats)
         run = self._additive if self.score == "additive" else self._product
         out, stats = run(q, order.keys(k), order.keys(v), wanted or (), order.options)
         out = self.out_proj(out.transpose(1, 2).flatten(2))

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.call import Call
 from regard._core.dtensor import is_dtensor
-from regard._core.validation import to_query_heads
+from regard._core.options import AttentionOptions
+from regard._core.prepare import Call, prepare
+from regard._core.validation import repeat_heads
 from regard.parallel import partial as plain
 from regard.parallel.group import Line
 from regard.parallel.handshake import agree, alike_sketches, kind, sketch
@@ -80,12 +81,12 @@ class Given:
         """The arguments checked as those of a whole call, whose keys need not be there for that."""
         backend = self.backend if self.backend != "torch" else None
         k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in self._own_keys())
-        return Call.of(self.q, k, v, **self.options, backend=backend)
+        return prepare(self.q, k, v, AttentionOptions(**self.options, backend=backend))
 
     def _own_keys(self) -> tuple[Tensor, Tensor]:
         k, v = self.k, self.v
         if self.options["enable_gqa"] is True and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
-            k, v = to_query_heads(k, "k", self.q), to_query_heads(v, "v", self.q)
+            k, v = repeat_heads(k, "k", self.q), repeat_heads(v, "v", self.q)
         return k, v
 
     def _with_own_keys(self, call: Call) -> Call:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
-from regard._core.call import Call
-from regard._core.execute import settled
-from regard.masks import unbiased
+from regard._core.execute import check_policy_tensor
+from regard._core.prepare import Call
+from regard.masks import resolve_causal_bias
 from regard.parallel.autograd import Apply, Sharded, Shared
 from regard.parallel.call import Given
 from regard.parallel.group import Line
@@ -71,7 +71,7 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what every rank has the same of (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    attn_mask, is_causal = unbiased(attn_mask, is_causal, getattr(q, "device", None))
+    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
@@ -113,7 +113,7 @@ def decode(
     whatever every rank has the same of are whole on every rank, given the same upstream gradient on every rank; those
     of k and v are of the rank's piece. `lengths` is the whole number of keys, if known. Arguments as `attention`'s.
     """
-    attn_mask, is_causal = unbiased(attn_mask, is_causal, getattr(q, "device", None))
+    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
@@ -136,7 +136,7 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
         temperature = _ask(plan, call, scheme)
         problem = replace(problem, temperature=temperature.expand(problem.q.shape[:3]))
         plan = replace(plan, problem=problem)
-    names = statistics.with_helpers(problem.stats, problem.choice)
+    names = statistics.with_gradient_inputs(problem.stats, problem.choice)
     plan.problem = replace(plan.problem, stats=names)
     given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = Apply.apply(plan, scheme, *given)
@@ -145,7 +145,7 @@ def _computed(plan: Plan, call: Call, seed: int, scheme):
         return out
     found = dict(zip(names, values.to(call.problem.accumulator), strict=True))
     shaped = {name: found[name].reshape(out.shape[:-1]) for name in call.wanted}
-    return out, Statistics(statistics.marked(shaped, problem.choice))
+    return out, Statistics(statistics.detach_others(shaped, problem.choice))
 
 
 def _ask(plan: Plan, call: Call, scheme) -> Tensor:
@@ -157,10 +157,10 @@ def _ask(plan: Plan, call: Call, scheme) -> Tensor:
 
     def measure(names):
         plain = replace(
-            problem, stats=statistics.with_helpers(statistics.resolve(names), problem.choice), dropout_p=0.0
+            problem, stats=statistics.with_gradient_inputs(statistics.resolve(names), problem.choice), dropout_p=0.0
         )
         given = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
         values = Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
         return dict(zip(plain.stats, values, strict=True))
 
-    return settled(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))
+    return check_policy_tensor(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))

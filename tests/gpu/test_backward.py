@@ -8,11 +8,12 @@ import math
 import pytest
 import torch
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make, relative
+from launches import replace_support
 
 from regard import statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import dkv, stored_ds
-from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._core.device import supports_gluon
 from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -20,23 +21,27 @@ WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", st
 
 
 @pytest.fixture(autouse=True)
-def roads(monkeypatch):
-    """Which road the calls took: (ds stored?, in Gluon?). Short rows take the long ones' road."""
+def chosen(monkeypatch):
+    """What each backward call took: [is ds stored?, are dk and dv in Gluon?]. Short rows count as long ones."""
     taken = []
-    takes, serves = stored_ds.takes, dkv.serves
+    supports_hopper = dkv.supports_hopper
 
-    def stored(p, do, warm):
-        taken.append([takes(p, do, warm), None])
-        return taken[-1][0]
+    def stored(call):
+        reason = stored_ds.supports(call)
+        taken.append([reason is None, None])
+        return reason
 
     def gluon(*call):
-        taken[-1][1] = serves(*call)
-        return taken[-1][1]
+        reason = supports_hopper(*call)
+        if not taken or taken[-1][1] is not None:  # threshold maps are never asked whether ds is stored
+            taken.append([False, None])
+        taken[-1][1] = reason is None
+        return reason
 
     for module in (attention, stored_ds):
         monkeypatch.setattr(module, "torch", Poisoned())
-    monkeypatch.setattr(stored_ds, "takes", stored)
-    monkeypatch.setattr(dkv, "serves", gluon)
+    replace_support(monkeypatch, "BACKWARD_KERNELS", "stored ds", stored)
+    monkeypatch.setattr(dkv, "supports_hopper", gluon)
     for module, name, number in (
         (stored_ds, "SHORT", 64),
         (stored_ds, "FILL", 0),
@@ -47,7 +52,7 @@ def roads(monkeypatch):
 
 
 def on_hopper() -> bool:
-    return hopper.capable(torch.device("cuda", torch.cuda.current_device()))
+    return supports_gluon(torch.device("cuda", torch.cuda.current_device()))
 
 
 def check(problem, stats=()):
@@ -64,17 +69,17 @@ def check(problem, stats=()):
         ("softpick", dict(m=260, n=190, sharp=3.0)),
     ],
 )
-def test_stored_in_gluon(name, options, roads):
+def test_stored_in_gluon(name, options, chosen):
     check(make(1, name, **WIDE | options))
-    assert roads == [[True, on_hopper()]]
+    assert chosen == [[True, on_hopper()]]
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [("entmax15", dict(m=320, n=320, causal=True)), ("sparsemax", dict(m=300, n=333, h=4, g=2))]
 )
-def test_threshold_maps_in_gluon(name, options, roads):
+def test_threshold_maps_in_gluon(name, options, chosen):
     check(make(2, name, **WIDE | options))
-    assert roads == [[False, on_hopper()]]
+    assert chosen == [[False, on_hopper()]]
 
 
 @pytest.mark.parametrize(
@@ -86,23 +91,23 @@ def test_threshold_maps_in_gluon(name, options, roads):
         dict(m=301, causal=True),
     ],
 )
-def test_stored_in_triton(options, roads):
+def test_stored_in_triton(options, chosen):
     check(make(3, **WIDE | dict(m=300, n=280) | options))
-    assert roads == [[True, False]]
+    assert chosen == [[True, False]]
 
 
-def test_gradients_of_statistics(roads):
+def test_gradients_of_statistics(chosen):
     check(make(4, **WIDE | dict(m=300, n=290, causal=True, stats=statistics.NAMES)), statistics.DIFFERENTIABLE)
-    assert roads == [[True, False]]
+    assert chosen == [[True, False]]
 
 
-def test_a_temperature_without_a_gradient(roads):
+def test_a_temperature_without_a_gradient(chosen):
     problem = make(5, **WIDE | dict(m=200, n=210, temperature=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     ours = attention.backward(problem, answer, upstream)
     warm = attention.backward(problem, answer, dataclasses.replace(upstream, temperature=True))
-    assert [road[0] for road in roads] == [True, False]
+    assert [call[0] for call in chosen] == [True, False]
     for name in ("q", "k", "v"):
         assert relative(getattr(ours, name), getattr(warm, name)) < ROUNDING[torch.bfloat16], name
 
@@ -113,7 +118,7 @@ def test_pieces_and_runs_agree_to_the_bit(monkeypatch):
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
     for most in (2**30, 5 * 512 * 512 * 2, 2 * 512 * 512 * 2):
-        monkeypatch.setattr(stored_ds, "MOST", most)
+        monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", most)
         grads = attention.backward(problem, answer, upstream)
         for name in ("q", "k", "v"):
             assert torch.equal(getattr(grads, name), getattr(truth, name)), (most, name)
@@ -139,4 +144,4 @@ def test_scratch_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
-    assert 0.9 * stored_ds.MOST < scratch < 1.1 * stored_ds.MOST
+    assert 0.9 * stored_ds.SCRATCH_BYTES < scratch < 1.1 * stored_ds.SCRATCH_BYTES

@@ -14,6 +14,7 @@ from attention_data import Poisoned, check_forward, make
 import regard
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.hopper import launch as hopper
 
@@ -40,7 +41,7 @@ def poisoned(monkeypatch):
 
 def taken(seed, name="softmax", **options):
     problem = make(seed, name, device="cuda", **dict(dtype=torch.bfloat16) | options)
-    assert hopper.takes(problem)
+    assert registry.choose(problem).name == "hopper"
     return problem
 
 
@@ -112,7 +113,7 @@ def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
             problem = taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
             alone = attention.forward(problem)
             with monkeypatch.context() as patch:
-                patch.setattr(hopper, "processors", lambda device, places=places: places)
+                patch.setattr(hopper, "sm_count", lambda device, places=places: places)
                 assert hopper.shape_of(problem).AHEAD
                 ahead = check_forward(attention, problem, slack=2.0)
             assert all(torch.equal(getattr(alone, x), getattr(ahead, x)) for x in ("o", "shift", "z", "stats"))
@@ -121,7 +122,7 @@ def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
 @pytest.mark.parametrize("name", ["softmax1", "sigmoid", "relu", "softpick"])
 def test_other_maps_in_programs_that_take_many_blocks(name, monkeypatch):
     problem = taken(24, name, b=1, h=4, g=2, m=1536, n=1536, d=64, e=64, causal=True, stats=())
-    monkeypatch.setattr(hopper, "processors", lambda device: 4)
+    monkeypatch.setattr(hopper, "sm_count", lambda device: 4)
     assert hopper.shape_of(problem).AHEAD
     check_forward(attention, problem, slack=2.0)
 
@@ -197,7 +198,9 @@ def test_a_frame_that_stays(name, d, causal, monkeypatch):
         problem.k[:, :1, 0] *= 60.0  # keys are walked from the last on
         problem.k[:, 1:, 1] *= 1000.0
         assert rows_of(problem) < 1e-2
-    assert not hopper.still(taken(28, d=d, e=d, causal=causal, **SHAPES[0]))  # statistics are asked of sharp rows, too
+    assert not hopper.has_fixed_shift(
+        taken(28, d=d, e=d, causal=causal, **SHAPES[0])
+    )  # statistics are asked of sharp rows, too
 
 
 def test_a_frame_that_stays_with_other_options(monkeypatch):
@@ -273,7 +276,7 @@ def test_heads_side_by_side():
     for name in ("q", "k", "v"):
         x = getattr(problem, name)
         setattr(problem, name, x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert hopper.takes(problem) and torch.equal(truth.o, attention.forward(problem).o)
+    assert registry.choose(problem).name == "hopper" and torch.equal(truth.o, attention.forward(problem).o)
 
 
 def test_what_it_leaves_to_others():
@@ -286,11 +289,11 @@ def test_what_it_leaves_to_others():
         dict(lengths=True),
         dict(dropout=0.1),
     ):
-        assert not hopper.takes(make(19, **sizes, **options))
-    assert not hopper.takes(make(19, "sigmoid", **sizes, stats=statistics.NAMES))
-    assert not hopper.takes(make(19, "entmax15", **sizes))
-    assert not hopper.takes(make(19, **sizes | dict(d=96)))
-    assert not hopper.takes(dataclasses.replace(make(19, **sizes), scale=-1.0))
+        assert registry.choose(make(19, **sizes, **options)).name != "hopper"
+    assert registry.choose(make(19, "sigmoid", **sizes, stats=statistics.NAMES)).name != "hopper"
+    assert registry.choose(make(19, "entmax15", **sizes)).name != "hopper"
+    assert registry.choose(make(19, **sizes | dict(d=96))).name != "hopper"
+    assert registry.choose(dataclasses.replace(make(19, **sizes), scale=-1.0)).name != "hopper"
 
 
 def test_the_path_says_so():

@@ -2,8 +2,8 @@
 
 Ranges are taken from one counter, so a slow core never holds up the rest; kernels release the interpreter lock. The
 threads are those of torch's OpenMP team wherever that can be found: they are awake when torch has just used them, and
-two teams do not compete for the same cores. Elsewhere, and after a fork, which an OpenMP team does not survive, a pool
-of Python threads is used. numba's threading layers are not: one cannot be called from two threads, the other not
+two teams do not compete for the same cores. Elsewhere, and after a fork, which an OpenMP team does not survive, the
+threads of `tasks` are used. numba's threading layers are not: one cannot be called from two threads, the other not
 after a fork.
 """
 
@@ -15,10 +15,11 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+from regard._backends.cpu.tasks import run_tasks
 
 SMALL = 32_768  # units of work below which waking a thread costs more than it saves
 RANGES = 4  # per thread
@@ -26,9 +27,6 @@ RANGES = 4  # per thread
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _here = threading.local()
 _is_forked = False
-_pool: ThreadPoolExecutor | None = None
-_size = 0
-_lock = threading.Lock()
 
 
 def run_row_ranges(work: Callable[[int, int], None], rows: int, cost: float = 1.0) -> None:
@@ -57,7 +55,7 @@ def run_row_ranges(work: Callable[[int, int], None], rows: int, cost: float = 1.
 
     parallel = None if _is_forked else _find_openmp()
     if parallel is None:
-        _run_on_pool(run_ranges, threads)
+        run_tasks(range(threads), lambda _thread, _own: run_ranges())
     else:
         _run_on_team(parallel, run_ranges, threads)
 
@@ -80,19 +78,6 @@ def _run_on_team(parallel: Callable, run_ranges: Callable[[], None], threads: in
         raise KeyboardInterrupt
 
 
-def _run_on_pool(run_ranges: Callable[[], None], threads: int) -> None:
-    pool = _start_pool(threads - 1)
-    helpers = [pool.submit(run_ranges) for _ in range(threads - 1)]
-    try:
-        run_ranges()
-    finally:
-        started = [helper for helper in helpers if not helper.cancel()]
-        for helper in started:
-            helper.exception()
-    for helper in started:
-        helper.result()
-
-
 @functools.cache
 def _find_openmp() -> Callable | None:
     """GOMP_parallel(body, data, threads, flags) of the OpenMP library that this process has loaded, if there is one."""
@@ -113,18 +98,10 @@ def _find_openmp() -> Callable | None:
     return parallel
 
 
-def _start_pool(size: int) -> ThreadPoolExecutor:
-    global _pool, _size
-    with _lock:
-        if _pool is None or _size < size:
-            _pool, _size = ThreadPoolExecutor(size, thread_name_prefix="regard"), size
-        return _pool
-
-
-def _drop_pool() -> None:
-    global _is_forked, _pool, _size, _lock
-    _is_forked, _pool, _size, _lock = True, None, 0, threading.Lock()  # threads do not survive a fork
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drop_pool)
+    os.register_at_fork(after_in_child=_note_fork)

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 import regard
-from regard._core.call import Call as Checked
-from regard._core.execute import with_policy
+from regard._core.execute import apply_policy
+from regard._core.options import AttentionOptions
+from regard._core.prepare import prepare
 from regard._core.rows.validation import is_autocast, under_autocast
 from regard.masks import blanked
 from regard.reference import with_sink
@@ -29,13 +30,11 @@ from regard.scores import soft_cap
 if TYPE_CHECKING:
     from regard.health.capture.call import Call
 
-UNSAID = dict(scale=None, normalizer="softmax", temperature=None, softcap=None, sink=None, window=None,
-              key_lengths=None, return_stats=False, backend=None)  # fmt: skip
-
 
 def weighed(call: Call) -> tuple[Tensor, Tensor]:
     """(o, p), [B, H, M, E] and [B, H, M, N], in the dtypes that torch's would have."""
-    checked = with_policy(Checked.of(call.q, call.k, call.v, dropout_p=call.dropout, **{**UNSAID, **call.arguments}))
+    options = AttentionOptions(dropout_p=call.dropout, **call.arguments)
+    checked = apply_policy(prepare(call.q, call.k, call.v, options))
     shown = under_autocast(call.q.new_empty(0, dtype=checked.dtype)).dtype
     with torch.autocast(call.q.device.type, enabled=False) if is_autocast(call.q) else contextlib.nullcontext():
         p, v = _weights(checked.problem)

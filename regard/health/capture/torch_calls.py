@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard._core.execute import by_reference
+from regard._core.execute import dense_attention
 from regard.health.capture.call import NESTED, Call, as_four, causal_rows, cleaned, rows_of
 from regard.health.capture.interception import SDPA, Catching, attend, running, watched
 from regard.health.capture.threads import PerThread
-from regard.masks import unbiased
+from regard.masks import resolve_causal_bias
 from regard.temperature.rows import asking
 
 BEFORE_TRAINING = 13  # arguments of torch's multi-head function
@@ -34,7 +34,7 @@ class Mode(Catching):
             **dict.fromkeys(SDPAS, lambda func, args, kwargs: _sdpa(*args, **kwargs)),
             F.multi_head_attention_forward: _multi_head,
             torch.ops.regard.attention.default: lambda func, args, kwargs: _regard(func, args),
-            by_reference: lambda func, args, kwargs: _reference(func, args),
+            dense_attention: lambda func, args, kwargs: _reference(func, args),
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -61,7 +61,7 @@ def _sdpa(
         call = Call(module, query, key, value, own=lambda rows: otherwise(), kind="sdpa", obstacle=NESTED)
         return attend(call, otherwise)
 
-    told, ordered = unbiased(attn_mask, is_causal, query.device)
+    told, ordered = resolve_causal_bias(attn_mask, is_causal, query.device)
     blind = getattr(attn_mask, "sees_nothing", None)  # rows that regard.attention opened, and blanks afterwards
 
     def own(rows):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard._backends.gpu.launcher import kind_of_tensors, launch, on_device_of
+from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
 
 
 def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
@@ -16,7 +16,7 @@ def difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
     apart = torch.empty(heads, dtype=torch.float32, device=own.device)
     counted = own if rows is None else rows.contiguous().view(torch.uint8)
     arguments = own, rebuilt, counted, apart, *own.stride(), *rebuilt.stride(), batch, some, width
-    kind, constants = kind_of_tensors(own, rebuilt, counted), (rows is not None, *_tile(width))
+    kind, constants = tensor_key(own, rebuilt, counted), (rows is not None, *_tile(width))
     with on_device_of(own):
         launch(kind, gap, heads, arguments, constants, num_warps=8)
     return apart
@@ -36,7 +36,7 @@ def predict(
     arguments = q, k, counted, flat, at, calls, scale, *q.stride(), *k.stride(), *every, *sizes
     constants = rows is not None, of_keys, *_tile(width)
     with on_device_of(q):
-        launch(kind_of_tensors(q, k, counted, flat), lengths, heads, arguments, constants, num_warps=8)
+        launch(tensor_key(q, k, counted, flat), lengths, heads, arguments, constants, num_warps=8)
 
 
 def _tile(width: int) -> tuple[int, int]:

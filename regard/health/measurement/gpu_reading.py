@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard import statistics
-from regard._backends.gpu.launcher import kind_of_tensors, launch, on_device_of
+from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
 from regard.health.measurement.direct_call import Packed
 from regard.health.readings.histogram import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
 from regard.health.readings.layer_reading import COMPARED, LEAST_KEYS, LayerReading
@@ -56,7 +56,7 @@ def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | No
         _parts(heads), len(NAMES), len(CURVES), FOLLOWED, SLOTS, KEYS, LEAST_KEYS, rows is not None, BINS, 1024,
     )  # fmt: skip
     works = len(NAMES) + len(CURVES) * bins + len(FEATURES)
-    kind = kind_of_tensors(packed, counted_rows, reading.flat, reading.histogram)
+    kind = tensor_key(packed, counted_rows, reading.flat, reading.histogram)
     with on_device_of(packed):
         launch(kind, account, heads * works, arguments, constants)
     torch.baddbmm(reading.products, features, features.mT, out=reading.products)

@@ -14,6 +14,7 @@ from attention_data import check_backward, check_forward, make
 
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import statistics
+from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.sparse import launch as sparse
 
 pytestmark = [
@@ -78,7 +79,7 @@ def road(monkeypatch):
             if scratch is not None:
                 scratch.fill_(math.nan)
 
-    monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
+    monkeypatch.setattr(sparse, "supports", lambda p, direction: find_option(p, "mask", "bias", "softcap"))
     monkeypatch.setattr(sparse, "described", lambda x, rows: None)
     monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2, 16), (64, 2, 16))})
     monkeypatch.setattr(sparse.Lists, "__init__", init)
@@ -127,7 +128,7 @@ def test_no_block_of_lists_crosses_4_gib():
 @triton.jit
 def put_one(ptr, rows, SLOT: tl.constexpr):
     row = tl.arange(0, 1)
-    statistics.put(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
+    statistics.store_statistic(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
 
 
 def test_statistics_beyond_32_bits():

@@ -11,8 +11,7 @@ pytest.importorskip("triton")
 from attention_data import FLOOR, Poisoned, make
 
 from regard import reference
-from regard._backends.gpu.attention import config
-from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import config, forward
 from regard._backends.gpu.attention.hopper import key_moments
 
 pytestmark = [
@@ -67,7 +66,7 @@ def test_statistics_of_sums(options, sharp):
     p.k[0, 0, 3, 0] = 0.0
     rough, stats = summed(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
     rough[5, 1, 0, 7] = math.inf  # a reach that no float16 product has
-    attention._statistics(p, rough, stats, config.options(p), None)
+    forward.finish_statistics(p, rough, stats, config.options(p), None)
     vague = rough[0] < math.inf
     assert vague.any() and not vague.all() and vague[0, 0, -1] and vague[1, 0, 7]
     _, truths = reference.of_problem(p)

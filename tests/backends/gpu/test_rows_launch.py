@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.rows.resident import launch as rows_launch
+from regard._core import device
 
 BYTES, RESERVED = 233472, 1024  # of a multiprocessor's shared memory, and what each of its programs leaves unused
 
@@ -18,8 +18,7 @@ def card(monkeypatch):
     """(9, 0) and Triton 3.6, unless a test says otherwise."""
 
     def be(capability=(9, 0), version="3.6.0"):
-        for cached in (hopper.capable, hopper.processors):
-            cached.cache_clear()
+        device.clear()
         monkeypatch.setattr("triton.__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         properties = SimpleNamespace(major=capability[0], multi_processor_count=132)
@@ -27,8 +26,7 @@ def card(monkeypatch):
 
     be()
     yield be
-    for cached in (hopper.capable, hopper.processors):
-        cached.cache_clear()
+    device.clear()
 
 
 def _rows(columns, dtype=torch.bfloat16, count=200, at=0):

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make
+from launches import replace_support
 
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
@@ -35,8 +36,13 @@ def stored(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(stored_ds, "torch", Poisoned())
     monkeypatch.setattr(stored_ds, "config_of", config_of)
-    monkeypatch.setattr(stored_ds, "takes", lambda p, do, warm: found.append(not warm) or not warm)
-    for name, number in dict(QUERIES=32, KEYS=16, MOST=2**15).items():
+
+    def supports(call):
+        found.append(call.grads.temperature is None)
+        return None if found[-1] else "a gradient of the temperature"
+
+    replace_support(monkeypatch, "BACKWARD_KERNELS", "stored ds", supports)
+    for name, number in dict(QUERIES=32, KEYS=16, SCRATCH_BYTES=2**15).items():
         monkeypatch.setattr(stored_ds, name, number)
     return found
 
@@ -85,8 +91,8 @@ def test_pieces_are_the_whole(monkeypatch, most, pieces):
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
-    monkeypatch.setattr(stored_ds, "MOST", most)
-    assert len(list(stored_ds.pieces(problem))) == pieces
+    monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", most)
+    assert len(list(stored_ds.split_heads(problem))) == pieces
     grads = attention.backward(problem, answer, upstream)
     for name in ("q", "k", "v"):
         assert torch.equal(getattr(grads, name), getattr(truth, name)), name
@@ -94,8 +100,8 @@ def test_pieces_are_the_whole(monkeypatch, most, pieces):
 
 def test_heads_of_one_entry_in_parts(monkeypatch):
     problem = make(4, **HALF, b=2, h=6, g=3, m=10, n=12, d=8, e=8)
-    monkeypatch.setattr(stored_ds, "MOST", 5 * 32 * 16 * 2)  # two of the three groups; never more than asked
-    cut = list(stored_ds.pieces(problem))
+    monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", 5 * 32 * 16 * 2)  # two of the three groups; never more than asked
+    cut = list(stored_ds.split_heads(problem))
     assert [(b.start, h.start, h.stop, g.start, g.stop) for b, h, g in cut] == [
         (0, 0, 4, 0, 2), (0, 4, 8, 2, 4), (1, 0, 4, 0, 2), (1, 4, 8, 2, 4),
     ]  # fmt: skip

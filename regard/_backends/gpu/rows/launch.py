@@ -18,6 +18,7 @@ from torch import Tensor
 from regard._backends.gpu import bundle
 from regard._backends.gpu.rows.resident import launch as rows_launch
 from regard._backends.gpu.rows.traits import traits_of
+from regard._core.device import sm_count
 from regard.normalizers import Choice
 
 try:
@@ -255,7 +256,7 @@ class _Launch:
         self.F, self.s = F, s
         self.R, self.N = s.shape
         self.traits = traits_of(choice.normalizer, scale < 1e-30)
-        processors = torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 0
+        processors = sm_count(s.device) if s.is_cuda else 0
         kinds = {"exponential": F.exponential, "proportional": self.traits.proportional}
         family = self.family = next((kind for kind, holds in kinds.items() if holds), F.family)
         self.exact = bool(F.exponential) and s.dtype == torch.float32

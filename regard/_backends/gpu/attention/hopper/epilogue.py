@@ -18,7 +18,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper import warpgroup
 from regard._backends.gpu.attention.hopper.ring import form_of
 from regard._backends.gpu.attention.hopper.warpgroup import ROWS
-from regard._backends.gpu.attention.online import ending, frame_of
+from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
 MOST = gl.constexpr(2.0**40)  # that the weights of a row may sum to in a shift which stays
@@ -27,7 +27,7 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 
 class Place(NamedTuple):
-    """Which rows: what `ending` asks of a scene."""
+    """Which rows: what `join_sink` asks of a scene."""
 
     b: Any
     h: Any
@@ -89,12 +89,12 @@ def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.con
     behind = whole(gl.max(r.shift, 1), i)
     shift = behind
     if F.family == "ratio" and F.shift != "none" and not C.STILL:
-        shift = frame_of(top, a * LOG2E, F)
+        shift = find_shift(top, a * LOG2E, F)
     offset = behind - shift
     fade = gl.exp2(offset)
     bare = whole(gl.sum(r.z, 1), i)
     z = bare * fade
-    outer, _, inverse, total = ending(Told(shift, z), Place(walk.b, walk.h, i), inside, opt, C)
+    outer, _, inverse, total = join_sink(Told(shift, z), Place(walk.b, walk.h, i), inside, opt, C)
     if C.STILL:
         total = gl.where(bare <= MOST, total, float("nan"))
     o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)

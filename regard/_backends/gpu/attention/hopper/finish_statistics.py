@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import statistics, tiles
-from regard._backends.gpu.attention.online import ending, frame_of
+from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
@@ -22,7 +22,7 @@ ROWS = 128  # of a program
 
 
 class Place(NamedTuple):
-    """Which rows: what `ending` asks of a scene."""
+    """Which rows: what `join_sink` asks of a scene."""
 
     b: Any
     h: Any
@@ -42,7 +42,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     i = (row % opt.queries).to(tl.int32)
     head = (row // opt.queries).to(tl.int32)
     at = Place(head // opt.heads, head % opt.heads, i)
-    n = tl.minimum(i + 1, opt.keys) if C.BEHIND else i * 0 + opt.keys
+    n = tl.minimum(i + 1, opt.keys) if C.CAUSAL else i * 0 + opt.keys
     n = n.to(tl.float32)
     a = tiles.row_factor(at.b, at.h, i, opt, tl.float32, True)
     b2 = a * LOG2E
@@ -51,7 +51,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     zero = z * 0.0
     one = zero + 1.0
     distance, mean, m2, reach, log_u, square, first_u = zero, zero, zero, zero, zero, zero, zero
-    shift = frame_of(top, b2, F)
+    shift = find_shift(top, b2, F)
     if C.NEED.distance:
         distance = tl.load(rough + 2 * rows + row, mask=inside, other=0.0)
     if C.NEED.moments:
@@ -68,7 +68,7 @@ def forward_statistics(rough, stats, rows, opt, C: tl.constexpr, N: tl.constexpr
     r = Sums(
         top, shift, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
     )  # fmt: skip
-    outer, rest, inverse, total = ending(r, at, inside, opt, C)
+    outer, rest, inverse, total = join_sink(r, at, inside, opt, C)
     lse = outer * LN2 + tl.log(total)
     statistics.finish(stats, row, inside, i < 0, r, a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows)
     vague = su < 0.0156 + 6e-4 * tl.abs(shift)  # as in forward_online.completed

@@ -140,7 +140,7 @@ def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.co
             pass_by(walk.base, begin, ring, C)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
-        a = 1.0 / tiles.rows_of(opt.temperature, walk.b, walk.h, i, i < opt.queries, 1.0).to(gl.float32)
+        a = 1.0 / tiles.load_rows(opt.temperature, walk.b, walk.h, i, i < opt.queries, 1.0).to(gl.float32)
     a = a * tiles.number(opt.scale, gl.float32)
     theta = tiles.number(opt.theta, gl.float32)
     r = warpgroup.nothing(WIDTH, PIECE, F)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.tiles import View
-from regard._backends.gpu.launcher import kind_of, launch
+from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
 KEYS = 64  # at a time
@@ -51,7 +51,7 @@ def key_products(k, products, sums, keys, heads, size, D: tl.constexpr, N: tl.co
     ones = tl.full([64, N], 1.0, k.ptr.dtype.element_ty)
     for start in range(part * size, tl.minimum(part * size + size, keys), N):
         # a tensor core cuts what it adds: few terms to a sum leave it little to cut
-        here = tiles.block_of(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
+        here = tiles.load_block(k, head // heads, head % heads, start, 0, keys, N, D, D, False)
         total += tl.dot(tl.trans(here), here)
         along += tl.dot(ones, here)
     d = tl.arange(0, D)
@@ -123,7 +123,7 @@ def forms_of(p: Problem, span: int) -> Forms:
         torch.empty(b * g, states, d, **number),
         torch.empty(b * g, states, **number),
     )
-    kind, k = kind_of(p), View(p.k, p.k.stride())
+    kind, k = launch_key(p), View(p.k, p.k.stride())
     launch(kind, key_products, b * g * parts, (k, products, sums, n, g, size), (d, KEYS), num_warps=4, num_stages=3)
     launch(kind, key_forms, b * g * (d // 16), (products, sums, forms, parts), (d, 16, behind), num_warps=4)
     return forms

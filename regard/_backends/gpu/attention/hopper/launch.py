@@ -10,14 +10,14 @@ import triton.language as tl
 
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
-from regard._backends.gpu.attention.config import reachable
 from regard._backends.gpu.attention.hopper import key_moments
+from regard._backends.gpu.attention.limits import GLUON_TYPES, find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.launcher import launch
+from regard._core.device import sm_count
 from regard._core.problem import Problem
 from regard.normalizers._language import speak
 
 ROWS = 64  # queries of one warpgroup
-KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width
 TWO = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
 FOUR = {64: (128, 1, 2, 4, 240)}  # stages
@@ -28,61 +28,45 @@ LARGE = 2**29  # scores
 LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
 
 
-def takes(p: Problem) -> bool:
-    """Does this call run on the Hopper kernel?"""
-    left, right = p.reach
-    return (
-        p.q.is_cuda
-        and p.q.dtype in KINDS
-        and p.q.shape[-1] in TWO
-        and p.v.shape[-1] == p.q.shape[-1]
-        and suits(p)
-        and p.scale > 0
-        and left is None
-        and right in (None, 0)
-        and all(x is None for x in (p.softcap, p.bias, p.mask, p.key_lengths))
-        and p.dropout_p == 0.0
-        and p.first_query == 0
-        and p.q.shape[-2] >= ROWS
-        and capable(p.q.device)
-        and all(map(reachable, (p.q, p.k, p.v)))
-    )
+def supports(p: Problem) -> str | None:
+    """Say why the Hopper kernel cannot take a call, or None."""
+    if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
+        return reason
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    if d not in TWO:
+        return f"head width {d} ({' and '.join(map(str, TWO))} only)"
+    if e != d:
+        return f"values of width {e} beside keys of {d}"
+    if p.scale <= 0:
+        return "a scale that is not positive"
+    if p.reach not in ((None, None), (None, 0)):
+        return "a window"
+    if reason := find_option(p, "softcap", "bias", "mask", "key_lengths"):
+        return reason
+    if p.first_query:
+        return "a part of a sequence"
+    if p.q.shape[-2] < ROWS:
+        return f"{p.q.shape[-2]} queries ({ROWS} at least)"
+    return find_layout_obstacle(p.q, p.k, p.v)
 
 
-def suits(p: Problem) -> bool:
-    """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds.
-
-    Shared reciprocals give no weight below 2⁻⁶³: maps that may have no larger ones are left to others.
-    """
+def _find_normalizer_obstacle(p: Problem) -> str | None:
     if p.choice.family == "ratio" and p.choice.exponential:
-        return True
-    if p.choice.family == "threshold":
-        return False
+        return None
+    if p.stats:
+        return f"statistics of {p.choice.spec} (softmax and softmax1 only)"
     if p.choice.family == "pointwise" and p.choice.log_odds is not None:
-        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:
-            return False
-    bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
-    return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
+        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:  # shared reciprocals: no weight below 2⁻⁶³
+            return f"normaliser {p.choice.spec}, whose weights may all be below 2⁻⁶³"
+    if p.choice.family == "ratio" and p.choice.shift == "none" and p.q.dtype == torch.float16:
+        return f"normaliser {p.choice.spec} in float16, which may overflow"
+    return None
 
 
-@cache
-def capable(device: torch.device) -> bool:
-    """Hopper itself (no other chip has its warpgroups), and a Triton whose Gluon was tried."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if torch.version.hip is not None:  # ROCm calls some of its chips 9.0 too
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
+def forward(p: Problem, o, shift, z, options, kind) -> torch.Tensor | None:
+    """Fill o, shift and z; return the sums that statistics are finished from, if any are wanted.
 
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def forward(p: Problem, o, shift, z, options, kind, statistics_of) -> None:
-    """Fill o, shift and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds.
-
-    Where the shift is `still`, z is NaN in rows that are to be done again.
+    With a fixed shift, z is NaN in rows that overflowed.
     """
     from regard._backends.gpu.attention.hopper.forward import forward_hopper
 
@@ -99,8 +83,7 @@ def forward(p: Problem, o, shift, z, options, kind, statistics_of) -> None:
         form_blocks = described(forms.products, C.BN)
     arguments = *blocked, form_blocks, shift, z, rough, forms, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
-    if p.stats:
-        statistics_of(rough)
+    return rough
 
 
 def shape_of(p: Problem):
@@ -128,20 +111,20 @@ def shape_of(p: Problem):
         FORMS=triton.cdiv(3 * d, keys) if span else 0,
         SPAN=span,
         LAZY=LAZY[p.q.dtype],
-        STILL=still(p),
+        STILL=has_fixed_shift(p),
         ACC=tl.float32,
     )
 
 
-def still(p: Problem) -> bool:
-    """Does the shift stay where the first tile sets it? Then tiles need no maximum.
+def has_fixed_shift(p: Problem) -> bool:
+    """True if the shift stays where the first tile sets it, so that later tiles need no maximum.
 
-    Rows whose weights outgrow that are done again, which costs a launch even if there are none. Not with statistics:
-    they want the maximum all the same, and are asked of models whose rows may be sharp.
+    Rows whose weights outgrow it are recomputed, which costs a launch even if there are none. Not with statistics: they
+    need the maximum all the same, and are asked of models whose rows may be sharp.
     """
     batch, heads, queries, _ = p.q.shape
-    framed = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    return framed and not p.stats and batch * heads * queries * p.k.shape[-2] >= LARGE
+    shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
+    return shifted and not p.stats and batch * heads * queries * p.k.shape[-2] >= LARGE
 
 
 def programs_of(p: Problem, rows: int) -> tuple[int, int]:
@@ -151,9 +134,9 @@ def programs_of(p: Problem, rows: int) -> tuple[int, int]:
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
     heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
-    places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
+    places, shares = sm_count(p.q.device), heads * blocks // 2 if behind else heads * blocks
     even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
-    crowded = rows > 2 * ROWS and not behind and not (still(p) or bundle.of(p.choice).exponential)
+    crowded = rows > 2 * ROWS and not behind and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
     if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even or crowded:
         places = heads * blocks
     return heads * blocks, places
@@ -163,7 +146,7 @@ def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
     """What was fastest on an H200."""
     F = bundle.of(p.choice)
     table = FOUR if p.stats else TWO
-    if not p.stats and F.family == "ratio" and F.exponential and not still(p):
+    if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
         table = IN_PIECES
     elif not p.stats and (F.log_odds is not None or F.signed is not None or F.exponential):
         table = THREE
@@ -188,4 +171,4 @@ def layout_of(block: tuple[int, ...], dtype: torch.dtype):
 
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, KINDS[dtype]))
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, GLUON_TYPES[dtype]))

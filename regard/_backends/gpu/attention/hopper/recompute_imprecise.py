@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, statistics, tiles
-from regard._backends.gpu.attention.online import ending, lesser
+from regard._backends.gpu.attention.online import join_sink, sum_below_max
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
@@ -22,9 +22,9 @@ NEAR = tl.constexpr(2.0**-21)  # two kernels may round q·k differently: this cl
 @triton.jit
 def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     su, sl, sq, ties, mean, m2, top, pivot = state
-    _, _, y, seen, _ = key_loop.look(scene, start, opt, C, EDGE)
+    _, _, y, seen, _ = key_loop.score_tile(scene, start, opt, C, EDGE)
     below = y < (top - NEAR * tl.abs(top))[:, None]
-    su, sl, sq, ties = lesser(su, sl, sq, ties, below, top, y, seen, scene, C)
+    su, sl, sq, ties = sum_below_max(su, sl, sq, ties, below, top, y, seen, scene, C)
     if C.NEED.moments:
         d = tl.where(seen, y - pivot[:, None], 0.0)
         mean += tiles.fold(d, C)
@@ -64,7 +64,7 @@ def look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, rows,
     distance = tl.load(rough + 2 * rows + row, mask=vague, other=0.0)
     pivot = tl.load(rough + 3 * rows + row, mask=vague, other=0.0)
     top = tl.where(vague, top, 0.0)
-    scene, i0 = key_loop.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
+    scene, i0 = key_loop.load_query_block_at(block, q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.zeros(C.BM, C.LANES, C.ACC)
     state = (zero, zero, zero, zero, zero, zero, top, pivot)
     su2, sl2, sq2, ties2, mean2, m22, _, _ = key_loop.sweep(state, scene, i0, opt, tile, C)
@@ -75,7 +75,7 @@ def look_again(block, row, top, q, k, v, k_blocks, v_blocks, rough, stats, rows,
         top, top * b2, z, tl.sum(ties2, 1), su, su, tl.sum(sl2, 1), sq, su, sq, none, distance, none, none, scene.i,
         none, pivot, tl.sum(mean2, 1), tl.sum(m22, 1),
     )  # fmt: skip
-    shift, rest, inverse, total = ending(r, scene, vague, opt, C)
+    shift, rest, inverse, total = join_sink(r, scene, vague, opt, C)
     lse = shift * LN2 + tl.log(total)
     n = (scene.last - scene.first).to(C.ACC)
     first_u = tl.exp2(statistics.first_scores(scene, opt, C) * b2 - r.shift)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
-from regard._backends.gpu.attention.online import serve
+from regard._backends.gpu.attention.online import forward_block
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def forward_again(
     if unheld(start + tl.arange(0, MANY)[:, None], end, sums, opt, C):
         for block in range(start, end):
             if unheld(block, end, sums, opt, C):
-                serve(block, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C, tiles.wide(rows))
+                forward_block(block, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C, tiles.wide(rows))
 
 
 @triton.jit

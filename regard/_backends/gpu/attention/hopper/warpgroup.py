@@ -27,7 +27,7 @@ from regard._backends.gpu.attention.hopper.ptx import (
     largest,
     per_lane,
 )
-from regard._backends.gpu.attention.online import frame_of, terms
+from regard._backends.gpu.attention.online import find_shift, terms
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
 ROWS = gl.constexpr(64)
@@ -57,7 +57,7 @@ def nothing(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
     """The tally before any key; LAYOUT is that of N keys, a piece."""
     none = gl.sum(gl.sum(cells(zeros(N, LAYOUT)), 1), 2)
     top = none + HIDDEN
-    return Tally(top, frame_of(top, none + 1.0, F), none, none, none, none, none, none, none)
+    return Tally(top, find_shift(top, none + 1.0, F), none, none, none, none, none, none, none)
 
 
 @gluon.jit

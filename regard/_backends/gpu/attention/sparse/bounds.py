@@ -16,8 +16,8 @@ from regard._backends.gpu.attention.tiles import LOG2E
 @triton.jit
 def first_level(q, k, level, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
     """level_i ≤ τ_i, in units of y: −∞ takes every key, +∞ says that the lists would be too long."""
-    scene, i0 = key_loop.scene_of(q, k, k, k, k, opt, C)
-    _, inner, outer = key_loop.key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
+    scene, i0 = key_loop.load_query_block(q, k, k, k, k, opt, C)
+    _, inner, outer = key_loop.find_key_range(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
     many = (outer - inner) // C.BN
     found = tiles.full(C.BM, float("inf"), C.ACC)
     if scene.highest - scene.lowest <= 4 * (FULL - 8):
@@ -26,13 +26,13 @@ def first_level(q, k, level, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: t
         one = tiles.full(C.BM, 0.0, C.ACC)
         two = one
         for part in range(4):
-            tile = key_loop.look(scene, inner + many * (2 * part + 1) // 8 * C.BN, opt, C, False)
+            tile = key_loop.score_tile(scene, inner + many * (2 * part + 1) // 8 * C.BN, opt, C, False)
             one += tl.sum(tile[2], 1)
             two += tl.sum(tile[2] * tile[2], 1)
         mean = one / (4 * C.BN)
         sigma = tl.sqrt(tl.maximum(two / (4 * C.BN) - mean * mean, 1e-12))
         gain = scene.a * C.F.gain(scene.theta)
-        power = tau_estimate.power(scene, C)
+        power = tau_estimate.find_exponent(scene, C)
         n = (tl.cdiv(many, STRIDE) * C.BN).to(C.ACC)  # of which F is taken
         root = tau_estimate.tail(n, sigma * gain, power)
         # how far τ strays: by its own few keys, about 0.31/k, and by what the sample tells of mean and deviation
@@ -50,8 +50,8 @@ def first_level(q, k, level, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: t
             mass = tiles.zeros(C.BM, C.LANES, C.ACC)
             fall = mass
             for start in tl.range(inner, outer, C.BN * STRIDE):
-                tile = key_loop.look(scene, start, opt, C, False)
-                more_mass, more_fall = tau_estimate.measured(tile[2], at * gain, scene, C)
+                tile = key_loop.score_tile(scene, start, opt, C, False)
+                more_mass, more_fall = tau_estimate.measure(tile[2], at * gain, scene, C)
                 mass += more_mass
                 fall += more_fall
             mass, fall = tl.sum(mass, 1), tl.sum(fall, 1)

@@ -15,7 +15,8 @@ import torch
 import triton
 
 from regard._backends.gpu.attention import statistics
-from regard._backends.gpu.attention.hopper.launch import KINDS, capable, described, reachable
+from regard._backends.gpu.attention.hopper.launch import described
+from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.sparse import bounds as levels
 from regard._backends.gpu.attention.sparse import gather, support
 from regard._backends.gpu.attention.tiles import Config, Options
@@ -35,22 +36,22 @@ LENGTHS = {"forward": range(3072, 2**31), "backward": range(16384, 2**31)}  # ke
 KEYS = {64: ((128, 2, 16), (64, 4, 16)), 128: ((128, 2, 16), (64, 3, 16))}
 
 
-def takes(p: Problem, way: str) -> bool:
-    """Is this a call whose scores are bare products, on rows long enough for lists that way?"""
-    return (
-        p.choice.family == "threshold"
-        and p.q.is_cuda
-        and p.q.dtype in KINDS
-        and p.q.shape[-1] in KEYS
-        and p.v.shape[-1] in KEYS
-        and p.scale > 0
-        and all(x is None for x in (p.softcap, p.bias, p.mask))
-        and p.dropout_p == 0.0
-        and p.q.shape[-2] >= BLOCK
-        and span(p) in LENGTHS[way]
-        and capable(p.q.device)
-        and all(map(reachable, (p.q, p.k)))
-    )
+def supports(p: Problem, direction: str) -> str | None:
+    """Say why lists of candidates cannot serve a call in this direction, or None."""
+    if reason := find_gluon_obstacle(p):
+        return reason
+    for width in (p.q.shape[-1], p.v.shape[-1]):
+        if width not in KEYS:
+            return f"head width {width} ({' and '.join(map(str, KEYS))} only)"
+    if p.scale <= 0:
+        return "a scale that is not positive"
+    if reason := find_option(p, "softcap", "bias", "mask"):
+        return reason
+    if p.q.shape[-2] < BLOCK:
+        return f"{p.q.shape[-2]} queries ({BLOCK} at least)"
+    if span(p) not in LENGTHS[direction]:
+        return f"{span(p)} visible keys ({LENGTHS[direction].start} at least)"
+    return find_layout_obstacle(p.q, p.k)
 
 
 def span(p: Problem) -> int:

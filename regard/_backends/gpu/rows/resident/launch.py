@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._core.device import sm_count, supports_gluon
+
 SLOTS, CHUNKS = 6, 4  # chunks in the ring, and of a row: half of the next one fits beside it
 PHASES = 16  # of programs that have at least as many rows
 # by the most bytes of a row: those of a chunk, the warps of a program, programs to a multiprocessor
@@ -41,9 +43,7 @@ def takes_back(dp: Tensor, saved: Tensor, F: Any, family: str, mask: Tensor | No
 def _suits(s: Tensor) -> bool:
     if not s.is_cuda or s.shape[1] % 16 or s.data_ptr() % 16:
         return False
-    from regard._backends.gpu.attention.hopper.launch import capable, processors
-
-    return capable(s.device) and processors(s.device) < 2 * s.shape[0]
+    return supports_gluon(s.device) and sm_count(s.device) < 2 * s.shape[0]
 
 
 def forward(
@@ -88,7 +88,7 @@ def _cut(s: Tensor, F: Any, size: int, cuts: dict) -> tuple[int, dict[str, Any],
     chunk_bytes, warps, together = next(cut for most, cut in cuts.items() if N * size <= most)
     chunk = chunk_bytes // size
     chunks = -(-N // chunk)
-    programs = min(torch.cuda.get_device_properties(s.device).multi_processor_count * together, R)
+    programs = min(sm_count(s.device) * together, R)
     phases = PHASES if PHASES * programs <= R else 1
     cut = dict(F=F, CHUNK=chunk, VECTOR=16 // s.element_size(), EVEN=chunks * chunk == N, PHASES=phases)
     registers = 65536 // (32 * warps * together) // 8 * 8

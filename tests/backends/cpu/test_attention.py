@@ -53,9 +53,9 @@ def test_single_precision(name, poisoned):
         close(result.o, o, 2e-5, f"{name} {seed} o")
         for statistic, ours, theirs in zip(NAMES, result.stats, stats, strict=True):
             close(ours, theirs, 1e-4, f"{name} {seed} {statistic}")
-        pull = (upstream.o.abs().max() * problem.v.abs().max()).item()  # how large dp can be, and with it terms of ds
+        largest = (upstream.o.abs().max() * problem.v.abs().max()).item()  # of dp, and with it of the terms of ds
         for argument, gradient in exact.items():
-            close(getattr(gradients, argument), gradient, 2e-5, f"{name} {seed} d{argument}", pull)
+            close(getattr(gradients, argument), gradient, 2e-5, f"{name} {seed} d{argument}", largest)
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 8.0])
@@ -136,6 +136,7 @@ HIDING = {
         dict(mask=torch.ones(8, 12, dtype=torch.bool).triu().expand(2, 4, 8, 12), causal=True),
         slice(8, None),
     ),
+    "lengths": (dict(key_lengths=torch.tensor([3, 6])), slice(6, None)),
     "bias": (dict(bias=torch.where(torch.arange(12) < 6, 0.0, -math.inf).expand(2, 4, 8, 12)), slice(6, None)),
 }
 
@@ -143,7 +144,7 @@ HIDING = {
 @pytest.mark.parametrize("how", HIDING)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
-def test_what_nobody_sees_changes_nothing(how, poison, name):
+def test_keys_that_no_query_sees_change_nothing(how, poison, name):
     options, unseen = HIDING[how]
     generator = torch.Generator().manual_seed(2)
     q, do = (torch.randn(2, 4, 8, 4, generator=generator) for _ in range(2))
@@ -168,7 +169,7 @@ def test_a_bad_key_reaches_the_queries_that_see_it_and_no_other(options, key):
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 2, 12, 4, generator=generator) for _ in range(3))
     k[:, :, key] = math.nan
-    mask = torch.ones(1, 2, 12, 12, dtype=torch.bool)  # behind a mask, bad keys that nobody sees are looked for
+    mask = torch.ones(1, 2, 12, 12, dtype=torch.bool)  # behind a mask, bad keys that no query sees are looked for
     problem = Problem(q, k, v, normalizers.get("softmax"), 0.5, mask=mask, **options)
     left, right = problem.reach
     i = torch.arange(12)

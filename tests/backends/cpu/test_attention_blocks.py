@@ -1,4 +1,4 @@
-"""How the CPU attention goes about it: strides, blocks, pieces, threads, the caller's modes, memory. Answers stay."""
+"""Results of the CPU attention do not depend on strides, blocks, parts, threads or the caller's modes."""
 
 import dataclasses
 import re
@@ -69,8 +69,8 @@ def test_more_blocks_than_one(monkeypatch, m):
             close(getattr(gradients, name), gradient, 1e-9, f"d{name}")
 
 
-def test_pieces_count_positions_of_the_whole_sequence():
-    """Causal order, window, distance and dropout; the weights of sigmoid do not know of one another, so pieces add."""
+def test_parts_count_positions_of_the_whole_sequence():
+    """Causal order, window, distance and dropout; sigmoid's weights are independent, so parts add."""
     generator = torch.Generator().manual_seed(6)
     q, k, v, do = (torch.randn(1, 2, 30, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     options = dict(causal=True, left=9, dropout_p=0.3, seed=torch.tensor([12345]), stats=("mass", "distance"))
@@ -81,9 +81,9 @@ def test_pieces_count_positions_of_the_whole_sequence():
     for i in (slice(0, 11), slice(11, 30)):
         for j in (slice(0, 7), slice(7, 19), slice(19, 30)):
             at = dict(first_query=i.start, first_key=j.start, queries=30)
-            piece = dataclasses.replace(whole, q=q[:, :, i], k=k[:, :, j], v=v[:, :, j], **at)
-            part = attention.forward(piece)
-            slopes = attention.backward(piece, part, Upstream(do[:, :, i]))
+            cut = dataclasses.replace(whole, q=q[:, :, i], k=k[:, :, j], v=v[:, :, j], **at)
+            part = attention.forward(cut)
+            slopes = attention.backward(cut, part, Upstream(do[:, :, i]))
             o[:, :, i] += part.o
             dq[:, :, i] += slopes.q
             dk[:, :, j] += slopes.k

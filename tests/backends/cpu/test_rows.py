@@ -29,7 +29,7 @@ THRESHOLD = [name for name in normalizers.names() if normalizers.get(name).famil
 
 
 def poisoned(monkeypatch) -> None:
-    """Fresh memory is NaN, so that an entry nobody wrote shows."""
+    """Fills fresh memory with NaN, so that an entry that no kernel wrote shows."""
     for name in ("empty", "empty_like"):
         plain = getattr(torch, name)
 
@@ -211,7 +211,7 @@ def test_alpha_per_row():
     torch.testing.assert_close(p[5], rows.forward(s[5:], normalizers.get("sparsemax"))[0][0], rtol=0, atol=1e-12)
 
 
-def test_many_threads_at_once_and_pieces_of_any_size():
+def test_many_threads_at_once_and_splits_of_any_size():
     choice = normalizers.get("entmax15")
     s = [scores(700, 100, torch.float32, seed) for seed in range(8)]
     alone = [rows.forward(x, choice)[0] for x in s]
@@ -244,7 +244,7 @@ def test_run_row_ranges_covers_every_row_once_and_passes_errors_on(threads, monk
 
 
 def test_an_interrupt_that_ctypes_drops_is_raised():
-    """A signal at the door of the callback: the calling thread never comes to the end of its share."""
+    """A signal before the callback's first line: the calling thread never reaches the end of its ranges."""
     with pytest.raises(KeyboardInterrupt):
         _threads._run_on_team(lambda body, *_: None, lambda: None, 2)
     _threads._run_on_team(lambda body, *_: body(None), lambda: None, 2)

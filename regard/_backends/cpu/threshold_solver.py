@@ -28,9 +28,12 @@ def solve_row(x, top, factor, y, parameter, gain):
     size, bound, whole = 0, -1.0001 / factor, x.size // tile.lanes * tile.lanes
     for j in range(0, whole, tile.lanes):
         size = prim.compress(x, j, top, bound, y, size)
-    for j in range(whole, x.size):
-        y[size] = x[j] - top
-        size += 1 if y[size] > bound else 0
+    if whole < x.size:
+        tail = y.size - tile.lanes  # the last entries, padded to a vector
+        seal(y, tail)
+        for j in range(whole, x.size):
+            y[tail + j - whole] = x[j]
+        size = prim.compress(y, tail, top, bound, y, size)
     for j in range(size):
         y[j] *= factor
     seal(y, size)

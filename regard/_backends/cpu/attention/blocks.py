@@ -213,9 +213,9 @@ class Blocks:
         if not bad.any():
             return k, v
         columns = bad.any(0).nonzero().squeeze(-1)
-        unseen = torch.zeros_like(bad)
-        unseen[:, columns] = ~self._is_seen(task, columns)
-        return k.masked_fill(unseen[..., None], 0.0), v.masked_fill(unseen[..., None], 0.0)
+        hidden = torch.zeros_like(bad)
+        hidden[:, columns] = ~self._is_visible(task, columns)
+        return k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0)
 
     def _heads_of(self, x: Tensor, task: Task) -> Tensor:
         """The task's heads of x [B, G, N, C] as [g, N, C], with contiguous rows as BLAS wants them."""
@@ -225,12 +225,12 @@ class Blocks:
         _, stride, step = x.stride()
         return x if step == 1 and stride >= x.shape[-1] else x.contiguous()
 
-    def _is_seen(self, task: Task, columns: Tensor) -> Tensor:
-        """Whether any query of its heads sees each of the keys `columns`: [g, len(columns)]."""
+    def _is_visible(self, task: Task, columns: Tensor) -> Tensor:
+        """Whether each of the keys `columns` is visible to any query of its heads, [g, len(columns)]."""
         problem, entries, groups = self.problem, task.b1 - task.b0, task.g1 - task.g0
         step = max(1, 4 * SCORES // max(1, entries * groups * self.share * len(columns)))
         limits = torch.tensor(self.limits[task.b0 : task.b1])[:, None, None, None]
-        seen = torch.zeros(entries, groups, len(columns), dtype=torch.bool)
+        visible = torch.zeros(entries, groups, len(columns), dtype=torch.bool)
         heads = slice(task.b0, task.b1), slice(task.g0 * self.share, task.g1 * self.share)
         for i0 in range(0, self.queries, step):
             i = self.offset + torch.arange(i0, min(i0 + step, self.queries))[:, None]
@@ -241,8 +241,8 @@ class Blocks:
             if problem.bias is not None:
                 reached = reached & (problem.bias[here][..., columns] != -math.inf)
             reached = reached.expand(entries, groups * self.share, len(i), len(columns))
-            seen |= reached.reshape(entries, groups, -1, len(columns)).any(2)
-        return seen.flatten(0, 1)
+            visible |= reached.reshape(entries, groups, -1, len(columns)).any(2)
+        return visible.flatten(0, 1)
 
     def compute_logits(self, block: Block, q: Tensor, k: Tensor, out: Tensor, capped: Tensor | None = None) -> None:
         """out [g, rows, n] ← the block's logits, −inf where a mask or bias hides a key; capped ← cap(x)."""

@@ -1,4 +1,4 @@
-"""Primitives that are one LLVM instruction: no branch, no call; a sum may say that its order is free."""
+"""Primitives that are one LLVM instruction: no branch, no call; sums in any order."""
 
 from __future__ import annotations
 

@@ -82,9 +82,13 @@ def work_row(row, x):
 
 
 def scale_row(row, x, high, low):
-    """row ← (high + low)·x."""
-    for j in range(row.size):
-        row[j] = tile.narrow(x[j] * high + x[j] * low)
+    """row ← (high + low)·x, where x is what `work_row` returned."""
+    if tile.is_direct:  # x is row, which LLVM does not see: it would not make vectors
+        for j in range(row.size):
+            row[j] = row[j] * high + row[j] * low
+    else:
+        for j in range(row.size):
+            row[j] = tile.narrow(x[j] * high + x[j] * low)
 
 
 def fill(row, value):

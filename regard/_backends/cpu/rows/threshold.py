@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from regard._backends.cpu.jit.compile import prim, real, tile
-from regard._backends.cpu.rows.interleaved import forward_short, write_row
+from regard._backends.cpu.rows.interleaved import forward_short
 from regard._backends.cpu.rows.row_io import CHUNK, INF, fill, find_above, load, read_gradient, weightless_value
 from regard._backends.cpu.threshold_solver import solve_row
 from regard.normalizers import Threshold
@@ -37,8 +37,7 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
         parameter = theta[i * step]
         gain = tile.gain(parameter)
         factor = gain * real(scale)
-        visible = mask[i * stride : i * stride + n]
-        top = load(s[i], x, visible, masked)
+        top = load(s[i], x, mask[i * stride : i * stride + n], masked)
         if not (prim.abs(top) < INF):
             fill(p[i], weightless_value(top))
             state[0, i] = weightless_value(top)
@@ -47,7 +46,10 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
         tau, rest, _, slopes = solve_row(x, top, factor, scratch[1], parameter, gain)
         state[0, i] = top * factor + (tau + rest)
         state[1, i] = slopes
-        write_row(s[i], p[i], visible, masked, factor, top, tau, rest, parameter)
+        row = p[i]
+        for j in range(n):
+            t = prim.maximum((x[j] - top) * factor - tau - rest, 0.0)
+            row[j] = tile.narrow(prim.where(t > 0.0, tile.value(t, parameter), 0.0))
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):

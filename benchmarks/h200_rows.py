@@ -36,8 +36,8 @@ def cases() -> list[tuple[str, str, str, int]]:
     return [(name, d, t, n) for name in names for d in ("forward", "backward") for t in DTYPES for n in LENGTHS]
 
 
-def job(name: str, direction: str, dtype: torch.dtype, n: int, count: int):
-    """The call to time, on `count` rows of n random normal scores."""
+def make_call(name: str, direction: str, dtype: torch.dtype, n: int, count: int):
+    """Returns the call to time, on `count` rows of n random normal scores."""
     choice = normalizers.get(name)
     s = torch.randn(count, n, device="cuda", dtype=dtype)
     if direction == "forward":
@@ -49,7 +49,7 @@ def job(name: str, direction: str, dtype: torch.dtype, n: int, count: int):
 
 
 def check(name: str, dtype: torch.dtype, n: int, count: int) -> str:
-    """What is wrong with the weights or the gradient of fresh rows, or nothing."""
+    """Compares weights and gradient of fresh rows with float64; names what is wrong, or returns an empty string."""
     choice = normalizers.get(name)
     sizes = torch.tensor([1.0, 0.1, 10.0, 1.0], device="cuda").repeat(count)[:count, None]
     s = (torch.randn(count, n, device="cuda") * sizes).to(dtype)
@@ -88,12 +88,12 @@ def check(name: str, dtype: torch.dtype, n: int, count: int) -> str:
 
 
 def work(share: int, report: Path) -> None:
-    """One worker: compile its share of the cases on few rows, and check its share of the shapes."""
+    """Compiles a worker's share of the cases on few rows, and checks its share of the shapes."""
     faults, done = [], []
     for case in cases()[share::WORKERS]:
         name, direction, dtype, n = case
         try:
-            job(name, direction, DTYPES[dtype], n, 256)()
+            make_call(name, direction, DTYPES[dtype], n, 256)()
             torch.cuda.synchronize()
             done.append(case)
         except Exception as error:  # one variant's failure must not lose the others
@@ -117,7 +117,7 @@ class Started(NamedTuple):
 
 
 def start() -> Started:
-    """Set the workers going."""
+    """Starts the workers."""
     folder = tempfile.TemporaryDirectory()
     reports = [Path(folder.name) / f"{share}.json" for share in range(WORKERS)]
     command = [sys.executable, __file__]
@@ -126,7 +126,7 @@ def start() -> Started:
 
 
 def collect(started: Started) -> tuple[set[tuple], str]:
-    """The cases that compiled and ran, and a sentence of what was wrong."""
+    """Waits for the workers; returns the cases that ran and a summary of what was wrong."""
     faults = []
     for share, worker in enumerate(started.workers):
         try:
@@ -137,26 +137,28 @@ def collect(started: Started) -> tuple[set[tuple], str]:
     found = [json.loads(path.read_text()) for path in started.reports if path.exists()]
     started.folder.cleanup()
     faults += [fault for report in found for fault in report["faults"]]
-    told = f"{sum(report['checks'] for report in found)} checks against float64; faults: {'; '.join(faults) or 'none'}."
-    return {tuple(case) for report in found for case in report["done"]}, told
+    summary = (
+        f"{sum(report['checks'] for report in found)} checks against float64; faults: {'; '.join(faults) or 'none'}."
+    )
+    return {tuple(case) for report in found for case in report["done"]}, summary
 
 
 def bandwidth(call, tensors: int) -> float:
-    """TB/s of a call that moves so many GiB."""
+    """Measures TB/s of a call that moves so many GiB."""
     from triton.testing import do_bench
 
     return tensors * GIB / do_bench(call, warmup=5, rep=20, return_mode="median") / 1e9
 
 
 def measure(direction: str, ready: set[tuple]) -> dict[tuple, float]:
-    """TB/s by (what, dtype, n); a copy of the same bytes has n = 0."""
+    """Measures TB/s by (what, dtype, n); a copy of the same bytes has n = 0."""
     found, tensors = {}, 2 if direction == "forward" else 3
     x = torch.randn(GIB // 8 * tensors, device="cuda")
     found["copy", "", 0] = bandwidth(functools.partial(torch.empty_like(x).copy_, x), tensors)
     for case in cases():
         name, way, dtype, n = case
         if way == direction and case in ready:
-            call = job(name, way, DTYPES[dtype], n, GIB // (n * DTYPES[dtype].itemsize))
+            call = make_call(name, way, DTYPES[dtype], n, GIB // (n * DTYPES[dtype].itemsize))
             found[name, dtype, n] = bandwidth(call, tensors)
             del call
     for dtype, kind in DTYPES.items():
@@ -172,7 +174,7 @@ def measure(direction: str, ready: set[tuple]) -> dict[tuple, float]:
 
 
 def softmax_errors() -> str:
-    """Of float32 softmax and its backward: error against float64 over torch's on the same rows, the worst of many."""
+    """Compares the error of float32 softmax and its backward with torch's on the same rows."""
     choice, worst, sets = normalizers.get("softmax"), [0.0] * 4, 0
     for n in (3, 17, 100, 257, 1000, 4096, 20000, 65536):
         for size in (0.1, 0.5, 1.0, 3.0, 10.0, 50.0):
@@ -210,9 +212,9 @@ def table(direction: str, found: dict[tuple, float]) -> list[str]:
     return [*lines, ""]
 
 
-def sections(ready: set[tuple], told: str) -> Iterator[list[str]]:
+def sections(ready: set[tuple], summary: str) -> Iterator[list[str]]:
     """The parts of the report, one after another."""
-    yield ["## Correct", "", told, "", softmax_errors(), ""]
+    yield ["## Correct", "", summary, "", softmax_errors(), ""]
     for direction in ("forward", "backward"):
         yield table(direction, measure(direction, ready))
 

@@ -19,15 +19,15 @@ from unittest.mock import patch
 
 TOOLS = ("memcheck", "racecheck")
 SHARES = 2
-KINDS = ["rows", "ring", "attention", "lists", "moments", "still", "stored"]
+KINDS = ["rows", "ring", "attention", "lists", "moments", "fixed shift", "stored"]
 
 
 def cases() -> list[tuple]:
     """(normaliser, "rows", dtype, rows, columns) or (normaliser, "attention", queries, keys, width, statistics?).
 
     "ring" is "rows" of lengths that pass through shared memory; "lists" "attention" with lists at any length, forward
-    and backward; "moments" with the keys' forms at any; in "still" the shift stays and rows outgrow it; in "stored"
-    backward takes the road of long rows.
+    and backward; "moments" with the keys' forms at any; in "fixed shift" rows outgrow it; in "stored" ds is
+    stored at any length.
     """
     found: list[tuple] = []
     for name in ("softmax", "softpick", "entmax15", "sigmoid"):
@@ -42,8 +42,8 @@ def cases() -> list[tuple]:
     found += [("softmax", "attention", 272, 272, 64, False), ("sigmoid", "attention", 130, 257, 64, True)]
     found += [("entmax15", "lists", 600, 600, 128, False), ("sparsemax", "lists", 300, 700, 64, True)]
     found += [("softmax", "moments", 600, 600, 64, True), ("softmax", "moments", 300, 700, 128, True)]
-    found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "still", 300, 300, 64, False)]
-    found += [("softpick", "still", 300, 333, 128, False)]
+    found += [("sigmoid", "attention", 300, 300, 64, False), ("softmax", "fixed shift", 300, 300, 64, False)]
+    found += [("softpick", "fixed shift", 300, 333, 128, False)]
     found += [("softmax", "stored", 300, 300, 128, False), ("softpick", "stored", 200, 333, 128, False)]
     found += [("entmax15", "stored", 300, 300, 128, False), ("softmax", "stored", 204, 333, 128, False)]
     return [*found, ("softmax", "attention", 1, 2080, 128, True)]
@@ -68,7 +68,7 @@ def call(name: str, kind: str, *sizes) -> None:
     if kind in ("rows", "ring"):
         dtype = getattr(torch, sizes[0])
         s, dp = draw(*sizes[1:], dtype=dtype), draw(*sizes[1:], dtype=dtype)
-        s[1] = -float("inf")  # an odd row: ratios tell it with more care
+        s[1] = -float("inf")  # an imprecise row: resident kernels compute it again
         p, state = rows.forward(s, choice)
         rows.backward(dp, p if choice.slope_of_weight is not None else s, state, choice)
     else:
@@ -80,10 +80,10 @@ def call(name: str, kind: str, *sizes) -> None:
                 lengths = dict.fromkeys(sparse.LENGTHS, range(256, 2**31))
                 small.enter_context(patch.object(sparse, "LENGTHS", lengths))
             if kind == "moments":
-                behind = dict.fromkeys(key_moments.LEAST_BEHIND, 256)
-                small.enter_context(patch.multiple(key_moments, LEAST=256, LEAST_BEHIND=behind, SPAN=256))
-            if kind == "still":
-                small.enter_context(patch.object(hopper, "LARGE", 0))
+                behind = dict.fromkeys(key_moments.MIN_CAUSAL_KEYS, 256)
+                small.enter_context(patch.multiple(key_moments, MIN_KEYS=256, MIN_CAUSAL_KEYS=behind, SPAN=256))
+            if kind == "fixed shift":
+                small.enter_context(patch.object(hopper, "MIN_FIXED_SHIFT_SCORES", 0))
                 k[:, :, 3] *= 60.0
             if kind == "stored":
                 small.enter_context(patch.multiple(stored_ds, SHORT=64, FILL=0))

@@ -21,7 +21,7 @@ from regard import lab, listing
 from regard.lab import training
 from regard.lab.claim import NOTES
 from regard.lab.figure import Figure
-from regard.lab.mathematics import line, mathml
+from regard.lab.mathml import formula_line, mathml
 from regard.lab.page import ROLES, VERDICTS
 from regard.lab.training import timing
 from regard.lab.training.command import table
@@ -97,7 +97,7 @@ def claims_of(note: str) -> str:
 
 def claim_section(result: lab.Result) -> str:
     claim, finding = result.claim, result.finding
-    formulas = "".join(map(line, claim.derivation))
+    formulas = "".join(map(formula_line, claim.derivation))
     told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
     said = "\n\n".join(f"**{label}:** {escape(text)}" for label, text in told if text)
     rows = "\n".join(

@@ -19,7 +19,7 @@ from regard.health.models.tiny import TinyLM, save
 from regard.lab.training import Setting, Trial
 from regard.lab.training.loop import evaluation
 from regard.lab.training.step import Step
-from regard.lab.training.text import halves, windows
+from regard.lab.training.trials.text import halves, windows
 
 MODELS = {
     "tiny-scaled": dict(scale="sqrt", rate=2e-3, decay=0.01, steps=400, batch=16),

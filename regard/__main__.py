@@ -2,6 +2,6 @@
 
 import sys
 
-from regard_command import main
+from regard.cli import main
 
 sys.exit(main())

@@ -1,9 +1,8 @@
-"""regard list | bench | demo | …: the command line.
+"""The command line: regard demo | examine | compare | lab | explore | bench | list.
 
 A command is one line of `COMMANDS` and one module with `main(options)` and, if it takes any, `arguments(parser)`. The
-module is imported only when its command is typed, and a package that it lacks is named together with the extra that
-brings it. `options.fail("what is wrong")` ends a command as a bad command line ends. A command whose module is not in
-this package is not offered.
+module is imported only when its command runs; if it lacks a package, the error names the extra that installs it.
+`options.fail("what is wrong")` ends a command with the status of a bad command line.
 
 >>> from regard.cli import main
 >>> main(["lisst"])
@@ -19,92 +18,89 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from regard import normalizers
 
-PACKAGE = Path(__file__).parent
-
 
 class Command(NamedTuple):
+    """A command's module, its line in the overview, and the extra that installs what the module imports."""
+
     module: str
     help: str
-    extra: str | None = None  # the extra that brings what the module imports
-
-    @property
-    def exists(self) -> bool:
-        path = PACKAGE.parent.joinpath(*self.module.split("."))
-        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+    extra: str | None = None
 
 
 COMMANDS = {
     "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy", "hf"),
     "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
-    "compare": Command("regard.health.commands.compare", "what differs between two reports", "report"),
-    "lab": Command("regard.lab.command", "put the claims about attention to the test", "lab"),
-    "lab train": Command("regard.lab.training.command", "train models that answer what arithmetic cannot", "lab"),
-    "explore": Command("regard.lab.explorer.command", "turn the knobs of attention in the browser", "lab"),
-    "bench": Command("regard.bench", "rows and attention against torch, on this machine"),
-    "bench accuracy": Command("regard.bench.accuracy", "errors against float64: the budget and what was measured"),
-    "list": Command("regard.listing", "the normalisers: formula, sum, sparsity, paper"),
+    "compare": Command("regard.health.commands.compare", "list what differs between two reports", "report"),
+    "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
+    "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),
+    "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser", "lab"),
+    "bench": Command("regard.bench", "time rows and attention against torch on this machine"),
+    "bench accuracy": Command("regard.bench.accuracy", "measure errors against float64 and hold them to the budget"),
+    "list": Command("regard.listing", "list the normalisers: formula, sum, sparsity, paper"),
 }
 
 
 class UsageError(Exception):
-    """What is wrong with the command line, in one line."""
+    """A bad command line; the message is one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    """An ArgumentParser that raises `UsageError` instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message as a `UsageError`."""
         raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
-    _open_what_is_closed()
+    """Run one command line and return its exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
+    _open_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without α prints ?, it does not fail
     try:
-        status = dispatch(list(sys.argv[1:] if argv is None else argv))
+        status = run_command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
-    except UsageError as wrong:
-        print(wrong, file=sys.stderr)
+    except UsageError as error:
+        print(error, file=sys.stderr)
         return 2
-    except normalizers.BrokenFile as wrong:
-        print(f"regard: {wrong}", file=sys.stderr)
+    except normalizers.BrokenFile as error:
+        print(f"regard: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `regard list | head -1`; nothing is left to say, not even at exit
-        _silence()
+    except BrokenPipeError:  # `regard list | head -1`
+        _discard_output()
         return 0
-    except OSError as wrong:
-        if wrong.errno != errno.ENOSPC:
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
             raise
-        _silence()
-        print(f"regard: the output cannot be written: {wrong.strerror}; make room", file=sys.stderr)
+        _discard_output()
+        print(f"regard: the output cannot be written: {error.strerror}; make room", file=sys.stderr)
         return 1
 
 
-def _open_what_is_closed() -> None:
-    """`regard list >&-`: what is said there goes nowhere."""
+def _open_closed_streams() -> None:
+    """Redirect standard streams that are closed (`regard list >&-`) to the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 – as long as the process lives
 
 
-def _silence() -> None:
-    """What standard output still holds goes nowhere."""
+def _discard_output() -> None:
+    """Redirect standard output to the null device, for what is still in its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def dispatch(argv: list[str]) -> int:
-    offered = {name: command for name, command in COMMANDS.items() if command.exists}
+def run_command(argv: list[str]) -> int:
+    """Run the command that `argv` names and return its exit status."""
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview(offered))
+        print(overview())
         return 0
     if argv[0] in ("-V", "--version"):
         import regard
@@ -112,13 +108,13 @@ def dispatch(argv: list[str]) -> int:
         print(f"regard {regard.__version__}")
         return 0
     name, *rest = argv
-    if " ".join(argv[:2]) in offered:  # a command of two words
+    if " ".join(argv[:2]) in COMMANDS:  # a command of two words
         name, rest = " ".join(argv[:2]), argv[2:]
-    if name not in offered:
-        near = difflib.get_close_matches(name, offered, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(offered)}"
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(COMMANDS)}"
         raise UsageError(f"regard: no command {name!r}; {hint}")
-    command = offered[name]
+    command = COMMANDS[name]
     parser = Parser(prog=f"regard {name}", description=command.help, allow_abbrev=False)
     parser.set_defaults(fail=parser.error)
     try:
@@ -133,14 +129,15 @@ def dispatch(argv: list[str]) -> int:
         raise UsageError(f"regard {name}: needs {missing.name}; pip install {source}") from None
 
 
-def overview(offered: dict[str, Command]) -> str:
-    width = max(map(len, offered), default=0)
-    lines = [f"  {name:{width}}  {command.help}" for name, command in offered.items()]
-    usage = "usage: regard COMMAND [options]     (regard COMMAND --help tells its options)"
+def overview() -> str:
+    """Return the list of commands that `regard --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    usage = "usage: regard COMMAND [options]     (regard COMMAND --help lists its options)"
     return "\n".join(["regard: look at attention with attention", "", usage, "", *lines])
 
 
-if __name__ == "__main__":  # python -m regard.cli; as the module that commands import, not a second one
+if __name__ == "__main__":  # python -m regard.cli: commands import regard.cli, which must be the module that runs
     from regard.cli import main as run
 
     sys.exit(run())

@@ -1,4 +1,4 @@
-"""regard list: every normaliser that was found, from its own file.
+"""The command `regard list`: every registered normaliser, described by its own file.
 
 >>> from regard.listing import rows
 >>> rows()["softmax1"]["sums_to"]
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 from regard import normalizers
@@ -14,7 +15,7 @@ from regard.table import Table
 
 
 def rows() -> dict[str, dict]:
-    """name → formula, sums_to, sparse, family, parameter, fused, paper."""
+    """Return name → formula, sums_to, sparse, family, parameter, fused, paper."""
     listed = {}
     for name in normalizers.names():
         member = normalizers.get(name).normalizer
@@ -33,6 +34,7 @@ def rows() -> dict[str, dict]:
 
 
 def table() -> Table:
+    """Return one line per normaliser."""
     cells = [
         [row["name"], row["formula"], row["sums_to"], "yes" if row["sparse"] else "no", row["paper"]]
         for row in rows().values()
@@ -40,11 +42,13 @@ def table() -> Table:
     return Table(["name", "weights p", "rows sum to", "sparse", "paper"], cells)
 
 
-def arguments(parser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def main(options) -> None:
+def main(options: argparse.Namespace) -> None:
+    """Print the table, or JSON."""
     if options.json:
         print(json.dumps(list(rows().values()), ensure_ascii=False, indent=2))
     else:

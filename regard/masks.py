@@ -44,13 +44,13 @@ def window(
     return seen
 
 
-def unbiased(mask, is_causal: bool, device=None, past: int = 0) -> tuple[Tensor | None, bool]:
+def resolve_causal_bias(mask, is_causal: bool, device=None, past: int = 0) -> tuple[Tensor | None, bool]:
     """(mask, is_causal) where `mask` may be torch's CausalBias, which holds no numbers: what it stands for.
 
     Behind `past` cached keys is_causal is aligned at the bottom right: one at the top left of all keys is written out.
 
     >>> from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-    >>> unbiased(causal_upper_left(2, 3), False), unbiased(causal_lower_right(1, 2), False)
+    >>> resolve_causal_bias(causal_upper_left(2, 3), False), resolve_causal_bias(causal_lower_right(1, 2), False)
     ((None, True), (tensor([[True, True]]), False))
     """
     if type(mask).__name__ != "CausalBias":

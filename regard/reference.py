@@ -58,7 +58,7 @@ def attention(
     The weights are those before dropout, which `seed` decides. q may be a block of `queries` that begins at
     `first_query`.
     """
-    wanted = statistics.asked(return_stats)
+    wanted = statistics.requested(return_stats)
     choice = normalizers.get(normalizer)
     if key_lengths is not None and not isinstance(key_lengths, Tensor):
         key_lengths = torch.tensor(key_lengths, device=q.device)
@@ -66,7 +66,7 @@ def attention(
         sink = torch.as_tensor(sink, dtype=torch.float64, device=q.device)
     if dropout_p > 0.0 and seed is None:
         seed = torch.randint(0, 2**62, (1,))
-    attn_mask, is_causal = masks.unbiased(attn_mask, is_causal, q.device)
+    attn_mask, is_causal = masks.resolve_causal_bias(attn_mask, is_causal, q.device)
     n, keys = q.shape[-2], k.shape[-2]
     q, k, v = (x.double() for x in (q, k, v))
     if enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:

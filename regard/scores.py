@@ -36,6 +36,8 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
         raise TypeError(f"scale must be None, a number, a word or a tensor, got {type(scale).__name__}")
     if not is_finite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}")
+    if abs(scale) > 1e20:
+        raise ValueError(f"scale must lie within ±1e+20, got {float(scale):g}")
     return float(scale)
 
 

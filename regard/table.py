@@ -1,4 +1,4 @@
-"""A table of text: drawn by rich in a terminal, aligned plain text in a pipe, or Markdown.
+"""`Table`: a table of text, drawn by rich in a terminal, aligned plain text in a pipe, or Markdown.
 
 >>> from regard.table import Table
 >>> print(Table(["map", "ms"], [["softmax", "1.5"], ["relu", "12.0"]], numbers=["ms"]).plain())
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-MARKS = {"✓": "green", "✗": "red"}  # a cell with such a mark takes its colour in a terminal
+MARKS = {"✓": "green", "✗": "red"}  # colours of cells with these marks in a terminal
 
 
 @dataclass
 class Table:
-    """Columns and rows of cells, all strings; `numbers` names the columns that are aligned at the right."""
+    """Columns and rows of cells, all strings; `numbers` names the right-aligned columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -27,7 +27,7 @@ class Table:
     numbers: Sequence[str] = field(default_factory=tuple)
 
     def show(self, file: TextIO | None = None) -> None:
-        """Print it: rich where `file` (standard output) is a terminal, plain elsewhere."""
+        """Print the table: with rich if `file` (default standard output) is a terminal, as plain text otherwise."""
         file = sys.stdout if file is None else file
         if file.isatty():
             self._draw(file)
@@ -35,20 +35,20 @@ class Table:
             print(self.plain(), file=file)
 
     def plain(self) -> str:
-        """Two spaces between columns, no lines, nothing cut: for pipes and files."""
+        """Return aligned text for pipes and files: two spaces between columns, nothing cut."""
         lines = [list(self.columns), *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(map(self._aligned, line, widths, self.columns)).rstrip() for line in lines]
+        text = ["  ".join(map(self._align, line, widths, self.columns)).rstrip() for line in lines]
         return "\n".join([self.title, *text] if self.title else text)
 
     def markdown(self) -> str:
-        """The same as a Markdown table, under its title."""
+        """Return a Markdown table under its title."""
         rules = ["---:" if column in self.numbers else "---" for column in self.columns]
         lines = [list(self.columns), rules, *self.rows]
         text = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
         return "\n".join([f"## {self.title}", "", *text] if self.title else text)
 
-    def _aligned(self, cell: str, width: int, column: str) -> str:
+    def _align(self, cell: str, width: int, column: str) -> str:
         return cell.rjust(width) if column in self.numbers else cell.ljust(width)
 
     def _draw(self, file: TextIO) -> None:

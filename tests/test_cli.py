@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_list_json_holds_the_same(capsys):
 
 
 def test_readme_says_of_each_normalizer_what_its_file_says():
-    readme = (cli.PACKAGE.parent / "README.md").read_text().replace("\\|", "¦")
+    readme = (Path(cli.__file__).parents[1] / "README.md").read_text().replace("\\|", "¦")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in readme.splitlines() if line.startswith("| ")]
     told = {cells[0].split("(")[0]: cells[1:3] for cells in rows if cells[0].split("(")[0] in normalizers.names()}
     assert len(told) >= 8
@@ -96,8 +97,7 @@ def test_a_bad_command_line_is_one_line_and_status_2(words, says, capsys):
 def test_help_names_every_command(words, capsys):
     assert cli.main(words) == 0
     out = capsys.readouterr().out
-    for name, command in cli.COMMANDS.items():
-        assert (f"  {name} " in out) == command.exists
+    assert all(f"  {name} " in out for name in cli.COMMANDS)
 
 
 def test_the_module_itself_is_the_command_too():
@@ -120,7 +120,6 @@ def command(tmp_path, monkeypatch):
         (tmp_path / "tried_command.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.delitem(sys.modules, "tried_command", raising=False)
-        monkeypatch.setattr(cli, "PACKAGE", tmp_path / "regard")
         monkeypatch.setattr(cli, "COMMANDS", {"try": cli.Command("tried_command", "a trial", extra)})
 
     return offer
@@ -155,13 +154,6 @@ def test_a_module_of_ours_that_is_missing_is_a_bug_and_shown_as_one(command):
     command("import regard.no_such_part")
     with pytest.raises(ModuleNotFoundError, match="no_such_part"):
         cli.main(["try"])
-
-
-def test_a_command_whose_module_is_missing_is_not_offered(monkeypatch, capsys):
-    monkeypatch.setitem(cli.COMMANDS, "phantom", cli.Command("regard.phantom", "nothing"))
-    assert cli.main(["phantom"]) == 2
-    assert cli.main([]) == 0
-    assert "phantom" not in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_with_130_and_no_traceback(command, capsys):
@@ -220,8 +212,8 @@ def test_a_broken_normalizer_of_the_environment_is_one_line(tmp_path, monkeypatc
 def test_targets_judge_times_and_speeds():
     times = {"regard": 2.0, "torch": 1.0, "entmax": 60.0}
     assert Target("torch", 2.0).reached(Target("torch", 2.0).ratio(times)) is True
-    assert Target("torch", 1.9).tell(times) == "2× torch (≤ 1.9 ✗)"
-    assert Target("entmax", 25.0, at_least=True).tell(times) == "30× as fast as entmax (≥ 25 ✓)"
+    assert Target("torch", 1.9).describe(times) == "2× torch (≤ 1.9 ✗)"
+    assert Target("entmax", 25.0, at_least=True).describe(times) == "30× as fast as entmax (≥ 25 ✓)"
     assert Target("torch").reached(2.0) is None
 
 
@@ -299,20 +291,13 @@ def test_bench_json(tiny_bench, capsys):
     assert {"device", "torch", "commit"} <= found["machine"].keys()
 
 
-@pytest.mark.parametrize(("cores", "warns"), [(0.05, False), (1.5, True), (None, False)])
-def test_bench_says_when_the_machine_was_busy(tiny_bench, capsys, monkeypatch, cores, warns):
+@pytest.mark.parametrize(("load", "warns"), [(0.05, False), (1.5, True)])
+def test_bench_says_when_the_machine_was_busy(tiny_bench, capsys, monkeypatch, load, warns):
     tiny_bench["rows"] = [Result("softmax", {"regard": 1e-3, "torch": 2e-3}, {}, [Target("torch", 1.1)])]
-    monkeypatch.setattr(bench.Others, "cores", lambda self: cores)
+    monkeypatch.setattr(bench.os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert cli.main(["bench", "rows", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert ("1.50 cores busy" in err) == warns
-    assert ("other processes unknown" in out) == (cores is None)
-
-
-def test_own_work_is_not_counted_as_others(monkeypatch):
-    stats = iter([(10.0, 100.0, 5.0), (20.0, 118.0, 13.0)])  # clock, busy, own: 18 s of work in 10 s, 8 of them ours
-    monkeypatch.setattr(bench.Others, "_now", lambda self: next(stats))
-    assert bench.Others().cores() == 1.0
+    assert ("load average was 1.50" in err) == warns and f"load before {load:.2f}" in out
 
 
 def test_bench_fails_when_regard_itself_failed(tiny_bench, capsys):
@@ -353,39 +338,16 @@ def test_table_goes_to_the_file_given():
     assert file.getvalue() == "a\n1\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "status", "says"),
-    [
-        ({"torch.py": "import os, signal; os.kill(os.getpid(), signal.SIGINT); os._exit(3)"}, 130, "interrupted\n"),
-        (
-            {
-                "regard/__init__.py": "",
-                "regard/cli.py": "import atexit, os\n"
-                "def main():\n    atexit.register(lambda: (os.kill(os.getpid(), 2), os._exit(3)))\n    return 0\n",
-            },
-            -2,
-            "",
-        ),
-        ({"regard/__init__.py": "", "regard/cli.py": "def main():\n    raise KeyboardInterrupt\n"}, 130, ""),
-    ],
-    ids=["importing", "at exit", "twice"],
-)
-def test_ctrl_c_ends_the_command_without_a_traceback_whenever_it_comes(tmp_path, files, status, says):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    where = os.pathsep.join([str(tmp_path), str(cli.PACKAGE.parent)])
-    code = "import signal, sys, regard_command; signal.signal(2, signal.default_int_handler)"  # nohup's ignores it
-    command = [sys.executable, "-P", "-c", f"{code}; sys.exit(regard_command.main())", "list"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": where}, timeout=60)
-    assert (ended.returncode, ended.stderr) == (status, says)
-
-
-def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path):
-    (tmp_path / "regard").mkdir()
-    (tmp_path / "regard" / "__init__.py").touch()
-    (tmp_path / "regard" / "cli.py").write_text("import os\ndef main():\n    os.kill(os.getpid(), 2)\n    return 7\n")
-    where = os.pathsep.join([str(tmp_path), str(cli.PACKAGE.parent)])
-    code = "import signal, sys, regard_command; signal.signal(2, signal.SIG_IGN); sys.exit(regard_command.main())"
-    command = [sys.executable, "-P", "-c", code, "list"]
-    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": where}, timeout=60).returncode == 7
+def test_ctrl_c_in_a_running_process_is_status_130(tmp_path):
+    (tmp_path / "interrupted_command.py").write_text(
+        "import os, signal\n"
+        "from regard import cli\n"
+        "def main(options): os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli.COMMANDS['try'] = cli.Command('interrupted_command', 'interrupts itself')\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "if __name__ == '__main__': raise SystemExit(cli.main(['try']))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, "interrupted_command.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120)
+    assert (found.returncode, found.stderr) == (130, "interrupted\n")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "regard"
-RUNS_TEXT = {"cpu/_compile.py"}  # the text of kernels that it wrote itself
+RUNS_TEXT = {"_backends/cpu/jit/compile.py"}  # the text of kernels that it wrote itself
 
 
 def calls(tree: ast.AST):
@@ -154,6 +154,6 @@ def test_a_planted_kernel_is_not_run(tmp_path, monkeypatch):
     from regard._backends.cpu.jit import compile
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = compile._stored("regard_kernel_x", "right = 1\n")
+    path = compile._store_source("regard_kernel_x", "right = 1\n")
     path.write_text("wrong = 1\n", encoding="utf-8")
-    assert compile._stored("regard_kernel_x", "right = 1\n").read_text(encoding="utf-8") == "right = 1\n"
+    assert compile._store_source("regard_kernel_x", "right = 1\n").read_text(encoding="utf-8") == "right = 1\n"

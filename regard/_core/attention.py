@@ -1,19 +1,69 @@
-"""Attention: check the arguments (`call`), choose the path (`path`), take it (`run`). Nothing here touches N × N."""
+"""`regard.attention` and `regard.attention_path`: a plan for a call seen before, else prepare, dispatch and execute.
+
+No path but the reference builds an N × N tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, overload
 
 from torch import Tensor
 
 from regard._core import dtensor
-from regard._core.call import Call
-from regard._core.dispatch import Path, on_warpgroups
-from regard._core.execute import RUN
+from regard._core.dispatch import Path, describe_kernel
+from regard._core.execute import execute
+from regard._core.options import AttentionOptions, Temperature, Wanted, Window
+from regard._core.plans import keep_plan, plan_key, plans
+from regard._core.prepare import prepare
 from regard.statistics import Statistics
 
 __all__ = ["Path", "attention", "attention_path"]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | str | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    normalizer: str = ...,
+    temperature: Temperature = ...,
+    softcap: float | None = ...,
+    sink: float | Tensor | None = ...,
+    window: Window = ...,
+    key_lengths: Tensor | Sequence[int] | None = ...,
+    return_stats: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | str | Tensor | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    normalizer: str = ...,
+    temperature: Temperature = ...,
+    softcap: float | None = ...,
+    sink: float | Tensor | None = ...,
+    window: Window = ...,
+    key_lengths: Tensor | Sequence[int] | None = ...,
+    return_stats: Literal[True] | str | Sequence[str],
+    backend: str | None = ...,
+) -> tuple[Tensor, Statistics]: ...
 
 
 def attention(
@@ -27,14 +77,14 @@ def attention(
     enable_gqa: bool = False,
     *,
     normalizer: str = "softmax",
-    temperature=None,
+    temperature: Temperature = None,
     softcap: float | None = None,
     sink: float | Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window = None,
     key_lengths: Tensor | Sequence[int] | None = None,
-    return_stats: bool | str | tuple[str, ...] = False,
+    return_stats: Wanted = False,
     backend: str | None = None,
-):
+) -> Tensor | tuple[Tensor, Statistics]:
     """o_i = Σ_j p_ij·v_j, p_i = normaliser((cap(scale·q_i·k_j) + bias_ij) / T): torch's signature, then ours.
 
     >>> import regard, torch
@@ -66,20 +116,20 @@ def attention(
     exact and slow, or, of plain softmax, from torch's plain products (unless another backward with
     `retain_graph=True` came before), but not with dropout or inside checkpointing.
     """
-    if any(map(dtensor.is_dtensor, (q, k, v))):
-        options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, window=window,
-                       enable_gqa=enable_gqa, normalizer=normalizer, temperature=temperature, softcap=softcap,
-                       sink=sink, key_lengths=key_lengths, return_stats=return_stats, backend=backend)  # fmt: skip
-        return dtensor.attention(attention, q, k, v, options)
-    call = Call.of(
-        q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
-        key_lengths, return_stats, backend,
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,
+        return_stats, backend,
     )  # fmt: skip
-    out, stats = RUN[call.path.backend](call)
-    out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
-    if call.wanted is None:
-        return out
-    return out, Statistics({name: stats[name].reshape(out.shape[:-1]) for name in call.wanted})
+    key = plan_key(q, k, v, options)
+    plan = None if key is None else plans.get(key)
+    if plan is not None:
+        return plan(q, k, v)
+    if any(map(dtensor.is_dtensor, (q, k, v))):
+        return dtensor.attention(attention, q, k, v, options)
+    call = prepare(q, k, v, options)
+    if key is not None:
+        keep_plan(key, q, k, v, call)
+    return execute(call)
 
 
 def attention_path(
@@ -93,15 +143,15 @@ def attention_path(
     enable_gqa: bool = False,
     *,
     normalizer: str = "softmax",
-    temperature=None,
+    temperature: Temperature = None,
     softcap: float | None = None,
     sink: float | Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window = None,
     key_lengths: Tensor | Sequence[int] | None = None,
-    return_stats: bool | str | tuple[str, ...] = False,
+    return_stats: Wanted = False,
     backend: str | None = None,
 ) -> Path:
-    """Which backend `regard.attention` takes for these arguments, and why; nothing is computed.
+    """The backend that `regard.attention` takes for these arguments, and why; nothing is computed.
 
     >>> import regard, torch
     >>> q = k = v = torch.randn(1, 2, 8, 4)
@@ -110,10 +160,11 @@ def attention_path(
     >>> regard.attention_path(q, k, v, return_stats=True).backend
     'cpu'
     """
-    call = Call.of(
-        q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window,
-        key_lengths, return_stats, backend,
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,
+        return_stats, backend,
     )  # fmt: skip
-    if call.path.backend == "triton" and on_warpgroups(call.problem):
-        return replace(call.path, reason=call.path.reason + ", in Hopper's warpgroups")
+    call = prepare(q, k, v, options)
+    if call.path.backend == "triton":
+        return replace(call.path, reason=f"{call.path.reason}; kernel {describe_kernel(call.problem)}")
     return call.path

@@ -1,25 +1,26 @@
-"""Which backend computes a call: torch for what it can do, the fused kernels for the rest, else the reference."""
+"""Chooses the backend of a call: torch for plain softmax, the fused kernels for the rest, else the reference."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from regard._core.device import has_bulk_copies, has_large_shared_memory, supports_gluon
 from regard._core.problem import Problem
-from regard._core.rows.execute import transformed
+from regard._core.rows.execute import is_transformed
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
 TRANSFORM = "a torch.func transform"
-ASKED = "asked for by backend="
+REQUESTED = "asked for by backend="
+LONG = 2**29  # scores, from which on our forward of plain softmax is faster than cuDNN's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Path:
-    """Which backend a call takes, and why."""
+    """The backend that a call takes, and why."""
 
     backend: str
     reason: str
@@ -28,22 +29,25 @@ class Path:
         return f"{self.backend}: {self.reason}"
 
 
-def choose(problem: Problem, policy, backend: str | None) -> Path:
+def choose(problem: Problem, policy: object | None, backend: str | None) -> Path:
+    """The path of a problem; a backend asked for by name that cannot take it raises."""
     device = problem.q.device.type
-    obstacle = _not_for_torch(problem, policy)
+    obstacle = why_not_torch(problem, policy)
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
         _check_backend(backend, problem, obstacle)
-        return Path(backend, ASKED)
+        return Path(backend, REQUESTED)
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
-    if obstacle is not None and is_transformed(problem):
-        return Path("reference", f"{TRANSFORM} that the fused ops cannot carry (jvp or a gradient)")
+    if obstacle is None and is_our_forward_faster(problem):
+        return Path("triton", f"plain softmax of {LONG:,} scores or more: our forward is faster, cuDNN's backward")
     if obstacle is None:
-        hopper = device == "cuda" and is_hopper(problem.q.device)
+        hopper = device == "cuda" and has_bulk_copies(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
         return Path("torch", f"plain softmax without statistics: {kernels}")
+    if has_transform(problem):
+        return Path("reference", f"{TRANSFORM} that the fused ops cannot carry (jvp or a gradient)")
     if device == "cpu":
         return Path("cpu", f"{obstacle}: blocked over queries, BLAS and fused rows")
     if device == "meta":
@@ -51,27 +55,29 @@ def choose(problem: Problem, policy, backend: str | None) -> Path:
     if device == "cuda":
         if problem.q.dtype == torch.float64:
             return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")
-        if (width := width_of(problem)) > widest(problem.q.device, problem.q.element_size()):
+        if (width := head_width(problem)) > widest(problem.q.device, problem.q.element_size()):
             return Path("reference", f"{obstacle}, with heads of {width}, for which the GPU has no shared memory")
         return Path("triton", f"{obstacle}: fused GPU kernel")
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
 
 
-def is_transformed(problem: Problem) -> bool:
-    """Does a tangent ride on what the weights are made of, or does torch.func ask for a gradient of it?"""
-    return transformed(problem.q, problem.k, problem.v, problem.bias, problem.temperature, problem.sink)
+def has_transform(problem: Problem) -> bool:
+    """True if a tangent or a torch.func gradient reaches what the weights are made of."""
+    return is_transformed(problem.q, problem.k, problem.v, problem.bias, problem.temperature, problem.sink)
 
 
-def cannot_carry(backend: str) -> ValueError:
+def transform_error(backend: str) -> ValueError:
+    """The error of a backend asked for by name that cannot carry a torch.func transform."""
     return ValueError(
         f"backend {backend!r} cannot carry {TRANSFORM} (jvp or a gradient); use backend=None or 'reference'"
     )
 
 
-def _not_for_torch(problem: Problem, policy) -> str | None:
-    """Why torch's sdpa cannot do this, in a few words; None if it can."""
+def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
+    """Why torch's sdpa cannot compute this, in a few words; None if it can."""
     if problem.choice.name != "softmax":
         return f"normalizer {problem.choice.spec!r}"
+    masked = problem.mask is not None or problem.bias is not None
     for given, what in (
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
         (problem.stats, "statistics"),
@@ -79,7 +85,7 @@ def _not_for_torch(problem: Problem, policy) -> str | None:
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
         (problem.temperature is not None or policy is not None, "a temperature per query"),
-        ((problem.mask is not None or problem.bias is not None) and problem.causal, "a mask beside causal order"),
+        (masked and problem.causal, "a mask beside causal order"),
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
         (problem.scale <= 0 and problem.causal, "a scale that is not positive beside causal order"),  # NaN on a CPU
         (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
@@ -91,7 +97,7 @@ def _not_for_torch(problem: Problem, policy) -> str | None:
 
 
 def _is_wider(bias: Tensor | None, q: Tensor) -> bool:
-    """torch's kernels take a float32 bias beside 16 bits on a CPU; on a GPU it would have to be rounded."""
+    """True for a bias that torch's GPU kernels would have to round; on a CPU they take float32 beside 16 bits."""
     return bias is not None and q.device.type == "cuda" and torch.promote_types(bias.dtype, q.dtype) != q.dtype
 
 
@@ -107,34 +113,44 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
     if backend in ("cpu", "triton"):
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
-        if is_transformed(problem):
-            raise cannot_carry(backend)
+        if has_transform(problem):
+            raise transform_error(backend)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
         if backend == "triton" and device == "cuda":
-            most, width = widest(problem.q.device, problem.q.element_size()), width_of(problem)
+            most, width = widest(problem.q.device, problem.q.element_size()), head_width(problem)
             if width > most:
                 raise ValueError(f"backend 'triton' takes heads of up to {most} here, got {width}; use 'reference'")
 
 
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+def is_our_forward_faster(problem: Problem) -> bool:
+    """True where our Hopper forward beats cuDNN's: bfloat16, heads of 64 or 128, many scores (h200-calls.md)."""
+    q, k, v = problem.q, problem.k, problem.v
+    return (
+        q.is_cuda
+        and q.dtype == torch.bfloat16
+        and q.shape[-1] == v.shape[-1] in (64, 128)
+        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= LONG
+        and problem.mask is problem.bias is problem.key_lengths is None
+        and not problem.dropout_p
+        and supports_gluon(q.device)
+        and not has_transform(problem)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
-def width_of(problem: Problem) -> int:
+def head_width(problem: Problem) -> int:
+    """The wider of the head widths of k and v."""
     return max(problem.q.shape[-1], problem.v.shape[-1])
 
 
-@cache
 def widest(device: torch.device, size: int) -> int:
     """The widest heads, of numbers of `size` bytes, whose blocks the GPU's shared memory holds, in the backward too."""
-    room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # ROCm does not say
-    return (2048 if room >= 160 * 1024 else 1024) // size
+    return (2048 if has_large_shared_memory(device) else 1024) // size
 
 
-def on_warpgroups(problem: Problem) -> bool:
-    """Does the Hopper kernel take this call?"""
-    from regard._backends.gpu.attention.hopper import launch as hopper
+def describe_kernel(problem: Problem) -> str:
+    """The GPU kernel that takes a problem, and why faster ones were passed over, in one line."""
+    from regard._backends.gpu.attention import registry
 
-    return hopper.takes(problem)
+    return registry.describe(problem)

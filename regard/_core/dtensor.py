@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._core.options import AttentionOptions
 from regard.statistics import Statistics
 
 
@@ -20,7 +21,7 @@ def is_dtensor(x) -> bool:
     return isinstance(x, Tensor) and type(x).__name__ == "DTensor"
 
 
-def attention(function: Callable, q, k, v, options: dict):
+def attention(function: Callable, q, k, v, options: AttentionOptions):
     """function(q, k, v, **options) on each rank's heads; outputs and statistics are DTensors, sharded as q is."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -52,11 +53,11 @@ def attention(function: Callable, q, k, v, options: dict):
                 x = x.narrow(dim, start[whole], shape[whole])
         return x
 
-    given = {name: local(name, x) for name, x in options.items()}
+    given = {name: local(name, x) for name, x in options._asdict().items()}
     keys = [_keys(x, whole_keys) for x in (k, v)]
     if whole_keys:
         own = start[heads], shape[heads], q.shape[heads]
-        keys = [_of_queries(x, *own, options["enable_gqa"]) for x in keys]
+        keys = [_of_queries(x, *own, options.enable_gqa) for x in keys]
     result = function(q.to_local(), *keys, **given)
 
     def placed(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One attention call after validation: what every backend receives, and what it gives back.
+"""`Problem`, one attention call after validation: what every backend receives, and what it returns.
 
 Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N keys, D and E head dims of k and v.
 
@@ -9,16 +9,24 @@ Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard import normalizers
+from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
+TENSORS = ("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed")
 
-@dataclass
+
+@dataclass(slots=True)
 class Problem:
+    """The tensors of one call, brought to [B, H, M, D], and its options, resolved to numbers and flags."""
+
     q: Tensor  # [B, H, M, D]
     k: Tensor  # [B, G, N, D]
     v: Tensor  # [B, G, N, E]
@@ -29,7 +37,7 @@ class Problem:
     mask: Tensor | None = None  # [B, H, M, N] bool, expanded; True = visible
     temperature: Tensor | None = None  # [B, H, M], expanded; > 0
     sink: Tensor | None = None  # [B, H, M], expanded: a logit, after the temperature
-    key_lengths: Tensor | None = None  # [B] int: keys ≥ key_lengths[b] are hidden
+    key_lengths: Tensor | None = None  # [B] int32: keys ≥ key_lengths[b] are hidden
     causal: bool = False  # query i sees keys ≤ i
     left: int | None = None  # query i sees keys ≥ i − left
     right: int | None = None  # query i sees keys ≤ i + right
@@ -48,17 +56,66 @@ class Problem:
             right = 0 if right is None else min(right, 0)
         return self.left, right
 
+    @property
+    def accumulator(self) -> torch.dtype:
+        """The dtype of sums and row states."""
+        return accumulator(self.q.dtype)
+
     def block(self, first: int, last: int) -> Problem:
-        """The same problem for the queries first … last − 1 alone (their positions are the caller's to remember)."""
+        """The problem of queries first … last − 1 alone; the caller keeps track of their positions."""
         rows = {"q": self.q[:, :, first:last]}
         for name in ("bias", "mask", "temperature", "sink"):
             whole = getattr(self, name)
             rows[name] = None if whole is None else whole[:, :, first:last]
         return replace(self, **rows)
 
-    @property
-    def accumulator(self) -> torch.dtype:
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+    def without_tensors(self) -> Problem:
+        """The options alone: what autograd keeps beside the tensors that it saves."""
+        return replace(self, **dict.fromkeys(TENSORS))
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Problem:
+        """The options with tensors in the order of `TENSORS`; bias, mask, temperature and sink are expanded here."""
+        q, k, v, bias, mask, temperature, sink, key_lengths, seed = tensors
+        rows = q.shape[:3]
+        full = (*rows, k.shape[2])
+        return replace(
+            self,
+            q=q,
+            k=k,
+            v=v,
+            bias=None if bias is None else bias.expand(full),
+            mask=None if mask is None else mask.expand(full),
+            temperature=None if temperature is None else temperature.expand(rows),
+            sink=None if sink is None else sink.expand(rows),
+            key_lengths=key_lengths,
+            seed=seed,
+        )
+
+    def flatten(self) -> tuple:
+        """The options as `regard::attention` takes them after its nine tensors: −1 and 0 stand for None."""
+        left, right = (-1 if side is None else side for side in (self.left, self.right))
+        spec, names = self.choice.spec, ",".join(self.stats)
+        return self.scale, self.softcap or 0.0, self.causal, left, right, self.dropout_p, spec, names
+
+
+def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
+    """The problem of what `Problem.flatten` gave and nine tensors, not expanded."""
+    scale, softcap, causal, left, right, dropout_p, normalizer, stats = options
+    empty: Any = None
+    template = Problem(
+        q=empty,
+        k=empty,
+        v=empty,
+        choice=normalizers.get(normalizer),
+        scale=scale,
+        softcap=softcap or None,
+        causal=causal,
+        left=None if left < 0 else left,
+        right=None if right < 0 else right,
+        dropout_p=dropout_p,
+        stats=tuple(stats.split(",")) if stats else (),
+    )
+    return template.with_tensors(tensors)
 
 
 @dataclass

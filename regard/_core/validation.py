@@ -1,4 +1,4 @@
-"""Each argument of attention: checked by itself, and brought to the shape that a call keeps it in."""
+"""Checks each argument of attention by itself and brings it to the shape that a `Problem` keeps it in."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import operator
 import torch
 from torch import Tensor
 
-from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.readable import readable
 from regard._core.rows.validation import check_dense, check_scores, fits, is_autocast, is_float
+from regard.normalizers import Choice
 from regard.scores import is_finite
 
 UNLIMITED = 1 << 31  # keys to one side: more than there are
+LARGEST = 1e20  # of a temperature, a soft cap and their inverses: logits then stay within float32
 
 
-def check_tensors(q, k, v) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are float tensors of one device and dtype whose sizes fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_scores(x, name)
         if x.ndim < 2:
@@ -32,8 +35,8 @@ def check_tensors(q, k, v) -> None:
         raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
 
 
-def autocast(q, k, v, attn_mask):
-    """Under autocast q, k, v and a float mask take its dtype, as torch's sdpa does; float64 stays."""
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None):
+    """Cast q, k, v and a float mask to autocast's dtype where it is on, as torch's sdpa does; float64 stays."""
     if not is_autocast(q):
         return q, k, v, attn_mask
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -44,8 +47,8 @@ def autocast(q, k, v, attn_mask):
     return cast(q), cast(k), cast(v), cast(attn_mask)
 
 
-def leading(q, k, v, enable_gqa, key_lengths, sink):
-    """((…, H), B, H, G): leading dims broadcast; the last of them is the heads."""
+def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, key_lengths, sink):
+    """Broadcast the leading dims of q, k and v: ((…, H), B, H, G), the heads last."""
     if q.ndim == 2:
         return (), 1, 1, 1
     heads, kv_heads = q.shape[-3], k.shape[-3]
@@ -74,16 +77,16 @@ def leading(q, k, v, enable_gqa, key_lengths, sink):
     return lead, math.prod(outer), heads, kv_heads
 
 
-def to_query_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
-    """Each head as often as it has queries: for keys and values that are grouped differently."""
+def repeat_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
+    """Repeat each head of k or v for its queries: for keys and values that are grouped differently."""
     heads, own = q.shape[-3], x.shape[-3]
     if own == 0 or heads % own:
         raise ValueError(f"the heads of q ({heads}) must be a multiple of those of {name} ({own})")
     return x.repeat_interleave(heads // own, -3)
 
 
-def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
-    """One per head [H, 1, 1], or one [], in float32 or wider."""
+def check_scale_tensor(scale: Tensor, heads: int, q: Tensor) -> Tensor:
+    """Return a tensor scale as [H, 1, 1] or [], in float32 or wider."""
     check_dense(scale, "scale")
     if not is_float(scale):
         raise TypeError(f"scale must be a number or a tensor of float16 or wider, got {scale.dtype}")
@@ -97,18 +100,18 @@ def check_scale(scale: Tensor, heads: int, q: Tensor) -> Tensor:
     return scale if scale.ndim == 0 else scale[:, None, None]
 
 
-def folded(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """scale = factor / temperature, where factor is ±1 and so exact in 16 bits; both have its gradient.
+def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Split scale = factor / temperature with factor ±1, which is exact in 16 bits; both carry its gradient.
 
-    A scale next to 0, whose inverse has none, stays a factor: what it loses in 16 bits no logit shows.
+    A scale next to 0 stays a factor, because its inverse would overflow.
     """
     none = scale.abs() < 1e-12
     sign = torch.where(scale < 0.0, -1.0, 1.0).to(scale.dtype)
     return torch.where(none, scale, sign), torch.where(none, 1.0, 1.0 / scale.abs().masked_fill(none, 1.0))
 
 
-def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
-    """4-dim, broadcastable to [B, H, M, N], not expanded where it need not be."""
+def check_mask(mask, lead, batch: int, heads: int, queries: int, keys: int, q: Tensor) -> Tensor:
+    """Return the mask with 4 dims that broadcast to [B, H, M, N], expanded no more than needed."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}")
     check_dense(mask, "attn_mask")
@@ -119,12 +122,12 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     full = (*lead, queries, keys)
     if not fits(mask.shape, full):
         raise ValueError(f"attn_mask must broadcast to {full}, got {tuple(mask.shape)}")
-    one_for_all = _is_copied(mask)
+    may_shrink = _may_undo_expand(mask)
     while mask.ndim < len(full):
         mask = mask[None]
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded by the caller: one copy is enough, and its gradient the sum
-            mask = mask.narrow(dim, 0, 1) if one_for_all else mask.contiguous()
+            mask = mask.narrow(dim, 0, 1) if may_shrink else mask.contiguous()
     inner = mask.shape[-2:]
     outer = mask.shape[:-2]
     if len(lead) == 2:
@@ -137,8 +140,8 @@ def check_mask(mask, lead, batch, heads, queries, keys, q) -> Tensor:
     return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, outer[-1], *inner)
 
 
-def _is_copied(mask: Tensor) -> bool:
-    """May one entry stand for all that an expansion copied it to? Not where each of them is asked for its gradient."""
+def _may_undo_expand(mask: Tensor) -> bool:
+    """True if one entry may stand for all its expanded copies: not if each copy has a gradient of its own."""
     if not mask.requires_grad:
         return True
     if torch.compiler.is_compiling() or mask.is_leaf or mask.retains_grad:
@@ -147,6 +150,7 @@ def _is_copied(mask: Tensor) -> bool:
 
 
 def check_window(window) -> tuple[int | None, int | None]:
+    """Return (left, right), each None or a number of keys."""
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -159,12 +163,34 @@ def check_window(window) -> tuple[int | None, int | None]:
     return left, right
 
 
-def check_temperature(
-    temperature, lead, batch, heads, queries, q, *, learned: bool = False
-) -> tuple[float, Tensor | None]:
-    """(number, None) or (1, tensor of 3 dims that broadcasts to [B, H, M]).
+def check_dropout(dropout_p: float, wanted: tuple[str, ...] | None) -> float:
+    """Return the probability of dropping a weight, which statistics do not go with."""
+    if not isinstance(dropout_p, numbers.Real) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
+    if dropout_p and wanted:
+        raise ValueError(
+            "return_stats with dropout_p > 0 is undefined: statistics describe the weights used, and dropout uses a "
+            "random part of them; measure with dropout_p=0.0 (evaluation mode)"
+        )
+    return float(dropout_p)
 
-    A NaN that is `learned` is let through: parameters become that when a run diverges, and then its loss shows it.
+
+def split_policy(temperature) -> tuple[object | None, object, bool]:
+    """Split `temperature` into (policy or None, number or tensor or None, whether that value is learned)."""
+    if isinstance(temperature, type):
+        raise TypeError(f"temperature must be a policy, got the class {temperature.__name__}; make one of it")
+    if not callable(temperature) or isinstance(temperature, Tensor):
+        return None, temperature, False
+    value = getattr(temperature, "value", None)  # of a policy that does not look at the rows
+    return (temperature, None, False) if value is None else (None, value, True)
+
+
+def check_temperature(
+    temperature, lead, batch: int, heads: int, queries: int, q: Tensor, *, is_learned: bool = False
+) -> tuple[float, Tensor | None]:
+    """Return (number, None) or (1, a tensor of 3 dims that broadcasts to [B, H, M]).
+
+    A learned NaN passes: parameters become that when a run diverges, and then its loss shows it.
     """
     if temperature is None:
         return 1.0, None
@@ -173,84 +199,64 @@ def check_temperature(
             raise TypeError(f"temperature must be a number, a tensor or a policy, got {type(temperature).__name__}")
         if not (temperature > 0 and is_finite(temperature)):
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
+        check_range(temperature, "temperature")
         return float(temperature), None
     check_dense(temperature, "temperature")
     if not is_float(temperature):
         raise TypeError(f"temperature must be a number or a tensor of float16 or wider, got {temperature.dtype}")
     if readable(temperature):
         values = temperature.detach()
-        if not bool((((values > 0) & (values < math.inf)) | (values.isnan() & learned)).all()):
+        if not bool((((values > 0) & (values < math.inf)) | (values.isnan() & is_learned)).all()):
             raise ValueError("temperature must be positive and finite; the tensor has other entries")
-    temperature = temperature.to(q.device)
-    wide = temperature.to(ops.accumulator(q.dtype))
-    return 1.0, _per_row(wide, "temperature", lead, batch, heads, queries)
+    wide = temperature.to(q.device).to(accumulator(q.dtype))
+    return 1.0, _shape_per_row(wide, "temperature", lead, batch, heads, queries)
 
 
-def check_asked(asked, policy, rows) -> Tensor:
-    """What a policy gave for rows of this shape, [B, H, M]."""
+def check_policy_result(temperature, policy, rows) -> Tensor:
+    """Raise unless a policy returned positive temperatures that broadcast to rows [B, H, M]."""
     name = type(policy).__name__
-    if not isinstance(asked, Tensor) or not is_float(asked):
-        raise TypeError(f"temperature: the policy {name} must return a tensor of float16 or wider, got {asked!r}")
-    if not fits(asked.shape, rows):
+    if not isinstance(temperature, Tensor) or not is_float(temperature):
+        raise TypeError(f"temperature: the policy {name} must return a tensor of float16 or wider, got {temperature!r}")
+    if not fits(temperature.shape, rows):
         raise ValueError(
             f"temperature: what the policy {name} returns must broadcast to (B, H, M) = {tuple(rows)}, got shape "
-            f"{tuple(asked.shape)}"
+            f"{tuple(temperature.shape)}"
         )
-    if readable(asked):
-        least = asked.detach().amin().item() if asked.numel() else 1.0
+    if readable(temperature):
+        least = temperature.detach().amin().item() if temperature.numel() else 1.0
         if least <= 0:
             raise ValueError(f"temperature: the policy {name} must return positive numbers, got {least:g} among them")
-    return asked
+    return temperature
 
 
-def check_cap(softcap: float | None, q: Tensor) -> float | None:
+def check_softcap(softcap: float | None) -> float | None:
+    """Return the soft cap as a float, or None."""
     if softcap is None:
         return None
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
     if not (number and softcap > 0 and is_finite(softcap)):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
-    dtype = ops.accumulator(q.dtype)
-    limits = torch.finfo(dtype)
-    if not limits.tiny <= float(softcap) <= limits.max:  # it would be 0 or inf there, and every row NaN
-        raise ValueError(
-            f"softcap must lie between {limits.tiny:.3g} and {limits.max:.3g}, as it is kept in "
-            f"{str(dtype).removeprefix('torch.')}, or be None for no cap, got {float(softcap):g}"
-        )
+    check_range(softcap, "softcap")
     return float(softcap)
 
 
-def divided(scale: float, temperature: float, q: Tensor) -> float:
-    """scale / temperature, where the dtype of the scores has it."""
-    dtype = ops.accumulator(q.dtype)
-    largest = torch.finfo(dtype).max
-    if abs(scale) > largest * temperature:
+def check_range(number: float, name: str) -> None:
+    """Raise unless a positive number leaves float32 logits room."""
+    if not 1.0 / LARGEST <= number <= LARGEST:
+        raise ValueError(f"{name} must lie between {1.0 / LARGEST:g} and {LARGEST:g}, got {float(number):g}")
+
+
+def divide_scale(scale: float, temperature: float) -> float:
+    """Return scale / temperature, the factor of q·k where neither cap nor bias stands between them."""
+    if abs(scale) > LARGEST * temperature:
         raise ValueError(
-            f"temperature={temperature:g} is too small beside scale={scale:g}: their quotient is beyond "
-            f"the {largest:.3g} of {str(dtype).removeprefix('torch.')}; take one of {abs(scale) / largest:.3g} or more"
+            f"scale / temperature must lie within ±{LARGEST:g}, got scale={scale:g} and temperature={temperature:g}"
         )
     return scale / temperature
 
 
-def check_size(scale: float, q: Tensor) -> None:
-    dtype = ops.accumulator(q.dtype)
-    largest = torch.finfo(dtype).max
-    if abs(scale) > largest:
-        raise ValueError(
-            f"scale must lie within ±{largest:.3g}, as it is kept in {str(dtype).removeprefix('torch.')}, got {scale:g}"
-        )
-
-
-def check_range(temperature: float, q: Tensor) -> None:
-    dtype = ops.accumulator(q.dtype)
-    limits = torch.finfo(dtype)
-    if not limits.tiny <= temperature <= limits.max:
-        raise ValueError(
-            f"temperature must lie between {limits.tiny:.3g} and {limits.max:.3g} beside a soft cap, an additive mask "
-            f"or a scale per head, as it is kept in {str(dtype).removeprefix('torch.')} there, got {temperature:g}"
-        )
-
-
-def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
+def _shape_per_row(x: Tensor, name: str, lead, batch: int, heads: int, queries: int) -> Tensor:
+    """Return a tensor that broadcasts to (…, H, M, 1) as one of 3 dims that broadcasts to [B, H, M]."""
     full = (*lead, queries, 1)
     if not fits(x.shape, full):
         raise ValueError(f"{name} must broadcast to {full}, got {tuple(x.shape)}")
@@ -262,7 +268,8 @@ def _per_row(x: Tensor, name: str, lead, batch, heads, queries) -> Tensor:
     return x.expand(*lead, x.shape[-1]).reshape(batch, heads, x.shape[-1])
 
 
-def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | None:
+def check_key_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | None:
+    """Return key_lengths as int32 [B] on q's device."""
     if key_lengths is None:
         return None
     if not isinstance(key_lengths, Tensor):
@@ -283,22 +290,23 @@ def check_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | Non
     return key_lengths.to(q.device, torch.int32)
 
 
-def check_sink(sink, choice, heads, lead, batch, queries, q) -> Tensor | None:
+def check_sink(sink, choice: Choice, heads: int, lead, batch: int, queries: int, q: Tensor) -> Tensor | None:
+    """Return the sink with 3 dims that broadcast to [B, H, M], in the accumulator's dtype."""
     if sink is None:
         return None
     if isinstance(sink, numbers.Real) and not isinstance(sink, bool):
         if not is_finite(sink) and isinstance(sink, numbers.Rational):
             raise ValueError("sink must be a number that float64 can hold, got one beyond it")
-        sink = q.new_tensor([float(sink)], dtype=ops.accumulator(q.dtype))
+        sink = q.new_tensor([float(sink)], dtype=accumulator(q.dtype))
     if not isinstance(sink, Tensor) or not is_float(sink):
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
         raise TypeError(f"sink must be a number or a tensor of float16 or wider, one logit per head, got {kind}")
     check_dense(sink, "sink")
     if not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
-    wide = sink.to(q.device, ops.accumulator(q.dtype))
+    wide = sink.to(q.device, accumulator(q.dtype))
     if sink.ndim <= 1:
         if sink.numel() not in (1, heads):
             raise ValueError(f"sink must have one logit per head ({heads}), got {sink.numel()}")
         return wide.reshape(1, -1, 1)
-    return _per_row(wide, "sink", lead, batch, heads, queries)
+    return _shape_per_row(wide, "sink", lead, batch, heads, queries)

@@ -1,49 +1,50 @@
-"""regard bench [rows | attention]: how fast, against what torch and others give on this machine.
+"""The command `regard bench [rows | attention]`: times against torch and others on this machine.
 
-Every case runs its candidates in turns, round after round, and compares medians within the run: a busy machine slows
-all of them alike. Ratios stand beside the targets that the project set itself, and whether they were reached.
+Every case runs its candidates alternately, round after round, and compares medians within the run, because a busy
+machine slows all of them alike. Ratios are printed beside the project's targets, with whether they were reached.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 
 from regard.bench import measure
-from regard.bench import options as asked
-from regard.bench.busy import ALLOWED, Others
+from regard.bench import options as shared
 
 PARTS = ("rows", "attention")
+IDLE = 0.5  # load average, at most, of a quiet machine
 
 
-def arguments(parser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("part", nargs="?", choices=PARTS, help="one of them; both by default")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds: a look, not a measurement")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, for a rough result")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    asked.arguments(parser)
+    shared.arguments(parser)
 
 
-def main(options) -> int:
-    device = asked.check(options)
-    others = Others()
+def main(options: argparse.Namespace) -> int:
+    """Run the cases and print their table; return 1 if regard failed in one of them."""
+    device = shared.check(options)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
     results = {part: run(part, device, options.quick) for part in PARTS if options.part in (None, part)}
-    cores = others.cores()
-    machine = measure.machine(device) | {"other processes": "unknown" if cores is None else f"{cores:.2f} cores"}
+    machine = measure.machine(device) | {"load before": f"{load:.2f}"}
+    tables = [measure.table(found, f"regard bench {part}, {device}") for part, found in results.items()]
     if options.json:
         listed = {part: [result.as_dict() for result in found] for part, found in results.items()}
         print(json.dumps({"machine": machine, **listed}, ensure_ascii=False, indent=2))
-    tables = [measure.table(found, f"regard bench {part}, {device}") for part, found in results.items()]
-    if not options.json:
+    else:
         for table in tables:
             table.show()
         print("; ".join(f"{key} {value}" for key, value in machine.items()))
     if options.markdown is not None:
-        text = [f"- {key}: {value}" for key, value in machine.items()]
-        command = "regard bench " + " ".join(word for word in (options.part, options.quick and "--quick") if word)
-        text = [f"# `{command.strip()}`", "", *text, *(f"\n{table.markdown()}" for table in tables)]
-        options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
-    if cores is not None and cores > ALLOWED:
-        print(f"other processes kept {cores:.2f} cores busy: repeat on a quiet machine", file=sys.stderr)
+        words = [word for word in (options.part, options.quick and "--quick") if word]
+        shared.write_page(options.markdown, " ".join(["regard bench", *words]), machine, tables)
+    if load > IDLE:
+        print(f"the load average was {load:.2f} at the start; repeat on a quiet machine", file=sys.stderr)
     failures = [result for found in results.values() for result in found if "regard" in result.failures]
     for result in failures:
         print(f"{result.work}: {result.failures['regard']}", file=sys.stderr)
@@ -51,6 +52,7 @@ def main(options) -> int:
 
 
 def run(part: str, device: str, quick: bool) -> list[measure.Result]:
+    """Measure the cases of "rows" or "attention"."""
     from regard.bench import attention, rows
 
     cases = {"rows": rows, "attention": attention}[part].cases(device, quick)

@@ -1,14 +1,16 @@
-"""regard bench accuracy: the error budget. |ours − float64| / size, for every normaliser, statistic and dtype.
+"""The command `regard bench accuracy`: |ours − float64| / size for every normaliser, statistic and dtype.
 
 Weights are compared entry by entry, relative to the largest weight of their row; statistics relative to
-|value| + `FLOOR`. Both start from the same rounded inputs as the float64 reference: the error is that of the
+|value| + `FLOOR`. Both start from the same rounded inputs as the float64 reference, so the error is that of the
 arithmetic alone. The kinds of rows are those that break naive formulas: flat, nearly one-hot, a million keys.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,22 +19,22 @@ from torch import Tensor
 import regard
 from regard import normalizers, statistics
 from regard.bench import measure as machine
-from regard.bench import options as asked
+from regard.bench import options as shared
 from regard.table import Table
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# what is promised, as a multiple of the dtype's eps for weights, and a relative error for statistics
+# the budget: a multiple of the dtype's eps for weights, a relative error for statistics
 WEIGHTS = {torch.float64: 64.0, torch.float32: 16.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 STATISTICS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.float16: 1e-4}
-LOOSE = {"entmax": 16.0}  # a power goes through a logarithm
-# statistics: exp(s) − 1 of a flat row cancels in the attention kernels; small weights magnify what logits are off
+LOOSE = {"entmax": 16.0}  # its power is computed through a logarithm
+# statistics: exp(s) − 1 cancels for flat rows in the attention kernels; small weights amplify errors of logits
 LOOSE_ON_A_GPU = {"softpick": 4.0, "entmax": 2.0, "entmax15": 2.0}
 FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(mean_logit=0.1, distance=1e-2, gradient_gain=1e-5)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The largest and the mean error of one thing in one dtype over one kind of row, and what is allowed."""
+    """The largest and mean error of one quantity in one dtype over one kind of row, and the allowed error."""
 
     what: str
     kind: str
@@ -40,34 +42,30 @@ class Entry:
     largest: float
     mean: float
     allowed: float
-    which: str = ""  # of several things, the one that is farthest off
+    which: str = ""  # of several quantities, the one with the largest error
 
     @property
-    def kept(self) -> bool:
+    def is_within_budget(self) -> bool:
+        """True if the largest error is allowed."""
         return self.largest <= self.allowed
 
 
-def arguments(parser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("--quick", action="store_true", help="no rows of a million keys")
-    asked.arguments(parser)
+    shared.arguments(parser)
 
 
-def main(options) -> int:
-    device = asked.check(options)
+def main(options: argparse.Namespace) -> int:
+    """Measure and print the errors; return 1 if one is over budget."""
+    device = shared.check(options)
     entries = measure(device, options.quick)
     tables = [table(entries, names, title) for title, names in PARTS.items()]
     for part in tables:
         part.show()
     if options.markdown is not None:
-        about = [f"- {key}: {value}" for key, value in machine.machine(device).items()]
-        text = [
-            "# `regard bench accuracy`",
-            "",
-            *about,
-            *(f"\n{part.markdown()}" for part in tables),
-        ]
-        options.markdown.write_text("\n".join(text) + "\n", encoding="utf-8")
-    broken = [entry for entry in entries if not entry.kept]
+        shared.write_page(options.markdown, "regard bench accuracy", machine.machine(device), tables)
+    broken = [entry for entry in entries if not entry.is_within_budget]
     for entry in broken:
         what = f"{entry.what} ({entry.which})" if entry.which else entry.what
         print(f"{what}, {entry.kind}, {entry.dtype}: {entry.largest:.2g} > {entry.allowed:.2g}", file=sys.stderr)
@@ -83,8 +81,13 @@ PARTS = {
 }
 
 
-def measure(device: str, quick: bool = False, dtypes=None, names=None) -> list[Entry]:
-    """Every normaliser and statistic in every dtype over every kind of row."""
+def measure(
+    device: str,
+    quick: bool = False,
+    dtypes: Sequence[torch.dtype] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Entry]:
+    """Measure every normaliser and statistic in every dtype over every kind of row."""
     dtypes = dtypes or (DTYPES if device == "cpu" else DTYPES[1:])
     kinds = [kind for kind in KINDS if not (quick and kind == "a million keys")]
     found = []
@@ -100,7 +103,7 @@ def measure(device: str, quick: bool = False, dtypes=None, names=None) -> list[E
 
 
 def scores(kind: str, device: str) -> Tensor:
-    """(rows, n) in float64."""
+    """Return scores (rows, n) of one kind in float64."""
     generator = torch.Generator().manual_seed(len(kind))
     rows, n, size = KINDS[kind]
     z = torch.randn(rows, n, generator=generator, dtype=torch.float64) * size
@@ -127,12 +130,12 @@ def _weights(name: str, kind: str, dtype: torch.dtype, device: str) -> Entry:
     if dtype.itemsize >= 4:
         allowed *= LOOSE.get(name, 1.0)
     if dtype == torch.float16 and kind == "a million keys":
-        allowed = 1.0  # such weights lie below float16's smallest normal number
+        allowed = 1.0  # weights are below float16's smallest normal number
     return _entry(name, kind, dtype, error, allowed)
 
 
 def _statistics(normalizer: str, kind: str, dtype: torch.dtype, device: str) -> list[Entry]:
-    """Attention whose scores are the wanted rows: q is a one-hot query into k's columns."""
+    """Measure attention whose scores are the given rows: q holds one-hot queries into k's columns."""
     z = scores(kind, device).to(dtype)
     width = max(16, 1 << (z.shape[0] - 1).bit_length())
     q = torch.eye(z.shape[0], width, device=device, dtype=dtype)[None, None]
@@ -154,7 +157,7 @@ def _entry(what: str, kind: str, dtype: torch.dtype, error: Tensor, allowed: flo
 
 
 def table(entries: list[Entry], names: tuple[str, ...], title: str) -> Table:
-    """One line per thing and dtype: largest (mean) over each kind of row."""
+    """Return one line per quantity and dtype: largest (mean) error over each kind of row."""
     kinds = list(dict.fromkeys(entry.kind for entry in entries))
     lines = []
     for name in names:
@@ -162,5 +165,5 @@ def table(entries: list[Entry], names: tuple[str, ...], title: str) -> Table:
             mine = {entry.kind: entry for entry in entries if (entry.what, entry.dtype) == (name, dtype)}
             cells = [f"{mine[kind].largest:.1e} ({mine[kind].mean:.0e})" for kind in kinds]
             worst = max(mine.values(), key=lambda entry: entry.largest / entry.allowed)
-            lines.append([name, dtype, *cells, f"{worst.allowed:.1e} {'✓' if worst.kept else '✗'}"])
+            lines.append([name, dtype, *cells, f"{worst.allowed:.1e} {'✓' if worst.is_within_budget else '✗'}"])
     return Table(["", "dtype", *kinds, "allowed"], lines, title=title)

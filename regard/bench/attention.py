@@ -1,4 +1,4 @@
-"""regard bench attention: outputs and statistics in one pass, against torch's backends, FlexAttention and AdaSplash."""
+"""Cases of `regard bench attention`: outputs and statistics against torch's backends, FlexAttention and AdaSplash."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ MEMORY_BUDGET = 256.0  # MiB
 
 @dataclass(frozen=True)
 class Shape:
+    """The shape of one attention call."""
+
     batch: int
     heads: int
     length: int
@@ -28,7 +30,8 @@ class Shape:
         order = "causal" if self.causal else "full"
         return f"B{self.batch} H{self.heads} N{self.length} d{self.dim} {order}"
 
-    def inputs(self, dtype, device, grad=False) -> list[torch.Tensor]:
+    def inputs(self, dtype: torch.dtype, device: str, grad: bool = False) -> list[torch.Tensor]:
+        """Draw q, k and v."""
         generator = torch.Generator(device).manual_seed(0)
         size = (self.batch, self.heads, self.length, self.dim)
         made = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in "qkv"]
@@ -36,6 +39,7 @@ class Shape:
 
 
 def cases(device: str, quick: bool) -> list[Case]:
+    """Return the cases of a device."""
     return _cpu_cases(quick) if device == "cpu" else _gpu_cases(quick)
 
 
@@ -52,7 +56,7 @@ def _cpu_cases(quick: bool) -> list[Case]:
         ),
         Case(
             f"softmax + all statistics, forward + backward {shape}",
-            partial(_both, **on_cpu),
+            partial(_forward_backward, **on_cpu),
             [Target("torch sdpa", 1.5)],
         ),
         Case(
@@ -63,7 +67,7 @@ def _cpu_cases(quick: bool) -> list[Case]:
     ]
     if not quick:
         work = f"entmax15 + all statistics, forward + backward {shape}"
-        found.append(Case(work, partial(_both, **on_cpu, normalizer="entmax15"), plain))
+        found.append(Case(work, partial(_forward_backward, **on_cpu, normalizer="entmax15"), plain))
         work = "memory beyond inputs and outputs, softmax + all statistics, forward + backward B1 H1 N16384 d64"
         found.append(Case(work, _memory, [Target("allowed", 1.0)], unit="MiB"))
     return found
@@ -78,7 +82,7 @@ def _gpu_cases(quick: bool) -> list[Case]:
             faster = [Target("torch cuDNN", 0.75, at_least=True), Target("FlexAttention", at_least=True)]
             found.append(Case(f"softmax + all statistics, forward {shape}", partial(_forward, **on_gpu), faster))
             work = f"softmax + all statistics, forward + backward {shape}"
-            found.append(Case(work, partial(_both, **on_gpu), [Target("torch cuDNN", at_least=True)]))
+            found.append(Case(work, partial(_forward_backward, **on_gpu), [Target("torch cuDNN", at_least=True)]))
     for batch, heads, dim, causal in ((4, 16, 128, True), (4, 32, 64, True), (4, 16, 128, False)):
         shape = Shape(batch, heads, 4096, dim, causal)
         on_gpu = dict(shape=shape, dtype=torch.bfloat16, device="cuda", normalizer="entmax15")
@@ -103,8 +107,8 @@ def _forward(shape, dtype, device, normalizer="softmax", stats=True, dense=False
     return candidates
 
 
-def _both(shape, dtype, device, normalizer="softmax"):
-    """Forward and backward in one call, as a training step pays for them."""
+def _forward_backward(shape, dtype, device, normalizer="softmax"):
+    """Return candidates of forward and backward in one call, as in a training step."""
     import regard
 
     q, k, v = shape.inputs(dtype, device, grad=True)
@@ -114,11 +118,11 @@ def _both(shape, dtype, device, normalizer="softmax"):
         out, _ = regard.attention(q, k, v, is_causal=shape.causal, normalizer=normalizer, return_stats=True)
         return torch.autograd.grad(out, (q, k, v), grad)
 
-    def differentiated(forward):
+    def with_backward(forward):
         return lambda: torch.autograd.grad(forward(), (q, k, v), grad)
 
     theirs = _torch_backends(q, k, v, shape.causal)
-    return {"regard": ours} | {name: differentiated(forward) for name, forward in theirs.items()}
+    return {"regard": ours} | {name: with_backward(forward) for name, forward in theirs.items()}
 
 
 def _torch_backends(q, k, v, causal) -> dict[str, Callable[[], torch.Tensor]]:
@@ -134,7 +138,7 @@ def _torch_backends(q, k, v, causal) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def _weights_built(q, k, v, causal):
-    """What people do without regard: the whole matrix, then entropy and the largest weight from it."""
+    """Compute the whole weight matrix, then entropy and the largest weight: the way without regard."""
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if causal:
         n = q.shape[-2]
@@ -161,4 +165,4 @@ def _adasplash(q, k, v, causal) -> dict[str, Callable[[], object]]:
 
 
 def _memory():
-    return {"regard": memory.in_a_fresh_process, "allowed": lambda: MEMORY_BUDGET}
+    return {"regard": memory.measure_in_new_process, "allowed": lambda: MEMORY_BUDGET}

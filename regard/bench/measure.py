@@ -1,12 +1,11 @@
-"""Time candidates in turns and compare their medians.
+"""`run`: time candidates alternately and compare their medians.
 
-In each round a candidate waits until the idle threads of its predecessor have stopped spinning (OpenMP's do so for
-some milliseconds, and keep a core from whoever comes next), runs once unmeasured, and then a few times measured. On
-the CPU freed memory is kept, for the same reason: no candidate pays for fresh pages that another was spared. The
-ratio of two medians of one run is the result; the milliseconds are only its witnesses.
+In each round a candidate waits until its predecessor's idle threads have stopped spinning (OpenMP's spin for some
+milliseconds and occupy a core), runs once unmeasured, and then a few times measured. On the CPU freed memory is kept,
+so that no candidate pays for fresh pages that another reuses. The result is the ratio of two medians of one run.
 
 >>> from regard.bench.measure import Target
->>> Target("torch", limit=1.1).tell({"regard": 2.0, "torch": 4.0})
+>>> Target("torch", limit=1.1).describe({"regard": 2.0, "torch": 4.0})
 '0.5× torch (≤ 1.1 ✓)'
 """
 
@@ -35,22 +34,25 @@ SETTLE = 0.02  # seconds between candidates
 
 @dataclass(frozen=True)
 class Target:
-    """regard's time over another's, at most `limit`; with `at_least`, its speed over the other's, at least that."""
+    """A bound on regard's time over another's; with `at_least`, on its speed over the other's."""
 
     against: str
     limit: float | None = None
     at_least: bool = False
 
     def ratio(self, times: dict[str, float]) -> float:
+        """Return the ratio that the target bounds."""
         ours = times["regard"] / times[self.against]
         return 1.0 / ours if self.at_least else ours
 
     def reached(self, ratio: float) -> bool | None:
+        """True if the ratio is within the limit; None without a limit."""
         if self.limit is None:
             return None
         return ratio >= self.limit if self.at_least else ratio <= self.limit
 
-    def tell(self, times: dict[str, float]) -> str:
+    def describe(self, times: dict[str, float]) -> str:
+        """Return the ratio, the limit and whether it was reached, as text."""
         ratio = self.ratio(times)
         unit = "× as fast as" if self.at_least else "×"
         if self.limit is None:
@@ -61,7 +63,7 @@ class Target:
 
 @dataclass
 class Case:
-    """One line of the table: `prepare()` gives the candidates, "regard" among them, each a call without arguments."""
+    """One line of the table: `prepare()` returns candidates, "regard" among them, as functions without arguments."""
 
     work: str
     prepare: Callable[[], dict[str, Callable[[], Any]]]
@@ -71,19 +73,23 @@ class Case:
 
 @dataclass
 class Result:
+    """The medians of one case, and the candidates that failed."""
+
     work: str
-    values: dict[str, float]  # seconds, or what the unit says
+    values: dict[str, float]  # seconds, or in `unit`
     failures: dict[str, str]
     targets: list[Target]
     unit: str = "ms"
 
     @property
-    def judged(self) -> list[Target]:
+    def measured_targets(self) -> list[Target]:
+        """The targets whose candidates were measured."""
         return [target for target in self.targets if {"regard", target.against} <= self.values.keys()]
 
     def as_dict(self) -> dict:
+        """Return the JSON record."""
         ratios = []
-        for target in self.judged:
+        for target in self.measured_targets:
             ratio = target.ratio(self.values)
             of, reached = "speed" if target.at_least else "time", target.reached(ratio)
             ratios.append(dict(against=target.against, of=of, ratio=ratio, target=target.limit, reached=reached))
@@ -93,24 +99,15 @@ class Result:
 
 
 def run(cases: Iterable[Case], device: str, rounds: int = 15, label: str = "") -> list[Result]:
-    """Measure case after case, with a bar on standard error if that is a terminal."""
+    """Measure the cases, with a progress bar if standard error is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import track
 
     if device == "cpu":
-        keep_memory()
-    cases = list(cases)
+        keep_freed_memory()
     console = Console(stderr=True)
-    now = TextColumn("{task.description}")
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), now)
-    results = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            progress.update(task, description=case.work)
-            results.append(_measure(case, device, rounds))
-            progress.advance(task)
-    return results
+    shown = track(list(cases), label, console=console, transient=True, disable=not console.is_terminal)
+    return [_measure(case, device, rounds) for case in shown]
 
 
 def _measure(case: Case, device: str, rounds: int) -> Result:
@@ -119,7 +116,7 @@ def _measure(case: Case, device: str, rounds: int) -> Result:
     failures: dict[str, str] = {}
     try:
         candidates = case.prepare()
-    except Exception as failure:  # whatever cannot run here must not cost the rest of the table
+    except Exception as failure:  # the other cases still run
         return Result(case.work, {}, {"regard": _one_line(failure)}, case.targets, case.unit)
     for name, call in list(candidates.items()):
         try:
@@ -147,8 +144,8 @@ def _one_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
 
-def keep_memory() -> None:
-    """Have glibc keep what is freed: else it depends on the order of small allocations who pays for fresh pages."""
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory, so that no candidate pays for fresh pages depending on the order of allocations."""
     if platform.system() == "Linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
@@ -178,13 +175,15 @@ def _cuda_clock() -> Callable[[Callable[[], object]], float]:
 
 
 def table(results: list[Result], title: str) -> Table:
-    """work, one column per candidate, and the ratios with their targets last."""
+    """Return the table: work, one column per candidate, and the ratios with their targets."""
     names = list(dict.fromkeys(name for result in results for name in (*result.values, *result.failures)))
     names.sort(key=lambda name: name != "regard")
     rows = []
     for result in results:
         cells = [_cell(result, name) for name in names]
-        rows.append([result.work, *cells, ", ".join(target.tell(result.values) for target in result.judged)])
+        rows.append(
+            [result.work, *cells, ", ".join(target.describe(result.values) for target in result.measured_targets)]
+        )
     return Table(["work", *names, "ratio (target)"], rows, title=title, numbers=names)
 
 
@@ -198,7 +197,7 @@ def _cell(result: Result, name: str) -> str:
 
 
 def machine(device: str) -> dict[str, str]:
-    """What the numbers were measured on: device, cores, versions, commit."""
+    """Return what the numbers were measured on: device, cores, versions, commit."""
     name = torch.cuda.get_device_name() if device == "cuda" else f"{_processor()}, {torch.get_num_threads()} threads"
     found = {"device": name, "python": platform.python_version()}
     for package in PACKAGES:
@@ -221,7 +220,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that regard was imported from, with + if it was edited since."""
+    """Return the commit of the checkout that regard was imported from, with + if it was edited since."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *words]

@@ -1,6 +1,6 @@
-"""python -m regard.bench.memory: MiB that attention with statistics needs beyond its inputs, outputs and gradients.
+"""python -m regard.bench.memory: prints the MiB that attention needs beyond its inputs, outputs and gradients.
 
-The high-water mark of the process's resident memory is reset before the call and read after it, so Linux only.
+The peak of the process's resident memory is reset before the call and read after it, which only Linux offers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 LENGTH, DIM = 16384, 64
 
 
-def in_a_fresh_process() -> float:
-    """MiB, measured where no earlier work has left memory behind to be reused."""
+def measure_in_new_process() -> float:
+    """Return the MiB, measured in a process without freed memory to reuse."""
     command = [sys.executable, "-m", "regard.bench.memory"]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def attention(length: int) -> list[torch.Tensor]:
-    """Forward with all statistics and backward of one head: everything the caller ends up holding."""
+    """Run forward with all statistics and backward of one head; return every tensor the caller holds."""
     import regard
 
     q, k, v = (torch.randn(1, 1, length, DIM).requires_grad_() for _ in "qkv")
@@ -31,7 +31,7 @@ def attention(length: int) -> list[torch.Tensor]:
 
 
 def resident(field: str) -> float:
-    """VmRSS (now) or VmHWM (the most so far) in MiB."""
+    """Return VmRSS (now) or VmHWM (peak) in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -39,6 +39,7 @@ def resident(field: str) -> float:
 
 
 def main() -> None:
+    """Print the MiB of one call."""
     attention(256)  # compiles and starts the threads
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident("VmRSS")

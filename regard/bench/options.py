@@ -1,18 +1,23 @@
-"""What both kinds of `regard bench` are asked: where to run, and where to write; checked before minutes of work."""
+"""Options that `regard bench` and `regard bench accuracy` share, and the page they write."""
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from regard.table import Table
 
-def arguments(parser) -> None:
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --device and --markdown."""
     parser.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="also write the tables there")
 
 
-def check(options) -> str:
-    """The device; a command line that cannot be served ends here."""
+def check(options: argparse.Namespace) -> str:
+    """Return the device; end the command before any work if an option cannot be used."""
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -26,3 +31,10 @@ def check(options) -> str:
         if not os.access(page if page.exists() else page.parent, os.W_OK):
             options.fail(f"argument --markdown: {str(page)!r} cannot be written")
     return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def write_page(path: Path, command: str, machine: Mapping[str, str], tables: Sequence[Table]) -> None:
+    """Write the machine and the tables of a command as Markdown."""
+    about = [f"- {key}: {value}" for key, value in machine.items()]
+    text = [f"# `{command}`", "", *about, *(f"\n{table.markdown()}" for table in tables)]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")

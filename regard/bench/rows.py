@@ -1,4 +1,4 @@
-"""regard bench rows: every normaliser on rows of scores, against torch's softmax, the `entmax` package and a copy."""
+"""Cases of `regard bench rows`: every normaliser against torch's softmax, the `entmax` package and a copy."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from regard import normalizers
 from regard.bench.measure import Case, Target
 
 ELEMENTS = 4096 * 1024  # on the CPU, at every row length
-GPU_BYTES = 1 << 30  # so that a GPU's cache flatters nobody
+GPU_BYTES = 1 << 30  # larger than a GPU's cache
 
 
 def cases(device: str, quick: bool) -> list[Case]:
+    """Return the cases of a device."""
     return _cpu_cases(quick) if device == "cpu" else _gpu_cases(quick)
 
 
 def _cpu_cases(quick: bool) -> list[Case]:
     found = []
     for n in (1024,) if quick else (1024, 64, 32768):
-        for name in _by_family():
+        for name in _fused_names():
             if n == 1024 or name in ("softmax", "sparsemax", "entmax15"):
                 shape, targets = (ELEMENTS // n, n), _cpu_targets(name, n)
                 work = f"{name} forward {shape[0]} × {n}"
                 found.append(Case(work, partial(_forward, name, shape, torch.float32, "cpu"), targets))
-    for name in _by_family():
+    for name in _fused_names():
         shape = (ELEMENTS // 1024, 1024)
         prepare = partial(_backward, name, shape, torch.float32, "cpu")
         found.append(Case(f"{name} backward {shape[0]} × 1024", prepare, [Target("torch softmax", 1.5)]))
@@ -48,7 +49,7 @@ def _gpu_cases(quick: bool) -> list[Case]:
     for direction, prepare in {"forward": _forward, "backward": _backward}.items():
         for dtype in (torch.bfloat16, torch.float32):
             for n in (1024,) if quick else (256, 1024, 8192, 65536):
-                for name in _by_family():
+                for name in _fused_names():
                     threshold = normalizers.get(name).family == "threshold"
                     targets = [Target("copy", 0.6 if threshold else 0.85, at_least=True)]
                     targets.append(Target("torch softmax", at_least=True))
@@ -58,13 +59,13 @@ def _gpu_cases(quick: bool) -> list[Case]:
     return found
 
 
-def _by_family() -> list[str]:
-    """Fused members, softmax first, the threshold maps last."""
+def _fused_names() -> list[str]:
+    """Return the fused normalisers, softmax first, threshold maps last."""
     known = [name for name in normalizers.names() if normalizers.get(name).fused]
     return sorted(known, key=lambda name: (normalizers.get(name).family == "threshold", name != "softmax", name))
 
 
-def _scores(shape, dtype, device) -> torch.Tensor:
+def _scores(shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 

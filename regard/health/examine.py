@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from regard.health import findings
-from regard.health.capture.call import forget_masks
-from regard.health.capture.interception import Interception, as_copied, as_written
-from regard.health.capture.threads import turn_of
+from regard.health.capture.call import forget_derived
+from regard.health.capture.interception import Interception, as_written, refuse_data_parallel
+from regard.health.measurement.norms import OutputColumns
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
-from regard.health.measurement.recorder import Layer, Recorder, folded
-from regard.health.measurement.value_spread import Projections
-from regard.health.readings.heads import heads_if, heads_of, tell_early, uncounted
+from regard.health.measurement.recorder import Layer, Recorder, merge_uses
+from regard.health.readings.heads import heads_if, heads_of, layers_without_rows, read_early
 from regard.health.readings.histogram import LAYOUT
 from regard.health.report.how import describe_measurement
 from regard.health.report.report import Report, WhatIfReading
@@ -81,14 +80,15 @@ def examine(
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
-    model = as_written(as_copied(model))
+    refuse_data_parallel(model)
+    model = as_written(model)
     recorder = Recorder(changes, backend)
     rounds = None
     if group is not None or snapshot is not None:
-        from regard.health.distributed.checksums import weights_mark
+        from regard.health.distributed.checksums import checksum_weights
         from regard.health.distributed.rounds import Rounds
 
-        what = dict(model=_title(model), what_if=[change.name for change in changes], weights=weights_mark(model))
+        what = dict(model=_title(model), what_if=[change.name for change in changes], weights=checksum_weights(model))
         what["bins"] = repr(LAYOUT)
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
@@ -105,44 +105,44 @@ def examine(
     started, done, parameters, failure = time.perf_counter(), 0, 0, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
     pad, room = pad_of(model), max_positions(model)
-    projections = Projections(dict(modules))
+    columns = OutputColumns(dict(modules))
     try:
         with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
                 if rounds is not None:
-                    rounds.saw(done, batch)
-                if rounds is None or rounds.mine(done):
+                    rounds.check_batch(done, batch)
+                if rounds is None or rounds.is_mine(done):
                     recorder.rows.padding = padding_of(batch, two_sided)
                     recorder.rows.inverted = bool(recorder.rows.padding) and is_inverted(batch, pad)
                     recorder.begin()  # a function may run only a part of the model, without this hook
                     _run(model, batch, done, room)
                     parameters = parameters or _count_parameters(modules)  # while a GPU is busy
-                    with recorder.beside():
-                        projections.look(recorder.layers.values())
+                    with recorder.on_side_stream():
+                        columns.compute(recorder.layers.values())
                     if rounds is None:
-                        tell_early(recorder)
-                    while recorder.settle():
+                        read_early(recorder)
+                    while recorder.finish_batch():
                         recorder.begin()
                         _run(model, batch, done, room)
                 done += 1
                 if rounds is not None:
-                    rounds.after(done - 1)
+                    rounds.end_batch(done - 1)
                 if progress is not None:
                     progress(done)
             if rounds is not None:
                 rounds.end(done)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
-        recorder.settle()
+        recorder.finish_batch()
         if rounds is not None:
-            failure, done = rounds.failed(done, error)
+            failure, done = rounds.fail(done, error)
     finally:
         hook.remove()
-        forget_masks()
+        forget_derived()
     layers = list(recorder.layers.values())
     if rounds is not None:
         layers = rounds.finish() if failure is None else rounds.layers()
-    layers = folded(layers)
+    layers = merge_uses(layers)
     if failure is not None and not any(layer.reading for layer in layers):
         raise failure
     if not done and failure is None:
@@ -153,8 +153,8 @@ def examine(
             "torch.nn.MultiheadAttention, regard.attention or a transformers attention function (if you ran what "
             f"torch.compile returned, examine that){_hint_at_missed(modules)}"
         )
-    with recorder.beside():
-        projections.find_unread(layers)
+    with recorder.on_side_stream():
+        columns.find_unread(layers)
         how = describe_measurement(model, parameters, layers, done, time.perf_counter() - started)
         return _make_report(title or _title(model), modules, layers, changes, how, failure)
 
@@ -162,7 +162,7 @@ def examine(
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module, modules: Modules) -> Iterator[None]:
     """Evaluation mode inside the block; other threads wait until it ends."""
-    with turn_of(model):
+    with _ONE_AT_A_TIME:
         training = [module for _, module in modules if module.training]
         try:
             for module in training:
@@ -171,6 +171,9 @@ def _evaluation_mode(model: nn.Module, modules: Modules) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def max_positions(model: nn.Module) -> int:
@@ -220,7 +223,7 @@ def _make_report(
         refused = [(layer.name, layer.refused[change.name]) for layer in layers if change.name in layer.refused]
         what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
-    unmeasured += uncounted(layers, heads)
+    unmeasured += layers_without_rows(layers, heads)
     unmeasured += _find_missed(modules, layers).items()
     interrupted = None
     if failure is not None:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.health.capture.forward_scope import close_context, close_forward, open_forward
-from regard.health.capture.interception import Interception
-from regard.health.measurement.recorder import Layer, folded
+from regard.health.capture.interception import Interception, close_scope, open_scope, refuse_data_parallel
+from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING, heads_of
 from regard.health.readings.histogram import NAMES, ROW
 from regard.health.watching.timed_recorder import TimedRecorder
@@ -60,8 +59,7 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(model, nn.DataParallel):
-            raise TypeError("model is nn.DataParallel, whose copies are not watched; use DistributedDataParallel")
+        refuse_data_parallel(model)
         if model._compiled_call_impl is not None:
             raise ValueError(
                 "model was compiled in place, which skips its hooks; pass the module that torch.compile(model) returns"
@@ -154,7 +152,7 @@ class Monitor:
             return
         recorder = TimedRecorder(sequences=self.sequences)
         context = Interception(module, observe=recorder).in_forward()
-        open_forward(context)
+        open_scope(context)
         self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
 
     def _skip(self, step: int) -> None:
@@ -171,22 +169,22 @@ class Monitor:
     def _end_sample(self) -> None:
         """Close a sample whose forward was aborted by KeyboardInterrupt; torch runs no hooks then."""
         if (sample := self._samples.pop(threading.get_ident(), None)) is not None:
-            close_context(sample[1])
+            close_scope(sample[1])
 
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         finished = time.perf_counter()
         if module is not self.model or (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
         recorder, _, step, opening = sample
-        close_forward()
+        close_scope(sample[1])
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
-        recorder.settle()
+        recorder.finish_batch()
         with self._lock:
             self._report(recorder, step, finished - opening)
 
     def _report(self, recorder: TimedRecorder, step: int, began: float) -> None:
-        layers, rows = folded(recorder.layers.values()), []
+        layers, rows = merge_uses(recorder.layers.values()), []
         for layer in layers:
             if layer.reading is not None:
                 rows += self._record(layer, step)

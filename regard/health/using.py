@@ -1,9 +1,10 @@
-"""Put a normaliser, a temperature, a scale or a soft cap into a real model, and take it out again exactly."""
+"""`regard.using`: swaps the normaliser, temperature, scale or soft cap of a model's attention, and restores it."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from regard.temperature import unsized
 
 
 class using:
-    """While it lasts, every attention in `model` computes p = normaliser(cap(scale·q kᵀ)/T) in place of its own.
+    """Makes every attention in `model` compute p = normaliser(cap(scale·q kᵀ)/T) until the block ends.
 
     >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True).eval()
     >>> x = torch.randn(1, 6, 32)
@@ -26,15 +27,15 @@ class using:
     >>> bool((other != before).any()), bool((layer(x) == before).all())
     (True, True)
 
-    Without `with` it stays until `.restore()`. Nothing of the model is changed: its weights, configuration and classes
-    are as before, its calls are led elsewhere. Only what is given changes; a model's own soft cap, mask, sink and bias
-    stay, but for a learned sink under a normaliser that has no exponential denominator for it to join. A number that
-    the model gives `regard.attention` as temperature, with no soft cap or bias beside it, is a part of its scale here:
-    `scale` and `qk_norm` replace both, `temperature` comes on top. Any other temperature stays, or is replaced.
+    Without `with` it stays until `.restore()`. The model itself is not changed: its weights, configuration and classes
+    are as before, its attention calls are intercepted. Only what is given changes; a model's own soft cap, mask, sink
+    and bias stay, except that a learned sink is dropped under a normaliser without an exponential denominator. A number
+    that the model gives `regard.attention` as temperature, with no soft cap or bias, is part of its scale here: `scale`
+    and `qk_norm` replace both, `temperature` multiplies. Any other temperature stays, or is replaced.
 
-    A compiled model runs as it was written, uncompiled; copies that `nn.DataParallel` makes for several devices run as
-    they are, and a block that led no call warns. With gradient checkpointing, which runs the forward again in backward,
-    call `backward()` inside the block too: outside, the model's own attention would be differentiated.
+    A compiled model runs as it was written, uncompiled; a block that intercepted no call warns. With gradient
+    checkpointing, which runs the forward again in backward, call `backward()` inside the block too: outside, the
+    model's own attention would be differentiated.
 
     Args:
         model: any module that `regard.examine` can examine.
@@ -42,10 +43,10 @@ class using:
         temperature: a number, a tensor, "ssmax", "adaptive", or a policy such as `regard.temperature.SSMax(0.5)`.
         scale: a number, "sqrt", "inverse", "none" or a tensor per head.
         softcap: a positive number.
-        qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does; unless `scale` is
-            given it is 1/√d then, whatever the model's was (1 where its queries were multiplied before).
+        qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does; the scale is 1/√d
+            then unless `scale` is given, whatever the model's was (1 where its queries were multiplied before).
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
-            with the whole inputs, computes its piece, and gets the whole outputs. Gradients of weights are this rank's
+            with the whole inputs, computes its shard, and gets the whole outputs. Gradients of weights are this rank's
             share: sum them over the ranks before a step (docs/scale.md).
     """
 
@@ -54,11 +55,11 @@ class using:
         model: nn.Module,
         *,
         normalizer: str | None = None,
-        temperature=None,
+        temperature: Any = None,
         scale: float | str | Tensor | None = None,
         softcap: float | None = None,
         qk_norm: bool = False,
-        context_parallel=None,
+        context_parallel: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -74,22 +75,22 @@ class using:
             self.changes["normalizer"] = normalizers.get(normalizer).spec
         resolve_scale(scale, 1)
         self._change = WhatIf("using", self.changes, with_qk_norm if qk_norm else None)
-        self.calls = 0  # how many attention calls were led here
-        self._pieces = None
+        self.calls = 0  # intercepted attention calls
+        self._shards = None
         if context_parallel is not None:
-            from regard.health.distributed.sequence_shards import Pieces
+            from regard.health.distributed.sequence_shards import ModelShards
 
-            self._pieces = Pieces(model, context_parallel)
-        self._interception: Interception | None = Interception(model, swap=self._swap, opens=True)
+            self._shards = ModelShards(model, context_parallel)
+        self._interception: Interception | None = Interception(model, swap=self._swap, in_every_forward=True)
         self._interception.start()
 
     def restore(self) -> None:
-        """The model as it was; a second call does nothing."""
+        """Restores the model's own attention; a second call does nothing."""
         if self._interception is not None:
             self._interception.stop()
             self._interception = None
-            if self._pieces is not None:
-                self._pieces.stop()
+            if self._shards is not None:
+                self._shards.stop()
 
     def __enter__(self) -> using:
         return self
@@ -98,25 +99,25 @@ class using:
         self.restore()
         if self.calls == 0 and kind is None:
             warnings.warn(
-                "regard.using led no attention call: the model did not run, ran as it was compiled before or in copies "
-                "made by nn.DataParallel, or computes attention by hand (regard.examine says so)",
+                "regard.using intercepted no attention call: the model did not run, ran as it was compiled before or "
+                "in copies made by nn.DataParallel, or computes attention by hand (regard.examine says so)",
                 stacklevel=2,
             )
 
     def _swap(self, call: Call) -> Call:
         if call.obstacle is not None:
-            raise ValueError(f"regard.using cannot lead this call: {call.obstacle}")
+            raise ValueError(f"regard.using cannot intercept this call: {call.obstacle}")
         self.calls += 1
         changed = replace(self._change(call), kind="using", sliceable=False)
-        if self._pieces is not None:
+        if self._shards is not None:
             if call.weights is not None:
                 raise ValueError(
-                    "context_parallel: no rank has whole weights; call the module with need_weights=False (of "
-                    "transformers: output_attentions=False)"
+                    "context_parallel: no rank has the weights of whole rows; call the module with need_weights=False "
+                    "(in transformers: output_attentions=False)"
                 )
-            changed = self._pieces.call(changed)
-        return replace(changed, own=lambda rows: _rows(replace(changed, dropout=0.0, weights=None).run(), rows))
+            changed = self._shards.shard_call(changed)
+        return replace(changed, own=lambda rows: _select_rows(replace(changed, dropout=0.0, weights=None).run(), rows))
 
 
-def _rows(output: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(output: Tensor, rows: Tensor | None) -> Tensor:
     return output if rows is None else output.index_select(2, rows)

@@ -1,4 +1,4 @@
-"""The lab: every claim of the study notes put to the test.
+"""The lab: tests of every claim of the study notes.
 
 >>> from regard import lab
 >>> result = lab.run("e24")

@@ -1,13 +1,13 @@
-"""A claim, the checks that put it to the test, and the rule from numbers to verdict.
+"""`Claim`, the `Check`s that test it, and the rule from numbers to verdict.
 
-A check says which numbers the claim allows, [low, high], and what was measured. Its interval decides: inside agrees,
-outside disagrees, and one that straddles an edge decides nothing, which is an error of the experiment (`Undecided`).
+A check holds the numbers that the claim allows, [low, high], and the measured interval: inside agrees, outside
+disagrees, and an interval across an edge is an error of the experiment (`Undecided`).
 
     holds      every check of the claim agrees
     holds_if   the core agrees, and what lies beyond the named condition does not
     wrong      the core disagrees
 
-Checks marked OURS are not the claim's: they hold our own derivation to the measurement, and fail the run if it misses.
+Checks marked OURS compare our own derivation with the measurement, and fail the run if it is off.
 
 >>> from regard.lab.claim import Check, Finding, near
 >>> from regard.lab.estimate import exact
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from regard.lab.estimate import Estimate
 
 if TYPE_CHECKING:
-    from regard.lab.bench import Bench
     from regard.lab.figure import Figure
+    from regard.lab.sampler import Sampler
 
 CORE, BEYOND, OURS = "core", "beyond", "ours"
 HOLDS, HOLDS_IF, WRONG = "holds", "holds_if", "wrong"
@@ -50,6 +50,7 @@ class Check:
 
     @property
     def agrees(self) -> bool:
+        """True if the interval lies inside [low, high], False if outside; raises `Undecided` otherwise."""
         if self.low <= self.measured.low and self.measured.high <= self.high:
             return True
         if self.measured.high < self.low or self.high < self.measured.low:
@@ -58,7 +59,7 @@ class Check:
 
     @property
     def allowed(self) -> str:
-        """What the claim predicts, as text: "0.5", "0.5 ± 0.1", "> 0.01"."""
+        """The claim's prediction as text: "0.5 ± 0.1", "> 0.01"."""
         if self.high == math.inf:
             return f"> {self.predicted:.4g}"
         if self.low == -math.inf:
@@ -67,32 +68,32 @@ class Check:
         return f"{self.predicted:.4g} ± {half:.2g}"
 
     def beyond(self) -> Check:
-        """The same check, of what the statement covers and its condition leaves out."""
+        """Return this check as one of what the statement covers and its condition excludes."""
         return replace(self, role=BEYOND)
 
     def ours(self) -> Check:
-        """The same check, of our own derivation."""
+        """Return this check as one of our own derivation."""
         return replace(self, role=OURS)
 
 
 def near(what: str, predicted: float, measured: Estimate, tolerance: float) -> Check:
-    """measured = predicted ± tolerance."""
+    """Return the check measured = predicted ± tolerance."""
     return Check(what, predicted, measured, predicted - tolerance, predicted + tolerance)
 
 
 def above(what: str, bound: float, measured: Estimate) -> Check:
-    """measured > bound."""
+    """Return the check measured > bound."""
     return Check(what, bound, measured, math.nextafter(bound, math.inf), math.inf)
 
 
 def below(what: str, bound: float, measured: Estimate) -> Check:
-    """measured < bound."""
+    """Return the check measured < bound."""
     return Check(what, bound, measured, -math.inf, math.nextafter(bound, -math.inf))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a claim's `measure` returns. The first check is the headline: its numbers stand in tables and JSON."""
+    """The result of a claim's `measure`; the numbers of the first check appear in tables and JSON."""
 
     checks: Sequence[Check]
     figure: Callable[[], Figure] | None
@@ -102,6 +103,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
+        """The verdict of all checks: HOLDS, HOLDS_IF or WRONG."""
         agreed: dict[str, list[bool]] = {CORE: [], BEYOND: [], OURS: []}
         for check in self.checks:
             agreed[check.role].append(check.agrees)
@@ -119,7 +121,7 @@ class Finding:
         return HOLDS_IF
 
 
-NOTES = {  # the study notes that the claims are from, by number
+NOTES = {  # the study notes that the claims come from
     "000": "Softmax and its derivative",
     "001": "Why divide by √d_k",
     "002": "Notes on softmax",
@@ -130,11 +132,11 @@ NOTES = {  # the study notes that the claims are from, by number
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the notes. `derivation` is LaTeX, a line each; `rule` says in words how the checks decide."""
+    """One statement of the notes. `derivation` is lines of LaTeX; `rule` describes how the checks decide."""
 
     id: str
     note: str
     statement: str
     derivation: Sequence[str]
     rule: str
-    measure: Callable[[Bench], Finding]
+    measure: Callable[[Sampler], Finding]

@@ -1,32 +1,37 @@
-"""regard lab [CLAIM …]: run the claims, show the verdicts, write lab.html."""
+"""The command `regard lab [CLAIM …]`: run the claims, print the verdicts, write lab.html."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from regard.lab.run import Result, check, names, run_all
+from regard.lab.run import Result, check_name, names, run_all
 from regard.table import Table
 
 MARKS = {"holds": "✓ holds", "holds_if": "≈ holds if", "wrong": "✗ wrong"}
 
 
-def arguments(parser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="ids to run; all without")
     parser.add_argument("--seed", type=int, default=0, help="of every experiment (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON, write no page")
     parser.add_argument("--html", metavar="PATH", help="where the page goes (default lab.html when all claims run)")
 
 
-def main(options) -> int:
-    options.claims = list(dict.fromkeys(options.claims))  # one that is named twice is one
+def main(options: argparse.Namespace) -> int:
+    """Run the chosen claims; return 1 if an experiment failed."""
+    options.claims = list(dict.fromkeys(options.claims))  # without duplicates
     for name in options.claims:
         try:
-            check(name)
+            check_name(name)
         except ValueError as unknown:
             options.fail(str(unknown))
     if not 0 <= options.seed < 2**31:
@@ -35,20 +40,20 @@ def main(options) -> int:
     if path is None and not options.json and not options.claims:
         path = "lab.html"
     if path is not None:
-        _must_be_writable(path, options.fail)
+        _check_writable(path, options.fail)
     results, failures = [], []
-    for name, outcome in _with_progress(options.claims or names(), options.seed):
+    for name, outcome in _show_progress(options.claims or names(), options.seed):
         if isinstance(outcome, Result):
             results.append(outcome)
         else:
             failures.append(f"{name}: {type(outcome).__name__}: {outcome}")
     try:
-        _show(results, options)
+        _print(results, options)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as full:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is it tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is not tried again at exit
         options.fail(f"the output cannot be written: {full.strerror}")
     if path is not None and results:
         from regard.lab.page import write
@@ -63,18 +68,18 @@ def main(options) -> int:
     return 1 if failures else 0
 
 
-def _show(results: list[Result], options) -> None:
+def _print(results: list[Result], options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([result.to_dict() for result in results], ensure_ascii=False, indent=2))
     elif len(options.claims) == 1:
-        print("\n\n".join(whole(result) for result in results))
+        print("\n\n".join(describe(result) for result in results))
     else:
         table(results).show()
         print(summary(results))
 
 
-def _must_be_writable(path: str, fail) -> None:
-    """Told before the experiments run, not after."""
+def _check_writable(path: str, fail: Callable[[str], NoReturn]) -> None:
+    """End the command before any experiment runs if --html cannot be written."""
     if not path:
         fail("--html is empty; give a file such as lab.html")
     if Path(path).is_dir():
@@ -86,7 +91,7 @@ def _must_be_writable(path: str, fail) -> None:
 
 
 def table(results: list[Result]) -> Table:
-    """Verdicts, one row per claim."""
+    """Return the verdicts, one row per claim."""
     rows = [
         [result.claim.id, MARKS[result.verdict], check.allowed, repr(check.measured), check.what]
         for result in results
@@ -96,15 +101,16 @@ def table(results: list[Result]) -> Table:
 
 
 def summary(results: list[Result]) -> str:
+    """Return how many claims have each verdict."""
     counts = [f"{sum(r.verdict == verdict for r in results)} {name}" for verdict, name in MARKS.items()]
     return f"{len(results)} claims: {', '.join(counts)}"
 
 
-def whole(result: Result) -> str:
-    """One claim in full, as text."""
+def describe(result: Result) -> str:
+    """Return one claim in full, as text."""
     claim, finding = result.claim, result.finding
 
-    def paragraph(label, text):
+    def paragraph(label: str, text: str) -> str:
         return textwrap.fill(f"{label}{text}", 100, subsequent_indent=" " * len(label))
 
     lines = [
@@ -129,7 +135,7 @@ def whole(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _with_progress(chosen, seed):
+def _show_progress(chosen: Sequence[str], seed: int) -> Iterator[tuple[str, Result | Exception]]:
     outcomes = run_all(chosen, seed)
     if not sys.stderr.isatty():
         yield from outcomes

@@ -1,6 +1,6 @@
-"""A measured number and the interval that holds it: value ± t·s/√n, t of n samples (99.99 %; 3.89 for many).
+"""`Estimate`: a measured number with its interval, value ± t·s/√n (99.99 %; t = 3.89 for many samples).
 
-The level is high on purpose: the lab makes some two hundred comparisons, and none of them should go astray by chance.
+The level is high because the lab makes some two hundred comparisons, and none should fail by chance.
 
 >>> import torch
 >>> from regard.lab.estimate import exact, mean
@@ -24,7 +24,7 @@ Z = 3.8906  # the normal quantile of (1 + LEVEL) / 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """low ≤ value ≤ high."""
+    """A value and its interval, low ≤ value ≤ high."""
 
     value: float
     low: float
@@ -37,27 +37,27 @@ class Estimate:
 
 
 def exact(value: float | Tensor) -> Estimate:
-    """A number that was computed, not sampled."""
+    """Return the estimate of a number that was computed, not sampled."""
     value = float(value)
     return Estimate(value, value, value)
 
 
 def student(n: int) -> float:
-    """The quantile of (1 + LEVEL) / 2 for the mean of n samples: s is measured too, and n = 40 has 4.33, not Z."""
+    """Return Student's quantile of (1 + LEVEL) / 2 for the mean of n samples (4.33 for n = 40)."""
     from scipy.stats import t
 
     return float(t.ppf((1 + LEVEL) / 2, n - 1))
 
 
 def mean(samples: Tensor) -> Estimate:
-    """Mean of independent samples (N,). Samples that share a query or a key are averaged per block first."""
+    """Estimate the mean of independent samples (N,); average samples that share a query or key first."""
     x = samples.double().flatten()
     half = student(len(x)) * float(x.std()) / math.sqrt(len(x))
     return Estimate(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half)
 
 
 def share(hits: Tensor) -> Estimate:
-    """How often a bool is True (Wilson's interval, right also at 0 and 1)."""
+    """Estimate how often a bool is True (Wilson's interval, valid also at 0 and 1)."""
     n, p = hits.numel(), float(hits.double().mean())
     middle = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
@@ -65,7 +65,7 @@ def share(hits: Tensor) -> Estimate:
 
 
 def quantile(samples: Tensor, q: float) -> Estimate:
-    """The q-quantile of independent samples, its interval from order statistics: true for every distribution."""
+    """Estimate the q-quantile of independent samples, with an interval from order statistics."""
     x = samples.double().flatten().sort().values
     n = len(x)
     half = Z * math.sqrt(n * q * (1 - q))
@@ -76,18 +76,18 @@ def quantile(samples: Tensor, q: float) -> Estimate:
 
 
 def difference(a: Estimate, b: Estimate) -> Estimate:
-    """a − b of independent estimates: half-widths add in squares."""
+    """Estimate a − b of independent estimates: half-widths add in squares."""
     half = math.hypot(a.high - a.low, b.high - b.low) / 2
     return Estimate(a.value - b.value, a.value - b.value - half, a.value - b.value + half)
 
 
 def ratio(a: Estimate, b: Estimate) -> Estimate:
-    """a / b of positive estimates: from the least quotient to the greatest."""
+    """Estimate a / b of positive estimates, from the least quotient to the greatest."""
     return Estimate(a.value / b.value, a.low / b.high, a.high / b.low)
 
 
 def exponent(x: list[float], y: Tensor) -> Estimate:
-    """b of y ∝ x^b: the slope of log mean(y) against log x, for y (len(x), N), N independent samples each."""
+    """Estimate b of y ∝ x^b: the slope of log mean(y) against log x, for y (len(x), N)."""
     log_x = torch.tensor(x, dtype=torch.float64).log()
     y = y.double()
     centred = (log_x - log_x.mean()) / ((log_x - log_x.mean()) ** 2).sum()

@@ -1,4 +1,4 @@
-"""Figures as data: lines, points, bars, dots, bands and heat maps, with words that stand for them; by Vega-Lite.
+"""`Figure`: lines, points, bars, dots, bands and heat maps as data with a text alternative, drawn by Vega-Lite.
 
 >>> from regard.lab.figure import Figure
 >>> figure = Figure("lines", "key", "weight", {"softmax": ([0, 1, 2], [0.1, 0.2, 0.7])}, alt="Weights rise with it.")
@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from html import escape
 
 INK, GRID = "#1f2933", "#d9dee4"
-COLOURS = ["#0b62a4", "#c2410c", "#2f7d32", "#7b3fa0", "#8a6d00", "#00707a"]  # each ≥ 4.5 : 1 on white
-DASHES = [[1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [1, 3]]  # a second sign besides colour
+COLOURS = ["#0b62a4", "#c2410c", "#2f7d32", "#7b3fa0", "#8a6d00", "#00707a"]  # contrast ≥ 4.5 : 1 on white
+DASHES = [[1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [1, 3]]  # so that series differ not by colour alone
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
-WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first can be seen below one that coincides with it
-CROWDED = 48  # letters below an axis that still stand beside one another
-FEW = 8  # values on a logarithmic axis that are written themselves
+WIDTHS = [3.5, 1.8, 1.8, 1.8, 1.8, 1.8]  # the first stays visible below one that coincides with it
+CROWDED = 48  # letters that fit side by side below an axis
+FEW = 8  # at most so many values are labelled themselves on a logarithmic axis
 CONFIG = {
     "background": "white",
     "font": "sans-serif",
@@ -47,7 +47,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Figure:
-    """`series`: name → (x, y) for "lines", "points", "bars" and "dots", (x, low, middle, high) for "bands".
+    """A figure. `series`: name → (x, y) for "lines", "points", "bars" and "dots", (x, low, middle, high) for "bands".
 
     The x of bars and dots are names. `rows` is the matrix of a "heat" map, `alt` the figure in words, `guides` name →
     y of horizontal lines, `unjoined` the series of "lines" that are points with nothing between them.
@@ -65,7 +65,7 @@ class Figure:
     unjoined: Sequence[str] = ()
 
     def svg(self, width: int = 320, height: int = 210) -> str:
-        """The figure as SVG text, `alt` as its title."""
+        """Return the figure as SVG with `alt` as its title."""
         import vl_convert
 
         text = vl_convert.vegalite_to_svg(json.dumps(self.spec(width, height)))
@@ -73,7 +73,7 @@ class Figure:
         return f"{text[:end]}<title>{escape(self.alt)}</title>{text[end:]}"
 
     def img(self, width: int = 320, height: int = 210) -> str:
-        """An HTML image that needs no other file and says `alt` to those who do not see it."""
+        """Return a self-contained HTML image with `alt` as its text alternative."""
         text = self.svg(width, height)
         across, down = (float(re.findall(rf'<svg[^>]*? {side}="([\d.]+)"', text)[0]) for side in ("width", "height"))
         data = base64.b64encode(text.encode()).decode()
@@ -81,7 +81,7 @@ class Figure:
         return f'<img class="figure" src="data:image/svg+xml;base64,{data}" alt="{escape(self.alt)}" {size}>'
 
     def spec(self, width: int = 320, height: int = 210) -> dict:
-        """The Vega-Lite specification."""
+        """Return the Vega-Lite specification."""
         layers = {"heat": self._heat, "bars": self._bars, "dots": self._bars, "bands": self._bands}.get(
             self.kind, self._lines
         )()
@@ -98,39 +98,44 @@ class Figure:
             "layer": layers,
         }
 
-    def _lines(self):
+    def _lines(self) -> list[dict]:
         data = [
             dict(x=x, y=y, name=name) for name, (xs, ys) in self.series.items() for x, y in zip(xs, ys, strict=True)
         ]
         few = max((len(xs) for xs, _ in self.series.values()), default=0) <= 20
-        mark = {"type": "line", "point": {"size": 26} if few else False}
+        mark: dict = {"type": "line", "point": {"size": 26} if few else False}
         if self.kind == "points":
             mark = {"type": "point", "filled": True, "size": 28, "opacity": 0.75}
-        encoding = {**self._axes(), **self._signs(dash=self.kind == "lines", shape=self.kind == "points")}
+        encoding = {**self._axes(), **self._channels(dash=self.kind == "lines", shape=self.kind == "points")}
         apart = [row for row in data if row["name"] in self.unjoined]
         joined = [row for row in data if row["name"] not in self.unjoined]
-        layers = [{"data": {"values": _plain(joined)}, "mark": mark, "encoding": encoding}]
+        layers = [{"data": {"values": _to_json(joined)}, "mark": mark, "encoding": encoding}]
         if apart:
-            alone = {**self._axes(), **self._signs(dash=False)}
+            alone = {**self._axes(), **self._channels(dash=False)}
             point = {"type": "point", "filled": True, "size": 40, "opacity": 1}
-            layers.append({"data": {"values": _plain(apart)}, "mark": point, "encoding": alone})
+            layers.append({"data": {"values": _to_json(apart)}, "mark": point, "encoding": alone})
         return layers
 
-    def _bands(self):
+    def _bands(self) -> list[dict]:
         data = [
             dict(x=x, low=low, y=middle, high=high, name=name)
             for name, columns in self.series.items()
             for x, low, middle, high in zip(*columns, strict=True)
         ]
-        values, axes = {"values": _plain(data)}, self._axes()
-        area = {"x": axes["x"], "y": {**axes["y"], "field": "low"}, "y2": {"field": "high"}, **self._signs(dash=False)}
-        line = {**axes, **self._signs(dash=True)}
+        values, axes = {"values": _to_json(data)}, self._axes()
+        area = {
+            "x": axes["x"],
+            "y": {**axes["y"], "field": "low"},
+            "y2": {"field": "high"},
+            **self._channels(dash=False),
+        }
+        line = {**axes, **self._channels(dash=True)}
         return [
             {"data": values, "mark": {"type": "area", "opacity": 0.18}, "encoding": area},
             {"data": values, "mark": {"type": "line", "point": {"size": 26}}, "encoding": line},
         ]
 
-    def _bars(self):
+    def _bars(self) -> list[dict]:
         data = [
             dict(x=str(x), y=y, name=name)
             for name, (xs, ys) in self.series.items()
@@ -147,16 +152,16 @@ class Figure:
         encoding = {
             "x": x,
             "y": {**self._axes()["y"], "scale": self._scale(self.log_y, zero=self.kind == "bars")},
-            **self._signs(dash=False),
+            **self._channels(dash=False),
         }
-        if self.log_y or self.kind == "dots":  # a bar has no foot on a logarithmic axis
+        if self.log_y or self.kind == "dots":  # a logarithmic axis has no 0 for a bar to start at
             mark = {"type": "point", "filled": True, "size": 70}
         else:
             mark = {"type": "bar"}
             encoding["xOffset"] = {"field": "name", "sort": list(self.series)}
-        return [{"data": {"values": _plain(data)}, "mark": mark, "encoding": encoding}]
+        return [{"data": {"values": _to_json(data)}, "mark": mark, "encoding": encoding}]
 
-    def _heat(self):
+    def _heat(self) -> list[dict]:
         data = [dict(i=i, j=j, v=v) for i, row in enumerate(self.rows) for j, v in enumerate(row)]
         largest = max((abs(cell["v"]) for cell in data), default=1.0) or 1.0
         signed = any(cell["v"] < 0 for cell in data)
@@ -174,9 +179,9 @@ class Figure:
                 "legend": {"orient": "right", "format": ".4~g", "gradientLength": 120},
             },
         }
-        return [{"data": {"values": _plain(data)}, "mark": "rect", "encoding": encoding}]
+        return [{"data": {"values": _to_json(data)}, "mark": "rect", "encoding": encoding}]
 
-    def _guide(self, name, y, width):
+    def _guide(self, name: str, y: float, width: int) -> list[dict]:
         data, place = {"values": [{"y": float(y), "name": name}]}, {"y": {"field": "y", "type": "quantitative"}}
         words = {"type": "text", "align": "right", "dy": -6, "color": INK, "fontSize": 11}
         halo = {**words, "color": "white", "stroke": "white", "strokeWidth": 3, "opacity": 0.85}  # on a bar or a line
@@ -187,20 +192,22 @@ class Figure:
             {"data": data, "mark": words, "encoding": spot},
         ]
 
-    def _axes(self):
+    def _axes(self) -> dict:
         def axis(name, title, log):
             ticks = {"tickCount": 6 if name == "x" else 5, "format": ".4~g"}
             if name == "x" and log:
                 where = sorted({float(x) for columns in self.series.values() for x in columns[0]})
-                ticks = {"values": where, "format": ".5~g"} if len(where) <= FEW and all(map(_chosen, where)) else ticks
+                ticks = (
+                    {"values": where, "format": ".5~g"} if len(where) <= FEW and all(map(_is_round, where)) else ticks
+                )
             return {"field": name, "type": "quantitative", "title": title, "scale": self._scale(log), "axis": ticks}
 
         return {"x": axis("x", self.x, self.log_x), "y": axis("y", self.y, self.log_y)}
 
-    def _scale(self, log, zero=False):
+    def _scale(self, log: bool, zero: bool = False) -> dict:
         return {"type": "log", "nice": False} if log else {"type": "linear", "zero": zero}
 
-    def _signs(self, dash, shape=False):
+    def _channels(self, dash: bool, shape: bool = False) -> dict:
         names = list(self.series)
         stroke = {"symbolType": "stroke", "symbolSize": 500} if self.kind in ("lines", "bands") else {}
         legend = {"symbolOpacity": 1, **stroke} if len(names) > 1 else None
@@ -214,17 +221,17 @@ class Figure:
         return {"color": colour, "strokeDash": strokes, "strokeWidth": widths}
 
 
-def _chosen(x: float) -> bool:
-    """A number that somebody chose: 16384, 0.05, 1e-7; not 2.286e-7."""
+def _is_round(x: float) -> bool:
+    """True for round numbers such as 16384, 0.05 or 1e-7; not for 2.286e-7."""
     return x == float(f"{x:.2g}") or (x < 1e5 and x == int(x))
 
 
-def _plain(data: list[dict]) -> list[dict]:
-    """Numbers as JSON knows them: no tensors, and null for what is not finite."""
+def _to_json(data: list[dict]) -> list[dict]:
+    """Convert numbers to JSON: no tensors, and None where not finite."""
 
-    def plain(value):
+    def convert(value):
         if isinstance(value, str):
             return value
         return float(value) if math.isfinite(float(value)) else None
 
-    return [{name: plain(value) for name, value in row.items()} for row in data]
+    return [{name: convert(value) for name, value in row.items()} for row in data]

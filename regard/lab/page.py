@@ -1,4 +1,4 @@
-"""lab.html: one file, no script, no network; written beside its place and then renamed."""
+"""lab.html: the page of all claims in one file, without script or network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import regard
 from regard.health.report import files
 from regard.lab.claim import BEYOND, CORE, NOTES, OURS, Check
-from regard.lab.mathematics import line
+from regard.lab.mathml import formula_line
 from regard.lab.run import Result
 
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
@@ -23,20 +23,21 @@ STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
 
 
 def write(path: str | os.PathLike[str], results: Sequence[Result], seed: int = 0) -> None:
-    """Write the page of these results; a page that was there stays whole until the new one is."""
+    """Write the page of these results, atomically."""
     files.write(path, page(results, seed))
 
 
 def page(results: Sequence[Result], seed: int = 0) -> str:
+    """Return the page as HTML."""
     counts = ", ".join(f"{sum(r.verdict == v for r in results)} {text}" for v, text in VERDICTS.items())
-    listed = "".join(f'<li>{verdict(r.verdict)} <a href="#{r.claim.id}">{r.claim.id}</a></li>' for r in results)
+    listed = "".join(f'<li>{verdict_badge(r.verdict)} <a href="#{r.claim.id}">{r.claim.id}</a></li>' for r in results)
     notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>regard lab</title><style>{STYLE}</style></head>
 <body><header><h1>The lab: what the notes claim, and what is true</h1>
-<p>{len(results)} claims put to the test: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %,
+<p>{len(results)} claims tested: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %,
 those of trained models 95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</p>
 <p>The notes are five study notes on softmax and attention, which are not in this package: {notes}.</p>
 </header>
@@ -45,29 +46,31 @@ those of trained models 95 % over seeds; a check agrees if its whole interval li
 
 
 def section(result: Result) -> str:
-    """One claim: statement, derivation, verdict, figure, checks."""
+    """Return one claim as HTML: statement, derivation, verdict, figure, checks."""
     claim, finding = result.claim, result.finding
     figure = f"<figure>{finding.figure().img()}</figure>" if finding.figure else ""
-    derivation = "".join(map(line, claim.derivation))
-    told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
-    said = "".join(f'<p class="said"><b>{label}:</b> {escape(text)}</p>' for label, text in told if text)
-    return f"""<section id="{claim.id}"><div><h2>{claim.id} {verdict(result.verdict)}</h2>
+    derivation = "".join(map(formula_line, claim.derivation))
+    remarks = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
+    words = "".join(f'<p class="said"><b>{label}:</b> {escape(text)}</p>' for label, text in remarks if text)
+    return f"""<section id="{claim.id}"><div><h2>{claim.id} {verdict_badge(result.verdict)}</h2>
 <p>{escape(claim.statement)} <span class="note">note {claim.note}</span></p><div class="derivation">{derivation}</div>
-{said}<p class="rule">Rule: {escape(claim.rule)}</p></div>
-{figure}<div class="wide">{checks(finding.checks)}</div></section>
+{words}<p class="rule">Rule: {escape(claim.rule)}</p></div>
+{figure}<div class="wide">{checks_table(finding.checks)}</div></section>
 """
 
 
-def verdict(name: str) -> str:
+def verdict_badge(name: str) -> str:
+    """Return a verdict as a coloured label."""
     return f'<span class="verdict {name}">{VERDICTS[name]}</span>'
 
 
-def checks(made: Sequence[Check]) -> str:
+def checks_table(checks: Sequence[Check]) -> str:
+    """Return the checks as an HTML table."""
     rows = "".join(
         f'<tr><td>{escape(check.what)}</td><td class="number" data-label="predicted">{escape(check.allowed)}</td>'
         f'<td class="number" data-label="measured">{escape(repr(check.measured))}</td>'
         f"<td>{'✓ agrees' if check.agrees else '✗ disagrees'}</td><td>{ROLES[check.role]}</td></tr>"
-        for check in made
+        for check in checks
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("check", "predicted", "measured", "outcome", "part"))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

@@ -1,4 +1,4 @@
-"""Find the claims, run them, collect the results.
+"""`run` and `run_all`: find the claims, run them and return a `Result` each.
 
 A claim is a file in `claims/` that defines `claim = Claim(...)`; the file's name is the id with _ for -.
 """
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from regard.lab.bench import Bench
 from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding
+from regard.lab.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class Result:
-    """A claim with what became of it."""
+    """A claim, its finding and its verdict."""
 
     claim: Claim
     finding: Finding
@@ -30,22 +30,24 @@ class Result:
 
     @property
     def measured(self) -> float:
+        """The value of the first check."""
         return self.finding.checks[0].measured.value
 
     @property
     def condition(self) -> str:
+        """The condition under which the claim holds, if it holds under one."""
         return self.finding.condition if self.verdict == HOLDS_IF else ""
 
     @property
     def right(self) -> str:
-        """What is true instead, for a wrong claim."""
+        """What is true instead of a wrong claim."""
         if self.verdict != WRONG:
             return ""
         missed = [check for check in self.finding.checks if not check.agrees]
         return self.finding.right or "; ".join(f"{check.what}: {check.measured}" for check in missed)
 
     def to_dict(self) -> dict:
-        """The JSON record; `predicted`, `measured` and `interval` are those of the first check."""
+        """Return the JSON record; `predicted`, `measured` and `interval` are those of the first check."""
         checks = [
             dict(
                 what=check.what,
@@ -83,19 +85,19 @@ def _number(x: float) -> float | None:
 
 @cache
 def claims() -> dict[str, Claim]:
-    """id → claim, for every file of `claims/`, in the order of the notes."""
+    """Return id → claim for every file of `claims/`, in the order of the notes."""
     found = []
     for path in sorted((Path(__file__).parent / "claims").glob("*.py")):
         if path.stem.startswith("_"):
             continue
-        claim = getattr(_module(path.stem), "claim", None)
+        claim = getattr(_import_claim(path.stem), "claim", None)
         if not isinstance(claim, Claim) or claim.id != path.stem.replace("_", "-"):
             raise ValueError(f"{path.name} must define `claim = Claim(id={path.stem.replace('_', '-')!r}, …)`")
         found.append(claim)
     return {claim.id: claim for claim in sorted(found, key=lambda claim: (claim.note[:3], claim.id))}
 
 
-def _module(stem: str):
+def _import_claim(stem: str):
     try:
         return importlib.import_module(f"regard.lab.claims.{stem}")
     except ModuleNotFoundError as missing:
@@ -106,12 +108,12 @@ def _module(stem: str):
 
 
 def names() -> list[str]:
-    """The ids of all claims."""
+    """Return the ids of all claims."""
     return list(claims())
 
 
-def check(name: str) -> None:
-    """Refuse a claim that there is not, with those it may have been meant for."""
+def check_name(name: str) -> None:
+    """Raise ValueError for an unknown claim, with similar names."""
     if name not in claims():
         near = difflib.get_close_matches(name.lower().replace("_", "-"), names(), n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
@@ -119,23 +121,23 @@ def check(name: str) -> None:
 
 
 def run(name: str, seed: int = 0) -> Result:
-    """Put one claim to the test.
+    """Test one claim.
 
     >>> from regard import lab
     >>> lab.run("power-order").condition
     'a > 1 (the first score is the larger one)'
     """
-    check(name)
+    check_name(name)
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed must lie in [0, 2**31), got {seed}")
     start = time.perf_counter()
     claim = claims()[name]
-    finding = claim.measure(Bench(seed, name))
+    finding = claim.measure(Sampler(seed, name))
     return Result(claim, finding, finding.verdict, seed, time.perf_counter() - start)
 
 
 def run_all(chosen: Sequence[str] = (), seed: int = 0) -> Iterator[tuple[str, Result | Exception]]:
-    """(id, result) one by one; an experiment that fails yields its exception, and the others go on."""
+    """Yield (id, result) of each claim; an experiment that fails yields its exception, and the others continue."""
     for name in chosen or names():
         try:
             yield name, run(name, seed)

@@ -1,4 +1,4 @@
-"""Additive scores, s_ij = w·tanh(q_i + k_j): no product to hide in, so a block of queries at a time."""
+"""Attention with additive scores, s_ij = w·tanh(q_i + k_j), a block of queries at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
 from regard._core.rows.functions import normalize
-from regard._core.validation import check_asked, check_cap, check_temperature
+from regard._core.validation import check_policy_result, check_softcap, check_temperature
 from regard.masks import blanked, dense
 from regard.scores import soft_cap
 from regard.temperature import Rows
@@ -37,7 +37,7 @@ def attention(
     sink: Tensor | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Tensor, statistics.Statistics]:
-    """p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), o_i = Σ_j p_ij·v_j; blocks are recomputed in backward.
+    """Return o_i = Σ_j p_ij·v_j with p_i = normaliser((cap(w·tanh(q_i + k_j)) + bias_ij) / T), and statistics.
 
     >>> import torch
     >>> from regard.nn.additive import attention
@@ -45,18 +45,20 @@ def attention(
     >>> out, stats = attention(q, k, v, torch.ones(2, 4), is_causal=True, wanted=("support",))
     >>> stats.support[0, 0]
     tensor([1., 2., 3., 4., 5.])
+
+    Blocks are recomputed in backward.
     """
     batch, heads, queries = q.shape[:3]
     policy = temperature if callable(temperature) and not isinstance(temperature, Tensor) else None
     if policy is None:
-        check_temperature(temperature, (batch, heads), batch, heads, queries, q, learned=True)  # none is given as such
-    softcap = check_cap(softcap, q)
+        check_temperature(temperature, (batch, heads), batch, heads, queries, q, is_learned=True)  # lets NaN through
+    softcap = check_softcap(softcap)
     groups = heads // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     visible = dense(
         q.shape[2], k.shape[2], is_causal=is_causal, window_=window, key_lengths=key_lengths, device=q.device
     )
-    visible, bias = _with_mask(visible, attn_mask)
+    visible, bias = _add_mask(visible, attn_mask)
     if visible is not None:
         k, v = blanked(visible, k, v)
 
@@ -74,12 +76,12 @@ def attention(
         t = temperature
         if policy is not None:
             counts = shown.sum(-1).to(torch.promote_types(s.dtype, torch.float32))
-            t = check_asked(policy(counts, Rows(q, measure)), policy, counts.shape)[..., None]
+            t = check_policy_result(policy(counts, Rows(q, measure)), policy, counts.shape)[..., None]
         s = s if t is None else s / t
         stats = {}
         if wanted:
             measured = statistics.of_scores(s, shown, normalizer, sink=column, first=first, names=wanted)
-            stats = statistics.marked(measured, normalizers.get(normalizer))
+            stats = statistics.detach_others(measured, normalizers.get(normalizer))
         if column is None:
             p = normalize(s, normalizer, mask=visible)
         else:  # one more key, without a value
@@ -88,7 +90,7 @@ def attention(
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     parts = []
-    for first in range(0, max(queries, 1), BLOCK):  # of no queries, a block of none
+    for first in range(0, max(queries, 1), BLOCK):  # one empty block if there are no queries
         rows = slice(first, first + BLOCK)
         cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
         parts.append(checkpoint(block, q[:, :, rows], k, v, *cut, first, use_reentrant=False))
@@ -97,8 +99,8 @@ def attention(
     return out, statistics.Statistics(stats)
 
 
-def _with_mask(visible: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(who sees whom, bias) once attn_mask, bool or additive, has joined the intervals."""
+def _add_mask(visible: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return (visible pairs, bias) of the intervals and attn_mask, bool or additive, together."""
     if mask is None:
         return visible, None
     if mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Where a module keeps the weights that make its queries and keys, head by head, and those that read its output."""
+"""`projections`: the weights of an attention module that make its queries and keys, and its output weight."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layerno
 
 
 class NotFound(LookupError):
-    """The weights of queries and keys are not where they usually are."""
+    """The weights of queries and keys were not found, or cannot be scaled head by head."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """`heads` blocks of equal width along `dim` of a weight, from `start` on, and of its bias."""
+    """Where a weight and bias hold `heads` heads: `width` rows or columns along `dim`, from `start`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -30,11 +30,11 @@ class Projection:
     width: int  # of all heads together
     start: int = 0
     dim: int = 0
-    makes_all: bool = True  # of the queries or keys; not of torch's keys where one more is learned (add_bias_kv)
+    makes_all: bool = True  # False for torch's keys with add_bias_kv, where one key is learned
 
     @torch.no_grad()
     def shrink(self, factors: Tensor) -> None:
-        """Every head's weights and bias times its factor; a factor of 1 leaves the bits as they are.
+        """Multiply each head's weights and bias by its factor; a factor of 1 changes no bit.
 
         >>> import torch
         >>> from regard.nn.projections import Projection
@@ -44,7 +44,7 @@ class Projection:
         tensor([0.5000, 0.5000, 1.0000, 1.0000])
         """
         each = factors.repeat_interleave(self.width // self.heads).to(self.weight.device, torch.float32)
-        if is_dtensor(self.weight):  # a part of it is a copy: all of it is multiplied, other rows by 1
+        if is_dtensor(self.weight):  # a slice would be a copy: multiply the whole, other rows by 1
             self._shrink_shards(each)
             return
         rows = self.weight.narrow(self.dim, self.start, self.width)
@@ -54,20 +54,24 @@ class Projection:
             part.copy_(part * each)
 
     def _shrink_shards(self, each: Tensor) -> None:
-        """The same of weights that ranks share (`fully_shard`): each multiplies its own rows, nobody talks."""
+        """Multiply weights that are sharded over ranks (`fully_shard`), each rank its own rows."""
         from torch.distributed.tensor import DTensor, Replicate
 
-        all_of_them = each.new_ones(self.weight.shape[self.dim])
-        all_of_them[self.start : self.start + self.width] = each
+        all_factors = each.new_ones(self.weight.shape[self.dim])
+        all_factors[self.start : self.start + self.width] = each
         for tensor, dim in ((self.weight, self.dim), (self.bias, 1)):
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
-                whole = DTensor.from_local(all_of_them, mesh, [Replicate()] * mesh.ndim, run_check=False)
+                whole = DTensor.from_local(all_factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
                 tensor.mul_(whole[:, None] if dim == 0 else whole)
 
 
-def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
-    """(of the queries, of the keys) of an attention module with so many query heads of that width.
+def projections(
+    module: nn.Module, heads: int, head_dim: int, names: tuple[str, str] | None = None
+) -> tuple[Projection, Projection]:
+    """Return the projections of the queries and of the keys of an attention module; raise `NotFound` if unknown.
+
+    names: the attributes that hold its query and key layers, where they are not named as usual.
 
     >>> import torch
     >>> from regard.nn.projections import projections
@@ -75,66 +79,56 @@ def projections(module: nn.Module, heads: int, head_dim: int) -> tuple[Projectio
     >>> query.start, key.start
     (0, 8)
     """
-    reason = not_growing(module)
+    reason = bounded_scores_reason(module)
     if reason is not None:
         raise NotFound(reason)
     if isinstance(module, nn.MultiheadAttention):
-        _stored(module, "in_proj_weight", "q_proj_weight", "k_proj_weight", "in_proj_bias")
-        return _of_torch(module)
-    for names in SEPARATE:
-        query, key = (getattr(module, name, None) for name in names)
+        _check_stored(module, "in_proj_weight", "q_proj_weight", "k_proj_weight", "in_proj_bias")
+        return _from_torch(module)
+    for pair in (names, *SEPARATE) if names else SEPARATE:
+        query, key = (getattr(module, name, None) for name in pair)
         if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in (query, key)):
-            return _of_layers(query, key, heads, head_dim)
+            return _from_layers(query, key, heads, head_dim)
     for name in STACKED:
         layer = getattr(module, name, None)
         if isinstance(layer, nn.Module) and hasattr(layer, "weight"):
-            return _of_stack(layer, name, heads, head_dim)
+            return _from_stack(layer, name, heads, head_dim)
     known = ", ".join(f"{q}/{k}" for q, k in SEPARATE) + ", " + ", ".join(STACKED)
     raise NotFound(f"{type(module).__name__} has no linear layers named {known}")
 
 
-def sources(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The layers whose outputs hold the queries and the keys; None where there are none of a usual name."""
-    for names in SEPARATE:
-        query, key = (getattr(module, name, None) for name in names)
-        if isinstance(query, nn.Module) and isinstance(key, nn.Module):
-            return query, key
-    stacked = (getattr(module, name, None) for name in STACKED)
-    return next(((layer, layer) for layer in stacked if isinstance(layer, nn.Module)), None)
-
-
 def output_weight(module: nn.Module, parent: nn.Module | None = None) -> Tensor | None:
-    """The matrix [outputs, H·E] that what an attention module's heads gave is multiplied by; None where none is found.
+    """Return the matrix [outputs, H·E] that multiplies the output of an attention module's heads, or None.
 
-    It is the module's own, or, as in BERT, `output.dense` of what holds the module.
+    It is the module's own or, as in BERT, `output.dense` of its parent.
 
     >>> import torch
     >>> from regard.nn.projections import output_weight
     >>> output_weight(torch.nn.MultiheadAttention(8, 2)).shape
     torch.Size([8, 8])
     """
-    beside = getattr(getattr(parent, "output", None), "dense", None)
-    for layer in (*(getattr(module, name, None) for name in OUTPUTS), beside):
+    sibling = getattr(getattr(parent, "output", None), "dense", None)
+    for layer in (*(getattr(module, name, None) for name in OUTPUTS), sibling):
         if isinstance(layer, (nn.Sequential, nn.ModuleList)) and len(layer):
-            layer = layer[0]  # then dropout
+            layer = layer[0]  # dropout follows
         if isinstance(layer, nn.Module) and hasattr(layer, "weight"):
             try:
-                weight = _floating(layer)
+                weight = _checked_weight(layer)
             except NotFound:
                 return None
-            return None if is_dtensor(weight) else weight.mT if _out(layer) else weight
+            return None if is_dtensor(weight) else weight.mT if _output_dim(layer) else weight
     return None
 
 
-def not_growing(module: nn.Module) -> str | None:
-    """Why a module's scores do not grow with its weights, or None if they do."""
+def bounded_scores_reason(module: nn.Module) -> str | None:
+    """Return why a module's scores do not grow with its weights (cosine, additive, QK-norm), or None if they do."""
     if getattr(module, "score", None) in ("cosine", "additive"):
         return f"its {module.score} scores do not grow with the weights"
     norm = next((name for name in NORMS if getattr(module, name, None) is not None), None)
     return norm and f"its queries and keys are normalised ({norm}): they do not grow with the weights"
 
 
-def _of_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:
+def _from_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:
     heads, width, bias = module.num_heads, module.embed_dim, module.in_proj_bias
     makes_all = module.bias_k is None
     if module.in_proj_weight is not None:
@@ -150,38 +144,38 @@ def _of_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:
     )
 
 
-def _of_layers(query: nn.Module, key: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
-    width, keys = (_floating(layer).shape[_out(layer)] for layer in (query, key))
+def _from_layers(query: nn.Module, key: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+    width, keys = (_checked_weight(layer).shape[_output_dim(layer)] for layer in (query, key))
     shared = keys // head_dim
     if width != heads * head_dim or keys != shared * head_dim or heads % max(shared, 1):
         raise NotFound(f"its query and key layers make {width} and {keys} numbers for {heads} heads of {head_dim}")
     return (
-        Projection(query.weight, _bias(query), heads, width, dim=_out(query)),
-        Projection(key.weight, _bias(key), shared, keys, dim=_out(key)),
+        Projection(query.weight, _bias(query), heads, width, dim=_output_dim(query)),
+        Projection(key.weight, _bias(key), shared, keys, dim=_output_dim(key)),
     )
 
 
-def _of_stack(layer: nn.Module, name: str, heads: int, head_dim: int) -> tuple[Projection, Projection]:
-    total, width = _floating(layer).shape[_out(layer)], heads * head_dim
+def _from_stack(layer: nn.Module, name: str, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+    total, width = _checked_weight(layer).shape[_output_dim(layer)], heads * head_dim
     shared = (total - width) // (2 * head_dim)
     if shared < 1 or heads % shared or total != width + 2 * shared * head_dim:
         raise NotFound(f"its {name} makes {total} numbers, which are not q, k, v of {heads} heads of {head_dim}")
-    weight, bias, dim = layer.weight, _bias(layer), _out(layer)
+    weight, bias, dim = layer.weight, _bias(layer), _output_dim(layer)
     return (
         Projection(weight, bias, heads, width, dim=dim),
         Projection(weight, bias, shared, shared * head_dim, start=width, dim=dim),
     )
 
 
-def _stored(layer: nn.Module, *names: str) -> None:
+def _check_stored(layer: nn.Module, *names: str) -> None:
     """Refuse weights that are computed from others (parametrizations, weight_norm, pruning, adapters)."""
     for name in names:
         if getattr(layer, name, None) is not None and name not in layer._parameters and name not in layer._buffers:
             raise NotFound(f"the {name} of its {type(layer).__name__} is computed from other parameters")
 
 
-def _floating(layer: nn.Module) -> Tensor:
-    _stored(layer, "weight", "bias")
+def _checked_weight(layer: nn.Module) -> Tensor:
+    _check_stored(layer, "weight", "bias")
     others = [name for name, _ in layer.named_parameters() if name not in ("weight", "bias")]
     if others:
         raise NotFound(f"its {type(layer).__name__} adds to its weight: it has {', '.join(others)} too")
@@ -191,8 +185,8 @@ def _floating(layer: nn.Module) -> Tensor:
     return weight
 
 
-def _out(layer: nn.Module) -> int:
-    """The weight's dimension of outputs: 0 for nn.Linear, 1 for GPT-2's Conv1D."""
+def _output_dim(layer: nn.Module) -> int:
+    """Return the weight's dimension of outputs: 0 for nn.Linear, 1 for GPT-2's Conv1D."""
     return 1 if type(layer).__name__ == "Conv1D" else 0
 
 

@@ -1,4 +1,4 @@
-"""torch's `nn.MultiheadAttention` and ours hold the same weights under other names: in_proj_weight stacks q, k, v."""
+"""Converts weights of torch's `nn.MultiheadAttention`, whose in_proj_weight stacks q, k and v."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from regard.nn.multihead import MultiheadAttention
 
 
-def rename(state: dict[str, Any], prefix: str = "", assign: bool = False) -> None:
-    """Torch's names in a state dict become ours, in place; ours stay.
+def rename_keys(state: dict[str, Any], prefix: str = "", assign: bool = False) -> None:
+    """Rename torch's keys of a state dict to ours, in place; other keys stay.
 
-    What is assigned, not copied, becomes the parameters themselves: they get memory of their own, which no file format
-    refuses.
+    With `assign` the tensors become the parameters themselves, so parts of a stacked tensor get memory of their own,
+    which every file format accepts.
 
     >>> import torch
-    >>> from regard.nn.torch_weights import rename
+    >>> from regard.nn.torch_weights import rename_keys
     >>> state = torch.nn.MultiheadAttention(8, 2).state_dict()
-    >>> rename(state)
+    >>> rename_keys(state)
     >>> sorted(state)[:4]
     ['k_proj.bias', 'k_proj.weight', 'out_proj.bias', 'out_proj.weight']
     """
@@ -34,8 +34,8 @@ def rename(state: dict[str, Any], prefix: str = "", assign: bool = False) -> Non
             state[f"{prefix}{name}_proj.weight"] = separate
 
 
-def check(module: nn.MultiheadAttention) -> None:
-    """Whether it has a counterpart here."""
+def check_module(module: nn.MultiheadAttention) -> None:
+    """Raise TypeError or ValueError if a module has no counterpart here."""
     if not isinstance(module, nn.MultiheadAttention):
         raise TypeError(f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}")
     if module.bias_k is not None or module.add_zero_attn:
@@ -47,8 +47,8 @@ def check(module: nn.MultiheadAttention) -> None:
         )
 
 
-def fill(ours: MultiheadAttention, module: nn.MultiheadAttention) -> None:
-    """Its weights, and which of them are frozen."""
+def copy_weights(ours: MultiheadAttention, module: nn.MultiheadAttention) -> None:
+    """Copy a torch module's weights, and which of them are frozen."""
     loaded = ours.load_state_dict(module.state_dict(), strict=False)
     missing = [name for name in loaded.missing_keys if "_proj" in name]
     if missing or loaded.unexpected_keys:
@@ -59,7 +59,7 @@ def fill(ours: MultiheadAttention, module: nn.MultiheadAttention) -> None:
 
 
 def _source(module: nn.MultiheadAttention, name: str) -> Tensor:
-    """torch's parameter that holds one of ours, such as "q_proj.weight"."""
+    """Return torch's parameter that holds one of ours, such as "q_proj.weight"."""
     layer, _, kind = name.partition(".")
     if layer == "out_proj":
         return getattr(module.out_proj, kind)

@@ -48,6 +48,7 @@ __all__ = [
 
 _members: dict[str, Normalizer] = {}
 _files: dict[str, Path] = {}  # where each was found
+_discoveries: list[str] = []  # every name that was found, in order
 _waiting = [folder for folder in os.environ.get("REGARD_NORMALIZERS", "").split(os.pathsep) if folder]
 
 
@@ -135,6 +136,7 @@ def discover(folder: str | os.PathLike[str]) -> list[str]:
         if member.name in _members and _files.get(member.name) != path:
             raise BrokenFile(f"{path}: the name {member.name!r} is taken by {_files.get(member.name)}; choose another")
         _members[member.name], _files[member.name] = member, path
+        _discoveries.append(member.name)
         found.append(member.name)
     return found
 
@@ -164,6 +166,11 @@ def names() -> list[str]:
     """The names of all normalisers known, sorted."""
     _look_around()
     return sorted(_members)
+
+
+def generation() -> int:
+    """How often a normaliser was found: what is kept by name is out of date when this has changed."""
+    return len(_discoveries)
 
 
 def file_of(name: str) -> Path:

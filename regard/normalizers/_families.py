@@ -30,7 +30,7 @@ def nothing(c):
     return tl.minimum(c, 0.0)  # c = exp(−m) > 0 may overflow: 0·c would be NaN
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pointwise(Normalizer):
     """p = value(s, θ), each entry alone. `slope_of_weight(p, θ)`, if given, spares keeping the scores for backward.
 
@@ -65,7 +65,7 @@ class Pointwise(Normalizer):
         return self.reference(far, visible, theta)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ratio(Normalizer):
     """p = u/Z with Z = Σv + rest(c); Z = 0 gives p = 0. Tile functions take (e, s, c): e = exp(s − m), c = exp(−m).
 
@@ -140,7 +140,7 @@ class Ratio(Normalizer):
         return slopes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Threshold(Normalizer):
     """p = value(t, θ) with t = max(gain(θ)·s − τ, 0) and τ such that Σp = 1; slope(t, θ) = ∂p/∂s at fixed τ.
 

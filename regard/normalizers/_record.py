@@ -53,7 +53,7 @@ class Parameter:
         return [self.default, *(min(max(value, low), high) for value in others)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: kernels are kept by record
 class Normalizer:
     """A map from a row of scores to weights: what it is, and its mathematics in two languages.
 

@@ -1,10 +1,10 @@
-"""Beyond one machine: a sequence sharded over the ranks of a torch.distributed process group.
+"""Attention on a sequence that is sharded over the ranks of a torch.distributed process group.
 
-    shard, unshard   a whole tensor to this rank's piece, and back
-    attention        regard.attention on pieces: every option, normaliser, statistic and gradient
+    shard, unshard   a whole tensor to this rank's shard, and back
+    attention        regard.attention on shards: every option, normaliser, statistic and gradient
     decode           a few queries that every rank has against sharded keys
-    traffic          what a rank sends, counted
-    RankError        another rank died or stalled, and which
+    traffic          counts what a rank sends
+    RankError        contact with another rank was lost
 
 docs/scale.md has the cost of each, in time, bytes and memory.
 """

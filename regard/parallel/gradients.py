@@ -1,4 +1,4 @@
-"""Where the gradients of pairs of chunks are added up: those of rows, and those of keys."""
+"""`RowGradients` and `KeyGradients`: sums of the gradients of pairs of chunks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from regard._core.problem import Gradients, Problem, Upstream, Whole
 
 
 class RowGradients:
-    """dq, dtemperature [B, H, M] and dbias, the latter in the bias's unexpanded shape."""
+    """dq, dtemperature [B, H, M], and dbias in the bias's shape before it was expanded."""
 
-    def __init__(self, rows: Problem, upstream: Upstream):
+    def __init__(self, rows: Problem, upstream: Upstream) -> None:
         like = dict(dtype=rows.accumulator, device=rows.q.device)
         self.q = torch.zeros(rows.q.shape, **like)
-        self.heat = torch.zeros(rows.q.shape[:3], **like) if upstream.temperature else None
+        self.temperature = torch.zeros(rows.q.shape[:3], **like) if upstream.temperature else None
         self.bias = None
         if upstream.bias:
-            self.bias = torch.zeros(unexpanded(rows.bias), **like)
+            self.bias = torch.zeros(unexpanded_shape(rows.bias), **like)
 
     def add(self, grads: Gradients, here: slice, columns: slice) -> None:
-        """`here` are the pair's rows, `columns` its columns of the bias."""
+        """Add a pair's gradients: `here` are its rows, `columns` its columns of the bias."""
         self.q[:, :, here] += grads.q
-        if self.heat is not None:
-            self.heat[:, :, here] += grads.temperature
+        if self.temperature is not None:
+            self.temperature[:, :, here] += grads.temperature
         if self.bias is not None:
             target = self.bias if self.bias.shape[2] == 1 else self.bias[:, :, here]
             target = target if target.shape[3] == 1 else target[..., columns]
@@ -31,24 +31,26 @@ class RowGradients:
 
 
 class KeyGradients:
-    """dk and dv of one rank's keys, in the accumulator's dtype: two views of one tensor, which travels."""
+    """dk and dv of one rank's keys, in the accumulator's dtype: two views of one tensor, which is sent."""
 
-    def __init__(self, problem: Problem, k: Tensor | None = None, v: Tensor | None = None):
+    def __init__(self, problem: Problem, k: Tensor | None = None, v: Tensor | None = None) -> None:
         k, v = (problem.k, problem.v) if k is None else (k, v)
         self.flat = torch.zeros(k.numel() + v.numel(), dtype=problem.accumulator, device=k.device)
         self.k, self.v = self.flat[: k.numel()].view(k.shape), self.flat[k.numel() :].view(v.shape)
 
     def add(self, grads: Gradients, there: slice) -> None:
+        """Add the gradients of the keys `there`."""
         self.k[:, :, there] += grads.k
         self.v[:, :, there] += grads.v
 
 
-def unexpanded(x: Tensor) -> list[int]:
-    """The shape of an expanded tensor before it was expanded."""
+def unexpanded_shape(x: Tensor) -> list[int]:
+    """Return the shape that a tensor had before `expand`."""
     return [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
-def rows_of(whole: Whole, here: slice) -> Whole:
+def slice_rows(whole: Whole, here: slice) -> Whole:
+    """Return the state of the rows `here`."""
     c = None if whole.c is None else whole.c[:, :, here]
     tilt = None if whole.tilt is None else whole.tilt[..., here]
     values = None if whole.values is None else {name: x[:, :, here] for name, x in whole.values.items()}
@@ -56,6 +58,7 @@ def rows_of(whole: Whole, here: slice) -> Whole:
     return Whole(whole.m[:, :, here], whole.z[:, :, here], whole.delta[:, :, here], c, tilt, o, values)
 
 
-def upstream_of(upstream: Upstream, here: slice) -> Upstream:
+def slice_upstream(upstream: Upstream, here: slice) -> Upstream:
+    """Return the upstream gradients of the rows `here`."""
     stats = {name: x[:, :, here] for name, x in upstream.stats.items()}
     return Upstream(upstream.o[:, :, here], stats, upstream.bias, upstream.temperature, False)

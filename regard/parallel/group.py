@@ -1,7 +1,7 @@
-"""The group of ranks that share a sequence, and the few things they tell one another.
+"""`RankGroup`: the ranks that share a sequence, and every message between them.
 
-Everything that waits for another rank waits here: a failure or the group's timeout becomes a `RankError` that names
-the rank and the step (`faults`), and what is sent is counted (`traffic`).
+All waiting for other ranks happens here. torch's own errors and timeouts end a wait; they are raised as a `RankError`
+that names the step, and the rank where torch tells it. What is sent is counted (`traffic`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard.parallel import traffic
-from regard.parallel.failures import RankError, Watch
+from regard.parallel.failures import RankError, is_lost_contact
 
-SETTLE = 10.0  # seconds, at most, for what is under way when this rank raises
+DRAIN_SECONDS = 10.0  # at most, for the transfers that are under way when this rank raises
 
 
 @dataclass
-class Line:
-    """One process's end of a group. Ranks here count within the group."""
+class RankGroup:
+    """One process's view of a process group. Ranks are counted within the group."""
 
-    group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None
     rank: int
     world: int
-    watch: Watch | None
-    host: bool = False  # does the backend carry CPU tensors only?
-    under_way: list[Pending] = field(default_factory=list)
+    cpu_only: bool = False  # True if the backend carries CPU tensors only (gloo)
+    transfers: list[Transfer] = field(default_factory=list)  # under way
 
     @classmethod
-    def of(cls, group=None) -> Line:
-        """This process's end of a process group, of a DeviceMesh of one dimension, or of all ranks (None)."""
+    def from_torch(cls, group: dist.ProcessGroup | DeviceMesh | None = None) -> RankGroup:
+        """Return this process's view of a process group, of a one-dimensional DeviceMesh, or of all ranks (None)."""
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "no process group: start with torchrun and call torch.distributed.init_process_group() first, "
@@ -54,167 +53,165 @@ class Line:
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(f"group: this process (rank {dist.get_rank()}) is not one of its ranks")
-        world = dist.get_world_size(group)
-        host = dist.get_backend(group) == "gloo"
-        return cls(group, rank, world, Watch.of(group) if world > 1 else None, host)
+        return cls(group, rank, dist.get_world_size(group), dist.get_backend(group) == "gloo")
 
-    def exchange(self, sent: Tensor, received: Tensor, step: str, at: int = 0, hop: int = 1) -> Pending:
-        """Begin to send `sent` to rank + hop and to receive `received` from rank − hop; `.wait()` ends it."""
-        to, source = (self.rank + hop) % self.world, (self.rank - hop) % self.world
-        return self.swap(sent, received, to, source, step, at)
+    def exchange(self, sent: Tensor, received: Tensor, step: str, at: int) -> Transfer:
+        """Start sending to the next rank of the ring and receiving from the one before; `.wait()` ends it."""
+        return self.send_receive(sent, received, (self.rank + 1) % self.world, (self.rank - 1) % self.world, step, at)
 
-    def swap(
+    def send_receive(
         self, sent: Tensor | None, received: Tensor | None, to: int, source: int, step: str, at: int = 0
-    ) -> Pending:
-        pending = Pending(self, step, at, received)
+    ) -> Transfer:
+        """Start sending to one rank and receiving from another; None leaves that direction out."""
+        transfer = Transfer(self, step, at, received)
         operations = []
         if sent is not None and sent.numel():
-            pending.sent = self._carried(sent)
-            operations.append(dist.P2POp(dist.isend, pending.sent, group=self.group, group_peer=to))
-            traffic.sent(step, sent.numel() * sent.element_size())
+            transfer.sent = self._to_transport(sent)
+            operations.append(dist.P2POp(dist.isend, transfer.sent, group=self.process_group, group_peer=to))
+            traffic.record(step, sent.numel() * sent.element_size())
         if received is not None and received.numel():
-            pending.received = torch.empty_like(received, device="cpu") if self._staged(received) else received
-            operations.append(dist.P2POp(dist.irecv, pending.received, group=self.group, group_peer=source))
-        with self.guard(step, at):
-            pending.begun(dist.batch_isend_irecv(operations) if operations else [])
-        return pending
+            transfer.received = (
+                torch.empty_like(received, device="cpu") if self._needs_host_copy(received) else received
+            )
+            operations.append(dist.P2POp(dist.irecv, transfer.received, group=self.process_group, group_peer=source))
+        if self.cpu_only:
+            for operation in operations:
+                with self.guard(step, at, operation.peer):
+                    transfer.add(operation.op(operation.tensor, operation.peer, self.process_group), operation.peer)
+        elif operations:
+            with self.guard(step, at):
+                for work in dist.batch_isend_irecv(operations):  # NCCL joins both into one
+                    transfer.add(work)
+        return transfer
 
-    def all_reduce(self, x: Tensor, step: str, at: int = 0, op=dist.ReduceOp.SUM) -> Tensor:
-        """The sum (or maximum) over all ranks, in place where the backend can."""
+    def all_reduce(self, x: Tensor, step: str, at: int = 0, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Return the sum (or maximum) over all ranks, in place where the backend can."""
         if self.world == 1:
             return x
-        carried = self._carried(x)
+        carried = self._to_transport(x)
         with self.guard(step, at):
-            dist.all_reduce(carried, op, group=self.group)
-        traffic.sent(step, x.numel() * x.element_size())
+            dist.all_reduce(carried, op, group=self.process_group)
+        traffic.record(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
-        """The root's x on every rank."""
-        return self.begin_broadcast(x, root, step, at).wait()
+        """Return the root's x on every rank."""
+        return self.start_broadcast(x, root, step, at).wait()
 
-    def begin_broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Pending:
-        """Begin to send the root's x to every rank; `.wait()` gives it."""
-        pending = Pending(self, step, at, x)
+    def start_broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Transfer:
+        """Start sending the root's x to every rank; `.wait()` returns it."""
+        transfer = Transfer(self, step, at, x)
         if self.world == 1 or not x.numel():
-            return pending
-        pending.received = self._carried(x)
+            return transfer
+        transfer.received = self._to_transport(x)
         with self.guard(step, at):
-            pending.begun([dist.broadcast(pending.received, group=self.group, group_src=root, async_op=True)])
+            work = dist.broadcast(transfer.received, group=self.process_group, group_src=root, async_op=True)
+        transfer.add(work)
         if self.rank == root:
-            traffic.sent(step, x.numel() * x.element_size())
-        return pending
+            traffic.record(step, x.numel() * x.element_size())
+        return transfer
 
     def reduce(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
-        """The sum over all ranks, at the root; elsewhere nothing of use."""
+        """Return the sum over all ranks at the root; elsewhere the result is undefined."""
         if self.world == 1 or not x.numel():
             return x
-        carried = self._carried(x)
+        carried = self._to_transport(x)
         with self.guard(step, at):
-            dist.reduce(carried, group=self.group, group_dst=root)
+            dist.reduce(carried, group=self.process_group, group_dst=root)
         if self.rank != root:
-            traffic.sent(step, x.numel() * x.element_size())
+            traffic.record(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def all_gather_numbers(self, numbers: Sequence[int], step: str, at: int = 0) -> list[list[int]]:
-        """Every rank's list of 64-bit integers."""
+        """Return every rank's list of 64-bit integers."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device())
         if self.world == 1:
             return [mine.tolist()]
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         with self.guard(step, at):
-            dist.all_gather(everyone, mine, group=self.group)
+            dist.all_gather(everyone, mine, group=self.process_group)
             return torch.stack(everyone).tolist()
 
+    def broadcast_text(self, text: str, size: int, root: int, step: str) -> str:
+        """Return the root's text of `size` bytes on every rank."""
+        mine = torch.tensor(list(text.encode()) if self.rank == root else [0] * size, dtype=torch.uint8)
+        return bytes(self.broadcast(mine.to(self._device()), root, step).tolist()).decode()
+
     @contextmanager
-    def guard(self, step: str, at: int) -> Iterator[None]:
-        """Whoever looks sees this rank at this step; what fails here is told with the rank that failed first."""
-        if self.watch is None:
-            yield
-            return
-        self.watch.at(step, at)
-        self.watch.active += 1
-        start = time.monotonic()
+    def guard(self, step: str, at: int, peer: int | None = None) -> Iterator[None]:
+        """Raise torch's report of a lost rank as a `RankError` that names the step and, where known, the peer."""
         try:
             yield
         except RuntimeError as error:
-            told = self.watch.blame(error, time.monotonic() - start)
-            if told is error:
+            if isinstance(error, RankError) or not is_lost_contact(error):
                 raise
-            raise told from error
-        finally:
-            self.watch.active -= 1
+            whom = "another rank" if peer is None else f"rank {peer}"
+            cause = str(error).strip().splitlines()[0]
+            message = f"rank {dist.get_rank()} lost contact with {whom} at step '{step} {at}': {cause}"
+            raise RankError(message, peer, f"{step} {at}") from error
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Around work that others wait for: what is raised here is named by whoever waits in vain."""
-        if self.watch is None:
-            yield
-            return
-        self.watch.active += 1
+    def drain_on_error(self) -> Iterator[None]:
+        """Let transfers arrive before this rank's own error leaves the block, so that a later call can be made."""
         try:
             yield
         except RankError:
             raise
-        except Exception as error:
-            self.watch.raised(error)
-            self._settle()
+        except Exception:
+            self._drain()
             raise
-        finally:
-            self.watch.active -= 1
 
-    def _settle(self) -> None:
-        """Let what is under way arrive: a buffer that goes before its message breaks the connection for later calls."""
-        deadline = time.monotonic() + SETTLE
-        for pending in list(self.under_way):
-            for work in pending.works:
+    def _drain(self) -> None:
+        """Wait for transfers under way: a buffer freed before its message is sent breaks the connection."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for transfer in list(self.transfers):
+            for work, _ in transfer.works:
                 try:
                     work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
                 except RuntimeError:  # the other end never posted its part, or is gone: there is nothing to save
                     deadline = time.monotonic()
-        self.under_way.clear()
-
-    def text(self, text: str, size: int, root: int, step: str) -> str:
-        """The root's text of `size` bytes on every rank."""
-        mine = torch.tensor(list(text.encode()) if self.rank == root else [0] * size, dtype=torch.uint8)
-        return bytes(self.broadcast(mine.to(self._device()), root, step).tolist()).decode()
+        self.transfers.clear()
 
     def _device(self) -> torch.device:
-        return torch.device("cpu") if self.host else torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu") if self.cpu_only else torch.device("cuda", torch.cuda.current_device())
 
-    def _staged(self, x: Tensor) -> bool:
-        return self.host and x.device.type != "cpu"
+    def _needs_host_copy(self, x: Tensor) -> bool:
+        return self.cpu_only and x.device.type != "cpu"
 
-    def _carried(self, x: Tensor) -> Tensor:
-        return x.cpu() if self._staged(x) else x.contiguous()
+    def _to_transport(self, x: Tensor) -> Tensor:
+        return x.cpu() if self._needs_host_copy(x) else x.contiguous()
 
 
 @dataclass(eq=False)
-class Pending:
-    """A message under way in both directions."""
+class Transfer:
+    """A message under way, in one direction or both."""
 
-    line: Line
+    group: RankGroup
     step: str
     at: int
     target: Tensor | None
     sent: Tensor | None = None
     received: Tensor | None = None
-    works: list = field(default_factory=list)
+    works: list[tuple[Any, int | None]] = field(
+        default_factory=list
+    )  # torch's handle, the rank of the whole job at the other end
 
-    def begun(self, works: list) -> None:
-        self.works = works
-        if works:
-            self.line.under_way.append(self)
+    def add(self, work: Any, peer: int | None = None) -> None:
+        """Keep torch's handle of an operation until `wait`."""
+        if not self.works:
+            self.group.transfers.append(self)
+        self.works.append((work, peer))
 
     def wait(self) -> Any:
-        """What was received, once it is there."""
-        with self.line.guard(self.step, self.at):
-            for work in self.works:
+        """Return what was received, once it is there."""
+        for work, peer in self.works:
+            with self.group.guard(self.step, self.at, peer):
                 work.wait()
         if self.works:
-            self.line.under_way.remove(self)
+            self.group.transfers.remove(self)
             self.works = []
         if self.received is not None and self.received is not self.target:
+            assert self.target is not None
             self.target = self.received.to(self.target.device)
         self.sent = self.received = None
         return self.target

@@ -1,10 +1,10 @@
-"""Who holds which positions: a sequence of n cut over ranks, and back.
+"""Which rank holds which positions of a sequence of length n, and `shard` and `unshard`.
 
     contiguous   rank r holds [n·r/W, n·(r+1)/W)
     balanced     the sequence is cut into 2W chunks, and rank r holds chunks r and 2W − 1 − r
 
-Under causal order a query at position i sees i + 1 keys, so that contiguous pieces give the last rank about twice the
-mean work. A front and a back chunk together see as much as every other pair does: r + (2W − 1 − r) is the same for all.
+Under causal order the query at position i sees i + 1 keys, so contiguous shards give the last rank about twice the
+mean work. A front and a back chunk balance: r + (2W − 1 − r) is the same for all ranks.
 
 >>> from regard.parallel.layout import spans
 >>> spans(16, 2)
@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard._core.dtensor import is_dtensor
-from regard.parallel.group import Line
-from regard.parallel.handshake import agree
+from regard.parallel.group import RankGroup
+from regard.parallel.handshake import compare_calls
 
 LAYOUTS = ("balanced", "contiguous")
 
@@ -33,8 +33,8 @@ Spans = list[tuple[int, int]]
 
 
 def spans(length: int, world: int, layout: str = "balanced") -> list[Spans]:
-    """The positions of every rank, as [start, stop) spans; chunks differ by at most one in length."""
-    check(layout)
+    """Return every rank's positions as [start, stop) spans; chunks differ by at most one in length."""
+    check_layout(layout)
     if layout == "contiguous":
         return [[(length * rank // world, length * (rank + 1) // world)] for rank in range(world)]
     cuts = [length * chunk // (2 * world) for chunk in range(2 * world + 1)]
@@ -42,24 +42,24 @@ def spans(length: int, world: int, layout: str = "balanced") -> list[Spans]:
     return [[chunks[rank], chunks[2 * world - 1 - rank]] for rank in range(world)]
 
 
-def given_spans(lengths: list[int], layout: str, name: str) -> list[Spans]:
-    """The spans of pieces of these lengths, one per rank."""
+def spans_of_lengths(lengths: list[int], layout: str, name: str) -> list[Spans]:
+    """Return every rank's spans for shards of these lengths."""
     if layout == "contiguous":
         starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
         return [[(start, start + length)] for start, length in zip(starts, lengths, strict=True)]
     cut = spans(sum(lengths), len(lengths), layout)
     for rank, (length, own) in enumerate(zip(lengths, cut, strict=True)):
-        if length != size(own):
+        if length != count_positions(own):
             raise ValueError(
                 f"{name}: rank {rank} holds {length} positions, but the {layout} layout of {sum(lengths)} over "
-                f"{len(lengths)} ranks gives it {size(own)}; cut with regard.parallel.shard, or pass "
-                'layout="contiguous", which takes pieces of any length'
+                f"{len(lengths)} ranks gives it {count_positions(own)}; cut with regard.parallel.shard, or pass "
+                'layout="contiguous", which takes shards of any length'
             )
     return cut
 
 
-def joined(own: Spans) -> Spans:
-    """The same positions in as few spans as can be: neighbours become one, empty ones go (but for one)."""
+def merge_spans(own: Spans) -> Spans:
+    """Merge adjacent spans and drop empty ones (all but one)."""
     found: Spans = []
     for start, stop in own:
         if found and (found[-1][1] == start or start == stop):
@@ -69,19 +69,21 @@ def joined(own: Spans) -> Spans:
     return found
 
 
-def placed(own: Spans) -> Iterator[tuple[tuple[int, int], slice]]:
-    """Each span, and where its positions lie in the piece."""
+def locate_spans(own: Spans) -> Iterator[tuple[tuple[int, int], slice]]:
+    """Yield each span with the slice of the shard that holds it."""
     at = 0
     for start, stop in own:
         yield (start, stop), slice(at, at + stop - start)
         at += stop - start
 
 
-def size(own: Spans) -> int:
+def count_positions(own: Spans) -> int:
+    """Return how many positions the spans cover."""
     return sum(stop - start for start, stop in own)
 
 
-def check(layout: str) -> None:
+def check_layout(layout: str) -> None:
+    """Raise ValueError if the layout is unknown."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
 
@@ -89,7 +91,7 @@ def check(layout: str) -> None:
 def shard(
     x: Tensor, dim: int = -2, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "balanced"
 ) -> Tensor:
-    """This rank's piece of a whole tensor: its chunks of dimension `dim`, one after another.
+    """Return this rank's shard of a whole tensor: its chunks of dimension `dim`, concatenated.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> regard.parallel.shard(torch.arange(4), dim=0)
@@ -102,42 +104,42 @@ def shard(
         group: the ranks that share the sequence; None is all of them.
         layout: "balanced" or "contiguous", as in `regard.parallel.attention`.
     """
-    dim = _dimension(x, dim)
-    line = Line.of(group)
-    own = spans(x.shape[dim], line.world, layout)[line.rank]
+    dim = _check_dim(x, dim)
+    ranks = RankGroup.from_torch(group)
+    own = spans(x.shape[dim], ranks.world, layout)[ranks.rank]
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in own], dim)
 
 
 def unshard(
     x: Tensor, dim: int = -2, group: dist.ProcessGroup | DeviceMesh | None = None, layout: str = "balanced"
 ) -> Tensor:
-    """The whole tensor from every rank's piece, on every rank; the inverse of `shard`.
+    """Gather the whole tensor from every rank's shard, on every rank; the inverse of `shard`.
 
-    Backward takes the rank's own positions of the gradient: each rank is to put its whole loss's gradient there, as it
-    does where every rank computes the same loss from the whole tensor.
+    Backward takes the rank's own positions of the gradient, so every rank must compute the same loss from the whole
+    tensor.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> regard.parallel.unshard(torch.arange(4), dim=0)
     tensor([0, 1, 2, 3])
     >>> torch.distributed.destroy_process_group()
     """
-    line = Line.of(group)
+    ranks = RankGroup.from_torch(group)
     failure: Exception | None = None
     numbers: list[int] = []
     alike: dict[str, object] = {}
     try:
-        check(layout)
-        dim = _dimension(x, dim)
+        check_layout(layout)
+        dim = _check_dim(x, dim)
         numbers = [x.shape[dim]]
         alike = {"with different dims or layouts": (dim, layout), "with x of different dtypes": str(x.dtype)}
         alike["with x of different shapes (all but the length)"] = (*x.shape[:dim], *x.shape[dim + 1 :])
     except Exception as error:
         failure = error
-    told = agree(line, "unshard", numbers, alike, failure)
-    return _Unshard.apply(x, dim, line, given_spans([n for (n,) in told], layout, "x"))
+    lengths = compare_calls(ranks, "unshard", numbers, alike, failure)
+    return _Unshard.apply(x, dim, ranks, spans_of_lengths([n for (n,) in lengths], layout, "x"))
 
 
-def _dimension(x, dim: int) -> int:
+def _check_dim(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor) or is_dtensor(x):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
@@ -147,21 +149,21 @@ def _dimension(x, dim: int) -> int:
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, dim: int, line: Line, cut: list[Spans]) -> Tensor:
-        lengths = [size(own) for own in cut]
-        ctx.dim, ctx.own = dim, cut[line.rank]
+    def forward(ctx, x: Tensor, dim: int, group: RankGroup, cut: list[Spans]) -> Tensor:
+        lengths = [count_positions(own) for own in cut]
+        ctx.dim, ctx.own = dim, cut[group.rank]
         shape = list(x.shape)
-        pieces = []
+        shards = []
         for rank, length in enumerate(lengths):
             shape[dim] = length
-            piece = x.contiguous() if rank == line.rank else x.new_empty(shape)
-            pieces.append(line.broadcast(piece, rank, "unshard"))
+            shard = x.contiguous() if rank == group.rank else x.new_empty(shape)
+            shards.append(group.broadcast(shard, rank, "unshard"))
         shape[dim] = sum(lengths)
         whole = x.new_empty(shape)
-        for piece, own in zip(pieces, cut, strict=True):
+        for shard, own in zip(shards, cut, strict=True):
             at = 0
             for start, stop in own:
-                whole.narrow(dim, start, stop - start).copy_(piece.narrow(dim, at, stop - start))
+                whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, at, stop - start))
                 at += stop - start
         return whole
 

@@ -1,9 +1,10 @@
-"""Parts of a row become the row: (m, z, o) of two parts of the keys, and what joins the denominator once at the end.
+"""`Total` merges parts of rows: (m, z, o) of some of the keys, and at the end what enters the denominator once.
 
     ratio       m = max(m₁, m₂),  z = z₁e^(m₁−m) + z₂e^(m₂−m),  o = (z₁e^(m₁−m)·o₁ + z₂e^(m₂−m)·o₂) / z
-    threshold   at one τ everything adds; pointwise maps add too
+    threshold   all sums add at a common τ
+    pointwise   all sums add
 
-The sums behind the statistics merge by `regard.statistics.State.merge`.
+The sums of the statistics merge by `regard.statistics.State.merge`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from regard._core.problem import Part, Problem
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.parallel import merge_statistics
-from regard.parallel.layout import Spans, placed
+from regard.parallel.layout import Spans, locate_spans
 from regard.statistics import State, Statistics
 
 FIELDS = tuple(field.name for field in fields(State))
@@ -27,7 +28,7 @@ FIELDS = tuple(field.name for field in fields(State))
 
 @dataclass
 class Total:
-    """The parts of some rows so far, kept in the first one's o. `m` is −inf where nothing weighed anything yet."""
+    """The merged parts of some rows so far; reuses the first part's o. `m` is −inf where no key has weight yet."""
 
     choice: Choice
     o: Any = None
@@ -36,66 +37,65 @@ class Total:
     slopes: Any = None
     rises: Any = None
     state: State | None = None
-    mix: Any = None  # {name: tensor} in place of the state, from engines that finish statistics
+    merged: Any = None  # {name: statistic} in place of `state`, from engines that finish statistics per part
 
     def add(self, part: Part) -> None:
+        """Merge one more part."""
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
+        other = None if part.stats is None else merge_statistics.with_first_key(part.stats, part.first)
         if self.o is None:
             self.o, self.m, self.z, self.slopes, self.rises = part.o, m, part.z, part.slopes, part.rises
-            self.mix = None if part.stats is None else merge_statistics.started(part.stats, part.first)
+            self.merged = other
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
             safe = top.masked_fill(top == -math.inf, 0.0)
             old, new = self.z * torch.exp(self.m - safe), part.z * torch.exp(m - safe)
             self.m, self.z = top, old + new
-            share = torch.where(self.z == 0, 0.0, new / self.z)  # a NaN stays
+            share = torch.where(self.z == 0, 0.0, new / self.z)  # keeps NaN
             self.o.lerp_(part.o, share[..., None])
-            if part.stats is not None:
-                self.mix = merge_statistics.mixed(
-                    self.mix, merge_statistics.started(part.stats, part.first), old, new, False
-                )
+            if other is not None:
+                self.merged = merge_statistics.merge(self.merged, other, old, new, False)
         else:
             self.o += part.o
             self.z = self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
             self.rises = None if self.rises is None else self.rises + part.rises
-            if part.stats is not None:
-                other = merge_statistics.started(part.stats, part.first)
-                self.mix = merge_statistics.mixed(self.mix, other, self.mix["mass"], other["mass"], True)
+            if other is not None:
+                self.merged = merge_statistics.merge(self.merged, other, self.merged["mass"], other["mass"], True)
         if part.sums is not None:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
-            self.state = state if self.state is None else merged(self.state, state, self.choice)
+            self.state = state if self.state is None else merge_states(self.state, state, self.choice)
 
     def statistics(self, problem: Problem, m: Tensor, z: Tensor, c: Tensor | None) -> Statistics:
-        """Those named in `problem.stats`, of whole rows whose m and z `finish` gave; a threshold map's τ is m + c."""
-        if self.mix is None:
+        """Return the statistics of whole rows; m and z are from `finish`, a threshold map's τ is m + c."""
+        if self.merged is None:
             sink = None if problem.sink is None else problem.sink.double()[..., None]
             above = None
-            if self.choice.family == "threshold" and c is not None:  # told from the maximum on: logits round
+            if self.choice.family == "threshold" and c is not None:  # relative to the maximum, because logits round
                 top = self.state.top
                 above = torch.where(top.abs() < math.inf, -c.double()[..., None], top - self.state.shift)
             return self.state.finish(self.choice, sink, above=above)
-        silent = None
+        sinks = None
         if self.choice.family == "ratio":
-            silent = torch.zeros_like(z)
-            for logit in silent_logits(problem):
-                silent = silent + torch.exp(logit - m) / z
-        return merge_statistics.finished(self.mix, problem.stats, m, z, silent)
+            sinks = torch.zeros_like(z)
+            for logit in sink_logits(problem):
+                sinks = sinks + torch.exp(logit - m) / z
+        return merge_statistics.finish(self.merged, problem.stats, m, z, sinks)
 
     def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-        """(o, m, z) of whole rows, once every part is in: sink and rest join, dead rows are 0."""
+        """Return (o, m, z) of whole rows after the last part: adds sink and rest to Z; empty rows are 0."""
         o, m, z = self.o, self.m, self.z
         if self.choice.family == "threshold":
             total = z[..., None]
             return torch.where(total == 0, 0.0, o / total), m, self.slopes
         if self.choice.family == "pointwise":
             return o, torch.zeros_like(m), torch.zeros_like(z)
-        dead = m == -math.inf
-        logits = silent_logits(problem)
-        if self.choice.exponential and not logits:  # nothing joins: o is what it is, and 0 where dead
-            return o, m.masked_fill(dead, 0.0), z
+        empty = m == -math.inf
+        logits = sink_logits(problem)
+        if self.choice.exponential and not logits:  # nothing to add: o is final, and 0 in empty rows
+            return o, m.masked_fill(empty, 0.0), z
         if not self.choice.exponential:
-            m = m.masked_fill(dead, 0.0)
+            m = m.masked_fill(empty, 0.0)
             if self.choice.shift == "max0":
                 m = m.clamp_min(0.0)
             z = z * torch.exp(self.m - m) + speak(self.choice.rest, torch_words)(torch.exp(-m))
@@ -109,20 +109,21 @@ class Total:
             for logit in logits:
                 z = z + torch.exp(logit - top)
             kept, m = own / z, top
-        kept, m, z = (x.masked_fill(dead, 0.0) for x in (kept, m, z))
+        kept, m, z = (x.masked_fill(empty, 0.0) for x in (kept, m, z))
         return o * kept[..., None], m, z
 
 
-def join(totals: list[Total], chunks: Spans, here: slice, part: Part) -> None:
-    """A part of the rows `here` joins the totals of the chunks that lie in them."""
-    for total, (_, rows) in zip(totals, placed(chunks), strict=True):
+def add_part(totals: list[Total], chunks: Spans, here: slice, part: Part) -> None:
+    """Merge a part of the rows `here` into the totals of the chunks inside them."""
+    for total, (_, rows) in zip(totals, locate_spans(chunks), strict=True):
         if rows == here:
             total.add(part)
         elif here.start <= rows.start < rows.stop <= here.stop:
-            total.add(_rows(part, slice(rows.start - here.start, rows.stop - here.start)))
+            total.add(_slice_part(part, slice(rows.start - here.start, rows.stop - here.start)))
 
 
-def _rows(part: Part, here: slice) -> Part:
+def _slice_part(part: Part, here: slice) -> Part:
+    """Return the rows `here` of a part."""
     o, m, z = (x[:, :, here] for x in (part.o, part.m, part.z))
     slopes = None if part.slopes is None else part.slopes[:, :, here]
     sums = None if part.sums is None else part.sums[..., here]
@@ -131,17 +132,23 @@ def _rows(part: Part, here: slice) -> Part:
     return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats, rises=rises)
 
 
-def merged(first: State, second: State, choice: Choice) -> State:
-    """Both parts' sums. A part without keys has no say in the shift."""
+def merge_states(first: State, second: State, choice: Choice) -> State:
+    """Merge two states; the shift of a part without keys is ignored."""
     if choice.family != "ratio":
         first = replace(first, shift=torch.where(first.n == 0, second.shift, first.shift))
     return first.merge(second, choice)
 
 
-def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None, rises: bool = False) -> Part:
-    """The part of rows in which nobody sees a key.
+def empty_part(
+    rows: Problem, finishes_statistics: bool = False, high: Tensor | None = None, rises: bool = False
+) -> Part:
+    """Return the part of rows that see none of its keys.
 
-    mixes: with its statistics finished. high: m of these rows. rises: with Σg′·v, which is 0.
+    Args:
+        rows: the rows.
+        finishes_statistics: True if the engine finishes statistics per part.
+        high: m of these rows, where known.
+        rises: whether the part carries Σg′·v.
     """
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
     sums = None
@@ -151,17 +158,17 @@ def nothing(rows: Problem, mixes: bool = False, high: Tensor | None = None, rise
     zero = torch.zeros(shape, **like)
     m = zero if high is None else high.to(zero.dtype)
     slopes = zero if rows.choice.family == "threshold" else None
-    if rows.stats and mixes:
-        bare = torch.full_like(zero, -math.inf)
-        named = merge_statistics.needed(rows.stats)
-        stats = {name: bare if name in ("max_logit", "logsumexp") else zero for name in named}
+    if rows.stats and finishes_statistics:
+        lowest = torch.full_like(zero, -math.inf)
+        named = merge_statistics.required(rows.stats)
+        stats = {name: lowest if name in ("max_logit", "logsumexp") else zero for name in named}
         return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
     o = torch.zeros((*shape, rows.v.shape[-1]), **like)
     return Part(o, m, zero, slopes, sums, rises=torch.zeros_like(o) if rises else None)
 
 
-def silent_logits(problem: Problem) -> list[Tensor]:
-    """What joins Z of the softmax family beside the keys, as logits [B, H, M]: a sink, softmax1's silent key."""
+def sink_logits(problem: Problem) -> list[Tensor]:
+    """Return the logits [B, H, M] that enter Z of the softmax family besides the keys: a sink, softmax1's constant."""
     found = [] if problem.sink is None else [problem.sink.to(problem.accumulator)]
     if problem.choice.softmax_family:
         rest = float(speak(problem.choice.rest)(1.0))

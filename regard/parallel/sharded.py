@@ -1,4 +1,4 @@
-"""`regard.attention` on a sequence that is sharded over ranks: validate, agree, run the scheme, differentiate."""
+"""`attention` and `decode` on a sequence that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
-from regard._core.call import Call
-from regard._core.execute import settled
-from regard.masks import unbiased
-from regard.parallel.autograd import Apply, Sharded, Shared
-from regard.parallel.call import Given
-from regard.parallel.group import Line
+from regard._core.execute import check_policy_tensor
+from regard._core.prepare import Call
+from regard.masks import resolve_causal_bias
+from regard.parallel.autograd import ParallelAttention, ReplicatedQueries, ShardedQueries
+from regard.parallel.call import ShardedCall
+from regard.parallel.group import RankGroup
 from regard.parallel.plan import Plan
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
@@ -44,7 +44,7 @@ def attention(
     backend: str | None = None,
     lengths: tuple[int, int] | None = None,
 ):
-    """regard.attention(whole q, whole k, whole v, …), each rank giving its pieces and getting its queries' rows.
+    """Compute regard.attention of a sharded sequence: each rank passes its shards and gets the rows of its queries.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> x = torch.randn(1, 2, 8, 4)
@@ -55,27 +55,27 @@ def attention(
     True
     >>> torch.distributed.destroy_process_group()
 
-    Ratio and pointwise maps go round a ring of keys, threshold maps visit the keys with their queries (docs/scale.md).
-    The ranks compare types, shapes and options before anything travels; what one of them got wrong is raised on all.
-    A rank that dies or stalls ends the call on every other rank with a `RankError` that names it.
+    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys (docs/scale.md).
+    The ranks compare types, shapes and options first; an error of one rank is raised on all. If a rank dies or stalls,
+    the call ends on every other rank with a `RankError`, at the latest after the group's timeout.
 
     Args:
-        q, k, v: this rank's pieces, cut by `regard.parallel.shard`.
+        q, k, v: this rank's shards (…, length, head_dim), cut by `regard.parallel.shard`.
         attn_mask: rows as q (cut by `shard(mask, dim=-2)`, or 1 row for all), columns of the whole sequence.
         temperature, sink: per query where they have as many rows as q, otherwise the same on every rank.
         window, key_lengths, is_causal: count positions of the whole sequence; key_lengths is the same on every rank.
         group: the ranks that share the sequence, or a DeviceMesh of them; None is all.
-        layout: "balanced", or "contiguous", which takes pieces of any length, in the order of ranks.
-        lengths: the whole (Lq, Lk), if known: checked against what all ranks hold together.
+        layout: "balanced", or "contiguous", which takes shards of any length, in the order of ranks.
+        lengths: the whole (Lq, Lk), if known; checked against the shards of all ranks.
 
-    All other arguments are those of `regard.attention`. Gradients of what every rank has the same of (a sink per head,
+    All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    attn_mask, is_causal = unbiased(attn_mask, is_causal, getattr(q, "device", None))
+    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
-    return _answer(Given(q, k, v, options, layout, lengths, backend), group, Sharded())
+    return _run(ShardedCall(q, k, v, options, layout, lengths, backend), group, ShardedQueries())
 
 
 def decode(
@@ -100,7 +100,7 @@ def decode(
     backend: str | None = None,
     lengths: int | None = None,
 ):
-    """regard.attention(q, whole k, whole v, …) for a few queries that every rank has: its keys' part, merged by a tree.
+    """Compute regard.attention of a few queries that every rank has and sharded keys, merged by a tree.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 8, 4)
@@ -109,58 +109,57 @@ def decode(
     True
     >>> torch.distributed.destroy_process_group()
 
-    The result, the same bits on every rank, takes ⌈log₂ W⌉ messages of the size of the output. Gradients of q and of
-    whatever every rank has the same of are whole on every rank, given the same upstream gradient on every rank; those
-    of k and v are of the rank's piece. `lengths` is the whole number of keys, if known. Arguments as `attention`'s.
+    The result has the same bits on every rank and takes ⌈log₂ W⌉ messages of the size of the output. Given the same
+    upstream gradient on every rank, gradients of q and of other replicated arguments are whole on every rank; those of
+    k and v are of the rank's shard. `lengths` is the whole number of keys, if known; other arguments as in `attention`.
     """
-    attn_mask, is_causal = unbiased(attn_mask, is_causal, getattr(q, "device", None))
+    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
-    return _answer(Given(q, k, v, options, layout, lengths, backend, shared=True), group, Shared())
+    return _run(ShardedCall(q, k, v, options, layout, lengths, backend, shared=True), group, ReplicatedQueries())
 
 
-def _answer(given: Given, group, scheme):
-    line = Line.of(group)
-    plan, call, seed = given.planned(line)
-    with line.telling():
-        return _computed(plan, call, seed, scheme)
+def _run(arguments: ShardedCall, group: dist.ProcessGroup | DeviceMesh | None, scheme):
+    ranks = RankGroup.from_torch(group)
+    plan, call, seed = arguments.make_plan(ranks)
+    with ranks.drain_on_error():
+        return _compute(plan, call, seed, scheme)
 
 
-def _computed(plan: Plan, call: Call, seed: int, scheme):
+def _compute(plan: Plan, call: Call, seed: int, scheme):
     problem = plan.problem
     if problem.dropout_p:
         problem.seed = torch.tensor([seed], device=problem.q.device)
     temperature = call.temperature
     if call.policy is not None:
-        temperature = _ask(plan, call, scheme)
+        temperature = _evaluate_policy(plan, call, scheme)
         problem = replace(problem, temperature=temperature.expand(problem.q.shape[:3]))
         plan = replace(plan, problem=problem)
-    names = statistics.with_helpers(problem.stats, problem.choice)
+    names = statistics.with_gradient_inputs(problem.stats, problem.choice)
     plan.problem = replace(plan.problem, stats=names)
-    given = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
-    out, values = Apply.apply(plan, scheme, *given)
+    inputs = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
+    out, values = ParallelAttention.apply(plan, scheme, *inputs)
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     if call.wanted is None:
         return out
     found = dict(zip(names, values.to(call.problem.accumulator), strict=True))
     shaped = {name: found[name].reshape(out.shape[:-1]) for name in call.wanted}
-    return out, Statistics(statistics.marked(shaped, problem.choice))
+    return out, Statistics(statistics.detach_others(shaped, problem.choice))
 
 
-def _ask(plan: Plan, call: Call, scheme) -> Tensor:
-    """The temperature that a policy gives for this rank's rows."""
-    problem, own = plan.problem, scheme.spans(plan)
+def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
+    """Return the temperature that the policy gives this rank's rows."""
+    problem, own = plan.problem, scheme.query_spans(plan)
     batch, groups, _, d = problem.k.shape
     whole = replace(problem, k=problem.k.new_empty(()).expand(batch, groups, plan.total_keys, d))
     counts = [visible_keys(rows) for _, rows in plan.rows(whole, own)]
 
     def measure(names):
-        plain = replace(
-            problem, stats=statistics.with_helpers(statistics.resolve(names), problem.choice), dropout_p=0.0
-        )
-        given = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
-        values = Apply.apply(replace(plan, problem=plain), scheme, *given)[1]
-        return dict(zip(plain.stats, values, strict=True))
+        order = statistics.with_gradient_inputs(statistics.resolve(names), problem.choice)
+        unit = replace(problem, stats=order, dropout_p=0.0)
+        inputs = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
+        values = ParallelAttention.apply(replace(plan, problem=unit), scheme, *inputs)[1]
+        return dict(zip(unit.stats, values, strict=True))
 
-    return settled(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))
+    return check_policy_tensor(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))

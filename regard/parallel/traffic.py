@@ -1,4 +1,4 @@
-"""How many bytes this rank sends: counted where they leave, to be held against the formulas of docs/scale.md.
+"""`counted` counts the bytes that this rank sends, to be compared with the formulas of docs/scale.md.
 
 >>> from regard.parallel import traffic
 >>> with traffic.counted() as sent:
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """`by_step` tells the bytes of each kind of step: "ring forward", "ring backward", "tree", "newton", …
+    """Bytes and messages sent; `by_step` has the bytes of each kind of step: "ring forward", "tree", "newton", …
 
-    Point-to-point messages count as sent. A collective (all-reduce, broadcast by its root) counts its payload once:
-    what the backend's own algorithm makes of it is the backend's affair.
+    Point-to-point messages count as sent. A collective (all-reduce, broadcast by its root) counts its payload once,
+    whatever algorithm the backend uses for it.
     """
 
     bytes: int = 0
@@ -28,6 +28,7 @@ class Traffic:
     by_step: Counter = field(default_factory=Counter)
 
     def add(self, step: str, size: int) -> None:
+        """Count one message of `size` bytes."""
         self.bytes += size
         self.messages += 1
         self.by_step[step] += size
@@ -47,6 +48,7 @@ def counted() -> Iterator[Traffic]:
         _open.remove(traffic)
 
 
-def sent(step: str, size: int) -> None:
+def record(step: str, size: int) -> None:
+    """Add one sent message to every open count."""
     for traffic in _open:
         traffic.add(step, size)

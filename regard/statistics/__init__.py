@@ -19,7 +19,15 @@ tensor([3.7430e-13])
 from __future__ import annotations
 
 from regard.statistics.dense import of_scores, of_weights
-from regard.statistics.names import DIFFERENTIABLE, NAMES, Statistics, asked, marked, resolve, with_helpers
+from regard.statistics.names import (
+    DIFFERENTIABLE,
+    NAMES,
+    Statistics,
+    detach_others,
+    requested,
+    resolve,
+    with_gradient_inputs,
+)
 from regard.statistics.state import State
 from regard.statistics.terms import Terms, solve_shift
 
@@ -29,11 +37,11 @@ __all__ = [
     "State",
     "Statistics",
     "Terms",
-    "asked",
-    "marked",
+    "detach_others",
     "of_scores",
     "of_weights",
+    "requested",
     "resolve",
     "solve_shift",
-    "with_helpers",
+    "with_gradient_inputs",
 ]

@@ -1,13 +1,15 @@
-"""The fourteen statistics by name: which exist, which of them a call asked for."""
+"""The fourteen statistics by name, and `Statistics`, what a call returns."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
+
+from regard.normalizers import Choice
 
 NAMES = (
     "visible_keys",
@@ -28,18 +30,69 @@ NAMES = (
 DIFFERENTIABLE = ("logit_variance", "logsumexp", "entropy")  # of the softmax family
 
 
-class Statistics(dict):
+class Statistics(MutableMapping):
     """Statistics by name, as `stats["entropy"]` or `stats.entropy`.
 
     Of softmax, softmax1 and sinks `entropy`, `logsumexp` and `logit_variance` carry gradients, in `attention` and
     `nn`; the others, and those of other normalisers, carry none (`requires_grad` is False).
+
+    >>> stats = Statistics({"entropy": torch.zeros(2), "mass": torch.ones(2)})
+    >>> stats.mass, list(stats)
+    (tensor([1., 1.]), ['entropy', 'mass'])
     """
 
+    def __init__(self, values: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] = ()) -> None:
+        self._values = dict(values)
+        self._names: tuple[str, ...] = tuple(self._values)
+        self._stacked: tuple[Tensor, tuple[str, ...], tuple[str, ...]] | None = None
+
+    @classmethod
+    def of_stacked(cls, stacked: Tensor, order: tuple[str, ...], names: tuple[str, ...], choice: Choice) -> Statistics:
+        """The rows `names` of stacked [S, …], whose rows are `order`; each view is made when it is asked for."""
+        stats = cls()
+        stats._names = names
+        stats._stacked = stacked, order, DIFFERENTIABLE if choice.softmax_family else ()
+        return stats
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._values.get(name)
+        if found is None:
+            if self._stacked is None or name not in self._names:
+                raise KeyError(name)
+            stacked, order, carries = self._stacked
+            found = stacked[order.index(name)]
+            self._values[name] = found = found if name in carries else found.detach()
+        return found
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._values[name] = value
+        if name not in self._names:
+            self._names = (*self._names, name)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # a KeyError where there is none
+        del self._values[name]
+        self._names = tuple(other for other in self._names if other != name)
+
     def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("_"):
+            raise AttributeError(name)
         try:
             return self[name]
         except KeyError:
             raise AttributeError(f"no statistic {name!r} was asked for; here: {', '.join(self)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Statistics({dict(self)!r})"
+
+    def __reduce__(self) -> tuple:
+        return Statistics, (dict(self),)
 
 
 # so that torch.func and torch.export take what attention returns; the names are the tree's
@@ -51,21 +104,21 @@ register_pytree_node(
 )
 
 
-def marked(stats: dict[str, Tensor], choice) -> dict[str, Tensor]:
-    """Only those that are `DIFFERENTIABLE`, of the softmax family, carry gradients; the others are detached."""
+def detach_others(stats: Mapping[str, Tensor], choice: Choice) -> dict[str, Tensor]:
+    """Detach every statistic but those that are `DIFFERENTIABLE`, of the softmax family."""
     carries = DIFFERENTIABLE if choice.softmax_family else ()
     return {name: x if name in carries else x.detach() for name, x in stats.items()}
 
 
-def with_helpers(names: tuple[str, ...], choice) -> tuple[str, ...]:
-    """With the statistics that the gradients of these are made of, where a gradient is possible."""
+def with_gradient_inputs(names: tuple[str, ...], choice: Choice) -> tuple[str, ...]:
+    """Add the statistics that the gradients of `names` are computed from, where a gradient is possible."""
     if not torch.is_grad_enabled() or not choice.softmax_family or not set(names) & set(DIFFERENTIABLE):
         return names
     return resolve((*names, "visible_keys", "mean_logit", "logsumexp", "mass", "entropy"))
 
 
-def asked(wanted: bool | str | Iterable[str]) -> tuple[str, ...] | None:
-    """The statistics asked for, as `resolve` has them; None where nobody asks: of () an empty answer is due."""
+def requested(wanted: bool | str | Iterable[str]) -> tuple[str, ...] | None:
+    """The statistics that `return_stats` asks for; None if it asks for none, () if for an empty result."""
     return None if wanted is False or wanted is None else resolve(wanted)
 
 

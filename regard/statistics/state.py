@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from regard.statistics.names import NAMES, Statistics
+from regard.statistics.names import NAMES
 from regard.statistics.terms import Terms
 
 
@@ -130,7 +130,7 @@ class State:
         state.top = top
         return state
 
-    def finish(self, choice, sink: Tensor | None = None, theta=None, largest=None, above=None) -> Statistics:
+    def finish(self, choice, sink: Tensor | None = None, theta=None, largest=None, above=None) -> dict[str, Tensor]:
         """Every statistic of the table, each of shape (…), from the state of the whole row.
 
         `largest` (…, 1) is the largest of the weights that the state was made of, if it was, and `above` how far the
@@ -175,7 +175,7 @@ class State:
         lost = ~(self.top < math.inf)  # a NaN or +inf among the logits: there are no weights to describe
         kept = ("visible_keys", "max_logit")
         values = {name: x if name in kept else x.masked_fill(lost, math.nan) for name, x in values.items()}
-        return Statistics({name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES})
+        return {name: torch.where(none, bare.get(name, 0.0), values[name]).squeeze(-1) for name in NAMES}
 
     def _sharpness(self, terms: Terms, choice, sink, none, at_max, lse) -> tuple[Tensor, Tensor, Tensor]:
         """(1/Z, tr ∂p/∂s, log Z); the gain from products of two terms that are not both the maximum's: none cancels."""

@@ -1,9 +1,9 @@
-"""Temperatures as policies: what `regard.attention(temperature=…)`, `regard.using` and `regard.nn` divide scores by.
+"""Temperature policies for `regard.attention(temperature=…)`, `regard.using` and `regard.nn`.
 
-A policy is called with the number of visible keys per query, [B, H, M], and the call's `Rows`: calling those measures
-statistics of the rows with the temperature left at 1, and `rows.q` are the queries as given, [B, H, M, D]. It returns a
-positive tensor that broadcasts to [B, H, M]. A policy that needs neither offers `.value`, and nothing is counted for
-it. A function of the same two arguments is a policy too.
+A policy is called with the number of visible keys per query, [B, H, M], and the call's `Rows`, and returns a positive
+tensor that broadcasts to [B, H, M]. `rows(names)` measures statistics of the rows at temperature 1; `rows.q` are the
+queries as given, [B, H, M, D]. A policy that needs neither has `.value`, and no keys are counted for it. Any function
+of these two arguments is a policy.
 
 >>> import regard, torch
 >>> q = k = v = torch.randn(1, 2, 5, 4)

@@ -1,4 +1,4 @@
-"""A temperature that follows the row's entropy."""
+"""`Adaptive`: a temperature computed from the row's entropy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from regard.temperature.rows import Rows
+
 
 class Adaptive(nn.Module):
-    """T = 1 / max(β(H), 1): sharpen the rows whose entropy H says that they have spread too far (arXiv 2410.01104).
+    """T = 1 / max(β(H), 1): sharpens rows of high entropy H (arXiv 2410.01104).
 
-    β is a polynomial, coefficients from the highest power down. Two are known by name: "published" is the paper's, of
-    degree 4, which falls below 1 above H ≈ 5.94 and so switches itself off on long rows; "refit" is ours,
-    β = 1 + 0.871·(H − ½), which never falls (`docs/remedies.md` derives it).
+    β is a polynomial with coefficients from the highest power down. Two have names: "published" is the paper's, of
+    degree 4, which falls below 1 above H ≈ 5.94 and so has no effect on long rows; "refit" is ours,
+    β = 1 + 0.871·(H − ½), which never falls (derived in `docs/remedies.md`).
 
     >>> import regard, torch
     >>> long = {"entropy": torch.tensor([0.4, 2.0, 8.0])}
@@ -29,7 +31,7 @@ class Adaptive(nn.Module):
         floor: rows with H ≤ floor keep T = 1.
 
     The entropy costs one more fused pass. It is part of the gradient for softmax and softmax1; for other normalisers T
-    is a constant in backward. The policy has no parameters: it may be put into a model that was trained without it.
+    is a constant in backward. The policy has no parameters and can be used in a model that was trained without it.
     """
 
     published = (-0.037, 0.481, -2.3, 4.917, -1.791)
@@ -51,7 +53,8 @@ class Adaptive(nn.Module):
             raise ValueError(f"floor must be an entropy ≥ 0, got {floor!r}")
         self.floor = float(floor)
 
-    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+    def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
+        """Return T [B, H, M]."""
         entropy = rows(("entropy",))["entropy"]
         beta = torch.zeros_like(entropy)
         for coefficient in self.coefficients:

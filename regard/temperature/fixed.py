@@ -1,4 +1,4 @@
-"""One temperature for every row."""
+"""`Fixed`: one temperature for every row."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.scores import is_finite
+from regard.temperature.rows import Rows
 
 
 class Fixed(nn.Module):
-    """T = `value` everywhere: the number itself as a policy, for where policies are compared or configured by class.
+    """T = `value` for every row: a number as a policy, for code that compares or configures policies.
 
     >>> import regard, torch
     >>> q = k = v = torch.randn(1, 2, 5, 4)
@@ -27,7 +28,8 @@ class Fixed(nn.Module):
             raise ValueError(f"value must be a positive, finite number, got {value!r}")
         self.value = float(value)
 
-    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+    def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
+        """Return T, a scalar."""
         return torch.full((), self.value, dtype=visible_keys.dtype, device=visible_keys.device)
 
     def extra_repr(self) -> str:

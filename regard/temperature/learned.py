@@ -1,4 +1,4 @@
-"""One temperature per head, learned."""
+"""`Learned`: one learned temperature per head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.scores import is_finite
+from regard.temperature.rows import Rows
 
-LARGEST = 87.0  # of |θ|: T stays finite and positive, in float32 too, wherever an optimizer leads θ
+LARGEST = 87.0  # of |θ|: T stays finite and positive in float32
 
 
 class Learned(nn.Module):
-    """T_h = exp(θ_h): one learned temperature per head, always positive, begun at `begin`.
+    """T_h = exp(θ_h): one learned temperature per head, always positive, starting at `begin`.
 
     >>> import regard, torch
     >>> policy = regard.temperature.Learned(heads=2)
@@ -23,10 +24,17 @@ class Learned(nn.Module):
     >>> policy.log_temperature.grad.shape
     torch.Size([2])
 
-    Under `regard.using`, hand its parameters to the optimizer yourself; in `regard.nn` they belong to the module.
+    Under `regard.using`, pass its parameters to the optimizer yourself; in `regard.nn` they belong to the module.
     """
 
-    def __init__(self, heads: int, begin: float = 1.0, *, device=None, dtype=None) -> None:
+    def __init__(
+        self,
+        heads: int,
+        begin: float = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads must be an int ≥ 1, got {heads!r}")
@@ -37,11 +45,12 @@ class Learned(nn.Module):
 
     @property
     def value(self) -> Tensor:
-        """[H, 1, 1]: T per head, which broadcasts to (B, H, M, 1)."""
+        """T per head [H, 1, 1], which broadcasts to (B, H, M, 1)."""
         wide = self.log_temperature.to(torch.promote_types(self.log_temperature.dtype, torch.float32))
         return wide.clamp(-LARGEST, LARGEST).exp()[:, None, None]
 
-    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+    def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
+        """Return T [H, 1]."""
         return self.value[..., 0].to(visible_keys)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Policies by name, sized for a module's heads: what a configuration file can hold."""
+"""`named` and `unsized`: policies by name, as a configuration file can hold them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from regard.temperature.ssmax import SSMax
 NAMES = ("learned", "ssmax", "adaptive", "query_dependent")
 
 
-def named(name: str, heads: int, head_dim: int, *, device=None, dtype=None) -> nn.Module:
-    """A policy for `heads` heads of width `head_dim`; all but "adaptive" learn parameters per head.
+def named(
+    name: str, heads: int, head_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Return a policy for `heads` heads of width `head_dim`; all but "adaptive" learn parameters per head.
 
     >>> import regard
     >>> regard.temperature.named("ssmax", heads=2, head_dim=4)
@@ -31,11 +33,11 @@ def named(name: str, heads: int, head_dim: int, *, device=None, dtype=None) -> n
         return Adaptive()
     if name == "query_dependent":
         return QueryDependent(heads, head_dim, **place)
-    raise unknown(name)
+    raise _unknown_name(name)
 
 
 def unsized(name: str) -> nn.Module:
-    """A policy that fits any number of heads, as it has no parameters: "ssmax" or "adaptive".
+    """Return a policy without parameters, for any number of heads: "ssmax" or "adaptive".
 
     >>> import regard
     >>> regard.temperature.unsized("ssmax")
@@ -48,13 +50,13 @@ def unsized(name: str) -> nn.Module:
     if name in NAMES:
         maker = {"learned": "Learned(heads)", "query_dependent": "QueryDependent(heads, head_dim)"}[name]
         raise ValueError(
-            f"temperature {name!r} has parameters for a module's heads; make it, regard.temperature.{maker}, and hand "
+            f"temperature {name!r} has parameters for a module's heads; create regard.temperature.{maker} and pass "
             "its parameters to the optimizer"
         )
-    raise unknown(name)
+    raise _unknown_name(name)
 
 
-def unknown(name: str) -> ValueError:
+def _unknown_name(name: str) -> ValueError:
     near = difflib.get_close_matches(str(name), NAMES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"temperature {name!r} is unknown; {hint}known words: {', '.join(NAMES)}")

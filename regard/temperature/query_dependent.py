@@ -1,4 +1,4 @@
-"""A temperature that each query chooses for itself."""
+"""`QueryDependent`: a temperature computed from each query."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALLEST = 1e-2  # ε: the sharpest a query may become is a hundredfold
+from regard.temperature.rows import Rows
+
+SMALLEST = 1e-2  # ε: a query can sharpen a hundredfold at most
 
 
 class QueryDependent(nn.Module):
     """T_i = ε + softplus(w_h·q_i + b_h): a learned map from a query to its temperature, per head.
 
-    It begins as T = 1 for every query (w = 0), so a model trained without it starts where it was.
+    It starts at T = 1 for every query (w = 0), so a model trained without it is unchanged at first.
 
     >>> import regard, torch
     >>> policy = regard.temperature.QueryDependent(heads=2, head_dim=4)
@@ -27,7 +29,9 @@ class QueryDependent(nn.Module):
     (torch.Size([2, 4]), torch.Size([2]))
     """
 
-    def __init__(self, heads: int, head_dim: int, *, device=None, dtype=None) -> None:
+    def __init__(
+        self, heads: int, head_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         for name, size in (("heads", heads), ("head_dim", head_dim)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -36,16 +40,17 @@ class QueryDependent(nn.Module):
         self.weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.full((heads,), one, device=device, dtype=dtype))
 
-    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+    def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
+        """Return T [B, H, M]."""
         heads, head_dim = self.weight.shape
         if rows.q.shape[-3] != heads or rows.q.shape[-1] != head_dim:
             raise ValueError(
-                f"QueryDependent(heads={heads}, head_dim={head_dim}) met queries of {rows.q.shape[-3]} heads of width "
-                f"{rows.q.shape[-1]}; make it with those"
+                f"QueryDependent(heads={heads}, head_dim={head_dim}) got queries of {rows.q.shape[-3]} heads of width "
+                f"{rows.q.shape[-1]}; pass those sizes"
             )
         weight, bias = self.weight.to(visible_keys), self.bias.to(visible_keys)
-        along = torch.einsum("...hmd,hd->...hm", rows.q.to(visible_keys), weight)
-        return SMALLEST + F.softplus(along + bias[:, None])
+        projected = torch.einsum("...hmd,hd->...hm", rows.q.to(visible_keys), weight)
+        return SMALLEST + F.softplus(projected + bias[:, None])
 
     def extra_repr(self) -> str:
         heads, head_dim = self.weight.shape

@@ -1,4 +1,4 @@
-"""What a policy may ask of an attention call: how many keys each query sees, its queries, its statistics at T = 1."""
+"""`Rows` and `visible_keys`: what a policy can use of an attention call."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard._core.problem import Problem
+
 
 class Rows(NamedTuple):
-    """The rows of one call. `rows(("entropy",))` measures them with temperature 1, in one more pass."""
+    """The rows of one call; `rows(("entropy",))` measures statistics at temperature 1, in one more pass."""
 
     q: Tensor  # [B, H, M, D], before the scale
     measure: Callable[[tuple[str, ...]], dict[str, Tensor]]
 
     def __call__(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        if torch.compiler.is_compiling():  # nobody looks on there
+        if torch.compiler.is_compiling():  # captures do not run there
             return self.measure(names)
-        before, _asking.now = _asking.now, True
+        before, _measuring.now = _measuring.now, True
         try:
             return self.measure(names)
         finally:
-            _asking.now = before
+            _measuring.now = before
 
 
-class _Asking(threading.local):
+class _Measuring(threading.local):
     now = False
 
 
-_asking = _Asking()
+_measuring = _Measuring()
 
 
-def asking() -> bool:
-    """Is this thread within the pass that a policy measures with? Its weights are not those the model uses."""
-    return _asking.now
+def is_measuring() -> bool:
+    """True during a policy's own measuring pass in this thread, whose weights the model does not use."""
+    return _measuring.now
 
 
-def visible_keys(problem) -> Tensor:
-    """[B, H, M]: how many keys each query of a problem sees, from the intervals alone where there is no dense mask."""
+def visible_keys(problem: Problem) -> Tensor:
+    """Return how many keys each query of a problem sees [B, H, M], from the intervals if there is no dense mask."""
     batch, heads, queries = problem.q.shape[:3]
     keys, device = problem.k.shape[2], problem.q.device
     i = torch.arange(queries, device=device) + (problem.first_query - problem.first_key)
@@ -53,14 +55,14 @@ def visible_keys(problem) -> Tensor:
     if not queries or (problem.mask is None and problem.bias is None):
         count = (last - first).clamp_min(0)[:, None, :].expand(batch, heads, queries)
         return count.to(problem.accumulator)
-    shown = []
-    for q0 in range(0, queries, 256):  # a block of queries at a time: never N × N
+    counts = []
+    for q0 in range(0, queries, 256):  # by blocks, so that no N × N mask is built
         block = slice(q0, q0 + 256)
         j = torch.arange(keys, device=device)
-        seen = (j >= first[block, None]) & (j < last[:, None, block, None])
+        visible = (j >= first[block, None]) & (j < last[:, None, block, None])
         if problem.mask is not None:
-            seen = seen & problem.mask[:, :, block]
+            visible = visible & problem.mask[:, :, block]
         if problem.bias is not None:
-            seen = seen & (problem.bias[:, :, block] != -math.inf)
-        shown.append(seen.sum(-1).expand(batch, heads, seen.shape[-2]))
-    return torch.cat(shown, -1).to(problem.accumulator)
+            visible = visible & (problem.bias[:, :, block] != -math.inf)
+        counts.append(visible.sum(-1).expand(batch, heads, visible.shape[-2]))
+    return torch.cat(counts, -1).to(problem.accumulator)

@@ -1,4 +1,4 @@
-"""Scalable softmax: rows of many keys stay as sharp as rows of few."""
+"""`SSMax`: scalable softmax, whose rows stay sharp as keys grow in number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from regard._core.readable import has_no_values
 from regard.scores import is_finite
+from regard.temperature.rows import Rows
 
-SMALLEST = 1e-3  # of |s|: T stays finite and positive wherever an optimizer leads s
+SMALLEST = 1e-3  # of |s|: T stays finite and positive
 
 
 class SSMax(nn.Module):
@@ -29,7 +30,7 @@ class SSMax(nn.Module):
 
     Args:
         s: a number, or a tensor with one entry per head.
-        learn: make s a parameter; its absolute value counts, so that T stays positive.
+        learn: True makes s a parameter; its absolute value is used, so that T stays positive.
 
     n = 1 is treated as 2, where s·log n would be 0 and the row is one-hot anyway.
     """
@@ -38,7 +39,7 @@ class SSMax(nn.Module):
         super().__init__()
         if isinstance(s, bool) or not isinstance(s, Tensor | numbers.Real):
             raise TypeError(f"s must be a positive number or a tensor of them, one per head, got {s!r}")
-        known = isinstance(s, Tensor) or (is_finite(s) and float(s) > 0)  # on meta nothing else tells
+        known = isinstance(s, Tensor) or (is_finite(s) and float(s) > 0)  # a meta tensor has no value to check
         value = torch.as_tensor(s if known else math.nan, dtype=torch.float32)
         positive = known and (has_no_values(value) or bool(((value > 0) & value.isfinite()).all()))
         if value.ndim > 1 or not positive:
@@ -48,11 +49,12 @@ class SSMax(nn.Module):
         else:
             self.register_buffer("s", value, persistent=False)
 
-    def forward(self, visible_keys: Tensor, rows) -> Tensor:
+    def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
+        """Return T [B, H, M]."""
         s = self.s.to(visible_keys).abs().clamp_min(SMALLEST)
         heads = visible_keys.shape[-2] if visible_keys.ndim > 1 else s.numel()
         if s.numel() not in (1, heads):
-            raise ValueError(f"SSMax with s of {s.numel()} heads met queries of {heads}; give it one for each of those")
+            raise ValueError(f"SSMax with s of {s.numel()} heads got queries of {heads} heads; pass one s per head")
         s = s if s.ndim == 0 else s[:, None]
         return 1.0 / (s * torch.log(visible_keys.clamp_min(2.0)))
 

@@ -4,7 +4,7 @@ import pytest
 
 from regard import lab
 from regard.lab import page
-from regard.lab.mathematics import line
+from regard.lab.mathml import formula_line
 from regard.lab.run import claims
 
 CLAIMS = ("jacobian", "gradient-norm", "scaled-example", "causal-and-padding", "online-softmax")
@@ -55,8 +55,8 @@ def test_mathematics_is_typeset_by_the_browser(browser, address):
 def test_no_derivation_runs_out_of_its_column(browser, tmp_path, width):
     path = tmp_path / "derivations.html"
     sections = "".join(
-        f'<section id="{name}"><div>{"".join(map(line, claim.derivation))}</div><figure style="width: 390px"></figure>'
-        "</section>"
+        f'<section id="{name}"><div>{"".join(map(formula_line, claim.derivation))}</div>'
+        '<figure style="width: 390px"></figure></section>'
         for name, claim in claims().items()
     )
     path.write_text(

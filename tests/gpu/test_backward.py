@@ -11,8 +11,9 @@ from attention_data import ROUNDING, Poisoned, check_backward, check_forward, ma
 
 from regard import statistics
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import dkv, stored_ds
-from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._core.device import supports_gluon
 from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -20,23 +21,25 @@ WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", st
 
 
 @pytest.fixture(autouse=True)
-def roads(monkeypatch):
-    """Which road the calls took: (ds stored?, in Gluon?). Short rows take the long ones' road."""
+def chosen(monkeypatch):
+    """What each backward call took: [is ds stored?, are dk and dv in Gluon?]. Short rows count as long ones."""
     taken = []
-    takes, serves = stored_ds.takes, dkv.serves
+    choose_backward, supports_hopper = registry.choose_backward, dkv.supports_hopper
 
-    def stored(p, do, warm):
-        taken.append([takes(p, do, warm), None])
-        return taken[-1][0]
+    def choose(call):
+        kernel = choose_backward(call)
+        taken.append([kernel.name == "stored ds", None])
+        return kernel
 
     def gluon(*call):
-        taken[-1][1] = serves(*call)
-        return taken[-1][1]
+        reason = supports_hopper(*call)
+        taken[-1][1] = reason is None
+        return reason
 
     for module in (attention, stored_ds):
         monkeypatch.setattr(module, "torch", Poisoned())
-    monkeypatch.setattr(stored_ds, "takes", stored)
-    monkeypatch.setattr(dkv, "serves", gluon)
+    monkeypatch.setattr(registry, "choose_backward", choose)
+    monkeypatch.setattr(dkv, "supports_hopper", gluon)
     for module, name, number in (
         (stored_ds, "SHORT", 64),
         (stored_ds, "FILL", 0),
@@ -47,7 +50,7 @@ def roads(monkeypatch):
 
 
 def on_hopper() -> bool:
-    return hopper.capable(torch.device("cuda", torch.cuda.current_device()))
+    return supports_gluon(torch.device("cuda", torch.cuda.current_device()))
 
 
 def check(problem, stats=()):
@@ -64,17 +67,17 @@ def check(problem, stats=()):
         ("softpick", dict(m=260, n=190, sharp=3.0)),
     ],
 )
-def test_stored_in_gluon(name, options, roads):
+def test_stored_in_gluon(name, options, chosen):
     check(make(1, name, **WIDE | options))
-    assert roads == [[True, on_hopper()]]
+    assert chosen == [[True, on_hopper()]]
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [("entmax15", dict(m=320, n=320, causal=True)), ("sparsemax", dict(m=300, n=333, h=4, g=2))]
 )
-def test_threshold_maps_in_gluon(name, options, roads):
+def test_threshold_maps_in_gluon(name, options, chosen):
     check(make(2, name, **WIDE | options))
-    assert roads == [[False, on_hopper()]]
+    assert chosen == [[False, on_hopper()]]
 
 
 @pytest.mark.parametrize(
@@ -86,40 +89,40 @@ def test_threshold_maps_in_gluon(name, options, roads):
         dict(m=301, causal=True),
     ],
 )
-def test_stored_in_triton(options, roads):
+def test_stored_in_triton(options, chosen):
     check(make(3, **WIDE | dict(m=300, n=280) | options))
-    assert roads == [[True, False]]
+    assert chosen == [[True, False]]
 
 
-def test_gradients_of_statistics(roads):
+def test_gradients_of_statistics(chosen):
     check(make(4, **WIDE | dict(m=300, n=290, causal=True, stats=statistics.NAMES)), statistics.DIFFERENTIABLE)
-    assert roads == [[True, False]]
+    assert chosen == [[True, False]]
 
 
-def test_a_temperature_without_a_gradient(roads):
+def test_a_temperature_without_a_gradient(chosen):
     problem = make(5, **WIDE | dict(m=200, n=210, temperature=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     ours = attention.backward(problem, answer, upstream)
     warm = attention.backward(problem, answer, dataclasses.replace(upstream, temperature=True))
-    assert [road[0] for road in roads] == [True, False]
+    assert [call[0] for call in chosen] == [True, False]
     for name in ("q", "k", "v"):
         assert relative(getattr(ours, name), getattr(warm, name)) < ROUNDING[torch.bfloat16], name
 
 
-def test_pieces_and_runs_agree_to_the_bit(monkeypatch):
+def test_any_scratch_size_gives_the_same_bits(monkeypatch):
     problem = make(6, **WIDE | dict(b=2, h=4, g=2, m=512, n=512, causal=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
     for most in (2**30, 5 * 512 * 512 * 2, 2 * 512 * 512 * 2):
-        monkeypatch.setattr(stored_ds, "MOST", most)
+        monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", most)
         grads = attention.backward(problem, answer, upstream)
         for name in ("q", "k", "v"):
             assert torch.equal(getattr(grads, name), getattr(truth, name)), (most, name)
 
 
-def test_what_no_query_sees_may_hold_anything():
+def test_hidden_keys_may_hold_nan():
     problem = make(7, **WIDE | dict(m=200, n=300, causal=True))
     answer = attention.forward(problem)
     upstream = Upstream(torch.ones_like(answer.o))
@@ -139,4 +142,4 @@ def test_scratch_is_bounded():
     torch.cuda.reset_peak_memory_stats()
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
-    assert 0.9 * stored_ds.MOST < scratch < 1.1 * stored_ds.MOST
+    assert 0.9 * stored_ds.SCRATCH_BYTES < scratch < 1.1 * stored_ds.SCRATCH_BYTES

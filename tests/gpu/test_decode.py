@@ -7,8 +7,8 @@ import torch
 from attention_data import check_backward, check_forward, make
 
 from regard import normalizers
-from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
 
 SPLITTING = [name for name in normalizers.names() if normalizers.get(name).family != "threshold"]
 CUDA = dict(device="cuda", dtype=torch.bfloat16)
@@ -18,7 +18,7 @@ CUDA = dict(device="cuda", dtype=torch.bfloat16)
 @pytest.mark.parametrize("sharp", [1.0, 8.0])
 def test_every_splitting_normalizer(name, sharp):
     problem = make(1, name, b=2, h=8, g=2, m=3, n=9001, d=128, e=128, sharp=sharp, **CUDA)
-    assert decode.suits(problem)
+    assert registry.choose(problem).name == "decode"
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
 
 
@@ -29,7 +29,7 @@ def test_every_splitting_normalizer(name, sharp):
 ])  # fmt: skip
 def test_shapes(m, group, d, dtype):
     problem = make(2, b=1, h=2 * group, g=2, m=m, n=4100, d=d, e=d, device="cuda", dtype=dtype)
-    assert decode.suits(problem)
+    assert registry.choose(problem).name == "decode"
     check_forward(attention, problem)
 
 

@@ -88,7 +88,7 @@ def test_heads_told_early_are_those_told_late(monkeypatch, batches):
     model = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=6, **sizes)).cuda().bfloat16()
     given = [dict(input_ids=torch.randint(50, (2, 700), device="cuda")) for _ in range(batches)]
     early = regard.examine(model, given)
-    monkeypatch.setattr(examination, "tell_early", lambda recorder: None)
+    monkeypatch.setattr(examination, "read_early", lambda recorder: None)
     late = regard.examine(model, given)
     assert early.unmeasured == late.unmeasured == []
     assert early.to_json()["heads"] == late.to_json()["heads"]

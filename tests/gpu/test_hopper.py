@@ -1,4 +1,4 @@
-"""The Hopper kernel: the calls it takes, each against the float64 oracle, and the calls it leaves to others."""
+"""The Hopper forward against the float64 oracle: every kind of call it takes, and the calls it leaves to others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_data import Poisoned, check_forward, make
+from attention_data import Poisoned, check_backward, check_forward, make
 
 import regard
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.hopper import launch as hopper
 
@@ -23,7 +24,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
-SHAPES = (  # of one kind to Triton, which compiles anew where a length becomes a multiple of 16
+SHAPES = (  # no length is a multiple of 16, for which Triton would compile another kernel
     dict(b=2, h=4, g=2, m=1000, n=1000),
     dict(b=1, h=4, g=2, m=300, n=777),
     dict(b=1, h=4, g=2, m=777, n=300),
@@ -38,9 +39,9 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(key_moments, "torch", Poisoned())
 
 
-def taken(seed, name="softmax", **options):
+def make_taken(seed, name="softmax", **options):
     problem = make(seed, name, device="cuda", **dict(dtype=torch.bfloat16) | options)
-    assert hopper.takes(problem)
+    assert registry.choose(problem).name == "hopper"
     return problem
 
 
@@ -49,53 +50,55 @@ def taken(seed, name="softmax", **options):
 def test_statistics(d, causal):
     for seed, sizes in enumerate(SHAPES):
         for sharp in (0.02, 1.0, 12.0):
-            check_forward(attention, taken(seed, d=d, e=d, causal=causal, sharp=sharp, **sizes), slack=2.0)
+            check_forward(attention, make_taken(seed, d=d, e=d, causal=causal, sharp=sharp, **sizes), slack=2.0)
 
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_without_statistics(d):
-    """Three warpgroups where heads are narrow: blocks of 192 queries, of which some see fewer tiles than others."""
+    """Heads of 64 take blocks of 192 queries, whose three warpgroups see different numbers of tiles."""
     for causal in (True, False):
         for seed, sizes in enumerate(SHAPES):
-            check_forward(attention, taken(seed, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes), slack=2.0)
+            check_forward(attention, make_taken(seed, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes), slack=2.0)
 
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_whole_tiles(d):
     for causal in (True, False):
         for stats in (statistics.NAMES, ()):
-            check_forward(attention, taken(3, b=1, h=2, g=1, m=1024, n=1024, d=d, e=d, causal=causal, stats=stats), 2.0)
+            check_forward(
+                attention, make_taken(3, b=1, h=2, g=1, m=1024, n=1024, d=d, e=d, causal=causal, stats=stats), 2.0
+            )
 
 
 @pytest.mark.parametrize(("m", "n"), [(300, 1024), (1000, 512)])
 def test_whole_tiles_of_other_lengths(m, n):
-    """Full rows begin with the tile around them, or with the last where they lie behind all keys."""
-    check_forward(attention, taken(5, b=1, h=4, g=2, m=m, n=n, d=64, e=64, sharp=3.0), slack=2.0)
+    """Full rows begin with the tile on the diagonal, or with the last tile if they lie beyond all keys."""
+    check_forward(attention, make_taken(5, b=1, h=4, g=2, m=m, n=n, d=64, e=64, sharp=3.0), slack=2.0)
 
 
 @pytest.fixture
-def from_keys(monkeypatch):
-    """Moments come from the keys' products at lengths that a test can afford."""
+def short_key_moments(monkeypatch):
+    """Computes moments from the keys at lengths that a test can afford."""
     monkeypatch.setattr(key_moments, "SPAN", 256)
-    monkeypatch.setattr(key_moments, "LEAST", 64)
-    monkeypatch.setattr(key_moments, "LEAST_BEHIND", {64: 257, 128: 257})
+    monkeypatch.setattr(key_moments, "MIN_KEYS", 64)
+    monkeypatch.setattr(key_moments, "MIN_CAUSAL_KEYS", {64: 257, 128: 257})
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
-def test_moments_from_the_keys(d, causal, from_keys):
+def test_moments_from_keys(d, causal, short_key_moments):
     for m, n in ((1000, 1000), (300, 777), (777, 300)):
         for sharp in (0.02, 1.0, 12.0):
-            problem = taken(m, b=1, h=4, g=2, m=m, n=n, d=d, e=d, causal=causal, sharp=sharp)
+            problem = make_taken(m, b=1, h=4, g=2, m=m, n=n, d=d, e=d, causal=causal, sharp=sharp)
             problem.k[0, 1] += 0.5
-            assert hopper.shape_of(problem).SPAN != 0
+            assert hopper.make_config(problem).MOMENT_SPAN != 0
             check_forward(attention, problem, slack=2.0)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_moments_whose_digits_the_keys_lose(causal, from_keys):
-    """A direction of the keys that dwarfs what the queries look at, and keys whose squares overflow."""
-    problem = taken(21, b=1, h=4, g=2, m=700, n=700, d=64, e=64, causal=causal)
+def test_imprecise_moments_are_recomputed(causal, short_key_moments):
+    """Keys with a large component that the queries do not see, and keys whose squares overflow."""
+    problem = make_taken(21, b=1, h=4, g=2, m=700, n=700, d=64, e=64, causal=causal)
     problem.q[:, :2, :, 0] = 0.0
     problem.k[:, 0, :, 0] += 300.0
     problem.q[:, 2:] *= 2.0**-80
@@ -105,24 +108,24 @@ def test_moments_whose_digits_the_keys_lose(causal, from_keys):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
-def test_programs_that_take_many_blocks(d, causal, from_keys, monkeypatch):
-    """Few programs for all blocks, which fetch ahead: the same bits as a program for each."""
-    for length, places in ((1536, 4), (1360, 2)) if causal else ((1536, 4),):  # of causal rows an odd number of blocks
+def test_persistent_programs(d, causal, short_key_moments, monkeypatch):
+    """Persistent programs give the same bits as one program per block."""
+    for length, places in ((1536, 4), (1360, 2)) if causal else ((1536, 4),):  # causal: also an odd number of blocks
         for stats in (statistics.NAMES, ()):
-            problem = taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
+            problem = make_taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
             alone = attention.forward(problem)
             with monkeypatch.context() as patch:
-                patch.setattr(hopper, "processors", lambda device, places=places: places)
-                assert hopper.shape_of(problem).AHEAD
+                patch.setattr(hopper, "sm_count", lambda device, places=places: places)
+                assert hopper.make_config(problem).PERSISTENT
                 ahead = check_forward(attention, problem, slack=2.0)
             assert all(torch.equal(getattr(alone, x), getattr(ahead, x)) for x in ("o", "shift", "z", "stats"))
 
 
 @pytest.mark.parametrize("name", ["softmax1", "sigmoid", "relu", "softpick"])
-def test_other_maps_in_programs_that_take_many_blocks(name, monkeypatch):
-    problem = taken(24, name, b=1, h=4, g=2, m=1536, n=1536, d=64, e=64, causal=True, stats=())
-    monkeypatch.setattr(hopper, "processors", lambda device: 4)
-    assert hopper.shape_of(problem).AHEAD
+def test_other_maps_in_persistent_programs(name, monkeypatch):
+    problem = make_taken(24, name, b=1, h=4, g=2, m=1536, n=1536, d=64, e=64, causal=True, stats=())
+    monkeypatch.setattr(hopper, "sm_count", lambda device: 4)
+    assert hopper.make_config(problem).PERSISTENT
     check_forward(attention, problem, slack=2.0)
 
 
@@ -139,18 +142,20 @@ OTHERS = (
 @pytest.mark.parametrize("options", OTHERS, ids=lambda options: options["name"])
 def test_other_maps_and_options(options):
     for seed, sizes in enumerate(SHAPES[:2]):
-        check_forward(attention, taken(seed, d=64, e=64, **sizes, **options), slack=2.0)
+        check_forward(attention, make_taken(seed, d=64, e=64, **sizes, **options), slack=2.0)
 
 
 @pytest.mark.parametrize("bias", [-8, -14, -20])
 def test_small_sigmoids_keep_their_digits(bias):
-    """A reciprocal is shared by four weights, which may differ by many powers of two."""
+    """Four weights share a reciprocal and may differ by many powers of two."""
     for seed, sizes in enumerate(SHAPES):
-        check_forward(attention, taken(seed, f"sigmoid(bias={bias})", d=64, e=64, stats=(), causal=True, **sizes), 2.0)
+        check_forward(
+            attention, make_taken(seed, f"sigmoid(bias={bias})", d=64, e=64, stats=(), causal=True, **sizes), 2.0
+        )
 
 
-def rows_of(problem):
-    """The largest error of a row, over its length."""
+def largest_row_error(problem):
+    """Largest relative error of a row of o."""
     answer = attention.forward(problem).o.double()
     truth = reference.of_problem(problem)[0].double()
     return float(((answer - truth).norm(dim=-1) / truth.norm(dim=-1).clamp_min(1e-9)).max())
@@ -158,19 +163,19 @@ def rows_of(problem):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [64, 128])
-def test_every_way_to_a_sigmoid(d, dtype):
-    """By tanh where weights are large, by a series where all are small, by quotients between; rows of all kinds."""
+def test_every_sigmoid_method(d, dtype):
+    """Biases and scales that lead to each of `logistic`'s three methods."""
     wide = dtype == torch.bfloat16  # in float16 small weights are subnormal
     for bias in (0, -3, -6, -9, 5) if wide else (0, -3, 5):
         for sharp in (0.05, 1.0, 6.0) if wide else (0.05, 1.0):
             options = dict(b=1, h=4, g=2, m=1000, n=1000, d=d, e=d, dtype=dtype, stats=(), causal=True, sharp=sharp)
-            problem = taken(26, f"sigmoid(bias={bias})", **options)
+            problem = make_taken(26, f"sigmoid(bias={bias})", **options)
             problem.q[0, 1, ::3] *= 4.0
             problem.k[0, 0, 100:400] -= 1.0
-            assert rows_of(problem) < (8e-3 if wide else 2e-3)
+            assert largest_row_error(problem) < (8e-3 if wide else 2e-3)
 
 
-def test_tanh_is_as_exact_as_sigmoids_by_it_ask():
+def test_error_of_tanh_approx():
     x = torch.linspace(-40.0, 40.0, 1 << 22, device="cuda")
     y = torch.full_like(x, math.nan)
     half_tanh[(x.numel() // 1024,)](x, y, 1024)
@@ -187,64 +192,64 @@ def half_tanh(x, y, N: tl.constexpr):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", ["softmax", "softmax1", "softpick"])
-def test_a_frame_that_stays(name, d, causal, monkeypatch):
-    """Large calls keep the shift of their first tile; rows that outgrow it, or whose weights do, are done again."""
-    monkeypatch.setattr(hopper, "LARGE", 0)
+def test_fixed_shift(name, d, causal, monkeypatch):
+    """Large calls keep the shift of their first tile; rows that overflow are recomputed."""
+    monkeypatch.setattr(hopper, "MIN_FIXED_SHIFT_SCORES", 0)
     for seed, sizes in enumerate(SHAPES):
-        problem = taken(seed, name, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes)
-        assert hopper.shape_of(problem).STILL
-        assert rows_of(problem) < 1e-2
-        problem.k[:, :1, 0] *= 60.0  # keys are walked from the last on
+        problem = make_taken(seed, name, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes)
+        assert hopper.make_config(problem).FIXED_SHIFT
+        assert largest_row_error(problem) < 1e-2
+        problem.k[:, :1, 0] *= 60.0  # keys are visited from the last to the first
         problem.k[:, 1:, 1] *= 1000.0
-        assert rows_of(problem) < 1e-2
-    assert not hopper.still(taken(28, d=d, e=d, causal=causal, **SHAPES[0]))  # statistics are asked of sharp rows, too
+        assert largest_row_error(problem) < 1e-2
+    assert not hopper.has_fixed_shift(make_taken(28, d=d, e=d, causal=causal, **SHAPES[0]))  # not with statistics
 
 
-def test_a_frame_that_stays_with_other_options(monkeypatch):
-    monkeypatch.setattr(hopper, "LARGE", 0)
-    problem = taken(27, d=64, e=64, causal=True, stats=(), sink=True, temperature=True, **SHAPES[0])
+def test_fixed_shift_with_other_options(monkeypatch):
+    monkeypatch.setattr(hopper, "MIN_FIXED_SHIFT_SCORES", 0)
+    problem = make_taken(27, d=64, e=64, causal=True, stats=(), sink=True, temperature=True, **SHAPES[0])
     problem.k[:, :, 3] *= 60.0
-    assert rows_of(problem) < 1e-2
+    assert largest_row_error(problem) < 1e-2
     problem.q[0, 1, 500, 7] = math.nan
-    lost = attention.forward(problem).o.isnan().any(-1).nonzero()
-    assert lost.tolist() == [[0, 1, 500]]
+    nan_rows = attention.forward(problem).o.isnan().any(-1).nonzero()
+    assert nan_rows.tolist() == [[0, 1, 500]]
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softpick"])
 def test_a_row_of_nan_stays_alone(name):
-    problem = taken(4, name, d=64, e=64, stats=(), causal=True, **SHAPES[0])
+    problem = make_taken(4, name, d=64, e=64, stats=(), causal=True, **SHAPES[0])
     problem.q[0, 1, 500, 7] = math.nan
-    lost = attention.forward(problem).o.isnan().any(-1).nonzero()
-    assert lost.tolist() == [[0, 1, 500]]
+    nan_rows = attention.forward(problem).o.isnan().any(-1).nonzero()
+    assert nan_rows.tolist() == [[0, 1, 500]]
 
 
 def test_a_mean_that_dwarfs_the_deviation():
-    problem = taken(7, b=1, h=4, g=2, m=500, n=900, d=64, e=64, causal=True)
+    problem = make_taken(7, b=1, h=4, g=2, m=500, n=900, d=64, e=64, causal=True)
     problem.k += 6.0
     check_forward(attention, problem, slack=2.0)
 
 
 def test_a_maximum_that_comes_last_and_far_above():
     for causal in (True, False):
-        problem = taken(9, b=1, h=4, g=2, m=1000, n=1000, d=128, e=128, causal=causal)
-        problem.k[:, :, 0] *= 60.0  # keys are walked from the last on: every sum must be moved by a lot
+        problem = make_taken(9, b=1, h=4, g=2, m=1000, n=1000, d=128, e=128, causal=causal)
+        problem.k[:, :, 0] *= 60.0  # visited last: every sum must be rescaled by a lot
         check_forward(attention, problem, slack=2.0)
 
 
 def test_only_the_statistics_asked_for():
     for names in (("max_logit",), ("distance", "gradient_gain")):
-        check_forward(attention, taken(11, **SHAPES[0], d=64, e=64, causal=True, stats=names), slack=2.0)
+        check_forward(attention, make_taken(11, **SHAPES[0], d=64, e=64, causal=True, stats=names), slack=2.0)
 
 
 def test_same_inputs_same_bits():
-    problem = taken(13, **SHAPES[0], d=128, e=128, causal=True)
+    problem = make_taken(13, **SHAPES[0], d=128, e=128, causal=True)
     first, *others = (attention.forward(problem) for _ in range(4))
     for other in others:
         assert torch.equal(first.o, other.o) and torch.equal(first.stats, other.stats) and torch.equal(first.z, other.z)
 
 
 def test_keys_that_no_query_sees_are_not_read():
-    problem = taken(15, b=1, h=4, g=2, m=200, n=401, d=64, e=64, causal=True)
+    problem = make_taken(15, b=1, h=4, g=2, m=200, n=401, d=64, e=64, causal=True)
     clean = attention.forward(problem)
     for x in (problem.k, problem.v):
         x[:, :, 200:] = math.nan
@@ -254,8 +259,8 @@ def test_keys_that_no_query_sees_are_not_read():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("n", [300, 700])
-def test_a_row_with_a_nan_logit_says_so_in_every_statistic(n, causal, from_keys):
-    problem = taken(16, b=1, h=4, g=2, m=n, n=n, d=64, e=64, causal=causal)
+def test_a_row_with_a_nan_logit_says_so_in_every_statistic(n, causal, short_key_moments):
+    problem = make_taken(16, b=1, h=4, g=2, m=n, n=n, d=64, e=64, causal=causal)
     clean = attention.forward(problem).stats
     problem.q[0, 0, 7] = math.nan
     if causal:
@@ -267,33 +272,105 @@ def test_a_row_with_a_nan_logit_says_so_in_every_statistic(n, causal, from_keys)
 
 
 def test_heads_side_by_side():
-    """q, k, v as projections leave them, [B, N, H, D] transposed: read in place."""
-    problem = taken(17, b=2, h=4, g=2, m=333, n=333, d=64, e=64, causal=True)
+    """q, k, v as transposed views of [B, N, H, D], which the kernel reads in place."""
+    problem = make_taken(17, b=2, h=4, g=2, m=333, n=333, d=64, e=64, causal=True)
     truth = attention.forward(problem)
     for name in ("q", "k", "v"):
         x = getattr(problem, name)
         setattr(problem, name, x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert hopper.takes(problem) and torch.equal(truth.o, attention.forward(problem).o)
+    assert registry.choose(problem).name == "hopper" and torch.equal(truth.o, attention.forward(problem).o)
+
+
+WIDTHS = ((8, 8), (40, 40), (72, 72), (80, 80), (96, 96), (112, 112), (128, 64), (192, 128), (200, 136), (256, 256))
+
+
+@pytest.mark.parametrize(("d", "e"), WIDTHS)
+def test_other_widths(d, e):
+    """Columns beyond a head's width are loaded as zeros and not stored."""
+    for seed, (causal, stats) in enumerate(((True, statistics.NAMES), (False, statistics.NAMES), (True, ()))):
+        sizes = SHAPES[seed % 2]
+        problem = make_taken(seed, d=d, e=e, causal=causal, sharp=(1.0, 12.0)[seed % 2], stats=stats, **sizes)
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softpick", "relu"])
+@pytest.mark.parametrize(("d", "e"), [(80, 80), (192, 128), (256, 256)])
+def test_other_maps_of_other_widths(name, d, e):
+    check_forward(attention, make_taken(31, name, d=d, e=e, causal=True, stats=(), **SHAPES[0]), slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_soft_cap(d, softcap, stats):
+    for seed, sharp in enumerate((0.05, 1.0, 40.0)):
+        options = dict(causal=seed != 1, softcap=softcap, stats=stats, temperature=seed == 1)
+        problem = make_taken(seed, d=d, e=d, sharp=sharp, **options, **SHAPES[seed % 2])
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("left", [0, 5, 127, 128, 300])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (256, 256)])
+def test_windows(d, e, left, stats):
+    """Causal windows, also where the last queries see no key; hidden values may be NaN."""
+    for seed, sizes in enumerate((SHAPES[0], SHAPES[1], SHAPES[2])):
+        problem = make_taken(seed, d=d, e=e, causal=True, left=left, sharp=2.0, stats=stats, **sizes)
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softpick", "softmax1"])
+def test_windows_of_other_maps(name):
+    for lengths in (False, True):
+        options = dict(causal=True, left=200, stats=(), lengths=lengths)
+        check_forward(attention, make_taken(32, name, d=64, e=64, **options, **SHAPES[0]), slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(causal=True, left=150)], ids=str)
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (80, 80), (192, 128)])
+def test_key_lengths(d, e, options, stats):
+    """Lengths of zero, half, all and more keys; what lies beyond them may be NaN."""
+    for m, n in ((777, 777), (300, 1001)):
+        problem = make_taken(33, b=4, h=4, g=2, m=m, n=n, d=d, e=e, lengths=True, sharp=2.0, stats=stats, **options)
+        clean = check_forward(attention, problem, slack=2.0)
+        check_backward(attention, problem, clean, slack=2.0)
+        for entry, length in enumerate(problem.key_lengths.tolist()):
+            problem.k[entry, :, length:] = math.nan
+            problem.v[entry, :, length:] = math.nan
+        dirty = attention.forward(problem)
+        assert all(torch.equal(getattr(clean, x), getattr(dirty, x)) for x in ("o", "shift", "z", "stats"))
+
+
+def test_a_nan_before_every_window_stays_hidden():
+    problem = make_taken(34, b=1, h=4, g=2, m=1000, n=1000, d=128, e=128, causal=True, left=100, stats=())
+    clean = attention.forward(problem).o
+    problem.v[:, :, :400] = math.nan
+    assert torch.equal(clean[:, :, 640:], attention.forward(problem).o[:, :, 640:])
+
+
+@pytest.mark.parametrize("queries", [64, 197])
+def test_short_rows(queries):
+    """Blocks of two warpgroups where three would compute many rows that do not exist."""
+    for stats in (statistics.NAMES, ()):
+        problem = make_taken(35, b=2, h=4, g=4, m=queries, n=queries, d=64, e=64, stats=stats)
+        assert hopper.make_config(problem).BM == 128
+        check_forward(attention, problem, slack=2.0)
 
 
 def test_what_it_leaves_to_others():
     sizes = dict(SHAPES[0], d=64, e=64, dtype=torch.bfloat16, device="cuda")
-    for options in (
-        dict(left=5),
-        dict(mask=True),
-        dict(bias="b"),
-        dict(softcap=2.0),
-        dict(lengths=True),
-        dict(dropout=0.1),
-    ):
-        assert not hopper.takes(make(19, **sizes, **options))
-    assert not hopper.takes(make(19, "sigmoid", **sizes, stats=statistics.NAMES))
-    assert not hopper.takes(make(19, "entmax15", **sizes))
-    assert not hopper.takes(make(19, **sizes | dict(d=96)))
-    assert not hopper.takes(dataclasses.replace(make(19, **sizes), scale=-1.0))
+    for options in (dict(left=5), dict(left=5, right=3), dict(mask=True), dict(bias="b"), dict(dropout=0.1)):
+        assert hopper.supports(make(19, **sizes, **options)) is not None
+    for widths in (dict(d=60), dict(d=264, e=264), dict(e=128)):
+        assert hopper.supports(make(19, **sizes | widths)) is not None
+    assert hopper.supports(make(19, "sigmoid", **sizes, stats=statistics.NAMES)) is not None
+    assert registry.choose(make(19, "entmax15", **sizes)).name != "hopper"
+    assert hopper.supports(dataclasses.replace(make(19, **sizes), scale=-1.0)) is not None
 
 
 def test_the_path_says_so():
     q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     assert regard.attention_path(q, q, q, is_causal=True, return_stats=True).reason.endswith("in Hopper's warpgroups")
-    assert "warpgroups" not in regard.attention_path(q, q, q, is_causal=True, softcap=3.0).reason
+    assert regard.attention_path(q, q, q, is_causal=True, softcap=3.0).reason.endswith("in Hopper's warpgroups")
+    assert "warpgroups" not in regard.attention_path(q, q, q, window=(5, 5), softcap=3.0).reason

@@ -1,4 +1,4 @@
-"""Threshold maps on rows long enough for lists, compiled, against the float64 oracle on the same GPU."""
+"""Threshold maps through candidate lists, compiled, against the float64 oracle on the same GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def poisoned(monkeypatch):
 
 
 def check(problem, floor=FLOOR):
-    assert sparse.takes(problem, "forward") and sparse.takes(problem, "backward")
+    assert sparse.supports(problem, "forward") is None and sparse.supports(problem, "backward") is None
     check_backward(attention, problem, check_forward(attention, problem, slack=2.0, floor=floor), slack=2.0)
 
 
@@ -38,7 +38,7 @@ def test_model_shapes(name, d, causal):
 
 
 @pytest.mark.parametrize("options", [dict(left=300, right=40, temperature=True), dict(lengths=True)])
-def test_who_sees_whom(options):
+def test_windows_and_lengths(options):
     check(make(2, "entmax15", d=64, e=128, **LONG | dict(b=2, m=700, n=1500), **options))
 
 
@@ -50,14 +50,14 @@ def test_flat_and_sharp_rows(sharp):
 
 
 @pytest.mark.parametrize(("m", "n", "causal"), [(4096, 4096, True), (2048, 16384, False)])
-def test_normal_rows_are_served_by_lists(m, n, causal):
+def test_lists_solve_every_normal_row(m, n, causal):
     problem = make(5, "entmax15", d=128, e=128, stats=(), causal=causal, **LONG | dict(h=4, m=m, n=n))
     config, _ = config_of(problem, "forward_threshold")
     views, opt = [view(x) for x in (problem.q, problem.k, problem.v)], options(problem)
     shape = problem.q.shape[:-1]
     o, (shift, z) = torch.empty_like(problem.q), torch.empty(2, *shape, device="cuda")
-    left = sparse.forward(problem, None, views, view(o), shift, z, shift, opt, config, 40)
-    assert int(left.sum()) == 0
+    failed = sparse.forward(problem, None, views, view(o), shift, z, shift, opt, config, 40)
+    assert int(failed.sum()) == 0
 
 
 def test_where_lists_begin(monkeypatch):
@@ -65,7 +65,7 @@ def test_where_lists_begin(monkeypatch):
     for n in (3071, 3072, 3500, 4000, 4100):
         for causal in (False, True):
             problem = make(8, "entmax15", d=64, e=64, causal=causal, **LONG | dict(m=n if causal else 200, n=n))
-            assert sparse.takes(problem, "forward") == (n >= 3072)
+            assert (sparse.supports(problem, "forward") is None) == (n >= 3072)
             check_forward(attention, problem, slack=2.0)
 
 
@@ -76,7 +76,7 @@ def test_backward_keeps_one_set_of_lists():
     torch.cuda.reset_peak_memory_stats()
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
-    queries, keys = (sparse.Lists(problem, False, transposed).entries.nbytes for transposed in (False, True))
+    queries, keys = (sparse.CandidateLists(problem, False, transposed).entries.nbytes for transposed in (False, True))
     assert max(queries, keys) < scratch < 0.9 * (queries + keys)
 
 

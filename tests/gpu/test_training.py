@@ -11,8 +11,6 @@ import pytest
 
 from regard.lab import training
 from regard.lab.training import loop
-from regard.lab.training.experiment import experiments
-from regard.lab.training.session import turns
 
 CLOSE = 2e-3  # nats: sums in another order, carried through the steps that are left
 
@@ -48,16 +46,3 @@ def test_a_run_killed_by_force_resumes_to_the_same_loss(tmp_path):
     print("whole", losses(whole), "resumed", losses(resumed))
     assert losses(whole)[-1] < 0.7 * losses(whole)[0]
     assert losses(resumed) == pytest.approx(losses(whole), abs=CLOSE)
-
-
-def test_runs_in_turn_end_as_alone(tmp_path, monkeypatch):
-    """Two captured graphs in flight at once: what one draws for its dropout must not depend on the other."""
-    monkeypatch.setitem(experiments(), "translation", translation())
-    what = dict(name="translation", preset="small", data=None, device="cuda")
-    unit = [("softmax", seed) for seed in range(2)]
-    both = turns(unit, folder=tmp_path / "turns", **what)
-    alone = [turns([job], folder=tmp_path / "alone", **what)[0] for job in unit]
-    print("in turn", *map(losses, both), "alone", *map(losses, alone))
-    assert abs(losses(both[0])[-1] - losses(both[1])[-1]) > CLOSE
-    for a, b in zip(both, alone, strict=True):
-        assert losses(a) == pytest.approx(losses(b), abs=CLOSE)

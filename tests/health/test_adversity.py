@@ -11,7 +11,7 @@ from torch import nn
 import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
-from regard.health.capture.call import cleaned
+from regard.health.capture.call import clean_mask
 from regard.health.examine import max_positions
 from regard.health.report.page.report_page import render
 
@@ -44,8 +44,8 @@ class Twice(nn.Module):
 def nothing_is_left():
     return (
         interception.ACTIVE == []
-        and not interception._STACK
-        and not interception.OPENED
+        and not interception.STATE.stack
+        and not interception.STATE.scopes
         and torch.overrides._get_current_function_mode_stack() == []
         and torch.backends.mha.get_fastpath_enabled()
     )
@@ -65,7 +65,7 @@ def test_nan_is_an_illness_and_no_clean_bill():
 
 
 @pytest.mark.parametrize("length", [20, 300])  # 300: the output that goes on is the rebuilt one
-def test_nan_in_one_head_is_told_of_that_head(length, tmp_path):
+def test_nan_in_one_head_is_reported_that_head(length, tmp_path):
     model = nn.Sequential(Att())
     model[0].q.weight.data[8 * 2 + 1] = math.nan  # its third head's
     batches = [torch.randn(2, length, 32)] * 2
@@ -78,7 +78,7 @@ def test_nan_in_one_head_is_told_of_that_head(length, tmp_path):
 
 
 def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):
-    kept, calls = regard.health.measurement.recorder.difference, []
+    kept, calls = regard.health.measurement.norms.relative_difference, []
 
     def stops_at_the_second(*given):
         calls.append(given)
@@ -86,7 +86,7 @@ def test_what_was_measured_but_never_compared_has_no_numbers(monkeypatch):
             raise KeyboardInterrupt
         return kept(*given)
 
-    monkeypatch.setattr(regard.health.measurement.recorder, "difference", stops_at_the_second)
+    monkeypatch.setattr(regard.health.measurement.norms, "relative_difference", stops_at_the_second)
     report = regard.examine(nn.Sequential(Att(), Att()), [torch.randn(1, 20, 32)])
     assert "KeyboardInterrupt" in report.interrupted
     assert {head.layer for head in report.heads} == {"0"}
@@ -116,7 +116,7 @@ def test_findings_of_a_module_used_twice_name_the_use():
     assert report.to_json()["findings"][0]["indices"]
 
 
-def test_a_monitor_tells_the_uses_of_a_module_apart():
+def test_a_monitor_reports_the_uses_of_a_module_apart():
     rows = []
     with regard.Monitor(Twice().train(), every=1, log=rows.append, budget=1.0) as monitor:
         monitor.model(torch.randn(1, 20, 32))
@@ -179,8 +179,8 @@ def test_masks_that_hide_by_any_usual_number_give_the_same_reading(value):
 
 def test_a_bias_that_falls_far_hides_nothing():
     slope = -torch.arange(40.0) * 400.0  # down to −15 600, in steps: a bias, not a mask
-    assert cleaned(slope).dtype == torch.float32
-    assert torch.equal(cleaned(slope), slope)
+    assert clean_mask(slope).dtype == torch.float32
+    assert torch.equal(clean_mask(slope), slope)
 
 
 def test_rows_that_a_head_does_not_see_do_not_count_for_it():
@@ -269,8 +269,9 @@ def test_a_sink_that_cannot_join_is_left_out_in_using_as_in_a_what_if():
     assert asked.heads[0].statistics["entropy"].mean == pytest.approx(led, rel=1e-6)
 
 
-def test_using_that_leads_nothing_says_so():
-    with pytest.warns(UserWarning, match="led no attention call"), regard.using(nn.Linear(4, 4), temperature=2.0):
+def test_using_that_intercepts_nothing_says_so():
+    model = nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match="intercepted no attention call"), regard.using(model, temperature=2.0):
         pass
 
 

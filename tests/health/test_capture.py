@@ -11,14 +11,14 @@ from torch import nn
 import regard
 from regard.health.capture import interception
 from regard.health.examine import examine
-from regard.health.measurement import fidelity, recorder
+from regard.health.measurement import norms, recorder
 
 
 def test_long_rows_are_checked_on_samples_and_go_on_rebuilt(monkeypatch):
     module, x = Own(is_causal=True), torch.randn(1, 40, 12)
     whole = examine(module, [x])
     monkeypatch.setattr(recorder, "WHOLE", 16)
-    monkeypatch.setattr(fidelity, "SAMPLED", 8)
+    monkeypatch.setattr(norms, "SAMPLED_ROWS", 8)
     seen = []
     module.register_forward_hook(lambda module, inputs, output: seen.append(output))
     sampled = examine(module, [x])
@@ -113,13 +113,13 @@ def test_control_c_keeps_what_was_measured():
         ("model", [], TypeError, "model must be a torch.nn.Module"),
     ],
 )
-def test_bad_input_is_told(model, batches, error, match):
+def test_bad_input_is_reported(model, batches, error, match):
     with pytest.raises(error, match=match):
         examine(model, batches)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own TorchScript
-def test_torchscript_is_told_by_its_name():
+def test_torchscript_is_reported_by_its_name():
     model = torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3))
     with pytest.raises(TypeError, match="model is TorchScript"):
         examine(model, [torch.randn(2, 3)])

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from parallel_crew import free_port
 from parallel_subject import subject
+from rank_processes import free_port
 
 import regard
-from regard.health.distributed.checksums import batch_mark, weights_mark
+from regard.health.distributed.checksums import checksum_batch, checksum_weights
 
 TESTS = Path(__file__).parents[1] / "support"
 COMMAND = [sys.executable, "-m", "regard", "examine", "parallel_subject:subject"]
@@ -23,10 +23,10 @@ COMMAND = [sys.executable, "-m", "regard", "examine", "parallel_subject:subject"
 def start(folder: Path, rank: int, world: int, port: int, **more) -> subprocess.Popen:
     """One rank, as torchrun would start it; nobody ends the others when it is lost."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parents[1])])
-    of_crew = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    rank_variables = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     if world > 1:
-        of_crew["TORCHELASTIC_RUN_ID"] = "test"
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **of_crew, **more}
+        rank_variables["TORCHELASTIC_RUN_ID"] = "test"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **rank_variables, **more}
     options = ["--out", "report.json", "--snapshot", "snapshot", "--timeout", "20"]
     return subprocess.Popen(
         COMMAND + options, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -44,13 +44,12 @@ def expected():
 
 def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expected):
     port = free_port()
-    crew = [start(tmp_path, rank, 3, port, PARALLEL_SUBJECT="dies") for rank in range(3)]
-    crew[1].communicate(timeout=120)
-    crew[2].terminate()  # as torchrun does with all others: it still says which one was lost
+    processes = [start(tmp_path, rank, 3, port, PARALLEL_SUBJECT="dies") for rank in range(3)]
+    processes[1].communicate(timeout=120)
     for rank in (0, 2):
-        _, said = crew[rank].communicate(timeout=120)
-        assert (crew[rank].returncode, crew[1].returncode) == (1, 9), said
-        assert "rank 1 died at step 'examine batch" in said
+        _, said = processes[rank].communicate(timeout=120)
+        assert (processes[rank].returncode, processes[1].returncode) == (1, 9), said
+        assert f"rank {rank} lost contact with" in said and "at step 'examine batch" in said
     assert not (tmp_path / "report.json").exists() and (tmp_path / "snapshot").is_file()
     refuses_what_does_not_fit(tmp_path)
     rest = start(tmp_path, 0, 1, port)
@@ -66,9 +65,9 @@ def test_a_lost_rank_leaves_a_snapshot_that_one_process_finishes(tmp_path, expec
 def test_rank_0_alone_tells_of_a_batch_that_failed(tmp_path):
     """torchrun ends all others at the first status that is not 0, and rank 0 has a report to write."""
     port = free_port()
-    crew = [start(tmp_path, rank, 2, port, PARALLEL_SUBJECT="fails") for rank in range(2)]
-    said = [process.communicate(timeout=120)[1] for process in crew]
-    assert [process.returncode for process in crew] == [1, 0], said
+    processes = [start(tmp_path, rank, 2, port, PARALLEL_SUBJECT="fails") for rank in range(2)]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 0], said
     assert "not finished: RoundError: rank 0, batch 4: RuntimeError: batch of 13" in said[0]
     assert json.loads((tmp_path / "report.json").read_text())["how"]["batches"] == 4
 
@@ -104,8 +103,8 @@ def test_a_snapshot_that_cannot_be_written_leaves_nothing_behind(tmp_path, monke
 
 def test_a_mark_sees_any_weight_and_any_array():
     model = torch.nn.Linear(64, 64)
-    before = weights_mark(model)
+    before = checksum_weights(model)
     with torch.no_grad():
         model.weight[30] = 0.0
-    assert weights_mark(model) != before
-    assert batch_mark(np.arange(5)) != batch_mark(np.arange(5) + 1)
+    assert checksum_weights(model) != before
+    assert checksum_batch(np.arange(5)) != checksum_batch(np.arange(5) + 1)

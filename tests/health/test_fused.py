@@ -1,4 +1,4 @@
-"""The GPU's road to a reading, under Triton's interpreter, against torch's road on the same statistics."""
+"""GPU readings and norms under Triton's interpreter equal those of torch on the same inputs."""
 
 import math
 
@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from health_data import invented, same_reading
 
 from regard.health.capture.call import Call
-from regard.health.measurement import fidelity, gpu_call, gpu_reading, predicted_variance
+from regard.health.measurement import gpu_norms, gpu_reading, norms
 from regard.health.readings.layer_reading import LayerReading
 
 pytestmark = [
@@ -33,7 +33,7 @@ def test_a_reading_is_what_torch_makes_of_it(masked):
 def test_samples_of_long_rows_are_compared():
     plain, other = LayerReading(1), LayerReading(1)
     stats = invented(1, 1, 2100, seed=2)  # every second row
-    plain._compare(_stacked(stats)[..., ::2])
+    plain._add_features(_stacked(stats)[..., ::2])
     gpu_reading.update(other, stats, None, start=0)
     for name in ("products", "totals", "compared"):
         torch.testing.assert_close(getattr(other, name), getattr(plain, name), rtol=1e-5, atol=1e-6)
@@ -43,8 +43,8 @@ def _stacked(stats):
     from regard.health.readings.histogram import NAMES
     from regard.health.readings.layer_reading import _derived
 
-    there = {**stats, **_derived(stats)}
-    return torch.stack([there[name] for name in NAMES]).transpose(1, 2).flatten(2)
+    values = {**stats, **_derived(stats)}
+    return torch.stack([values[name] for name in NAMES]).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -53,10 +53,10 @@ def test_the_difference_of_two_outputs(masked):
     own = torch.randn(2, 40, 3, 24).transpose(1, 2)
     rebuilt = own + 0.01 * torch.randn(2, 3, 40, 24)
     rows = torch.rand(2, 40) > 0.5 if masked else None
-    apart = gpu_call.difference(own, rebuilt, rows)
-    torch.testing.assert_close(apart, fidelity.difference(own, rebuilt, rows), rtol=1e-5, atol=0.0)
+    difference = gpu_norms.relative_difference(own, rebuilt, rows)
+    torch.testing.assert_close(difference, norms.relative_difference(own, rebuilt, rows), rtol=1e-5, atol=0.0)
     rebuilt[0, 1, 3, 2] = math.nan
-    assert gpu_call.difference(own, rebuilt, None).isnan().tolist() == [False, True, False]
+    assert gpu_norms.relative_difference(own, rebuilt, None).isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -65,9 +65,9 @@ def test_the_norms_that_predict_a_variance(masked):
     q, k = 3.0 * torch.randn(2, 4, 40, 24), torch.randn(2, 2, 40, 24) + 4.0
     rows = torch.rand(2, 40) > 0.4 if masked else None
     call, flat = Call(None, q, k, k, None, "sdpa"), torch.ones(9, dtype=torch.float64)
-    gpu_call.predict(flat, 2, 7, q, k, rows, (1, 1), masked, scale=0.25)
-    expected = predicted_variance.predicted_variance(call, rows, 0.25).double()
+    gpu_norms.add_predicted_variance(flat, 2, 7, q, k, rows, (1, 1), masked, scale=0.25)
+    expected = norms.predicted_variance(call, rows, 0.25).double()
     torch.testing.assert_close(flat[2:6] - 1.0, expected, rtol=1e-5, atol=0.0)
     assert flat[[0, 1, 6, 7, 8]].tolist() == [1.0, 1.0, 1.0, 2.0, 1.0]
-    gpu_call.predict(flat, 2, 7, q, k, torch.zeros(2, 40, dtype=torch.bool), (1, 1), True, scale=0.25)
+    gpu_norms.add_predicted_variance(flat, 2, 7, q, k, torch.zeros(2, 40, dtype=torch.bool), (1, 1), True, scale=0.25)
     assert flat[7] == 2.0  # no row counts, so it is no call

@@ -108,7 +108,7 @@ def test_a_custom_function_that_is_no_softmax_is_not_measured(monkeypatch):
     torch.testing.assert_close(model(**batch).last_hidden_state, own, rtol=0, atol=0)
 
 
-def test_a_path_around_the_interface_is_told_as_not_measured():
+def test_a_path_around_the_interface_is_reported_as_not_measured():
     config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=60, n_positions=64, reorder_and_upcast_attn=True)
     config._attn_implementation = "eager"
     model = GPT2LMHeadModel(config)
@@ -126,7 +126,7 @@ def test_nothing_of_transformers_stays_changed():
     assert model.training
 
 
-def test_a_batch_beyond_the_positions_is_told():
+def test_a_batch_beyond_the_positions_is_reported():
     model = BertModel(BertConfig(**SMALL, max_position_embeddings=16))
     assert max_positions(model) == 16
     with pytest.raises(ValueError, match=r"batch 0: input_ids has 20 tokens, but the model has 16 positions"):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 import regard
-from regard.health.capture.call import cleaned, joined
+from regard.health.capture.call import clean_mask, merge_mask_and_bias
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, padding_of
 
 LENGTH = 12
@@ -66,7 +66,7 @@ def found(model, given):
         (lambda mask: torch.zeros(1, 4, 1, LENGTH), {}, "both"),
     ],
 )
-def test_padding_does_not_count_and_a_layer_that_sees_it_is_told_of(how, options, sees, left):
+def test_padding_does_not_count_and_a_layer_that_sees_it_is_reported(how, options, sees, left):
     given = batch(left)
     rows, kinds = found(Reader(how, **options), given)
     assert rows == given["attention_mask"].sum()
@@ -104,7 +104,7 @@ def padded(left=False):
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("how", [ignored, keys, lambda mask: torch.where(keys(mask), 0.0, -1e9)])
-def test_a_batch_that_shows_its_padding_is_told_of(how, left):
+def test_a_batch_that_shows_its_padding_is_reported(how, left):
     given = padded(left)
     assert "mask inverted" not in found(Reader(how), given)[1]
     other = {**given, "attention_mask": 1 - given["attention_mask"]}
@@ -211,7 +211,7 @@ def test_a_causal_mask_that_is_one_key_off(how, kind):
         (lambda mask: torch.randn(1, 4, LENGTH, LENGTH), None),
     ],
 )
-def test_a_mask_of_ones_or_transposed_is_told_of_and_a_bias_is_not(how, kind):
+def test_a_mask_of_ones_or_transposed_is_reported_and_a_bias_is_not(how, kind):
     _, kinds = found(Reader(lambda mask: _as_words(how(mask))), batch())
     assert {name: kinds[name] for name in kinds if name.startswith("mask")} == ({kind: ("warning", 4)} if kind else {})
 
@@ -246,10 +246,10 @@ def test_texts_of_two_tokens_cannot_tell_a_triangle(left):
 
 
 def test_masks_of_older_models_hide_and_biases_add():
-    assert cleaned(torch.tensor([[0.0, -1e4]])).tolist() == [[True, False]]
+    assert clean_mask(torch.tensor([[0.0, -1e4]])).tolist() == [[True, False]]
     bias = torch.tensor([[0.5, -1e4]])  # not only 0 beside it: a bias
-    assert torch.equal(cleaned(bias), bias)
-    both, causal = joined(torch.tensor([[1.0, -math.inf]]), torch.tensor([[0.5, 0.5]]), False, 1, 2)
+    assert torch.equal(clean_mask(bias), bias)
+    both, causal = merge_mask_and_bias(torch.tensor([[1.0, -math.inf]]), torch.tensor([[0.5, 0.5]]), False, 1, 2)
     assert both.tolist() == [[1.5, -math.inf]] and not causal
 
 

@@ -105,7 +105,7 @@ def test_a_forward_that_raises_is_no_sample():
                 model(wrong)
         assert (rows, monitor.samples) == ([], 0)
         train(model, 1)
-    assert len(rows) == 2 and interception.ACTIVE == interception.OPENED == []
+    assert len(rows) == 2 and interception.ACTIVE == interception.STATE.scopes == []
 
 
 def test_evaluation_is_not_a_step():

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch import nn
 
 import regard
 from regard.health.capture import interception
-from regard.health.qk_clip.result import Clipped
-from regard.health.qk_clip.verification import Outputs
 from regard.nn.projections import NotFound, projections
 
 
@@ -159,122 +156,47 @@ def test_scores_that_do_not_grow_are_named_from_the_first_call_on():
         assert clipped.heads == [] and "cosine" in clipped.skipped["1"]
 
 
-class Normalised(torch.nn.Module):
-    """QK-norm that no name tells of."""
+class Separate(nn.Module):
+    """Attention whose query and key layers have these names."""
 
-    def __init__(self, norm: bool | str) -> None:
+    def __init__(self, query: str, key: str) -> None:
         super().__init__()
-        self.q, self.k, self.v = (torch.nn.Linear(32, 32) for _ in range(3))
-        self.norm = norm
+        self.names, self.values = (query, key), nn.Linear(32, 32)
+        for name in self.names:
+            setattr(self, name, nn.Linear(32, 32))
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        if self.norm == "in place":
-            for each in (q, k):
-                each /= each.detach().norm(dim=-1, keepdim=True) / 8**0.5
-        elif self.norm:
-            q, k = (torch.nn.functional.normalize(each, dim=-1) * 8**0.5 for each in (q, k))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        layers = (*(getattr(self, name) for name in self.names), self.values)
+        q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in layers)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-@pytest.mark.parametrize(("norm", "compiled"), [(True, False), ("in place", False), (False, False), (True, True)])
-def test_what_is_normalised_inside_a_forward_is_left_alone(norm, compiled):
+def test_layers_of_unusual_names_are_clipped_if_they_are_named():
     torch.manual_seed(0)
-    model = Normalised(norm).train()
-    called = torch.compile(nn.Sequential(model), backend="eager") if compiled else model
-    with torch.no_grad():
-        model.q.weight.mul_(6.0)
-    x = torch.randn(4, 32, 32)
-    regard.qk_clip(called, threshold=1.0)
-    called(x)
-    regard.qk_clip(called, threshold=1.0)  # the first forward that is watched
-    before = model.q.weight.detach().clone()
-    for _ in range(12):
-        called(x)
-        clipped = regard.qk_clip(called, threshold=0.5)
-    regard.qk_clip.stop(called)
-    assert not model.q._forward_hooks
-    if norm:
-        torch.testing.assert_close(model.q.weight, before, rtol=0, atol=0)
-        assert clipped.heads == [] and "heads 0, 1, 2, 3 are normalised" in clipped.skipped["0" if compiled else ""]
-    else:
-        assert clipped.skipped == {} and model.q.weight.norm() < 0.8 * before.norm()
-        assert max(clipped.max_logit[""]) <= 0.5 + 1e-4
-
-
-@pytest.mark.parametrize(("varied", "answer"), [(0.01, 0.0), (0.1, 1.0)])
-def test_lengths_that_hardly_varied_before_tell_nothing(varied, answer):
-    outputs, q, module = Outputs(), torch.ones(1, 1, 4, 2), nn.Module()
-    module.q, module.k = nn.Linear(2, 2), nn.Linear(2, 2)
-    outputs.modules["a"] = weakref.ref(module)
-    outputs.found["a", 0] = torch.tensor([[-1.0, 1.0, -1.0, 1.0]]).mul(varied).exp()
-    assert outputs.judged("a", q, q)[0].tolist() == [answer]
-
-
-ORDERS = dict(
-    stack=lambda y: y.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4),
-    heads=lambda y: y.unflatten(-1, (4, 3, 8)).permute(3, 0, 2, 1, 4),
-    innermost=lambda y: y.unflatten(-1, (4, 8, 3)).permute(4, 0, 2, 1, 3),
-    time_first=lambda y: y.unflatten(-1, (3, 4, 8)).permute(2, 1, 3, 0, 4),
-    by_position=lambda y: ORDERS["stack"](y) * torch.arange(1, y.shape[1] + 1)[:, None].log1p(),
-    windows=lambda y: ORDERS["stack"](y[:, [t for i in range(3) for t in range(i, y.shape[1], 3)]]),
-    gains=lambda y: ORDERS["stack"](y * torch.linspace(0.5, 1.5, 8).repeat(12)),
-    two_heads=lambda y: y.unflatten(-1, (2, 3, 16)).permute(3, 0, 2, 1, 4),
-)
-
-
-class Stacked(torch.nn.Module):
-    """One layer for q, k and v, its rows in some order; what else may be done to them comes after."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.order = nn.LayerNorm(32), nn.Linear(32, 96), ORDERS[order]
-
-    def forward(self, x):
-        return torch.nn.functional.scaled_dot_product_attention(*self.order(self.qkv(self.norm(x))))
-
-
-@pytest.mark.parametrize("shape", [(4, 16, 32), (6, 6, 32)])
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_stack_whose_rows_stand_otherwise_is_left_alone(order, shape):
-    torch.manual_seed(0)
-    model, x = Stacked(order).train(), torch.randn(shape)
-    before = model.qkv.weight.detach().clone()
-    regard.qk_clip(model, threshold=0.1)
+    model, x = Separate("ask", "answer").train(), torch.randn(4, 16, 32)
+    regard.qk_clip(model, threshold=0.5)
     model(x)
-    clipped = regard.qk_clip(model, threshold=0.1)  # of the first forward that is watched
+    assert "no linear layers named" in regard.qk_clip(model, threshold=0.5).skipped[""]
+    model(x)
+    clipped = regard.qk_clip(model, threshold=0.5, names=("ask", "answer"))
+    assert clipped.skipped == {} and len(clipped.heads) == 4
+    model(x)
+    assert max(regard.qk_clip(model, threshold=9.0).max_logit[""]) == pytest.approx(0.5, rel=1e-4)
     regard.qk_clip.stop(model)
-    if order in ("heads", "innermost", "two_heads"):
-        assert clipped.heads == [] and torch.equal(model.qkv.weight, before)
-        assert "side by side in each head" in clipped.skipped[""]
-    else:
-        assert len(clipped.heads) == 4 and clipped.skipped == {}
 
 
-def test_a_layer_that_runs_for_the_first_time_is_judged_before_it_is_clipped():
-    torch.manual_seed(0)
-    model, x = nn.ModuleDict(dict(a=Stacked("stack"), b=Stacked("heads"))).train(), torch.randn(4, 16, 32)
-    model.forward = lambda name: model[name](x)
-    regard.qk_clip(model, threshold=0.1)
-    clipped = {}
-    for name in "ab":
-        model(name)
-        clipped[name] = regard.qk_clip(model, threshold=0.1)
-    regard.qk_clip.stop(model)
-    assert len(clipped["a"].heads) == 4 and clipped["b"].heads == [] and list(clipped["b"].skipped) == ["b"]
-
-
-def test_a_layer_that_is_left_alone_as_a_whole_is_not_told_as_some_heads():
-    clipped = Clipped()
-    clipped._left["some"] = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
-    clipped._left["all"] = torch.ones(2), torch.ones(2)
-    assert "head by head" in clipped.skipped["some"] and "0, 1 are normalised" in clipped.skipped["all"]
+def test_data_parallel_is_refused():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    model.device_ids = [0, 1]
+    for call in (regard.qk_clip, lambda model: regard.examine(model, [torch.zeros(1, 2)])):
+        with pytest.raises(ValueError, match=r"nn\.DataParallel over several devices"):
+            call(model)
 
 
 @pytest.mark.parametrize("frozen", ["q", "k"])
 def test_the_side_that_may_change_follows_by_itself(frozen):
     torch.manual_seed(0)
-    model = Normalised(False).train()
+    model = Separate("q", "k").train()
     getattr(model, frozen).requires_grad_(False)
     x = torch.randn(4, 32, 32)
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""How far a look reaches: attention under torch.vmap runs on and is told of, torch's own op by name is caught."""
+"""Attention under torch.vmap runs and is reported as unmeasured; torch's op is captured under each of its names."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.health.capture.call import MAPPED
+from regard.health.capture.call import UNDER_VMAP
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of vmap itself
 
@@ -44,33 +44,33 @@ MAPPINGS = {
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_attention_under_vmap_is_told_of_and_runs_on(mapping):
+def test_attention_under_vmap_is_reported_and_runs_on(mapping):
     model = Two(MAPPINGS[mapping])
     outputs = []
     model.register_forward_hook(lambda module, given, output: outputs.append(output.detach()))
     model(X)
     report = regard.examine(model, [X])
     assert {head.layer for head in report.heads} == {"second"}
-    assert report.unmeasured == [("first", MAPPED)]
+    assert report.unmeasured == [("first", UNDER_VMAP)]
     torch.testing.assert_close(outputs[1], outputs[0])
 
 
-def test_a_monitor_and_qk_clip_tell_of_it_too():
+def test_a_monitor_and_qk_clip_report_it_too():
     model = Two(MAPPINGS["batch"])
     told = pytest.warns(regard.health.AttentionWarning, match=r"first: not watched: .* under torch\.vmap")
     with told, regard.Monitor(model, every=1) as monitor:
         model(X)
-    assert monitor.unmeasured == {"first": MAPPED}
+    assert monitor.unmeasured == {"first": UNDER_VMAP}
     regard.qk_clip(model, 10.0)
     for _ in range(2):
         model(X)
         clipped = regard.qk_clip(model, 10.0)
-        assert clipped.skipped["first"] == MAPPED and "second" in clipped.max_logit
+        assert clipped.skipped["first"] == UNDER_VMAP and "second" in clipped.max_logit
     regard.qk_clip.stop(model)
 
 
 @pytest.mark.parametrize("op", ["packet", "overload", "builtin"])
-def test_torchs_own_op_by_name_is_caught(op):
+def test_torchs_own_op_by_name_is_captured(op):
     packet = torch.ops.aten.scaled_dot_product_attention
     attention = dict(packet=packet, overload=packet.default, builtin=torch._C._nn.scaled_dot_product_attention)[op]
     model = Two(lambda x: attention(x, x, x, None, 0.0, True, scale=0.7))

@@ -8,8 +8,8 @@ import torch
 
 import regard
 from regard.health.readings import histogram
-from regard.health.readings.layer_reading import LayerReading, likeness
-from regard.health.readings.layout import position_bin, position_of
+from regard.health.readings.heads import dissimilarity
+from regard.health.readings.layer_reading import LayerReading, first_position, position_bin
 
 
 def statistics(batch=3, heads=2, queries=40, seed=0, sharp=1.0):
@@ -121,14 +121,14 @@ def test_curves_follow_the_position():
     assert last[0] == at[0]
     assert last[1] == pytest.approx(stats.max_weight[:, 1, at].mean().item(), rel=1e-5)
     for position in (0, 1, 15, 16, 17, 100, 5000, 10**6):
-        assert position_of(int(position_bin(torch.tensor(position)))) <= position
+        assert first_position(int(position_bin(torch.tensor(position)))) <= position
 
 
 def test_twins_are_alike_and_strangers_are_not():
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, 3, 60, 8) for _ in range(3))
     q[:, 2], k[:, 2] = q[:, 0], k[:, 0]
-    (alike,) = likeness([LayerReading(3).update(regard.attention(q, k, v, return_stats=True)[1])])
+    (alike,) = dissimilarity([LayerReading(3).update(regard.attention(q, k, v, return_stats=True)[1])])
     assert alike[0, 2] < 1e-6
     assert alike[0, 1] > 0.5
 
@@ -139,14 +139,15 @@ def test_a_value_lies_between_the_edges_of_its_bin(name):
     assert len(edges) == histogram.BINS + 1
     assert all(a < b for a, b in pairwise(edges))
     values = torch.tensor([(edges[at] + edges[at + 1]) / 2 for at in range(histogram.BINS)], dtype=torch.float64)
-    placed = histogram.place(values.expand(len(histogram.NAMES), 1, -1).contiguous())[histogram.NAMES.index(name), 0]
+    found = histogram.find_bins(values.expand(len(histogram.NAMES), 1, -1).contiguous())
+    placed = found[histogram.NAMES.index(name), 0]
     assert torch.equal(placed, torch.arange(histogram.BINS))
 
 
 def test_shares_below_an_edge_are_exact():
     counts = torch.zeros(histogram.BINS, dtype=torch.int64)
     for gain in (1e-6, 5e-5, 0.99e-4, 1.01e-4, 0.3):
-        placed = histogram.place(torch.full((len(histogram.NAMES), 1, 1), gain, dtype=torch.float64))
+        placed = histogram.find_bins(torch.full((len(histogram.NAMES), 1, 1), gain, dtype=torch.float64))
         counts[placed[histogram.NAMES.index("gain_ratio"), 0, 0]] += 1
     assert histogram.share_below("gain_ratio", counts, 1e-4) == pytest.approx(0.6)
     assert math.isnan(histogram.quantile("gain_ratio", torch.zeros(histogram.BINS, dtype=torch.int64), 0.5, 0.0, 1.0))
@@ -172,10 +173,10 @@ def test_shares_below_a_value_are_those_of_its_scale(name):
 def test_a_prediction_counts_where_a_row_does():
     reading = LayerReading(2)
     for rows in (None, torch.zeros(1, 3, dtype=torch.bool), torch.tensor([[True, False, False]])):
-        reading.predict(torch.tensor([1.0, 3.0]), rows)
+        reading.add_prediction(torch.tensor([1.0, 3.0]), rows)
     assert reading.calls == 2 and reading.predicted.tolist() == [2.0, 6.0]
 
 
-def test_a_share_out_of_range_is_told():
+def test_a_share_out_of_range_is_reported():
     with pytest.raises(ValueError, match="share must lie in"):
         LayerReading(2).update(statistics()).spread("entropy", 0).quantile(50)

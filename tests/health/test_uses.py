@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.health.capture import layer_keys
+from regard.health.capture import call
 from regard.health.measurement import recorder
 
 
@@ -124,9 +124,9 @@ def test_too_many_uses_are_read_together_and_the_report_says_so(monkeypatch):
             for part in x.split(8, 1):
                 self.att(part, part, part, need_weights=False)
 
-    assert layer_keys.MANY == recorder.MANY == 64
-    monkeypatch.setattr(layer_keys, "MANY", 6)
-    monkeypatch.setattr(recorder, "MANY", 6)
+    assert call.MAX_USES == recorder.MAX_USES == 64
+    monkeypatch.setattr(call, "MAX_USES", 6)
+    monkeypatch.setattr(recorder, "MAX_USES", 6)
     torch.manual_seed(0)
     model, x = (
         nn.Sequential(nn.TransformerEncoderLayer(32, 4, batch_first=True), Windows()).eval(),

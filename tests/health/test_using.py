@@ -123,25 +123,25 @@ def test_huggingface_with_padding_and_checkpointing():
         (dict(scale="square"), ValueError, "scale 'square'"),
     ],
 )
-def test_bad_options_are_told_and_change_nothing(options, error, match):
+def test_bad_options_are_reported_and_change_nothing(options, error, match):
     with pytest.raises(error, match=match):
         regard.using(encoder(), **options)
     assert interception.ACTIVE == []
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_what_was_compiled_runs_as_it_was_compiled_and_is_told(before):
+def test_what_was_compiled_runs_as_it_was_compiled_and_is_reported(before):
     """Also when torch.compile first reads it inside the block: what it then made serves the plain model."""
     model, x = encoder(), torch.randn(1, 7, 16)
     own, compiled = model(x), torch.compile(model, backend="eager", fullgraph=True)
     if before:
         compiled(x)
-    with pytest.warns(UserWarning, match="led no attention call"), regard.using(model, temperature=5.0):
+    with pytest.warns(UserWarning, match="intercepted no attention call"), regard.using(model, temperature=5.0):
         torch.testing.assert_close(compiled(x), own)
     with pytest.raises(ValueError, match=r"what torch.compile made of it was run, examine that"):
         regard.examine(model, lambda _: compiled(x))
     torch.testing.assert_close(compiled(x), own)
-    assert interception.ACTIVE == interception.OPENED == [] and not interception._STACK
+    assert interception.ACTIVE == interception.STATE.scopes == interception.STATE.stack == []
     torch._dynamo.reset()
 
 

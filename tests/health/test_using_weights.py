@@ -142,7 +142,7 @@ def test_what_is_recommended_can_be_put_in_and_examined():
 def test_a_swap_that_leaves_the_call_alone_gives_torchs_own():
     module, x = sharp(batch_first=True).eval(), torch.randn(2, 5, 32)
     own = module(x, x, x)
-    with Interception(module, swap=lambda call: call, opens=True):
+    with Interception(module, swap=lambda call: call, in_every_forward=True):
         ours = module(x, x, x)
     torch.testing.assert_close(ours, own)
 
@@ -150,7 +150,7 @@ def test_a_swap_that_leaves_the_call_alone_gives_torchs_own():
 def test_ranks_that_share_a_sequence_have_no_whole_weights_and_say_so():
     module, x = sharp(batch_first=True).eval(), torch.randn(2, 5, 32)
     with regard.using(module, scale=1.0) as swap:
-        swap._pieces = SimpleNamespace(stop=lambda: None)
+        swap._shards = SimpleNamespace(stop=lambda: None)
         with pytest.raises(ValueError, match=r"context_parallel: .* need_weights=False"):
             module(x, x, x)
     assert module(x, x, x)[1].shape == (2, 5, 5)

@@ -12,12 +12,12 @@ import torch
 import regard
 from regard import lab
 from regard.lab import estimate
-from regard.lab.bench import Bench
 from regard.lab.claim import NOTES, Finding, Undecided, above, below, near
 from regard.lab.estimate import Estimate, exact
 from regard.lab.figure import INK, Figure
-from regard.lab.mathematics import line, mathml
+from regard.lab.mathml import formula_line, mathml
 from regard.lab.run import claims
+from regard.lab.sampler import Sampler
 
 SEEDS = 20
 
@@ -36,7 +36,7 @@ def test_a_claim_says_everything(name):
     assert claim.statement and claim.rule and set(claim.note.split(", ")) <= set(NOTES)
     assert 1 <= len(claim.derivation) <= 3
     for formula in claim.derivation:
-        assert "<merror" not in line(formula) and ">\\" not in line(formula)  # no command that is not known
+        assert "<merror" not in formula_line(formula) and ">\\" not in formula_line(formula)  # unknown commands
     result = lab.run(name)
     record = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert record["verdict"] in ("holds", "holds_if", "wrong")
@@ -152,7 +152,7 @@ def test_seeds_matter_and_repeat():
     assert lab.run("dot-variance", 2).measured != first
     lab.run("dot-mean", 1)
     assert lab.run("dot-variance", 1).measured == first
-    assert not torch.equal(Bench(0, "a").normal(4), Bench(0, "b").normal(4))
+    assert not torch.equal(Sampler(0, "a").normal(4), Sampler(0, "b").normal(4))
 
 
 def test_ticks_are_numbers_that_somebody_chose():

@@ -52,7 +52,7 @@ def test_json(capsys):
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(capsys, monkeypatch):
-    def broken(bench):
+    def broken(sampler):
         raise RuntimeError("no more normal numbers")
 
     monkeypatch.setitem(claims(), "e24", replace(claims()["e24"], measure=broken))

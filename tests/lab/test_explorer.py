@@ -10,8 +10,18 @@ import pytest
 import torch
 
 import regard
-from regard.lab.explorer.command import OnlyHere
-from regard.lab.explorer.views import FLOOR, MASKS, NUMBERS, SCALES, Online, Setting, against_d_k, listed, offered
+from regard.lab.explorer.command import LoopbackOnly
+from regard.lab.explorer.views import (
+    FLOOR,
+    MASKS,
+    NUMBERS,
+    SCALES,
+    Online,
+    Setting,
+    against_d_k,
+    normalizer_choices,
+    number_list,
+)
 
 
 @pytest.mark.parametrize("normalizer", regard.normalizers.names())
@@ -28,7 +38,9 @@ def test_numbers_are_the_reference_s(normalizer):
 
 
 def test_no_two_normalisers_on_offer_are_the_same_map():
-    numbers = {name: tuple(Setting(d_k=16, keys=9, normalizer=name).numbers().values()) for name in offered()}
+    numbers = {
+        name: tuple(Setting(d_k=16, keys=9, normalizer=name).numbers().values()) for name in normalizer_choices()
+    }
     assert len(numbers) == len(set(numbers.values())) == len(regard.normalizers.names())
 
 
@@ -94,7 +106,7 @@ def test_free_energy_is_energy_minus_temperature_times_entropy():
 
 
 def test_listed_numbers_carry_their_names():
-    assert '<dd data-number="entropy">1.2346</dd>' in listed({"entropy": 1.23456})
+    assert '<dd data-number="entropy">1.2346</dd>' in number_list({"entropy": 1.23456})
 
 
 def asked(kind, **headers):
@@ -111,7 +123,7 @@ def asked(kind, **headers):
         return {"type": "websocket.connect"}
 
     scope = {"type": kind, "headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
-    asyncio.run(OnlyHere(app, 4000)(scope, receive, send))
+    asyncio.run(LoopbackOnly(app, 4000)(scope, receive, send))
     return sent[0]
 
 

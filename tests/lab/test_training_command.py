@@ -40,7 +40,7 @@ def test_a_run_writes_records_result_and_figures(tiny, tmp_path, capsys):
     assert result["how"]["command"] == "regard lab train scale --preset small --only none-d16 sqrt-d64"
     assert result["how"]["data"] == ["built-in"]
     estimate = result["summary"]["sqrt-d64"]["loss"]
-    values = list(results.finals(result, "sqrt-d64").values())
+    values = list(results.final_values(result, "sqrt-d64").values())
     assert estimate["n"] == 3 and estimate["low"] < min(values) < estimate["mean"] < max(values) < estimate["high"]
     assert sorted(p.name for p in folder.glob("*.svg")) == [
         "scale-entropy.svg",

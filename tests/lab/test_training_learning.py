@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from regard.lab import training
-from regard.lab.training import loop, pairs, text
+from regard.lab.training import loop
 from regard.lab.training.results import collect
+from regard.lab.training.trials import pairs, text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,21 +26,21 @@ def test_the_small_preset_learns(name, tmp_path):
 
 
 def test_made_up_text_has_names_that_return():
-    line = text.made(50, seed=3).splitlines()[7]
+    line = text.generate(50, seed=3).splitlines()[7]
     town = line.split(" of ")[1].split()[0]
-    assert line.count(town) == 2 and text.made(50, seed=3) != text.made(50, seed=4)
+    assert line.count(town) == 2 and text.generate(50, seed=3) != text.generate(50, seed=4)
 
 
 def test_text_that_is_too_short_is_refused(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("to be")
     with pytest.raises(ValueError, match="has 5 characters, too few to train on; give 4096 or more"):
-        text.halves(path)
+        text.split_text(path)
 
 
 def test_windows_are_pieces_of_the_text():
     ids = torch.arange(100)
-    found = text.windows(ids, 5, 8, torch.Generator().manual_seed(0))
+    found = text.draw_windows(ids, 5, 8, torch.Generator().manual_seed(0))
     assert found.shape == (5, 9) and torch.equal(found - found[:, :1], torch.arange(9).expand(5, 9))
 
 
@@ -72,7 +73,7 @@ def test_a_folder_that_lacks_a_part_or_a_line_is_refused(folder):
 
 def test_greedy_is_the_likeliest_word_each_time():
     """Padding behind a position changes nothing before it, so that decoding at full length is decoding a prefix."""
-    from regard.lab.training.translation import Translator
+    from regard.lab.training.trials.translation import Translator
 
     torch.manual_seed(0)
     model = Translator(10, 12, layers=1, heads=2, width=16, length=7, dropout=0.0, attention={}).eval()

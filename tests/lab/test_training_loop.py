@@ -16,7 +16,7 @@ from torch import nn
 from regard.lab import training
 from regard.lab.training import checkpoint, loop, results
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial, experiments
-from regard.lab.training.session import train, turns
+from regard.lab.training.session import train
 
 
 class Line(Trial):
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path, monkey
     path.write_text("old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full", ".beside")))
     with pytest.raises(OSError, match=f"disk full: '{path}'"):
-        checkpoint.written_whole(path, b"new")
+        checkpoint.write_atomically(path, b"new")
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
@@ -221,16 +221,3 @@ def test_a_session_trains_every_variant_with_every_seed(tmp_path, monkeypatch, c
     assert len({r["final"]["exact"] for r in result["records"]}) == 6
     assert len(capsys.readouterr().err.splitlines()) == 6
     assert training.get("line") is experiments()["line"]
-
-
-def test_runs_that_take_turns_end_as_alone(tmp_path, monkeypatch):
-    """Seeds in turn, as on CUDA: each has random numbers of its own, so that it ends as it does alone."""
-    monkeypatch.setitem(experiments(), "line", line())
-    what = dict(name="line", preset="small", data=None, device="cpu")
-    unit = [("plain", seed) for seed in range(3)]
-    shown = []
-    both = turns(unit, folder=tmp_path / "turns", **what, show=lambda job, step, loss: shown.append((job[1], step)))
-    alone = [turns([job], folder=tmp_path / "alone", **what)[0] for job in unit]
-    assert [r["final"] for r in both] == [r["final"] for r in alone]
-    assert len({r["final"]["exact"] for r in both}) == 3
-    assert shown == [(seed, step) for step in (10, 20, 30) for seed in range(3)]

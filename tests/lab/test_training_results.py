@@ -11,7 +11,7 @@ from regard.lab import training
 from regard.lab.estimate import Estimate
 from regard.lab.training import timing
 from regard.lab.training.command import table
-from regard.lab.training.results import SHIPPED, collect, decided, sorted_by_sign
+from regard.lab.training.results import SHIPPED, collect, group_by_sign, sign_of
 
 NAMES = [name for name in training.names() if training.has_shipped(name)]
 
@@ -50,8 +50,8 @@ def test_an_experiment_without_a_result_says_so():
 
 def test_what_the_seeds_settle_is_read_from_the_interval():
     ahead, behind, open_ = Estimate(0.3, 0.2, 0.4), Estimate(-0.3, -0.4, -0.2), Estimate(0.1, -0.1, 0.3)
-    assert [decided(e) for e in (ahead, behind, open_)] == [1, -1, 0]
-    told = sorted_by_sign({"a": ahead, "b": open_, "c": Estimate(2.0, 1.0, 3.0)})
+    assert [sign_of(e) for e in (ahead, behind, open_)] == [1, -1, 0]
+    told = group_by_sign({"a": ahead, "b": open_, "c": Estimate(2.0, 1.0, 3.0)})
     assert told == {1: "a +0.30 ± 0.10, c +2.0 ± 1.0", -1: "none", 0: "b +0.10 ± 0.20"}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import regard
-from regard.lab.training import sharpness
+from regard.lab.training.trials import sharpness
 
 
 def test_readings_are_means_over_the_rows_that_count():

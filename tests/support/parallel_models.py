@@ -1,4 +1,4 @@
-"""What a rank of a crew checks: models, whole, head-sharded or in pieces, and corpora."""
+"""Checks that every rank runs: models, whole, head-sharded or on shards, and corpora."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import regard
-from regard.parallel.group import Line
 
 
 def examined(rank: int, world: int) -> None:
@@ -290,7 +289,7 @@ def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
         (roberta, {}, "pass position_ids of the whole sequence"),
         (codegen, {}, "2 layers, but 0 attention calls"),
         (labels, {}, "does not have one row per position"),
-        (t.BertModel(t.BertConfig(**small)).eval(), {}, "pooler_output is of this rank's piece alone"),
+        (t.BertModel(t.BertConfig(**small)).eval(), {}, "pooler_output is of this rank's shard alone"),
         (llama, dict(logits_to_keep=1), "logits_to_keep does not go with"),
         (llama, dict(return_dict=False), "use return_dict=True"),
         (llama, dict(past_key_values=t.DynamicCache()), "no generate"),
@@ -347,7 +346,7 @@ def refused_inputs(mesh, small: dict, ids: torch.Tensor, llama) -> None:
         (llama, dict(position_ids=line[None].expand(3, 2, 13)), r"must be \(batch, 13\), got shape \(3, 2, 13\)"),
         (llama, dict(input_ids=ids[:, :1]), "1 tokens over 2 ranks leave a rank without any"),
         (llama, dict(attention_mask=torch.ones(2, 1, 13, 13)), r"attention_mask must be \(batch, length\)"),
-        (llama, dict(cache_position=line[0]), "does not know how cache_position is cut"),
+        (llama, dict(cache_position=line[0]), "does not know how to shard cache_position"),
         (long[12], {}, "'longrope' depend on the length"),
         (dynamic, {}, "'dynamic' depend on the length"),
         (phimoe, {}, "leaves its sliding_window of 4 to the mask"),
@@ -390,7 +389,6 @@ def checkpointed(mesh, ids: torch.Tensor, llama) -> None:
     with pytest.raises(MemoryError), regard.using(llama, context_parallel=mesh):
         llama(input_ids=ids)
     hook.remove()
-    assert Line.of(mesh).watch.note == "raised MemoryError: no room in a layer"
 
 
 def inputs_that_differ(mesh, ids: torch.Tensor, llama) -> None:

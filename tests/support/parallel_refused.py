@@ -1,4 +1,4 @@
-"""What a rank of a crew checks: calls that do not fit together are an error on every rank, before anything travels."""
+"""Checks that every rank runs: calls that do not fit together raise on every rank, before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import regard
 import regard.parallel as parallel
-from regard.parallel import partial as plain
-from regard.parallel.group import Line
+from regard.parallel import torch_engine
+from regard.parallel.group import RankGroup
 
 
 def refused(rank: int, world: int) -> None:
@@ -70,7 +70,7 @@ def wrong_on_one(x: torch.Tensor, rank: int, last: bool, world: int) -> None:
     for given, options, error in (
         ((q, k, v[:, :, :1] if last else v), {}, "ValueError: k and v must have the same length"),
         (pieces, dict(temperature=torch.ones(1, 2, 7 if last else q.shape[2], 1)), "ValueError: temperature must br"),
-        ((q, [1.0] if last else k, v), {}, "TypeError: k must be a tensor, this rank's local piece, got list"),
+        ((q, [1.0] if last else k, v), {}, "TypeError: k must be a tensor, this rank's shard, got list"),
         (pieces, dict(normalizer="sortmax" if last else "softmax"), "ValueError: normalizer 'sortmax' is unknown"),
     ):
         kind, _, text = error.partition(": ")
@@ -100,8 +100,8 @@ def sentences(x: torch.Tensor, world: int) -> None:
         (lambda: parallel.attention(q[0, 0, 0], k, v), r"q must have at least 2 dims"),
         (lambda: parallel.attention(*pieces, layout="round"), "layout must be one of 'balanced', 'contiguous', got"),
         (lambda: parallel.attention(*pieces, lengths=8), r"lengths must be the whole \(Lq, Lk\), two ints, got 8"),
-        (lambda: parallel.attention(*pieces, lengths=(8, 9)), r"lengths are \(8, 9\), but the pieces .* \(9, 9\)"),
-        (lambda: parallel.decode(x, k, v, lengths=8), "lengths are 8, but the pieces of all ranks together have 9"),
+        (lambda: parallel.attention(*pieces, lengths=(8, 9)), r"lengths are \(8, 9\), but the shards .* \(9, 9\)"),
+        (lambda: parallel.decode(x, k, v, lengths=8), "lengths are 8, but the shards of all ranks together have 9"),
         (lambda: parallel.attention(*pieces, attn_mask=mask), "has 7 columns, but all ranks together have 9 keys"),
         (lambda: parallel.attention(*pieces, key_lengths=[10]), r"key_lengths must lie in \[0, 9\], got 10"),
         (
@@ -118,9 +118,9 @@ def sentences(x: torch.Tensor, world: int) -> None:
 
 
 def own_errors() -> None:
-    """What fails at once, with everybody well, is nobody else's fault."""
-    line = Line.of()
-    with pytest.raises(RuntimeError, match="no such operator") as caught, line.guard("test", 0):
+    """An error that says nothing of another rank stays as it is."""
+    group = RankGroup.from_torch()
+    with pytest.raises(RuntimeError, match="no such operator") as caught, group.guard("test", 0):
         raise RuntimeError("no such operator")
     assert not isinstance(caught.value, parallel.RankError)
 
@@ -130,7 +130,7 @@ def raises_inside(rank: int, world: int) -> tuple[str, str]:
     x = parallel.shard(torch.randn(1, 2, 64, 8))
     parallel.attention(x, x, x, backend="reference")
     if rank == 1:
-        plain.forward = _full
+        torch_engine.forward = _full
     try:
         for _ in range(3):  # its keys may be on their way already: then the next call is where it is missed
             parallel.attention(x, x, x, backend="reference")
@@ -159,16 +159,16 @@ def all_full(rank: int, world: int) -> None:
             (gradient,) = torch.autograd.grad(out.square().sum(), x)
             return gradient
 
-        expected, own, calls = once(), getattr(plain, function), []
+        expected, own, calls = once(), getattr(torch_engine, function), []
 
         def fails(*given, own=own, calls=calls, after=after):
             calls.append(given)
             return own(*given) if len(calls) <= after else _full(given)
 
-        setattr(plain, function, fails)
+        setattr(torch_engine, function, fails)
         try:
             with pytest.raises(MemoryError):
                 once()
         finally:
-            setattr(plain, function, own)
+            setattr(torch_engine, function, own)
         assert torch.equal(once(), expected)

@@ -41,12 +41,10 @@ def test_gradient_of_a_temperature_beside_scores_that_weigh_nothing(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_extreme_temperatures(name, kind):
     z = torch.tensor([[-inf, 1.0, 2.0, -3.0]])
-    for t in (1e-38, 1e-36) if name == "softpick" else (1e-38, 1e-36, 1e36, 1e38):  # exp(s) − 1 cancels near 0
+    for t in (1e-20, 1e-15) if name == "softpick" else (1e-20, 1e-15, 1e15, 1e20):  # exp(s) − 1 cancels near 0
         p = regard.normalize(z, name, temperature=kind(t))
         limit = regard.normalize(z, name, temperature=0.0 if t < 1 else inf)
         assert torch.allclose(p, limit, atol=1e-6), (t, p, limit)
-    last = 1e-50 if name == "softpick" else 1e50
-    assert torch.allclose(regard.normalize(z, name, temperature=last), limit, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,19 +54,10 @@ def test_large_scores_are_not_rounded_by_a_tensor_temperature(name):
     assert torch.allclose(p.double(), exact(z, name, 3.0), atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradient_of_a_subnormal_temperature(name):
-    z = torch.tensor([[1e-38, 2e-38, -3e-38]])
-    t = torch.tensor([[1e-40]], requires_grad=True)
-    p = regard.normalize(z, name, temperature=t)
-    assert torch.allclose(p.double(), exact(z, name, t.detach().double()), atol=1e-6)
-    assert not torch.autograd.grad(p[0, 1], t)[0].isnan()
-
-
 def test_relu_knows_no_temperature():
     z = torch.tensor([1e-30, 3e-30, -1.0], requires_grad=True)
     right = torch.tensor([0.25, 0.75, 0.0])
-    for t in (0.0, 1e-50, 1e15, 1e50, inf):
+    for t in (0.0, 1e-15, 1e15, inf):
         t = torch.tensor([t], dtype=torch.float64, requires_grad=True)
         for given in (float(t.detach()), t):
             p = regard.relu_norm(z, temperature=given)
@@ -94,20 +83,12 @@ def test_softpick_moves_at_its_hot_limit(t):
     assert torch.allclose(regard.jacobian(z, "softpick", inf)[1], z.grad)
 
 
-@pytest.mark.parametrize(("t", "size"), [(1e35, 1e-10), (1e40, 1.0), (1e300, 1.0)])
-def test_softpick_by_a_tensor_of_large_temperatures_is_that_of_the_number(t, size):
-    z = size * torch.tensor([[1.0, 2.0, -1.0]])
-    given = torch.tensor([[t]], dtype=torch.float64)
-    for weights in (regard.softpick(z, temperature=t), regard.softpick(z, temperature=given)):
-        torch.testing.assert_close(weights, torch.tensor([[0.25, 0.5, 0.0]]))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_derivatives_at_extreme_temperatures(name):
     generator = torch.Generator().manual_seed(3)
     z, grad = torch.randn(2, 4, 5, generator=generator)
-    for t in (0.0, 1e-50, 1e-39, 0.3, 1e50, inf):
-        if name == "softpick" and t == 1e50:  # exp(s) − 1 cancels near 0
+    for t in (0.0, 1e-15, 0.3, 1e15, inf):
+        if name == "softpick" and t == 1e15:  # exp(s) − 1 cancels near 0
             continue
         dense = regard.jacobian(z, name, t)
         right = (dense.mT @ grad[..., None])[..., 0]
@@ -122,7 +103,7 @@ def test_jacobian_subtracts_before_it_divides(name):
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
 def test_log_softmax_subtracts_before_it_divides(kind):
-    for z, t in (([1e8 + 8, 1e8], 0.3), ([1e8, 1e8 - 16, -inf], 1.7), ([3.0, -2.0], 1e-30)):
+    for z, t in (([1e8 + 8, 1e8], 0.3), ([1e8, 1e8 - 16, -inf], 1.7), ([3.0, -2.0], 1e-15)):
         z = torch.tensor(z)
         right = torch.log_softmax((z.double() - z.double().max()) / t, -1)
         assert torch.allclose(regard.log_softmax(z, temperature=kind(t)).double(), right, atol=1e-6)
@@ -172,14 +153,6 @@ def test_a_temperature_for_no_rows(shape):
     assert regard.log_softmax(z, -1, t).shape == shape and regard.logsumexp(z, -1, t).shape == shape[:1]
 
 
-def test_a_tensor_bias_at_extreme_temperatures():
-    z, bias = torch.tensor([-inf, -1.0, 0.0, 2.0]), torch.tensor([0.5, 0.5, 0.5, 0.5], requires_grad=True)
-    for t in (1e-320, 1e-39, 1e50):
-        p = regard.sigmoid_norm(z, bias=bias, temperature=t)
-        assert torch.allclose(p, regard.sigmoid_norm(z, bias=0.5, temperature=t))
-    torch.autograd.grad(p.sum(), bias)
-
-
 def test_refused_by_name():
     z = torch.ones(2, 4)
     far = torch.ones(2, 1, device="meta")
@@ -190,7 +163,7 @@ def test_refused_by_name():
         (lambda: regard.sigmoid_norm(z, bias=far), ValueError, "bias must be on the scores' device"),
         (lambda: regard.softmax_backward(z, z.to("meta")), ValueError, "grad_output must be on"),
         (lambda: regard.vjp(z, z.to("meta")), ValueError, "grad must be on"),
-        (lambda: regard.softmax(z, temperature=10**400), ValueError, "temperature must be a number that float64"),
+        (lambda: regard.softmax(z, temperature=10**400), ValueError, "temperature must be 0, inf or between 1e-20 and"),
         (lambda: regard.log_softmax(z, temperature=np.ones(2)), TypeError, "temperature must be a number or a tensor"),
         (lambda: regard.softmax(z, mask=(z > 0).to_sparse()), TypeError, "mask must be a dense tensor"),
         (lambda: regard.gumbel_softmax(z, generator=3), TypeError, "generator must be a torch.Generator"),

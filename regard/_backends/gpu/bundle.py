@@ -23,9 +23,9 @@ from regard.normalizers._language import source, speak, tl
 
 
 class Bundle(NamedTuple):
-    """The tile functions under the names that `_families` gives them; None where the family has no such thing.
+    """A normaliser's tile functions under the names of `_families`; None where the family has no such function.
 
-    Only `value` is called `weigh` here: to Triton, `F.value` is the constexpr's own content.
+    Only `value` is called `weigh` here, because to Triton `F.value` is the constexpr's own content.
     """
 
     family: str
@@ -57,7 +57,7 @@ _made: dict[int, tuple[Normalizer, Bundle]] = {}  # the normaliser is kept, so t
 
 
 def of(choice: Choice | Normalizer) -> Bundle:
-    """The bundle of a normaliser; its parameter θ stays a kernel argument."""
+    """Return the bundle of a normaliser; its parameter θ stays a kernel argument."""
     normalizer = choice.normalizer if isinstance(choice, Choice) else choice
     if id(normalizer) not in _made:
         _made[id(normalizer)] = normalizer, _bundle(normalizer)

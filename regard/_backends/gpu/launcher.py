@@ -1,31 +1,35 @@
-"""kernel[(programs,)](*arguments) at a fraction of the host's time, for calls whose kind is known.
+"""Kernel launches that skip Triton's look at every argument, for calls that were launched before.
 
-At every launch Triton looks at every argument (its type, whether it is 1 or a multiple of 16) to find the compiled
-kernel: 15 to 25 µs, in a chain of short kernels more than they run. All of that follows from few facts about a call,
-its `kind`; the second launch of a kind goes to the compiled kernel at once.
+At every launch Triton inspects each argument (its type, whether it is 1 or a multiple of 16) to find the compiled
+kernel: 15 to 25 µs, in a chain of short kernels more than they run. All of that follows from a few facts about a call,
+its launch key; the second launch of a key goes to the compiled kernel at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import triton
 
 from regard._core.problem import Problem
 
-MOST = 4096  # kinds of launches that are remembered
+MAX_KEYS = 4096  # of remembered launches
 _compiled: dict[tuple, Any] = {}
 
 
 def on_device_of(x: torch.Tensor) -> AbstractContextManager:
-    """Where launches go to the GPU that x is on: Triton asks for the current one, whatever the arguments."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    """Make x's GPU the current device, on which Triton launches whatever its arguments."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
-def kind_of(p: Problem, *others: torch.Tensor) -> Hashable:
-    """What the tensors of a call are to Triton; None where options bring more of them. `others` join q, k and v."""
+def launch_key(p: Problem, *others: torch.Tensor) -> Hashable:
+    """Return what Triton would specialise a call's launches on; None if options bring other tensors."""
     options = p.bias, p.mask, p.temperature, p.sink, p.key_lengths, p.seed, p.softcap
     if not p.q.is_cuda or any(option is not None for option in options):
         return None
@@ -35,32 +39,68 @@ def kind_of(p: Problem, *others: torch.Tensor) -> Hashable:
     return p.q.dtype, p.q.device, p.reach, p.first_query, bool(p.stats), *aligned, *sizes
 
 
-def kind_of_tensors(*tensors: torch.Tensor) -> Hashable:
-    """The same of a launch whose tensors are these, and whose sizes and strides are among its arguments."""
+def tensor_key(*tensors: torch.Tensor) -> Hashable:
+    """Return the key of a launch that has only these tensors, whose sizes and strides are among its arguments."""
     if not tensors[0].is_cuda:
         return None
     return tensors[0].device, *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
 
 
-def launch(kind: Hashable, kernel: Any, programs: int, arguments: tuple, constants: tuple = (), **options) -> None:
-    """kernel[(programs,)](*arguments, *constants, **options).
+def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constants: tuple = (), **options) -> None:
+    """Launch kernel[(programs,)](*arguments, *constants, **options).
 
-    `constants` are the last parameters of the kernel, compile-time ones. Every tensor among the arguments is one that
-    `kind` tells of or one that torch allocated for this call.
+    `constants` are the kernel's last parameters, compile-time ones. `key` covers every tensor among the arguments,
+    except those that torch allocated for this call.
     """
-    if kind is None:
-        kernel[(programs,)](*arguments, *constants, **options)
+    if key is None:
+        compiled = kernel[(programs,)](*arguments, *constants, **options)
+        if _state.recorder is not None:
+            _state.recorder.record_launch(compiled, programs, arguments, constants)
         return
     plain = [
         x if x is None else (x == 1, x % 16 == 0, -(2**31) <= x < 2**31)
         for x in arguments
         if x is None or type(x) is int
     ]
-    key = id(kernel), kind, constants, *options.items(), *plain
-    found = _compiled.get(key)
+    entry = id(kernel), key, constants, *options.items(), *plain
+    found = _compiled.get(entry)
     if found is None:
-        if len(_compiled) >= MOST:
+        if len(_compiled) >= MAX_KEYS:
             _compiled.clear()
-        _compiled[key] = kernel, kernel[(programs,)](*arguments, *constants, **options)  # the kernel stays, and its id
+        compiled = kernel[(programs,)](*arguments, *constants, **options)
+        _compiled[entry] = kernel, compiled  # with the kernel, so that its id stays its own
     else:
-        found[1][(programs, 1, 1)](*arguments, *constants)
+        compiled = found[1]
+        compiled[(programs, 1, 1)](*arguments, *constants)
+    if _state.recorder is not None:
+        _state.recorder.record_launch(compiled, programs, arguments, constants)
+
+
+class _State(threading.local):
+    recorder: Any = None
+
+
+_state = _State()
+
+
+def recorder() -> Any:
+    """The recorder of this thread's launches, if one is active."""
+    return _state.recorder
+
+
+@contextmanager
+def recording(recorder: Any) -> Iterator[Callable[[], int]]:
+    """Report this thread's launches to a recorder; yields a function that counts all launches, reported or not."""
+    seen: list[int] = []
+
+    def count(metadata: Any) -> None:
+        seen.append(1)
+
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(count)
+    _state.recorder = recorder
+    try:
+        yield lambda: len(seen)
+    finally:
+        _state.recorder = None
+        hooks.remove(count)

@@ -1,4 +1,4 @@
-"""Which module computes: imported on first use, so that a missing package costs one line and only when it is needed."""
+"""Imports a backend on first use, so that a missing package costs one line, and only when it is needed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ATTENTION = {"cpu": "regard._backends.cpu.attention.launch", "triton": "regard._
 
 
 def backend_module(table: dict[str, str], backend: str) -> ModuleType:
+    """Import the module of a backend; an ImportError names the package that it needs."""
     try:
         return importlib.import_module(table[backend])
     except ModuleNotFoundError as error:
@@ -27,21 +28,27 @@ def backend_module(table: dict[str, str], backend: str) -> ModuleType:
         raise
 
 
-def in_place(backend: str) -> AbstractContextManager:
-    """Where a backend works: the CPU's makes its buffers there, whatever the default device is."""
-    if backend != "cpu" or not torch._C._len_torch_function_stack():  # a default device is a mode there
+def default_device(backend: str) -> AbstractContextManager:
+    """A context in which the CPU backend allocates its buffers on the CPU, whatever torch's default device is."""
+    if backend != "cpu" or not torch._C._len_torch_function_stack():  # a default device is a mode on that stack
         return nullcontext()
     return torch.device("cpu")
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """What a graph that was compiled outside of forward mode brings into it: an op would lose them in silence."""
+    """Raise if a graph compiled outside of forward mode is called with tangents, which an op would lose."""
     forward = torch.autograd.forward_ad
     given = () if forward._current_level < 0 else (x for x in tensors if x is not None)
     if any(forward.unpack_dual(x).tangent is not None for x in given):
         raise NotImplementedError("regard's fused ops carry no tangents; call what is not compiled, or torch.func.jvp")
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and row states."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def is_plain_eager() -> bool:
+    """True if nothing records or rewrites calls: no compiler, mode, torch.func transform or forward-mode level."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from regard import normalizers
-from regard._core.ops.backends import ROWS, accumulator, backend_module, in_place, refuse_tangents
+from regard._core.dtypes import accumulator
+from regard._core.ops.backends import ROWS, backend_module, default_device, is_plain_eager, refuse_tangents
 from regard.normalizers._language import speak, torch_words
 
 
@@ -17,7 +18,7 @@ def rows(
 ) -> tuple[Tensor, Tensor]:
     refuse_tangents(s, theta)
     module = backend_module(ROWS, backend)
-    with in_place(backend):
+    with default_device(backend):
         return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)
 
 
@@ -42,7 +43,7 @@ def rows_backward(
     refuse_tangents(dp, saved, state, theta)
     module = backend_module(ROWS, backend)
     choice = normalizers.get(normalizer)
-    with in_place(backend):
+    with default_device(backend):
         return module.backward(dp.contiguous(), saved.contiguous(), state, choice, theta, mask, scale)
 
 
@@ -81,15 +82,12 @@ rows.register_autograd(_rows_backward, setup_context=_rows_setup)
 
 
 def rows_weights(s: Tensor, mask, theta, normalizer: str, scale: float, backend: str) -> Tensor:
-    """The op's p, without the dispatcher where nothing records or rewrites the call: it costs more than a short row."""
+    """The weights of `regard::rows`, without the dispatcher where nothing records the call: short rows cost less."""
     recorded = torch.is_grad_enabled() and (s.requires_grad or (theta is not None and theta.requires_grad))
-    watched = recorded or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    plain = type(s) is Tensor and s.device.type in ("cpu", "cuda")
-    if watched or not plain or torch._C._functorch.peek_interpreter_stack() is not None:
+    is_tensor = type(s) is Tensor and s.device.type in ("cpu", "cuda")
+    if recorded or not is_tensor or not is_plain_eager():
         return rows(s, mask, theta, normalizer, scale, backend)[0]
-    module = backend_module(ROWS, backend)
-    with torch.no_grad(), in_place(backend):
-        return module.forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)[0]
+    return backend_module(ROWS, backend).forward(s.contiguous(), normalizers.get(normalizer), theta, mask, scale)[0]
 
 
 def differentiable_vjp(dp, saved, state, mask, theta, normalizer: str, scale: float) -> Tensor:

@@ -1,15 +1,19 @@
-"""Checked rows, computed: limits of the temperature, the fused op, or the reference where a map has no fused form."""
+"""Computes rows: `run` checks its arguments, applies the temperature and takes a backend or the reference."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from regard._core import ops
+from regard._core.dtypes import accumulator
+from regard._core.ops.backends import ROWS, backend_module, is_plain_eager
 from regard._core.readable import has_no_values, is_mapped
-from regard._core.rows.temperature_limits import scaled, tempered
+from regard._core.rows.temperature_limits import apply_temperature, scale_scores
 from regard._core.rows.validation import (
     check_device,
     check_dim,
@@ -18,12 +22,20 @@ from regard._core.rows.validation import (
     check_theta,
     choose_rows_backend,
     column_of,
+    is_autocast,
     under_autocast,
 )
 from regard.normalizers import Choice
 
 
 def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
+    """p = normaliser(scores / temperature) along `dim`, every argument but the scores still unchecked."""
+    if mask is theta is backend is None and _is_simple(scores, choice, dim, temperature):
+        module = _row_module(scores.device.type)
+        if module is not None:
+            columns = scores.shape[-1]
+            flat = scores.reshape(-1, columns).contiguous()
+            return module.forward(flat, choice, None, None, 1.0 / temperature)[0].view(scores.shape)
     dim = check_dim(scores, dim)
     t = check_temperature(temperature)
     backend = choose_rows_backend(scores.device, backend)
@@ -48,41 +60,66 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
     def rows(s: Tensor, scale: float) -> Tensor:
         return _rows(s, choice, theta, visible, scale, backend)
 
-    return tempered(z, choice, theta, t, visible, rows).movedim(-1, dim)
+    return apply_temperature(z, choice, theta, t, visible, rows).movedim(-1, dim)
+
+
+def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
+    """True for a call that goes to its kernel as it is: the last dimension, a plain temperature, no gradient."""
+    return (
+        type(dim) is int
+        and (dim == -1 or dim == scores.ndim - 1)
+        and type(temperature) in (float, int)
+        and 1e-6 < temperature < 1e6
+        and type(scores) is Tensor
+        and scores.numel() > 0
+        and not (scores.requires_grad and torch.is_grad_enabled())
+        and choice.fused_in_attention
+        and (choice.theta is None or choice.theta >= choice.normalizer.parameter.wide_below)
+        and not choice.scale_free
+        and is_plain_eager()
+        and not is_autocast(scores)
+    )
+
+
+@cache
+def _row_module(device: str) -> ModuleType | None:
+    """The row kernels of a device type; None if it has none."""
+    backend = {"cpu": "cpu", "cuda": "triton"}.get(device)
+    return None if backend is None else backend_module(ROWS, backend)
 
 
 def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
-    """z (…, n) → p (…, n): through the fused op, or the reference where a map has no fused form; θ may be a tensor."""
-    if backend == "reference" or not choice.normalizer.fused or transformed(z, theta):
+    """Weights of z (…, n) by the fused kernels, or by the reference where a map has no fused form."""
+    if backend == "reference" or not choice.normalizer.fused or is_transformed(z, theta):
         return _reference_rows(z, choice, choice.theta if theta is None else theta, visible, scale)
     if theta is not None:
         return _rows_by_theta(z, choice, theta, visible, scale, backend)
     choice = choice.simplest
     if not choice.fused:
         return _reference_rows(z, choice, choice.theta, visible, scale)
-    wide, backend = careful(z, choice, backend)
+    wide, backend = widen_near_softmax(z, choice, backend)
     return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
 
 
 def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: float, backend: str) -> Tensor:
-    """The same with a parameter per row: each as its own value would have it."""
+    """Weights of rows that each have their own parameter θ."""
     parameter = choice.normalizer.parameter
     theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
     soft, beyond = theta < parameter.series_below, theta > parameter.fused_high
-    wide = z.double() if _may(theta < parameter.wide_below) else z
+    wide = z.double() if _may_be_true(theta < parameter.wide_below) else z
     inner = theta.where(~(soft | beyond), parameter.default)
     p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
-    if choice.series is not None and _may(soft):
+    if choice.series is not None and _may_be_true(soft):
         q = _fused_rows(z.double(), choice, theta.where(soft, parameter.low), visible, scale, "series").to(z.dtype)
         p = torch.where(soft, q, p)
-    if _may(beyond):
+    if _may_be_true(beyond):
         far = theta.where(beyond, parameter.default)
         p = torch.where(beyond, _reference_rows(z, choice, far, visible, scale), p)
     return p
 
 
-def careful(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
-    """The scores and the row backend as the parameter needs them where rounding is magnified; else as they are."""
+def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
+    """Return (scores, backend): float64, or the power series, for a parameter at which float32 magnifies rounding."""
     if choice.theta is None or choice.theta >= choice.normalizer.parameter.wide_below:
         return z, backend
     return z.double(), "series" if choice.theta < choice.normalizer.parameter.series_below else backend
@@ -93,7 +130,7 @@ def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend
     mask = None if visible is None else visible.reshape(flat.shape)
     column = None
     if theta is not None:
-        column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(ops.accumulator(z.dtype))
+        column = theta.expand(*z.shape[:-1], 1).reshape(-1).to(accumulator(z.dtype))
     return ops.rows_weights(flat, mask, column, choice.spec, scale, backend).reshape(z.shape)
 
 
@@ -101,12 +138,12 @@ def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> 
     z = z if visible is None else z.masked_fill(~visible, -math.inf)  # what is hidden cannot leak, not even as NaN
     bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
     factor = torch.full_like(bad, scale, dtype=torch.float64).masked_fill(bad, math.nan)  # the gradient is NaN too
-    p = choice.reference(scaled(z.double(), choice, factor), visible, theta).to(z.dtype)
+    p = choice.reference(scale_scores(z.double(), choice, factor), visible, theta).to(z.dtype)
     return p.masked_fill(bad, math.nan)
 
 
-def transformed(*tensors: Tensor | None) -> bool:
-    """Whether a tangent rides on one of these, or torch.func asks for its gradient: what the ops cannot carry."""
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """True if a tensor has a tangent, or torch.func wants its gradient: what the fused ops cannot carry."""
     if torch.compiler.is_compiling():
         return _is_within_transform()
     given = [x for x in tensors if x is not None]
@@ -122,6 +159,6 @@ def _is_within_transform() -> bool:
     return any("Jvp" in kind or "Grad" in kind for kind in kinds)
 
 
-def _may(condition: Tensor) -> bool:
-    """Whether a per-row case occurs; where that cannot be known, while tracing or of shapes alone, it may."""
+def _may_be_true(condition: Tensor) -> bool:
+    """True if any entry is true, or if that cannot be known (while tracing, or of shapes alone)."""
     return has_no_values(condition) or bool(condition.detach().any())

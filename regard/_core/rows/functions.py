@@ -1,4 +1,4 @@
-"""Rows: every public function is a few lines over `run`, which checks what remains and takes the path."""
+"""The public row functions: `normalize` and its named forms, each a line or two over `run`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.rows.execute import run
 from regard._core.rows.log_softmax import log_softmax as log_softmax
 from regard._core.rows.log_softmax import logsumexp as logsumexp
-from regard._core.rows.temperature_limits import is_extreme, quotient
+from regard._core.rows.temperature_limits import divide_visible
 from regard._core.rows.validation import check_dense, check_device, check_scores, check_temperature, fits, is_float
 from regard.normalizers import Choice
 
@@ -139,7 +139,7 @@ def sigmoid_norm(
 
 
 def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> Tensor:
-    """A bias per row or entry is one more score, added after the temperature."""
+    """Sigmoid with a bias per row or entry, which is one more score, added after the temperature."""
     check_dense(bias, "bias")
     if not is_float(bias):
         raise TypeError(f"bias must be a number or a tensor of float16 or wider, got {bias.dtype}")
@@ -149,8 +149,7 @@ def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> 
     t = check_temperature(temperature)
     if isinstance(t, Tensor) or t in (0.0, math.inf):
         raise ValueError("a tensor bias needs a positive, finite number as temperature; divide z by the tensor first")
-    wide = z.double() if is_extreme(t) else z.to(ops.accumulator(z.dtype))
-    wide = quotient(wide, t, most=torch.finfo(wide.dtype).max / 2) + bias
+    wide = divide_visible(z.to(accumulator(z.dtype)), t) + bias
     return run(wide, normalizers.get("sigmoid"), None, dim, 1.0, mask, None).to(z.dtype)
 
 

@@ -15,13 +15,18 @@ from torch.library import custom_op
 
 from regard import normalizers
 from regard._core import ops
-from regard._core.rows.execute import careful, transformed
-from regard._core.rows.temperature_limits import below_top, is_extreme, limit, moves_with_its_scores, scaled
+from regard._core.rows.execute import is_transformed, widen_near_softmax
+from regard._core.rows.temperature_limits import (
+    is_shift_invariant,
+    scale_scores,
+    subtract_max,
+    temperature_limit,
+)
 from regard._core.rows.validation import check_device, check_scores, check_temperature, choose_rows_backend
 from regard.statistics import Terms, solve_shift
 
 
-def _checked(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choice, float]:
+def _check(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choice, float]:
     check_scores(z, "z")
     if z.ndim == 0:
         raise ValueError("z must have at least one dimension, got a scalar; write z[None]")
@@ -40,20 +45,20 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     tensor([[ 0.2500, -0.2500],
             [-0.2500,  0.2500]])
     """
-    choice, t = _checked(z, normalizer, temperature)
+    choice, t = _check(z, normalizer, temperature)
     z = z.detach()
     if t == 0.0 or z.numel() == 0:  # constant almost everywhere
         return z.new_zeros((*z.shape, z.shape[-1]))
     if t == math.inf:
-        return _dense(z, lambda row: limit(row, choice, None, None, cold=False))
+        return _dense(z, lambda row: temperature_limit(row, choice, None, None, cold=False))
     if not (choice.fused or choice.is_blurred()):
         return _dense(z, lambda row: choice.reference(row / t, None, choice.theta))
-    return (_in_one_step if torch.compiler.is_compiling() else _closed)(z, choice.spec, t)
+    return (_jacobian_op if torch.compiler.is_compiling() else _closed_form)(z, choice.spec, t)
 
 
-def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
+def _closed_form(z: Tensor, normalizer: str, t: float) -> Tensor:
     choice, wide = normalizers.get(normalizer), z.double()
-    s = (below_top(wide)[0] if moves_with_its_scores(choice) else wide) / t  # a quotient rounds by the score
+    s = (subtract_max(wide)[0] if is_shift_invariant(choice) else wide) / t  # a quotient rounds by the score
     seen = s != -math.inf
     terms, y = Terms(choice), s.masked_fill(~seen, 0.0)
     if choice.family == "ratio":
@@ -75,28 +80,28 @@ def _closed(z: Tensor, normalizer: str, t: float) -> Tensor:
         b, c = a, a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     poisoned = (s.isnan() | (s == math.inf)).any(-1, keepdim=True)[..., None]
     full = -c[..., :, None] * b[..., None, :]
-    if moves_with_its_scores(choice):  # columns sum to 0: the diagonal of a nearly one-hot row need not cancel
+    if is_shift_invariant(choice):  # columns sum to 0: the diagonal of a nearly one-hot row need not cancel
         full = full.masked_fill(torch.eye(z.shape[-1], dtype=torch.bool, device=z.device), 0.0)
         a = -full.sum(-2)
     return ((full + torch.diag_embed(a)) / t).masked_fill(poisoned, math.nan).to(z.dtype)
 
 
-# for a compiled graph, in which a normaliser's functions cannot be retold in torch
-_in_one_step = custom_op("regard::jacobian", mutates_args=())(_closed)
+# for a compiled graph, in which tile functions cannot be translated to torch
+_jacobian_op = custom_op("regard::jacobian", mutates_args=())(_closed_form)
 
 
-@_in_one_step.register_fake
+@_jacobian_op.register_fake
 def _(z, normalizer, t):
     return z.new_empty((*z.shape, z.shape[-1]))
 
 
-@_in_one_step.register_vmap
+@_jacobian_op.register_vmap
 def _(info, in_dims, z, normalizer, t):
-    return _in_one_step(z.movedim(in_dims[0], 0), normalizer, t), 0
+    return _jacobian_op(z.movedim(in_dims[0], 0), normalizer, t), 0
 
 
 def _dense(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Row by row, in float64, by autograd."""
+    """The Jacobian of each row by autograd, in float64."""
     rows = torch.func.vmap(torch.func.jacrev(function))(z.double().reshape(-1, z.shape[-1]))
     return rows.reshape(*z.shape, z.shape[-1]).to(z.dtype)
 
@@ -108,7 +113,7 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     >>> regard.vjp(torch.zeros(2), torch.tensor([1.0, 0.0]))
     tensor([ 0.2500, -0.2500])
     """
-    choice, t = _checked(z, normalizer, temperature)
+    choice, t = _check(z, normalizer, temperature)
     check_scores(grad, "grad")
     if grad.shape != z.shape:
         raise ValueError(f"grad must be a tensor of z's shape {tuple(z.shape)}, got {tuple(grad.shape)}")
@@ -119,16 +124,14 @@ def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float
     if wide != z.dtype:  # a gradient that z's dtype may not hold
         return vjp(z.to(wide), grad.to(wide), normalizer, t, backend=backend).to(z.dtype)
     if t == math.inf:
-        return torch.func.vjp(lambda x: limit(x, choice, None, None, cold=False), z)[1](grad.to(z.dtype))[0]
-    if z.dtype != torch.float64 and is_extreme(t):
-        return vjp(z.double(), grad.double(), normalizer, t, backend=backend).to(z.dtype)
+        return torch.func.vjp(lambda x: temperature_limit(x, choice, None, None, cold=False), z)[1](grad.to(z.dtype))[0]
     backend = choose_rows_backend(z.device, backend)
-    if not choice.fused or backend == "reference" or transformed(z, grad):
-        rows = partial(scaled, choice=choice, scale=1.0 / t)
+    if not choice.fused or backend == "reference" or is_transformed(z, grad):
+        rows = partial(scale_scores, choice=choice, scale=1.0 / t)
         ds = torch.func.vjp(lambda x: choice.reference(rows(x), None, choice.theta), z.double())[1](grad.double())[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
         return ds.masked_fill(bad, math.nan).to(z.dtype)
-    scores, backend = careful(z, choice, backend)
+    scores, backend = widen_near_softmax(z, choice, backend)
     dp = (grad if scores is z else grad.double()).reshape(-1, z.shape[-1])
     flat = scores.reshape(-1, z.shape[-1])
     p, state = ops.rows(flat, None, None, choice.spec, 1.0 / t, backend)

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core import ops
+from regard._core.dtypes import accumulator
 from regard._core.readable import readable
-from regard._core.rows.temperature_limits import attached, below_top, is_extreme, limit, quotient
+from regard._core.rows.temperature_limits import (
+    divide_visible,
+    subtract_max,
+    temperature_limit,
+    with_zero_gradient,
+)
 from regard._core.rows.validation import (
     check_device,
     check_dim,
@@ -28,7 +33,7 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     >>> regard.logsumexp(torch.tensor([1000.0, 1000.0]))
     tensor(1000.6932)
     """
-    rows, t, _ = _checked(z, dim, temperature)
+    rows, t, _ = _check(z, dim, temperature)
     nothing = (rows == -math.inf).all(-1)
     rows = rows.masked_fill(nothing[..., None], 0.0)  # −inf has no gradient of 0
     if t is None:
@@ -36,8 +41,8 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     inside = (t > 0.0) & (t < math.inf)
     if inside is False or (isinstance(t, Tensor) and readable(inside) and not bool(inside.all())):
         raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
-    below, top = below_top(_wide(rows, t))
-    total = (top / t + torch.logsumexp(quotient(below, t), -1, keepdim=True)).squeeze(-1)
+    below, top = subtract_max(rows.to(accumulator(rows.dtype)))
+    total = (top / t + torch.logsumexp(divide_visible(below, t), -1, keepdim=True)).squeeze(-1)
     if isinstance(t, Tensor):
         total = total.masked_fill(~inside.squeeze(-1), math.nan)
     return total.masked_fill(nothing, -math.inf).to(rows.dtype)
@@ -52,43 +57,38 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
     >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
     tensor([    0., -1000.])
     """
-    rows, t, axis = _checked(z, dim, temperature)
+    rows, t, axis = _check(z, dim, temperature)
     nothing = (rows == -math.inf).all(-1, keepdim=True)
     rows = rows.masked_fill(nothing, 0.0)
     if t is None:
         result = torch.log_softmax(rows, -1)
     elif not isinstance(t, Tensor):
-        result = _at_limit(rows, cold=t == 0.0) if t in (0.0, math.inf) else _logarithm(rows, t)
+        result = _log_limit(rows, cold=t == 0.0) if t in (0.0, math.inf) else _log_softmax(rows, t)
     else:
         cold, hot = t == 0.0, t == math.inf
         plain = ~(cold | hot)
-        result = _logarithm(rows, t.where(plain, 1.0))
+        result = _log_softmax(rows, t.where(plain, 1.0))
         if not readable(plain) or not bool(plain.all()):
-            result = torch.where(cold, _at_limit(rows, cold=True), result)
-            result = torch.where(hot, _at_limit(rows, cold=False), result)
+            result = torch.where(cold, _log_limit(rows, cold=True), result)
+            result = torch.where(hot, _log_limit(rows, cold=False), result)
             result = result.masked_fill(~(t >= 0.0), math.nan)
     result = result.masked_fill(nothing, -math.inf)
     return result.movedim(-1, axis) if z.ndim else result.reshape(())
 
 
-def _logarithm(rows: Tensor, t: float | Tensor) -> Tensor:
-    below, _ = below_top(_wide(rows, t))
-    return torch.log_softmax(quotient(below, t), -1).to(rows.dtype)
+def _log_softmax(rows: Tensor, t: float | Tensor) -> Tensor:
+    below, _ = subtract_max(rows.to(accumulator(rows.dtype)))
+    return torch.log_softmax(divide_visible(below, t), -1).to(rows.dtype)
 
 
-def _at_limit(rows: Tensor, cold: bool) -> Tensor:
-    return attached(torch.log(limit(rows.detach(), normalizers.get("softmax"), None, None, cold)), rows)
+def _log_limit(rows: Tensor, cold: bool) -> Tensor:
+    return with_zero_gradient(
+        torch.log(temperature_limit(rows.detach(), normalizers.get("softmax"), None, None, cold)), rows
+    )
 
 
-def _wide(rows: Tensor, t: float | Tensor) -> Tensor:
-    """The dtype to divide in: float64 for a number that leaves float32 no room."""
-    if not isinstance(t, Tensor) and is_extreme(t):
-        return rows.double()
-    return rows.to(ops.accumulator(rows.dtype))
-
-
-def _checked(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, float | Tensor | None, int]:
-    """(z with `dim` last, the temperature likewise, the dimension); None where nothing is to be divided."""
+def _check(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, float | Tensor | None, int]:
+    """Return (z with `dim` last, the temperature moved alike, the dimension); None where nothing is to be divided."""
     check_scores(z, "z")
     axis = check_dim(z, dim)
     t = check_temperature(temperature)

@@ -1,7 +1,8 @@
-"""Each argument of a row function, checked by itself."""
+"""Checks each argument of a row function by itself."""
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from regard._core.readable import readable
 from regard.normalizers import Parameter
+
+LARGEST = 1e20  # a temperature, or its inverse
 
 
 def check_scores(scores: Tensor, name: str = "scores") -> None:
@@ -32,7 +35,7 @@ def check_dense(x: Tensor, name: str) -> None:
 
 
 def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Does a tensor of `shape` broadcast to `full`?"""
+    """True if a tensor of `shape` broadcasts to `full`."""
     try:
         return torch.broadcast_shapes(shape, full) == torch.Size(full)
     except RuntimeError:
@@ -40,7 +43,7 @@ def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
 
 
 def is_float(x: Tensor) -> bool:
-    """float64, float32, bfloat16 or float16; not float8, in which torch only stores."""
+    """True for float64, float32, bfloat16 and float16; not for float8, in which torch only stores."""
     return x.is_floating_point() and x.dtype.itemsize > 1
 
 
@@ -74,10 +77,11 @@ def check_temperature(temperature: float | Tensor) -> float | Tensor:
         raise TypeError(f"temperature must be a number or a tensor, got {type(temperature).__name__}")
     if not temperature >= 0:
         raise ValueError(f"temperature must be ≥ 0 and not NaN, got {temperature!r}")
-    try:
-        return float(temperature)
-    except OverflowError:
-        raise ValueError("temperature must be a number that float64 can hold, or inf; write math.inf") from None
+    if temperature not in (0.0, math.inf) and not 1.0 / LARGEST <= temperature <= LARGEST:
+        raise ValueError(
+            f"temperature must be 0, inf or between {1.0 / LARGEST:g} and {LARGEST:g}, got {temperature!r}"
+        )
+    return float(temperature)
 
 
 def check_device(x: Tensor, name: str, scores: Tensor) -> None:
@@ -86,13 +90,13 @@ def check_device(x: Tensor, name: str, scores: Tensor) -> None:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Is autocast on for the device of x? (`torch.amp.is_autocast_available` would break graphs of torch 2.11.)"""
+    """True if autocast is on for the device of x. (`torch.amp.is_autocast_available` breaks graphs of torch 2.11.)"""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def under_autocast(scores: Tensor) -> Tensor:
-    """The scores in the dtype that torch's softmax takes where autocast is on."""
+    """Cast scores to the dtype that torch's softmax takes where autocast is on."""
     if is_autocast(scores):
         return scores.to(torch.softmax(scores.new_empty((1,)), 0).dtype)
     return scores
@@ -120,7 +124,7 @@ def check_theta(theta: Tensor, parameter: Parameter) -> Tensor:
 
 
 def column_of(x: Tensor, name: str, shape: torch.Size, dim: int) -> Tensor:
-    """A per-row tensor with `dim` (of size 1) moved last, broadcastable to the scores moved likewise."""
+    """Expand a per-row tensor to size 1 in `dim` and move `dim` last."""
     want = [*shape]
     want[dim] = 1
     try:

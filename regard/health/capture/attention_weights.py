@@ -1,11 +1,9 @@
-"""The weights of a call that `using` leads, where its caller wants them, as torch's MultiheadAttention does by default
-and an eager model of transformers with output_attentions.
+"""Output and weights of a call under `using`, where the caller wants the weights.
 
     p = dropout(normaliser((cap(scale·q kᵀ) + bias) / T)),    o = p·v
 
-Output and weights are of one p, N × N as it was asked for. T is what `regard.attention` would divide by. The causal
-order is in the mask, where torch looks for it too when weights are wanted; windows and lengths it has none of. A sink
-is one more key, without a value and without a column in p.
+torch's MultiheadAttention wants them by default, an eager model of transformers with output_attentions. They are
+N × N, and the output is computed from them. The causal order is in the mask; a sink is one more key without a value.
 """
 
 from __future__ import annotations
@@ -19,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 import regard
-from regard._core.call import Call as Checked
-from regard._core.execute import with_policy
+from regard._core.execute import apply_policy
+from regard._core.options import AttentionOptions
+from regard._core.prepare import prepare
+from regard._core.problem import Problem
 from regard._core.rows.validation import is_autocast, under_autocast
 from regard.masks import blanked
 from regard.reference import with_sink
@@ -29,22 +29,20 @@ from regard.scores import soft_cap
 if TYPE_CHECKING:
     from regard.health.capture.call import Call
 
-UNSAID = dict(scale=None, normalizer="softmax", temperature=None, softcap=None, sink=None, window=None,
-              key_lengths=None, return_stats=False, backend=None)  # fmt: skip
 
-
-def weighed(call: Call) -> tuple[Tensor, Tensor]:
-    """(o, p), [B, H, M, E] and [B, H, M, N], in the dtypes that torch's would have."""
-    checked = with_policy(Checked.of(call.q, call.k, call.v, dropout_p=call.dropout, **{**UNSAID, **call.arguments}))
-    shown = under_autocast(call.q.new_empty(0, dtype=checked.dtype)).dtype
+def output_and_weights(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns (o, p), [B, H, M, E] and [B, H, M, N], in the dtypes that torch would return."""
+    options = AttentionOptions(dropout_p=call.dropout, **call.arguments)
+    checked = apply_policy(prepare(call.q, call.k, call.v, options))
+    p_dtype = under_autocast(call.q.new_empty(0, dtype=checked.dtype)).dtype
     with torch.autocast(call.q.device.type, enabled=False) if is_autocast(call.q) else contextlib.nullcontext():
         p, v = _weights(checked.problem)
         p = dropout(p, call.dropout) if call.dropout else p
-        return (p @ v).to(checked.dtype), p.to(shown)
+        return (p @ v).to(checked.dtype), p.to(p_dtype)
 
 
-def _weights(problem) -> tuple[Tensor, Tensor]:
-    """p, and the values it weighs."""
+def _weights(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Returns the weights, and the values with hidden rows zeroed."""
     wide = torch.promote_types(problem.q.dtype, torch.float32)
     q, k, v = (x.to(wide) for x in (problem.q, problem.k, problem.v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # heads that share them
@@ -59,6 +57,6 @@ def _weights(problem) -> tuple[Tensor, Tensor]:
     t = 1.0 if problem.temperature is None else problem.temperature[..., None]
     if problem.sink is not None:
         sink = problem.sink[..., None].to(wide)
-        seen = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
-        return with_sink(problem.choice, s / t, seen, sink), v
+        visible_keys = torch.ones_like(s, dtype=torch.bool) if visible is None else visible.expand(s.shape)
+        return with_sink(problem.choice, s / t, visible_keys, sink), v
     return regard.normalize(s, problem.choice.spec, temperature=t, mask=visible), v

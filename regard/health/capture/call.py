@@ -1,4 +1,4 @@
-"""One attention call inside a model: its inputs in `regard.attention`'s terms, and the model's own way to do it."""
+"""One attention call of a model: its inputs in `regard.attention`'s terms, and the model's own way to compute it."""
 
 from __future__ import annotations
 
@@ -6,66 +6,73 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import regard
-from regard.health.capture.attention_weights import weighed
+from regard.health.capture.attention_weights import output_and_weights
 
-CROSS = ("cross", "encoder_attn", "encdec")  # how modules of cross-attention, or what holds them, are called
-HIDDEN = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
-MAPPED = "it is called under torch.vmap, where no number can be looked at"
-NESTED = "its tensors are nested, one length for each sequence; give it padded ones, with a mask"
-HIDING = -9e3  # and so it does from here on where it holds nothing else but 0: −1e4 is what older models write
+CROSS_NAMES = ("cross", "encoder_attn", "encdec")  # parts of the names of cross-attention modules, or of their parents
+HIDES_ALWAYS = -1e8  # an additive mask at or below this hides a key: exp() of it is 0 in every dtype
+HIDES_AMONG_ZEROS = -9e3  # so it does from here on if all other entries are 0: older models write −1e4
+MAX_USES = 64
+UNDER_VMAP = "it is called under torch.vmap, where no value can be read"
+NESTED = "its tensors are nested, one length for each sequence; pass padded tensors with a mask"
 
 
 @dataclass
 class Call:
-    """q, k, v as [B, H, M, D], [B, G, N, D], [B, G, N, E]; `own(rows)` gives the model's output for these rows."""
+    """One attention call: q, k, v as [B, H, M, D], [B, G, N, D], [B, G, N, E], and options of `regard.attention`."""
 
     module: nn.Module
     q: Tensor
     k: Tensor
     v: Tensor
-    own: Callable[[Tensor | None], Tensor]  # rows (None: all) -> [B, H, rows, E]; no dropout
-    kind: str  # how it was caught: "sdpa", "eager", … or "regard"
+    own: Callable[[Tensor | None], Tensor]  # rows (None: all) -> the model's output [B, H, rows, E], without dropout
+    kind: str  # the function that was captured: "sdpa", "eager", … or "regard"
     mask: Tensor | None = None  # bool (True = visible) or additive, broadcasting to [B, H, M, N]
     causal: bool = False
     options: dict = field(default_factory=dict)  # more keyword arguments of regard.attention
-    dropout: float = 0.0  # what the model's own way drops while it runs
-    cross: bool | None = None  # do the queries come from elsewhere than the keys? None: the module's name tells
+    dropout: float = 0.0  # what the model's own function drops
+    cross: bool | None = None  # cross-attention? None: see `is_cross`
     sliceable: bool = True  # may `own` be asked for a few rows only?
-    obstacle: str | None = None  # why it cannot be measured, where that is plain from the outside
+    obstacle: str | None = None  # why it cannot be measured
     folded: bool = False  # of three dims, which may hold heads among the sequences
-    shows: bool = False  # does the model want the weights as well?
-    told: dict = field(default_factory=dict)  # what the model told its attention function beside all this
-    weights: list[Tensor] | None = None  # where they are wanted, for `run` to put them in
+    wants_weights: bool = False  # does the model want the weights as well?
+    model_options: dict = field(default_factory=dict)  # what else the model passed to its attention function
+    weights: list[Tensor] | None = None  # where `run` puts the weights, if they are wanted
 
     @property
     def arguments(self) -> dict:
-        """Keyword arguments of `regard.attention` beside q, k, v."""
+        """Keyword arguments of `regard.attention` besides q, k, v."""
         return dict(attn_mask=self.mask, is_causal=self.causal, enable_gqa=True, **self.options)
 
-    def with_options(self, **changes) -> Call:
+    def with_options(self, **changes: Any) -> Call:
+        """Returns a copy with some options of `regard.attention` changed."""
         return replace(self, options={**self.options, **changes})
 
     def run(self) -> Tensor:
-        """The output by `regard.attention`, dropout included."""
+        """Returns the output of `regard.attention`, dropout included."""
         if self.weights is not None:
-            output, p = weighed(self)
+            output, p = output_and_weights(self)
             self.weights[:] = [p]
             return output
         return regard.attention(self.q, self.k, self.v, dropout_p=self.dropout, **self.arguments)
 
-    def first(self, sequences: int) -> Call:
-        """The same call for the first few sequences of its batch alone."""
+    def is_cross(self, name: str) -> bool:
+        """True for cross-attention, by the call itself or else by the module's name."""
+        return is_cross_name(name) if self.cross is None else self.cross
 
-        def cut(x):
-            return x[:sequences] if isinstance(x, Tensor) and x.ndim and x.shape[0] == batch else x
+    def first_sequences(self, count: int) -> Call:
+        """Returns the call for the first few sequences of its batch alone."""
+
+        def cut(x: Any) -> Any:
+            return x[:count] if isinstance(x, Tensor) and x.ndim and x.shape[0] == batch else x
 
         batch = self.q.shape[0]
-        if sequences >= batch:
+        if count >= batch:
             return self
         per_batch = {"key_lengths": cut(self.options.get("key_lengths"))}
         for name in ("temperature", "sink"):
@@ -76,8 +83,47 @@ class Call:
         return small.with_options(**{key: value for key, value in per_batch.items() if value is not None})
 
 
-def as_four(x: Tensor) -> Tensor:
-    """[…, L, D] as [B, H, L, D]: three dims are a batch of single heads, more than four share the batch."""
+class UseCounter:
+    """Counts the uses of each module within a forward: its n-th call is its n-th use, reported as a layer of its own.
+
+    A call whose keys continue those of an earlier one is a cache that grew, and the same use.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[Any, str], list[tuple[int, Tensor]]] = {}  # per use: number of keys, the first one [D]
+        self.token: Any = None
+
+    def begin(self) -> None:
+        self._keys.clear()
+        self.token = None
+
+    def count(self, call: Call, name: str, token: Any) -> int:
+        """Returns 0, 1, … up to MAX_USES − 1, which all later uses share; `token` identifies the forward."""
+        self.token = token
+        known = self._keys.setdefault((token, name), [])
+        last = min(len(known), MAX_USES - 1)
+        if call.k.numel() == 0 or call.obstacle is not None:
+            return last
+        queries, keys, first = call.q.shape[2], call.k.shape[2], call.k.detach()[0, 0, 0]
+        grown = (use for use, (size, key) in enumerate(known) if keys == size + queries and key.equal(first))
+        use = next(grown, last)
+        known[use : use + 1] = [(keys, first.clone())]
+        return use
+
+
+def is_cross_name(name: str) -> bool:
+    """True if a module's name, or its parent's, says cross-attention; names farther up name the model.
+
+    >>> from regard.health.capture.call import is_cross_name
+    >>> is_cross_name("decoder.layers.0.encoder_attn"), is_cross_name("crossformer.layers.0.attn")
+    (True, False)
+    """
+    near = ".".join(name.lower().split(".")[-2:])
+    return any(part in near for part in CROSS_NAMES)
+
+
+def as_four_dims(x: Tensor) -> Tensor:
+    """Views […, L, D] as [B, H, L, D]: three dims are a batch of single heads, more than four share the batch."""
     if x.ndim == 4:
         return x
     if x.ndim < 4:
@@ -85,13 +131,13 @@ def as_four(x: Tensor) -> Tensor:
     return x.flatten(0, x.ndim - 4)
 
 
-def laid_out(o: Tensor) -> Tensor:
-    """[B, H, M, E] in memory as [B, M, H, E], as torch's fused attention leaves it: models take views of that."""
+def in_torch_layout(o: Tensor) -> Tensor:
+    """Lays [B, H, M, E] out in memory as [B, M, H, E], as torch's fused attention does: models take views of that."""
     return o.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def is_vmapped(x: Tensor | None) -> bool:
-    """Does it stand for many tensors, inside torch.vmap?"""
+    """True for a tensor that stands for many inside torch.vmap."""
     while x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_batchedtensor(x):
             return True
@@ -99,60 +145,84 @@ def is_vmapped(x: Tensor | None) -> bool:
     return False
 
 
+_DERIVED: deque = deque(maxlen=16)
+
+
+def derive(make: Callable, *inputs: Any) -> Any:
+    """Returns make(*inputs), computed once for the layers of one forward that share these inputs.
+
+    Never kept: what autograd follows, and tensors of inference mode, which have no version to tell a change by.
+    """
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if any(x.is_inference() or x.requires_grad or is_vmapped(x) for x in tensors):
+        return make(*inputs)
+    versions = [x._version for x in tensors]
+    for known_make, known_inputs, known_versions, known in list(_DERIVED):
+        if known_make is make and known_versions == versions and _are_same(known_inputs, inputs):
+            return known
+    made = make(*inputs)
+    _DERIVED.append((make, inputs, versions, made))
+    return made
+
+
+def _are_same(before: tuple, now: tuple) -> bool:
+    return all(
+        a is b or (not (isinstance(a, Tensor) or isinstance(b, Tensor)) and a == b)
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def forget_derived() -> None:
+    """Drops what `derive` has kept; called when a forward ends."""
+    _DERIVED.clear()
+
+
 def causal_rows(rows: Tensor, keys: int) -> Tensor:
-    """The rows of torch's causal mask, [1, 1, rows, keys]: query i sees keys ≤ i."""
-    for known, length, mask in _CAUSAL:  # layers ask for the same
-        if known is rows and length == keys:
-            return mask
-    mask = (torch.arange(keys, device=rows.device) <= rows[:, None])[None, None]
-    _CAUSAL.append((rows, keys, mask))
-    return mask
+    """Returns the rows of torch's causal mask, [1, 1, rows, keys]: query i sees keys ≤ i."""
+    return derive(_causal_rows, rows, keys)
 
 
-def rows_of(mask: Tensor | None, rows: Tensor) -> Tensor | None:
-    """The rows of a mask or bias, which may broadcast over them."""
+def _causal_rows(rows: Tensor, keys: int) -> Tensor:
+    return (torch.arange(keys, device=rows.device) <= rows[:, None])[None, None]
+
+
+def select_rows(mask: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Returns some rows of a mask or bias, which may broadcast over them."""
     if mask is None or mask.ndim < 2 or mask.shape[-2] == 1:
         return mask
     return mask.index_select(-2, rows)
 
 
-def cleaned(mask: Tensor | None) -> Tensor | None:
-    """The same mask as regard takes it: bool where it only hides, else additive with −inf for what is hidden.
+def clean_mask(mask: Tensor | None) -> Tensor | None:
+    """Returns a mask as regard takes it: bool where it only hides, else additive with −inf for what is hidden.
 
-    >>> from regard.health.capture.call import cleaned
-    >>> cleaned(torch.tensor([[0.0, -1e9]]))
+    A mask that needs a gradient stays additive, even if all of it is 0.
+
+    >>> from regard.health.capture.call import clean_mask
+    >>> clean_mask(torch.tensor([[0.0, -1e9]]))
     tensor([[ True, False]])
     """
     if mask is None or mask.dtype == torch.bool or is_vmapped(mask):
         return mask
-    now = None if mask.is_inference() else mask._version
-    for raw, version, clean in _CLEANED:  # layers share their mask
-        if raw is mask and version == now:
-            return clean
-    if mask.is_floating_point():
-        hidden = mask <= HIDING
-        if not bool((hidden | (mask == 0)).all()):
-            hidden = mask <= max(HIDDEN, torch.finfo(mask.dtype).min / 2)
-        clean = ~hidden if bool((hidden | (mask == 0)).all()) else mask.masked_fill(hidden, -math.inf)
-    else:
-        clean = mask != 0
-    _CLEANED.append((mask, now, clean))
-    return clean
+    return derive(_clean_mask, mask)
 
 
-_CLEANED: deque = deque(maxlen=4)
-_CAUSAL: deque = deque(maxlen=2)
+def _clean_mask(mask: Tensor) -> Tensor:
+    if not mask.is_floating_point():
+        return mask != 0
+    hidden = mask <= HIDES_AMONG_ZEROS
+    hides_only = bool((hidden | (mask == 0)).all())
+    if not hides_only:
+        hidden = mask <= max(HIDES_ALWAYS, torch.finfo(mask.dtype).min / 2)
+        hides_only = bool((hidden | (mask == 0)).all())
+    is_learned = mask.requires_grad and torch.is_grad_enabled()
+    return ~hidden if hides_only and not is_learned else mask.masked_fill(hidden, -math.inf)
 
 
-def forget_masks() -> None:
-    _CLEANED.clear()
-    _CAUSAL.clear()
-
-
-def joined(
+def merge_mask_and_bias(
     mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int, keys: int
 ) -> tuple[Tensor | None, bool]:
-    """A clean mask, a bias and causal order as one (mask, causal) pair; a mask of transformers has the order in it."""
+    """Merges a clean mask, a bias and causal order into one (mask, causal); masks of transformers hold the order."""
     if bias is None:
         return mask, causal and mask is None
     if causal and mask is None:
@@ -162,14 +232,3 @@ def joined(
     if mask.dtype == torch.bool:
         return bias.masked_fill(~mask, -math.inf), False
     return bias + mask.to(bias.dtype), False
-
-
-def named_cross(name: str) -> bool:
-    """Does a module's name, or that of what holds it, say cross-attention? Names farther up say what the model is.
-
-    >>> from regard.health.capture.call import named_cross
-    >>> named_cross("decoder.layers.0.encoder_attn"), named_cross("crossformer.layers.0.attn")
-    (True, False)
-    """
-    near = ".".join(name.lower().split(".")[-2:])
-    return any(part in near for part in CROSS)

@@ -1,8 +1,7 @@
-"""Catch every attention call inside a model, on the path that the model takes anyway.
+"""Hooks on a model's modules, and the interceptions that every captured attention call is routed through.
 
-Two doors, shut again afterwards: transformers' attention registry (`huggingface.py`), and torch's functions and
-regard's own op (`torch_door.py`). A call becomes a `Call`; swaps may change it, then an observer gives the output, or
-the model's own way does. Each thread has its own forwards, and an observer sees those of the thread that started it.
+A captured call is a `Call`. Swaps may change it; then an observer computes its output, or the model's own function.
+`torch_calls.py` captures torch's functions and regard's op, `transformers_calls.py` the registry of transformers.
 """
 
 from __future__ import annotations
@@ -10,94 +9,124 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import UserList
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import _pop_mode_temporarily
 
-from regard.health.capture.call import MAPPED, Call, forget_masks, is_vmapped, laid_out
-from regard.health.capture.forward_scope import OPENED, bury_dead, close_forward, open_forward
-from regard.health.capture.layer_keys import given_tokens
-from regard.health.capture.threads import PerThread, SlowPath
+from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torch_layout, is_vmapped
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
-PLAIN = (
-    nn.Linear,
-    nn.LayerNorm,
-    nn.Embedding,
-    nn.Dropout,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.GELU,
-    nn.ReLU,
-)  # no attention inside
-SMALL = ("Norm", "Embedding", "Activation")  # nor in what is called so; if there were, it would go by the name above
+WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
+SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation")  # of class names
 
 
 def as_written(model: nn.Module) -> nn.Module:
-    """What torch.compile was given, where `model` is what it returned: layers have the names they have there."""
+    """Returns the module that `torch.compile` was given, where `model` is what it returned."""
     return getattr(model, "_orig_mod", model)
 
 
-def as_copied(model: nn.Module) -> nn.Module:
-    """What nn.DataParallel copies to its devices, where `model` is one that has several: it is the copies that run."""
-    return model.module if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1 else model
+def refuse_data_parallel(model: nn.Module) -> None:
+    """Raises ValueError for `nn.DataParallel` over several devices, because it runs copies of the model."""
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise ValueError("model is nn.DataParallel over several devices, which runs copies of it; pass model.module")
+
+
+class ThreadState(threading.local):
+    """What one thread is running; each thread has its own."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, Any]] = []  # modules whose forward runs, and a token of that forward
+        self.scopes: list[tuple[contextlib.AbstractContextManager, int, Any]] = []  # context, stack depth, owner
+        self.captures = 0  # `torch_calls` blocks that are open
+        self.busy = False  # inside a captured call: what it calls is not captured again
+        self.multi_head: dict | None = None  # passed by a multi-head call to the sdpa call inside it
+
+
+STATE = ThreadState()
+
+
+def open_scope(context: contextlib.AbstractContextManager, owner: Any = None) -> None:
+    """Enters a context in a forward pre-hook; `close_scope` leaves it in the forward hook."""
+    depth = len(STATE.stack)
+    context.__enter__()
+    STATE.scopes.append((context, depth, owner))
+
+
+def close_scope(context: contextlib.AbstractContextManager | None) -> None:
+    """Leaves a context if it is open, and all that were entered after it.
+
+    Ctrl-C ends a forward without any hook: whoever opened the scope closes it at its next forward.
+    """
+    at = next((at for at, scope in enumerate(STATE.scopes) if scope[0] is context), None)
+    while at is not None and len(STATE.scopes) > at:
+        STATE.scopes.pop()[0].__exit__(None, None, None)
+
+
+def close_scopes(owner: Any = None) -> None:
+    """Leaves the contexts of one owner that are open in this thread, or all of them."""
+    for context, _, opened_by in STATE.scopes[:]:
+        if owner is None or opened_by is owner:
+            close_scope(context)
 
 
 class Interception:
     """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output).
 
-    With `opens`, torch's own functions are caught in every forward of the model or of a part of it; otherwise only
-    within `torch_calls()`.
+    With `in_every_forward`, torch's own functions are captured in every forward of the model or of a part of it;
+    otherwise only within `torch_calls()`.
     """
 
     def __init__(
-        self, model: nn.Module, *, swap: Callable | None = None, observe: Callable | None = None, opens: bool = False
+        self,
+        model: nn.Module,
+        *,
+        swap: Callable[[Call], Call] | None = None,
+        observe: Callable[[Call, str, Callable[[], Tensor]], Tensor] | None = None,
+        in_every_forward: bool = False,
     ) -> None:
-        self.model, self.swap, self.observe, self.opens = model, swap, observe, opens
+        self.model, self.swap, self.observe, self.in_every_forward = model, swap, observe, in_every_forward
         self.modules = list(as_written(model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
-        self.thread: int | None = None  # whose calls an observer sees
         self._hooks: list = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # in place, by module.compile()
 
-    def sees(self, module: nn.Module) -> bool:
-        return id(module) in self.names and self.thread in (None, threading.get_ident())
-
-    def _every(self) -> list[nn.Module]:
+    def _all_modules(self) -> list[nn.Module]:
         modules = [module for _, module in self.modules]
         return modules if self.model is modules[0] else [self.model, *modules]
 
     def start(self) -> None:
-        bury_dead()
-        if self.observe is not None:
-            self.thread = threading.get_ident()
-        with _DOORS:
+        """Registers the hooks; compiled modules run as they were written until `stop`."""
+        close_scopes()
+        with _LOCK:
             self._start()
 
     def _start(self) -> None:
+        if not ACTIVE:
+            _FAST_PATH[0] = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's, whose attention no hook sees
         ACTIVE.append(self)
-        for module in self._every():
+        for module in self._all_modules():
             if module._compiled_call_impl is not None:
                 self._compiled.append((module, module._compiled_call_impl))
                 module._compiled_call_impl = None
-            if module._modules or not (isinstance(module, PLAIN) or type(module).__name__.endswith(SMALL)):
-                self._hooks.append(module.register_forward_pre_hook(partial(_enter, self.thread), with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(partial(_leave, self.thread), always_call=True))
+            if module._modules or not _lacks_attention(module):
+                self._hooks.append(module.register_forward_pre_hook(_enter_forward, with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(_leave_forward, always_call=True))
         if "transformers" in sys.modules:
             from regard.health.capture import transformers_calls
 
-            transformers_calls.open_door()
+            transformers_calls.patch_registry()
 
     def stop(self) -> None:
-        bury_dead()
-        with _DOORS:
+        """Removes the hooks and leaves the model as it was."""
+        close_scopes()
+        with _LOCK:
             self._stop()
 
     def _stop(self) -> None:
@@ -106,43 +135,53 @@ class Interception:
             hook.remove()
         self._hooks.clear()
         for module, call in self._compiled:
-            heir = next((one for one in ACTIVE if id(module) in one.names), None)  # that runs it as written too
+            heir = next((one for one in ACTIVE if id(module) in one.names), None)  # it runs as written there too
             if heir is None:
                 module._compiled_call_impl = call
             else:
                 heir._compiled.append((module, call))
         self._compiled.clear()
-        if not ACTIVE and "transformers" in sys.modules:
+        if ACTIVE:
+            return
+        torch.backends.mha.set_fastpath_enabled(_FAST_PATH[0])
+        if "transformers" in sys.modules:
             from regard.health.capture import transformers_calls
 
-            transformers_calls.close_door()
+            transformers_calls.unpatch_registry()
 
     @contextlib.contextmanager
-    def torch_calls(self):
-        """Catch torch's own attention functions too, in this thread; what was compiled runs as it was written."""
-        depth = len(_STACK)
-        compiled = any("_orig_mod" in module._modules for module in self._every())
-        eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-        from regard.health.capture.torch_calls import Mode
+    def torch_calls(self) -> Iterator[None]:
+        """Captures torch's own attention functions in this thread; what was compiled runs as it was written."""
+        depth = len(STATE.stack)
+        is_compiled = any("_orig_mod" in module._modules for module in self._all_modules())
+        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+        from regard.health.capture.torch_calls import TorchCalls
 
+        STATE.captures += 1
         try:
-            with eagerly, _SLOW_PATH, _pushed(Mode()):
+            with eagerly, TorchCalls():
                 yield
         finally:
-            del _STACK[depth:]
+            STATE.captures -= 1
+            del STATE.stack[depth:]
+            forget_derived()
 
     @contextlib.contextmanager
-    def in_forward(self):
-        """All of it for a forward of the model that begins just now, in its pre-hook: see `open_forward`."""
-        with self:
+    def in_forward(self) -> Iterator[None]:
+        """Captures one forward of the model that begins now, in its pre-hook: see `open_scope`."""
+        with _LOCK:
+            self._start()
+        try:
             own = self.model._forward_pre_hooks.keys() | self.model._forward_hooks.keys()
-            # torch walks through the model's own hooks when its forward raises: none may go then, so they go now
+            # torch iterates over the model's own hooks when its forward raises: none may be removed then
             for hook in [hook for hook in self._hooks if hook.id in own]:
                 hook.remove()
             with self.torch_calls():
-                _STACK.append((as_written(self.model), object()))  # in the place of its own hooks
+                STATE.stack.append((as_written(self.model), object()))  # in the place of its own hooks
                 yield
-        forget_masks()
+        finally:
+            with _LOCK:
+                self._stop()
 
     def __enter__(self) -> Interception:
         self.start()
@@ -152,103 +191,107 @@ class Interception:
         self.stop()
 
 
-ACTIVE: list[Interception] = []  # other threads start and stop theirs meanwhile: whoever walks it takes a copy
-_DOORS = threading.RLock()  # of those who open and shut
-_SLOW_PATH = SlowPath()
-_STACK: UserList[tuple[nn.Module, Any]] = (
-    PerThread()
-)  # the modules whose forward is running, and a token of the step it belongs to
-_BUSY = PerThread([False])  # inside a caught call: what it calls is not caught again
+ACTIVE: list[Interception] = []
+_LOCK = threading.RLock()  # held while hooks and patches are put on or taken off, never over a forward
+_FAST_PATH = [True]  # torch's setting before the first interception
 
 
-def _enter(thread: int | None, module, inputs, named=None) -> None:  # None: its hook was just taken off elsewhere
-    if torch.compiler.is_compiling() or thread not in (None, threading.get_ident()):  # forwards of others are theirs
-        return
-    if OPENED and any(module is one.model for one in ACTIVE[:]):
-        bury_dead()
-    if not OPENED:
-        for one in ACTIVE[:]:
-            if one.opens and id(module) in one.names:
-                open_forward(one.torch_calls())
-                break
-    _STACK.append((module, object() if given_tokens(inputs, named or {}) else step()))
+def _lacks_attention(module: nn.Module) -> bool:
+    return isinstance(module, WITHOUT_ATTENTION) or type(module).__name__.endswith(SUFFIXES_WITHOUT_ATTENTION)
 
 
-def _leave(thread: int | None, module, inputs, output) -> None:
-    if torch.compiler.is_compiling() or thread not in (None, threading.get_ident()):
-        return
-    if _STACK and _STACK[-1][0] is module:
-        _STACK.pop()
-    close_forward()
-
-
-@contextlib.contextmanager
-def _pushed(mode: TorchFunctionMode):
-    mode.__enter__()
-    try:
-        yield
-    finally:
-        depth = torch._C._len_torch_function_stack()
-        if depth and torch._C._get_function_stack_at(depth - 1) is mode:  # autograd restores the stack it found
-            mode.__exit__(None, None, None)
-
-
-def watched(module: nn.Module | None) -> list[Interception]:
-    """Who has a say in calls of that module; nobody where torch.compile reads it: its code would keep what they say."""
+def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) -> None:
     if torch.compiler.is_compiling():
+        return
+    opener = next((one for one in ACTIVE[:] if one.in_every_forward and id(module) in one.names), None)
+    if opener is not None:
+        if module is opener.model:
+            close_scopes(opener)  # of a forward that Ctrl-C ended
+        if not STATE.scopes:
+            open_scope(opener.torch_calls(), opener)
+    STATE.stack.append((module, object() if is_given_tokens(inputs, named or {}) else forward_token()))
+
+
+def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if STATE.stack and STATE.stack[-1][0] is module:
+        STATE.stack.pop()
+    if not STATE.stack:
+        forget_derived()
+    if STATE.scopes and len(STATE.stack) <= STATE.scopes[-1][1]:
+        close_scope(STATE.scopes[-1][0])
+
+
+def is_given_tokens(inputs: tuple, named: dict) -> bool:
+    """True if the first tensor that a module is given holds integers: there a new forward begins.
+
+    >>> from regard.health.capture.interception import is_given_tokens
+    >>> is_given_tokens((torch.arange(4),), {}), is_given_tokens((torch.randn(4, 8),), {"ids": torch.arange(4)})
+    (True, False)
+    """
+    for x in (*inputs, *named.values()):
+        if isinstance(x, Tensor):
+            return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return False
+
+
+def interceptions_of(module: nn.Module | None) -> list[Interception]:
+    """Returns the active interceptions that cover `module` in this thread.
+
+    Empty while torch.compile traces, because their effect would be baked into the graph.
+    """
+    if module is None or STATE.busy or not STATE.captures or torch.compiler.is_compiling():
         return []
-    return [] if _BUSY[0] or module is None else [one for one in ACTIVE[:] if one.sees(module)]
+    return [one for one in ACTIVE[:] if id(module) in one.names]
 
 
-def attend(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
-    """The output of a caught call: swaps first, then observers; `otherwise` is the model's own way, dropout and all."""
-    before, _BUSY[0] = _BUSY[0], True
+def route(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
+    """Returns the output of a captured call: swaps first, then observers; `run_original` is the model's own way."""
+    active = interceptions_of(call.module)
+    before, STATE.busy = STATE.busy, True
     try:
-        with _mode_aside():
-            return _attended(call, otherwise)
+        with _without_mode():
+            return _route(active, call, run_original)
     finally:
-        _BUSY[0] = before
+        STATE.busy = before
 
 
-def _attended(call: Call, otherwise: Callable[[], Tensor]) -> Tensor:
-    swapped, active = call, ACTIVE[:]
+def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) -> Tensor:
+    swapped = call
     for one in active:
-        if one.swap is not None and one.sees(call.module):
+        if one.swap is not None:
             swapped = one.swap(swapped)
     if swapped is not call:
-        otherwise = partial(_run, swapped)
+        run = partial(_run_swapped, swapped)
     if any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):
-        swapped = replace(swapped, obstacle=MAPPED)
-    for one in reversed(active):  # the first one asked has the others behind it
-        if one.observe is not None and one.sees(call.module):
-            otherwise = partial(one.observe, swapped, one.names[id(call.module)], otherwise)
-    return otherwise()
+        swapped = replace(swapped, obstacle=UNDER_VMAP)
+    for one in reversed(active):  # the first observer is outermost
+        if one.observe is not None:
+            run = partial(one.observe, swapped, one.names[id(call.module)], run)
+    return run()
 
 
-def _run(call: Call) -> Tensor:
-    return laid_out(call.run())
-
-
-class Catching(TorchFunctionMode):
-    """The mode of `torch_door`."""
+def _run_swapped(call: Call) -> Tensor:
+    return in_torch_layout(call.run())
 
 
 @contextlib.contextmanager
-def _mode_aside():
-    """Without our mode, where it is the innermost one: nothing is caught in here, and each torch call is cheaper."""
+def _without_mode() -> Iterator[None]:
+    """Pops our function mode where it is the innermost one: torch calls are cheaper without it."""
     depth = torch._C._len_torch_function_stack()
-    if not depth or not isinstance(torch._C._get_function_stack_at(depth - 1), Catching):
+    if not depth or not getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False):
         yield
         return
     with _pop_mode_temporarily():
         yield
 
 
-def running() -> nn.Module | None:
-    """The innermost module whose forward runs, of those that are watched."""
-    return _STACK[-1][0] if _STACK else None
+def running_module() -> nn.Module | None:
+    """Returns the innermost hooked module whose forward runs in this thread."""
+    return STATE.stack[-1][0] if STATE.stack else None
 
 
-def step() -> Any:
-    """A token of the innermost running forward that was given tokens; another forward, another token."""
-    return _STACK[-1][1] if _STACK else None
+def forward_token() -> Any:
+    """Returns an object that identifies the innermost running forward that was given tokens."""
+    return STATE.stack[-1][1] if STATE.stack else None

@@ -1,6 +1,6 @@
-"""The door to torch: its `scaled_dot_product_attention` and `multi_head_attention_forward`, regard's op and reference.
+"""Captures torch's `scaled_dot_product_attention` and `multi_head_attention_forward`, regard's op and its reference.
 
-A torch function mode catches them inside a watched module's forward, whatever name they were imported under.
+A torch function mode sees them inside a hooked module's forward, whatever name they were imported under.
 """
 
 from __future__ import annotations
@@ -8,34 +8,43 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections import UserList
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from regard._core.execute import by_reference
-from regard.health.capture.call import NESTED, Call, as_four, causal_rows, cleaned, rows_of
-from regard.health.capture.interception import SDPA, Catching, attend, running, watched
-from regard.health.capture.threads import PerThread
-from regard.masks import unbiased
-from regard.temperature.rows import asking
+from regard._core.execute import dense_attention
+from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
+from regard.health.capture.interception import SDPA, STATE, interceptions_of, route, running_module
+from regard.masks import resolve_causal_bias
+from regard.temperature.rows import is_measuring
 
-BEFORE_TRAINING = 13  # arguments of torch's multi-head function
-SDPAS = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
+ARGUMENTS_BEFORE_TRAINING = 13  # of torch's multi-head function
+SDPA_NAMES = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
 
 
-class Mode(Catching):
-    """While it lasts, attention functions of torch become `Call`s, in this thread."""
+class TorchCalls(TorchFunctionMode):
+    """Turns attention functions of torch into `Call`s, in the thread that enters it."""
+
+    captures_attention = True
 
     def __init__(self) -> None:
         super().__init__()
         self.handlers = {
-            **dict.fromkeys(SDPAS, lambda func, args, kwargs: _sdpa(*args, **kwargs)),
-            F.multi_head_attention_forward: _multi_head,
-            torch.ops.regard.attention.default: lambda func, args, kwargs: _regard(func, args),
-            by_reference: lambda func, args, kwargs: _reference(func, args),
+            **dict.fromkeys(SDPA_NAMES, lambda func, args, kwargs: _capture_sdpa(*args, **kwargs)),
+            F.multi_head_attention_forward: _capture_multi_head,
+            torch.ops.regard.attention.default: lambda func, args, kwargs: _capture_regard_op(func, args),
+            dense_attention: lambda func, args, kwargs: _capture_reference(func, args),
         }
+
+    def __exit__(self, *error: Any) -> None:
+        depth = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is self:  # autograd restores the stack it found
+            super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         handler = self.handlers.get(func)
@@ -44,43 +53,43 @@ class Mode(Catching):
         return handler(func, args, kwargs or {})
 
 
-def _sdpa(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *,
-    cross=None, weights=None,
-):  # fmt: skip
+def _capture_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+    enable_gqa=False, *, cross: bool | None = None, weights: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     def run(q, mask, causal, dropout):
         return SDPA(q, key, value, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
 
-    def otherwise():
+    def run_original():
         return run(query, attn_mask, is_causal, dropout_p)
 
-    module = running()
-    if not watched(module):
-        return otherwise()
+    module = running_module()
+    if not interceptions_of(module):
+        return run_original()
     if query.is_nested:
-        call = Call(module, query, key, value, own=lambda rows: otherwise(), kind="sdpa", obstacle=NESTED)
-        return attend(call, otherwise)
+        call = Call(module, query, key, value, own=lambda rows: run_original(), kind="sdpa", obstacle=NESTED)
+        return route(call, run_original)
 
-    told, ordered = unbiased(attn_mask, is_causal, query.device)
-    blind = getattr(attn_mask, "sees_nothing", None)  # rows that regard.attention opened, and blanks afterwards
+    mask_given, ordered = resolve_causal_bias(attn_mask, is_causal, query.device)
+    empty = getattr(attn_mask, "sees_nothing", None)  # empty rows, which regard.attention opens and zeroes afterwards
 
     def own(rows):
         if rows is None:
-            return blanked(as_four(run(query, attn_mask, is_causal, 0.0)), blind)
-        mask = rows_of(told, rows)
+            return zero_rows(as_four_dims(run(query, attn_mask, is_causal, 0.0)), empty)
+        mask = select_rows(mask_given, rows)
         if ordered:
             order = causal_rows(rows, key.shape[-2])[0, 0]
-            mask = order if mask is None else hidden_too(mask, ~order)
-        return blanked(as_four(run(query.index_select(-2, rows), mask, False, 0.0)), rows_of(blind, rows))
+            mask = order if mask is None else hide(mask, ~order)
+        return zero_rows(as_four_dims(run(query.index_select(-2, rows), mask, False, 0.0)), select_rows(empty, rows))
 
     call = Call(
         module=module,
-        q=as_four(query),
-        k=as_four(key),
-        v=as_four(value),
+        q=as_four_dims(query),
+        k=as_four_dims(key),
+        v=as_four_dims(value),
         own=own,
         kind="sdpa",
-        mask=cleaned(_mask_like(hidden_again(told, blind), query)),
+        mask=clean_mask(_mask_as_four_dims(hide_again(mask_given, empty), query)),
         causal=ordered,
         options=dict(scale=scale),
         dropout=dropout_p,
@@ -88,25 +97,26 @@ def _sdpa(
         folded=query.ndim == 3,
         weights=weights,
     )
-    return attend(call, lambda: as_four(otherwise())).reshape(*query.shape[:-1], value.shape[-1])
+    return route(call, lambda: as_four_dims(run_original())).reshape(*query.shape[:-1], value.shape[-1])
 
 
-def blanked(o: Tensor, blind: Tensor | None) -> Tensor:
-    return o if blind is None else o.masked_fill(blind, 0.0)
+def zero_rows(o: Tensor, empty: Tensor | None) -> Tensor:
+    """Sets the output of empty rows to 0."""
+    return o if empty is None else o.masked_fill(empty, 0.0)
 
 
-def hidden_again(mask: Tensor | None, blind: Tensor | None) -> Tensor | None:
-    """The mask before its rows that see nothing were opened."""
-    return mask if mask is None or blind is None else hidden_too(mask, blind)
+def hide_again(mask: Tensor | None, empty: Tensor | None) -> Tensor | None:
+    """Returns the mask before its empty rows were opened."""
+    return mask if mask is None or empty is None else hide(mask, empty)
 
 
-def hidden_too(mask: Tensor, hidden: Tensor) -> Tensor:
-    """A mask that hides this too."""
+def hide(mask: Tensor, hidden: Tensor) -> Tensor:
+    """Returns a mask, bool or additive, that hides these keys too."""
     return mask & ~hidden if mask.dtype == torch.bool else torch.where(hidden, -math.inf, mask)
 
 
-def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """A mask of (…, L, S) beside a query of (…, L, D), as one that broadcasts to [B, H, L, S]."""
+def _mask_as_four_dims(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Views a mask (…, L, S) of a query (…, L, D) as one that broadcasts to [B, H, L, S]."""
     if mask is None or mask.ndim == 4 or query.ndim == 4:
         return mask
     if mask.ndim == 3 and query.ndim == 3:
@@ -114,84 +124,84 @@ def _mask_like(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return mask if mask.ndim <= 2 else mask.expand(*query.shape[:-2], *mask.shape[-2:]).flatten(0, query.ndim - 4)
 
 
-def _multi_head(func, args, kwargs):
-    """torch's multi-head function looks its sdpa up by name: hand it ours. Weights are its own, or those of a swap."""
-    seen = watched(running())
-    if not seen or _TOLD:  # or this is such a call, on its way through the mode of another
+def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+    """Runs torch's multi-head function with our sdpa; the weights are its own, or those of a swap."""
+    active = interceptions_of(running_module())
+    if not active or STATE.multi_head is not None:  # or this is such a call, seen by a second mode
         return func(*args, **kwargs)
     wanted = kwargs.get("need_weights", True)
-    weights: list[Tensor] | None = [] if wanted and any(one.swap is not None for one in seen) else None
+    weights: list[Tensor] | None = [] if wanted and any(one.swap is not None for one in active) else None
     query, key = (args[at] if len(args) > at else kwargs[name] for at, name in enumerate(("query", "key")))
-    asked = {**kwargs, "need_weights": False}
+    changed = {**kwargs, "need_weights": False}
     if weights is not None and kwargs.get("attn_mask") is not None:
-        asked["is_causal"] = False  # the mask says it, and torch believes the mask where weights are wanted
-    looks = wanted and weights is None  # once more, for the observers alone: what it gives is not the model's
-    if looks and running().training and len(args) <= BEFORE_TRAINING:
-        asked["training"] = False  # dropping would take random numbers that the model's later layers are to have
-    _TOLD.append(dict(cross=query is not key, weights=weights))
-    try:
-        result = func(*args, **kwargs) if looks else None
-        with _BY_NAME, torch.no_grad() if looks else contextlib.nullcontext():
-            output, _ = func(*args, **asked)
+        changed["is_causal"] = False  # the mask holds it, and torch follows the mask where weights are wanted
+    observes_only = wanted and weights is None  # a second run, for the observers: its output is not the model's
+    if observes_only and running_module().training and len(args) <= ARGUMENTS_BEFORE_TRAINING:
+        changed["training"] = False  # dropout would take random numbers from the model's later layers
+    with _multi_head_scope(cross=query is not key, weights=weights):
+        result = func(*args, **kwargs) if observes_only else None
+        with _patched_sdpa(), torch.no_grad() if observes_only else contextlib.nullcontext():
+            output, _ = func(*args, **changed)
         if weights is None:
             return (output, None) if result is None else result
-        if not weights:  # the swap left the call as it was, or was taken off elsewhere meanwhile
+        if not weights:  # the swap left the call as it was
             return func(*args, **kwargs)
-    finally:
-        _TOLD.pop()
     p = weights[0].mean(1) if kwargs.get("average_attn_weights", True) else weights[0]  # of [B, H, M, N]
     return output, p if query.ndim == 3 else p.squeeze(0)
 
 
-class ByName:
-    """While any thread is in here, torch's sdpa by its name is ours, for those threads."""
-
-    def __init__(self) -> None:
-        self.lock, self.inside = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.inside += 1
-            F.scaled_dot_product_attention = _by_name
-
-    def __exit__(self, *_) -> None:
-        with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                F.scaled_dot_product_attention = SDPA
+@contextlib.contextmanager
+def _multi_head_scope(**known: Any) -> Iterator[None]:
+    STATE.multi_head = known
+    try:
+        yield
+    finally:
+        STATE.multi_head = None
 
 
-def _by_name(*args, **kwargs):
-    return _sdpa(*args, **kwargs, **_TOLD[-1]) if _TOLD else SDPA(*args, **kwargs)
+@contextlib.contextmanager
+def _patched_sdpa() -> Iterator[None]:
+    """Replaces torch's sdpa under its name in `torch.nn.functional`, where the multi-head function looks it up."""
+    with _PATCH_LOCK:
+        F.scaled_dot_product_attention = _sdpa_of_multi_head
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = SDPA
 
 
-_BY_NAME = ByName()
-_TOLD: UserList[dict] = PerThread()  # by the multi-head calls that this thread is in, to their Call
+_PATCH_LOCK = threading.RLock()
 
 
-def _regard(func, args):
-    """regard's own op: [o, frame, z, stats] of exactly the distribution it names."""
+def _sdpa_of_multi_head(*args, **kwargs) -> Tensor:
+    """Captures the call if this thread is in a multi-head function; other threads get torch's own."""
+    return SDPA(*args, **kwargs) if STATE.multi_head is None else _capture_sdpa(*args, **{**kwargs, **STATE.multi_head})
+
+
+def _capture_regard_op(func: Callable, args: tuple) -> list:
+    """Runs regard's own op: [o, shift, z, stats]."""
     q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
     options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
     sides = tuple(None if side < 0 else side for side in (left, right))
-    return [*_own((q, k, v), bias, mask, causal, sides, temperature, sink, dropout, options, lambda: func(*args))]
+    run = partial(func, *args)
+    return [*_capture_own((q, k, v), bias, mask, causal, sides, temperature, sink, dropout, options, run)]
 
 
-def _reference(func, args):
-    """regard's reference, which takes what no kernel does: (o, statistics)."""
+def _capture_reference(func: Callable, args: tuple) -> tuple:
+    """Runs regard's reference: (o, statistics)."""
     (call,), problem = args, args[0].problem
     options = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
     options["key_lengths"] = problem.key_lengths
-    return _own(
+    return _capture_own(
         (problem.q, problem.k, problem.v), call.bias, call.mask, problem.causal, (problem.left, problem.right),
-        call.temperature, call.sink, problem.dropout_p, options, lambda: func(call),
+        call.temperature, call.sink, problem.dropout_p, options, partial(func, call),
     )  # fmt: skip
 
 
-def _own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, run):
-    """A call of regard's: what `run` gives, output first; a swap changes the output alone."""
-    module = running()
-    if not watched(module) or asking():
+def _capture_own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, run: Callable) -> tuple:
+    """Routes a call of regard's own; returns what `run` returns, the output first. A swap changes the output alone."""
+    module = running_module()
+    if not interceptions_of(module) or is_measuring():
         return run()
     results: list = []
 
@@ -203,9 +213,12 @@ def _own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, ru
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]
     options["window"] = None if sides == (None, None) else sides
+    q, k, v = qkv
     call = Call(
         module,
-        *qkv,
+        q,
+        k,
+        v,
         own=own,
         kind="regard",
         mask=mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf),
@@ -213,6 +226,6 @@ def _own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, ru
         options=options,
         obstacle="it drops weights at random (dropout in training)" if dropout else None,
     )
-    output = attend(call, own)
-    own()  # the rows' state and statistics, which a swapped output has not
+    output = route(call, own)
+    own()  # row state and statistics, which a swap does not compute
     return output, *results[1:]

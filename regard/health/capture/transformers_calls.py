@@ -1,112 +1,103 @@
-"""The door to transformers: its registry hands every attention layer a function, and here that function is wrapped.
+"""Captures the attention calls of transformers: its registry returns an attention function, and that is wrapped here.
 
 Only what the registry returns is wrapped. The configuration stays as it is, so masks are made as for the model's own
-implementation, and eager, sdpa and custom functions, with soft caps, sinks and position biases, stay what they are.
+implementation, and eager, sdpa and custom functions keep their soft caps, sinks and position biases.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from regard.health.capture.call import Call, causal_rows, cleaned, joined, rows_of
-from regard.health.capture.interception import SDPA, attend, watched
+from regard.health.capture.call import Call, causal_rows, clean_mask, derive, merge_mask_and_bias, select_rows
+from regard.health.capture.interception import SDPA, interceptions_of, route
 
-try:  # what the forward under way collects from its modules, by name
-    from transformers.utils.output_capturing import _active_collector as _COLLECTED
+try:  # the outputs that the running forward collects from its modules, by name
+    from transformers.utils.output_capturing import _active_collector as _COLLECTOR
 except ImportError:
-    _COLLECTED = None
+    _COLLECTOR = None
 
-_KEPT: dict[str, object] = {}
+_ORIGINALS: dict[str, object] = {}
 
 
-def open_door() -> None:
-    if _KEPT:
+def patch_registry() -> None:
+    """Wraps the lookups of transformers' attention registry; a second call does nothing."""
+    if _ORIGINALS:
         return
     for name in ("get_interface", "__getitem__"):
         if hasattr(AttentionInterface, name):
-            _KEPT[name] = AttentionInterface.__dict__.get(name)
-            setattr(AttentionInterface, name, _wrapping(getattr(AttentionInterface, name)))
+            _ORIGINALS[name] = AttentionInterface.__dict__.get(name)
+            setattr(AttentionInterface, name, _wrap_lookup(getattr(AttentionInterface, name)))
 
 
-def close_door() -> None:
-    _FOLDED.clear()
-    for name, kept in _KEPT.items():
-        if kept is None:
+def unpatch_registry() -> None:
+    """Restores the registry's own lookups."""
+    for name, original in _ORIGINALS.items():
+        if original is None:
             delattr(AttentionInterface, name)
         else:
-            setattr(AttentionInterface, name, kept)
-    _KEPT.clear()
+            setattr(AttentionInterface, name, original)
+    _ORIGINALS.clear()
 
 
-def _wrapping(lookup):
-    def found(self, *args, **kwargs):
+def _wrap_lookup(lookup: Callable) -> Callable:
+    def find(self, *args, **kwargs):
         own = lookup(self, *args, **kwargs)
-        return own if isinstance(own, partial) and own.func is _called else partial(_called, own)
+        return own if isinstance(own, partial) and own.func is _capture else partial(_capture, own)
 
-    return found
+    return find
 
 
-def _called(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
-    if args or not watched(module) or kwargs.get("cache") is not None:
+def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
+    if args or not interceptions_of(module) or kwargs.get("cache") is not None:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     weights = None
 
-    def otherwise():
+    def run_original():
         nonlocal weights
         out, weights = own(module, query, key, value, attention_mask, **kwargs)
         return out.transpose(1, 2)
 
     call = _as_call(own, module, query, key, value, attention_mask, kwargs)
-    if call.shows and any(one.swap is not None for one in watched(module)):
+    if call.wants_weights and any(one.swap is not None for one in interceptions_of(module)):
         call.weights = []
-    out = attend(call, otherwise)
+    out = route(call, run_original)
     return out.transpose(1, 2), call.weights[0] if call.weights else weights
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """torch's function as transformers' sdpa calls it, but the queries of a group as rows of one head: k and v are not
-    copied for each of them."""
+def _sdpa_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Runs torch's sdpa with the queries of a group as rows of one head, so that k and v are not repeated."""
     batch, heads, rows, width = query.shape
     group = heads // key.shape[1]
-    mask = None if mask is None else _folded(mask, group, rows)
+    mask = None if mask is None else derive(_fold_mask, mask, group, rows)
     folded = query.reshape(batch, -1, group * rows, width)
     return SDPA(folded, key, value, mask, scale=scale).reshape(batch, heads, rows, -1)
 
 
-def _folded(mask: Tensor, group: int, rows: int) -> Tensor:
-    """The mask of the queries of a group as rows of one head; layers ask for the same."""
-    for known, size, made in _FOLDED:
-        if known is mask and size == (group, rows):
-            return made
+def _fold_mask(mask: Tensor, group: int, rows: int) -> Tensor:
+    """Returns the mask of a group's queries as rows of one head."""
     each = mask.expand(-1, group, -1, -1) if mask.shape[1] == 1 else mask
-    made = each.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
-    _FOLDED.append((mask, (group, rows), made))
-    return made
-
-
-_FOLDED: deque = deque(maxlen=2)
+    return each.expand(-1, -1, rows, -1).reshape(mask.shape[0], -1, group * rows, mask.shape[-1])
 
 
 def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
-    """Does the model ask for them? It tells its function, or collects what its modules give (GPT-2), as its caller or
-    its configuration wants."""
-    collected = None if _COLLECTED is None else _COLLECTED.get()
+    """True if the model collects its weights, by `output_attentions` of the call or of its configuration."""
+    collected = None if _COLLECTOR is None else _COLLECTOR.get()
     if collected is not None:
         return any(name.endswith("attentions") for name in collected)
-    said = kwargs.get("output_attentions")
-    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if said is None else said)
+    given = kwargs.get("output_attentions")
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if given is None else given)
 
 
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = getattr(own, "__name__", type(own).__name__)
     eager = name == "eager_attention_forward"
     sdpa = name == "sdpa_attention_forward"
-    shows = eager and _wants_weights(module, kwargs)
+    wants_weights = eager and _wants_weights(module, kwargs)
     queries, keys = query.shape[2], key.shape[2]
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -121,21 +112,21 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     bias = kwargs.get("position_bias")
 
     def run(rows):
-        quiet = {**kwargs, "dropout": 0.0}
+        without_dropout = {**kwargs, "dropout": 0.0}
         if rows is None:
-            return own(module, query, key, value, attention_mask, **quiet)[0].transpose(1, 2)
-        shown = causal_rows(rows, keys) if causal else rows_of(attention_mask, rows)
+            return own(module, query, key, value, attention_mask, **without_dropout)[0].transpose(1, 2)
+        mask_rows = causal_rows(rows, keys) if causal else select_rows(attention_mask, rows)
         if own is sdpa_attention_forward and bias is None and query.shape[1] > key.shape[1]:
-            return _grouped(query.index_select(2, rows), key, value, shown, kwargs.get("scaling"))
+            return _sdpa_by_group(query.index_select(2, rows), key, value, mask_rows, kwargs.get("scaling"))
         if bias is not None:
-            quiet["position_bias"] = rows_of(bias, rows)
-        return own(module, query.index_select(2, rows), key, value, shown, **quiet)[0].transpose(1, 2)
+            without_dropout["position_bias"] = select_rows(bias, rows)
+        return own(module, query.index_select(2, rows), key, value, mask_rows, **without_dropout)[0].transpose(1, 2)
 
-    mask, causal = joined(cleaned(mask), bias, causal, queries, keys)
+    mask, causal = merge_mask_and_bias(clean_mask(mask), bias, causal, queries, keys)
     options = dict(scale=kwargs.get("scaling"), softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"))
     return Call(
         module, query, key, value, own=run, kind=name.removesuffix("_attention_forward"), mask=mask, causal=causal,
-        options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=(eager and not shows) or sdpa,
-        obstacle=obstacle, shows=shows,
-        told={name: kwargs[name] for name in ("sliding_window",) if name in kwargs},
+        options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=(eager and not wants_weights) or sdpa,
+        obstacle=obstacle, wants_weights=wants_weights,
+        model_options={name: kwargs[name] for name in ("sliding_window",) if name in kwargs},
     )  # fmt: skip

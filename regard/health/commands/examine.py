@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> int:
         parse_all(options.what_if)
     except ValueError as error:
         options.fail(str(error))
-    ranks, subject = torchrun.join(options.timeout), None
+    ranks, subject = torchrun.join_group(options.timeout), None
     try:
         subject = load(
             options.model,
@@ -88,12 +88,12 @@ def main(options: argparse.Namespace) -> int:
             length=options.length,
             batch=options.batch,
             limit=options.limit,
-            device=torchrun.device(options.device),
+            device=torchrun.local_device(options.device),
             dtype=options.dtype,
             pickle=options.allow_pickle,
             missing=options.allow_missing,
         )
-        progress = show_progress("examining", subject.batch_count) if torchrun.first() else nullcontext()
+        progress = show_progress("examining", subject.batch_count) if torchrun.is_first_rank() else nullcontext()
         with progress as advance:
             report = examine(
                 subject.model,
@@ -109,7 +109,7 @@ def main(options: argparse.Namespace) -> int:
         own = _is_from_regard(error)
         print_error("examine", one_line(error) if own else f"{options.model!r} failed{on}: {describe_error(error)}")
         return 1
-    if not torchrun.first():  # status 1 would make torchrun end rank 0 before it writes the report
+    if not torchrun.is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
         return 0
     report = replace(report, how={**report.how, **subject.notes})
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]

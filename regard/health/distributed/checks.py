@@ -1,21 +1,22 @@
-"""Does a model come out right on pieces of a sequence? What would come out otherwise is refused, in a sentence.
+"""Refuses models and inputs that would come out wrong on shards of a sequence.
 
-Every check looks at what all ranks have the same of (the model, its configuration, the whole inputs), so that every
-rank raises alike, before anything was computed or told.
+Every check looks at what all ranks have in common (the model, its configuration, the whole inputs), so that every rank
+raises alike, before anything was computed or sent.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from regard.health.capture.call import Call
-from regard.parallel.layout import size, spans
+from regard.parallel.layout import count_positions, spans
 
-REFUSED = dict(
+UNSUPPORTED_INPUTS = dict(
     past_key_values="no generate; regard.parallel.decode is for that",
     logits_to_keep="take them from the logits, which are whole",
     num_logits_to_keep="take them from the logits, which are whole",
@@ -24,40 +25,42 @@ REFUSED = dict(
     encoder_hidden_states="encoder-decoders are not supported",
     output_attentions="no rank has the weights of whole rows",
 )
-ODD = dict(  # settings of a configuration under which a token depends on others, or on their number, outside attention
-    trigram_input="joins the embeddings of neighbours",
-    token_dropout="counts the mask tokens of a sequence",
-    attn_temperature_tuning="counts positions from the start of what it is given",
-    use_dynamic_ntk="depends on the length of what it is given",
-    use_logn_attn="depends on the length of what it is given",
+MIXES_TOKENS = (
+    dict(  # settings of a configuration under which a token depends on others, or on their number, outside attention
+        trigram_input="joins the embeddings of neighbours",
+        token_dropout="counts the mask tokens of a sequence",
+        attn_temperature_tuning="counts positions from the start of what it is given",
+        use_dynamic_ntk="depends on the length of what it is given",
+        use_logn_attn="depends on the length of what it is given",
+    )
 )
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what would attend, count or mix positions within a piece alone."""
+    """Raises ValueError for a model that would attend, count or mix positions within a shard alone."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
             "context_parallel: an encoder-decoder has two sequences; use regard.parallel.attention inside it"
         )
-    inner = _inner(model)
+    inner = _unwrap(model)
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         raise ValueError(
-            f"context_parallel: {type(inner).__name__} takes no position_ids: it would count each piece from 0"
+            f"context_parallel: {type(inner).__name__} takes no position_ids: it would count each shard from 0"
         )
     for config in _configs(model):
         chunk, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
         if chunk is not None and (kinds is None or "chunked_attention" in kinds):
             raise ValueError("context_parallel: attention in chunks (attention_chunk_size) is not supported")
-        for name, why in ODD.items():
+        for name, why in MIXES_TOKENS.items():
             if getattr(config, name, False):
-                raise ValueError(f"context_parallel: {name} {why}, which a rank has a piece of; not supported")
+                raise ValueError(f"context_parallel: {name} {why}, and a rank has only a shard of them; not supported")
     for name, module in model.named_modules():
         if (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)) or isinstance(module, nn.RNNBase):
             raise ValueError(f"context_parallel: {name} ({type(module).__name__}) mixes positions outside attention")
 
 
-def named(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The same with arguments under their names, as far as the model tells them."""
+def name_arguments(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns (args, kwargs) with positional arguments moved to their names, as far as the signature tells them."""
     if not args or not isinstance(args[0], Tensor):
         return args, dict(kwargs)
     first = "inputs_embeds" if args[0].is_floating_point() else "input_ids"
@@ -67,31 +70,33 @@ def named(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return (), {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def mark(x: Tensor) -> int:
-    """A checksum of integers, the same on every device."""
+def checksum(x: Tensor) -> int:
+    """Returns a checksum of integers, the same on every device."""
     flat = x.long().flatten()
     return int((flat * (torch.arange(flat.numel(), device=flat.device) * 2654435761 + 1)).sum())
 
 
-def check_inputs(kwargs: dict, cut: tuple[str, ...]) -> None:
-    """Refuse what does not go with a sequence in pieces, and what nobody knows how to cut."""
+def check_inputs(kwargs: dict, sharded: tuple[str, ...]) -> None:
+    """Raises ValueError for inputs that cannot be sharded along the sequence."""
     if kwargs.get("labels") is not None:
         raise ValueError("context_parallel: labels stay outside; compute the loss from the logits, which are whole")
-    for name in REFUSED:
+    for name in UNSUPPORTED_INPUTS:
         if (value := kwargs.get(name)) is not None and (isinstance(value, Tensor) or value != 0):
-            raise ValueError(f"context_parallel: {name} does not go with a sequence in pieces ({REFUSED[name]})")
+            raise ValueError(
+                f"context_parallel: {name} does not go with a sharded sequence ({UNSUPPORTED_INPUTS[name]})"
+            )
     for name, value in kwargs.items():
-        if isinstance(value, Tensor) and value.ndim and name not in (*cut, "position_ids", "attention_mask"):
-            raise ValueError(f"context_parallel does not know how {name} is cut; it takes {', '.join(cut)}")
+        if isinstance(value, Tensor) and value.ndim and name not in (*sharded, "position_ids", "attention_mask"):
+            raise ValueError(f"context_parallel does not know how to shard {name}; it takes {', '.join(sharded)}")
 
 
 def check_positions(model: nn.Module, positions: Tensor, length: int, world: int, masked: bool) -> None:
-    """Refuse position numbers that pack sequences, lengths that a rotary embedding depends on, ranks without a token.
+    """Raises ValueError for packed sequences, for lengths that a rotary embedding depends on, for ranks without tokens.
 
-    masked: came an attention_mask? Then transformers looks for no packed sequences.
+    masked: was an attention_mask given? Then transformers looks for no packed sequences.
     """
     cut = spans(length, world)
-    if not all(map(size, cut)):
+    if not all(map(count_positions, cut)):
         raise ValueError(f"context_parallel: {length} tokens over {world} ranks leave a rank without any")
     if positions.ndim != 2 or positions.shape[1] != length:
         raise ValueError(
@@ -105,11 +110,11 @@ def check_positions(model: nn.Module, positions: Tensor, length: int, world: int
         )
     longest = [max(int(positions[:, i:j].max()) + 1 for i, j in own if j > i) for own in cut]
     for config in _configs(model):
-        for kind, limit in _ropes(config):
+        for kind, limit in _length_dependent_ropes(config):
             if kind == "dynamic":
                 wrong = max(longest) >= limit
             else:
-                wrong = kind == "longrope" and len({piece > limit for piece in longest}) > 1
+                wrong = kind == "longrope" and len({length > limit for length in longest}) > 1
             if wrong:
                 raise ValueError(
                     f"context_parallel: the frequencies of rope_type {kind!r} depend on the length ({max(longest)} "
@@ -118,23 +123,23 @@ def check_positions(model: nn.Module, positions: Tensor, length: int, world: int
 
 
 def check_window(call: Call, model: nn.Module, length: int) -> None:
-    """Refuse a window that only the mask knows, which the model made for its piece."""
-    config = getattr(call.module, "config", None) or _text(getattr(model, "config", None))
+    """Raises ValueError for a window that is only in the mask, which the model made for its shard."""
+    config = getattr(call.module, "config", None) or _text_config(getattr(model, "config", None))
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not isinstance(window, int) or not 0 < window < length:
         return
-    if "sliding_window" in call.told or hasattr(call.module, "sliding_window"):
+    if "sliding_window" in call.model_options or hasattr(call.module, "sliding_window"):
         return
     layer = getattr(call.module, "layer_idx", None)
     if kinds is None or (isinstance(layer, int) and layer < len(kinds) and "sliding" in kinds[layer]):
         raise ValueError(
             f"context_parallel: {type(call.module).__name__} leaves its sliding_window of {window} to the mask, which "
-            "is made for the rank's piece alone; sequences beyond that length are not supported"
+            "is made for the rank's shard alone; sequences beyond that length are not supported"
         )
 
 
-def own_positions(model: nn.Module) -> str:
-    """Why the model's own position numbers are not 0, 1, 2, …; "" if they are."""
+def explain_own_positions(model: nn.Module) -> str:
+    """Returns why the model's own position numbers are not 0, 1, 2, …; "" if they are."""
     for name, module in model.named_modules():
         table = getattr(module, "position_embeddings", None)
         counted = any(hasattr(module, f"create_position_ids_from_{given}") for given in ("input_ids", "inputs_embeds"))
@@ -143,13 +148,14 @@ def own_positions(model: nn.Module) -> str:
     return ""
 
 
-def layers(model: nn.Module) -> int:
-    found = getattr(_text(getattr(model, "config", None)), "num_hidden_layers", None)
+def count_layers(model: nn.Module) -> int:
+    """Returns the number of layers by the model's configuration, 1 if it has none."""
+    found = getattr(_text_config(getattr(model, "config", None)), "num_hidden_layers", None)
     return found if isinstance(found, int) else 1
 
 
-def lengths(mask: Tensor | None, length: int) -> Tensor | None:
-    """A padding mask [B, L] as numbers of visible keys; None if nothing is padded."""
+def key_lengths_of(mask: Tensor | None, length: int) -> Tensor | None:
+    """Returns the numbers of visible keys of a padding mask [B, L]; None if nothing is padded."""
     if mask is None:
         return None
     if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -162,15 +168,15 @@ def lengths(mask: Tensor | None, length: int) -> Tensor | None:
     raise ValueError("context_parallel: attention_mask must be (batch, length) with the padding at the end")
 
 
-def biased(call: Call) -> bool:
-    """Does an additive mask do more than hide?"""
+def has_bias(call: Call) -> bool:
+    """True if an additive mask does more than hide."""
     if call.mask is None or not call.mask.is_floating_point():
         return False
     return bool(((call.mask != 0) & (call.mask > torch.finfo(call.mask.dtype).min / 2)).any())
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    """The model of transformers inside what wraps it (data parallel, adapters, torch.compile), or the model itself."""
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Returns the model of transformers inside its wrappers (data parallel, adapters, compile), or the model itself."""
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     return next((module for module in model.modules() if isinstance(module, kind)), model)
 
@@ -180,18 +186,18 @@ def _configs(model: nn.Module) -> list:
     return list(found.values())
 
 
-def _text(config):
+def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _ropes(config) -> list[tuple[str, int]]:
-    """(rope_type, the length from which it changes) of those that depend on the length."""
+def _length_dependent_ropes(config: Any) -> list[tuple[str, int]]:
+    """Returns (rope_type, the length from which it changes) of rotary embeddings that depend on the length."""
     found = []
     for name in ("rope_parameters", "rope_scaling"):
-        told = getattr(config, name, None)
-        if not isinstance(told, dict):
+        given = getattr(config, name, None)
+        if not isinstance(given, dict):
             continue
-        for rope in (told, *(x for x in told.values() if isinstance(x, dict))):
+        for rope in (given, *(x for x in given.values() if isinstance(x, dict))):
             kind = rope.get("rope_type", rope.get("type"))
             trained = getattr(config, "max_position_embeddings", 0) or 0
             if kind == "dynamic":

@@ -1,11 +1,9 @@
-"""A corpus examined by many ranks: batch n runs on rank n mod W, and after every W batches rank 0 merges the readings.
+"""Examines a corpus over ranks: batch n runs on rank n mod W, and after every W batches rank 0 merges the readings.
 
 Readings are merged batch by batch in the order of the corpus, whichever rank measured them: any number of ranks gives
-the same bits. After a round the merged readings may be written down (`snapshot`), and an examination that was broken
-off goes on after the last batch in it, on as many ranks as there are then.
-
-    rank 0 holds     the merged layers, the number of batches in them
-    the others       nothing beyond their own round
+the same bits. After a round the merged readings may be written to a file (`snapshot`), and an interrupted examination
+goes on after the last batch in it, on as many ranks as there are then. Rank 0 holds the merged layers, the other ranks
+only those of their own round.
 """
 
 from __future__ import annotations
@@ -16,92 +14,94 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.health.distributed.checksums import batch_mark
+from regard.health.distributed.checksums import checksum_batch
 from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.report import files
 from regard.parallel.failures import RankError
-from regard.parallel.group import Line
-from regard.parallel.handshake import agree
+from regard.parallel.group import RankGroup
+from regard.parallel.handshake import compare_calls
 
 SECONDS = 5.0  # between two snapshots
 
 
 class RoundError(RuntimeError):
-    """A batch failed on one of the ranks: told to all of them."""
+    """A batch failed on one of the ranks; raised on all of them."""
 
 
 class SnapshotError(ValueError):
-    """The snapshot is of other data, or cannot be read or written."""
+    """The snapshot is of other data, or cannot be read."""
 
 
 class Rounds:
-    """What `regard.examine(group=…, snapshot=…)` does between batches."""
+    """Merges the readings of ranks between the batches of `regard.examine(group=…, snapshot=…)`."""
 
-    def __init__(self, recorder: Recorder, group, snapshot: str | os.PathLike | None, what: dict):
+    def __init__(self, recorder: Recorder, group: Any, snapshot: str | os.PathLike | None, what: dict) -> None:
         self.recorder = recorder
-        self.line = Line.of(None if group is True else group) if group is not None else None
+        self.line = RankGroup.from_torch(None if group is True else group) if group is not None else None
         self.rank, self.world = (0, 1) if self.line is None else (self.line.rank, self.line.world)
         self.path = None if snapshot is None else Path(snapshot)
         self.what = what
         self.merged: dict[tuple[str, int], Layer] = {}
         self.done, self.written = 0, 0.0
-        self.data = self.known = 0  # the mark of all batches so far, and of those in the snapshot
+        self.data = self.known = 0  # checksums of all batches so far, and of those in the snapshot
         self._resume()
         self.start = self.done
 
-    def saw(self, number: int, batch) -> None:
-        """Every rank calls this before each batch: those that the snapshot has must be the same again."""
+    def check_batch(self, number: int, batch: Any) -> None:
+        """Compares the batches with those of the snapshot; every rank calls it before each batch."""
         if self.path is None:
             return
-        self.data = batch_mark(batch, self.data)
+        self.data = checksum_batch(batch, self.data)
         if number + 1 == self.start and self.data != self.known:
-            raise self._other(f"its {self.start} batches are not the first {self.start} of these")
+            raise self._mismatch(f"its {self.start} batches are not the first {self.start} of these")
 
-    def _other(self, why: str) -> SnapshotError:
+    def _mismatch(self, why: str) -> SnapshotError:
         return SnapshotError(f"snapshot {str(self.path)!r} is of another examination ({why}); remove it")
 
-    def mine(self, number: int) -> bool:
+    def is_mine(self, number: int) -> bool:
+        """True if this rank runs the batch."""
         return number >= self.start and (number - self.start) % self.world == self.rank
 
-    def after(self, number: int) -> None:
-        """Every rank calls this after each batch, its own or not; the last of a round is where they meet."""
+    def end_batch(self, number: int) -> None:
+        """Merges the readings if the batch ends a round; every rank calls it after each batch, its own or not."""
         if number >= self.start and (number + 1 - self.start) % self.world == 0:
-            self.meet(number)
+            self._merge_round(number)
 
-    def failed(self, number: int, error: BaseException) -> tuple[Exception, int]:
-        """What ends the examination on every rank: (the error, how many batches are in the merged readings).
+    def fail(self, number: int, error: BaseException) -> tuple[Exception, int]:
+        """Ends the examination on every rank; returns (the error, the number of batches in the merged readings).
 
-        A lost rank, or Ctrl-C, is raised at once: the others cannot be met any more.
+        A lost rank, or Ctrl-C, is raised at once, because the others cannot be reached any more.
         """
         if isinstance(error, (RankError, SnapshotError)) or not isinstance(error, Exception):
             raise error
         if not isinstance(error, RoundError):
             try:
-                self.meet(number, error)
-            except RoundError as told:
-                error = told
+                self._merge_round(number, error)
+            except RoundError as raised:
+                error = raised
         return error, self.done
 
-    def meet(self, number: int, failure: Exception | None = None, last: bool = False) -> None:
-        """Everybody's batch of this round to rank 0. What failed on any rank is raised on all."""
-        told: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
-        told["layers"] = [_told(layer) for layer in self.recorder.layers.values()]
+    def _merge_round(self, number: int, failure: Exception | None = None, last: bool = False) -> None:
+        """Sends every rank's batch of this round to rank 0; raises on all ranks what failed on any."""
+        sent: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
+        sent["layers"] = [_layer_to_dict(layer) for layer in self.recorder.layers.values()]
         for layer in self.recorder.layers.values():  # the next round's readings are its own
             layer.reading, layer.error, layer.blind = None, 0.0, []
             layer.what_if.clear()
-        told["count"] = number + 1 if last else sys.maxsize  # of all batches, where they have come to an end
-        everyone = self._gathered(told, number)
+        sent["count"] = number + 1 if last else sys.maxsize  # of all batches, if this was the last
+        everyone = self._gather(sent, number)
         errors = [(rank, x["error"]) for rank, x in enumerate(everyone) if x["error"] is not None]
         first = errors[0][0] if errors else self.world
         for rank, x in enumerate(everyone):
             if rank < first:
                 for layer in x["layers"]:
-                    _absorb(self.merged, layer)
+                    _add_layer(self.merged, layer)
         round_ = self.done
         self.done += min(first, self.world)
         if errors:
@@ -113,61 +113,61 @@ class Rounds:
             self._write()
 
     def end(self, count: int) -> None:
-        """Every rank calls this after the last batch: for the round that was not full, and what failed since the last.
+        """Merges the last round, which may not be full, on every rank.
 
-        Whoever has failed is waiting for the others' next meeting, so that there is always one more.
+        A rank that has failed waits for the others' next merge, so that there is always one more.
         """
         if count < self.start:
-            raise self._other(f"it has {self.start} batches, these are {count}")
-        self.meet(count - 1, last=True)
+            raise self._mismatch(f"it has {self.start} batches, these are {count}")
+        self._merge_round(count - 1, last=True)
 
     def finish(self) -> list[Layer]:
-        """After all have met: the same merged layers on every rank."""
+        """Returns the merged layers, the same on every rank, and removes the snapshot."""
         layers = self.layers()
         if self.path is not None and self.rank == 0:
-            self.path.unlink(missing_ok=True)  # whole: nothing to resume
+            self.path.unlink(missing_ok=True)
         return layers
 
     def layers(self) -> list[Layer]:
-        """What is merged so far, the same on every rank."""
+        """Returns the layers merged so far, the same on every rank."""
         merged: dict[tuple[str, int], Layer] = {}
-        for layer in self._shared([_told(layer) for layer in self.merged.values()]):
-            _absorb(merged, layer)
+        for layer in self._broadcast([_layer_to_dict(layer) for layer in self.merged.values()]):
+            _add_layer(merged, layer)
         return list(merged.values())
 
-    def _gathered(self, told: dict, number: int) -> list[dict]:
-        """What every rank told, at rank 0 whole; elsewhere only the errors and counts."""
+    def _gather(self, sent: dict, number: int) -> list[dict]:
+        """Returns what every rank sent: all of it on rank 0, elsewhere only the errors and counts."""
         if self.line is None or self.world == 1:
-            return [told]
+            return [sent]
         step = "examine batch"
-        packed = _packed(told)
-        sizes = self.line.all_gather_numbers([packed.numel(), told["error"] is not None, told["count"]], step, number)
+        packed = _pack(sent)
+        sizes = self.line.all_gather_numbers([packed.numel(), sent["error"] is not None, sent["count"]], step, number)
         found = []
         for rank, (size, _, count) in enumerate(sizes):
             if rank == self.rank:
-                found.append(told)
+                found.append(sent)
                 if rank:
-                    self.line.swap(packed, None, 0, 0, step, number).wait()
+                    self.line.send_receive(packed, None, 0, 0, step, number).wait()
             elif self.rank == 0:
-                room = torch.empty(size, dtype=torch.uint8)
-                found.append(_unpacked(self.line.swap(None, room, rank, rank, step, number).wait()))
+                buffer = torch.empty(size, dtype=torch.uint8)
+                found.append(_unpack(self.line.send_receive(None, buffer, rank, rank, step, number).wait()))
             else:
                 found.append({"error": None, "layers": [], "count": count})
         failed = [rank for rank, (_, wrong, _) in enumerate(sizes) if wrong]
         if failed:
-            texts = self._shared([x["error"] for x in found])
+            texts = self._broadcast([x["error"] for x in found])
             for x, text in zip(found, texts, strict=True):
                 x["error"] = text
         return found
 
-    def _shared(self, x):
-        """Rank 0's x on every rank."""
+    def _broadcast(self, x: Any) -> Any:
+        """Returns rank 0's x on every rank."""
         if self.line is None or self.world == 1:
             return x
-        packed = _packed(x)
+        packed = _pack(x)
         ((size, *_), *_) = self.line.all_gather_numbers([packed.numel()], "examine end")
         packed = packed if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
-        return _unpacked(self.line.broadcast(packed, 0, "examine end"))
+        return _unpack(self.line.broadcast(packed, 0, "examine end"))
 
     def _write(self) -> None:
         now = time.monotonic()
@@ -175,13 +175,13 @@ class Rounds:
             return
         self.written = now
         content = {"what": self.what, "done": self.done, "data": self.data}
-        content["layers"] = [_told(layer) for layer in self.merged.values()]
+        content["layers"] = [_layer_to_dict(layer) for layer in self.merged.values()]
         written = io.BytesIO()
         torch.save(content, written)
         files.write(self.path, written.getvalue())
 
     def _resume(self) -> None:
-        """Rank 0 reads the snapshot, if there is one, and tells the others how far it goes."""
+        """Reads the snapshot on rank 0, if there is one, and sends its number of batches to the others."""
         content = None
         failure: Exception | None = None
         if self.path is not None and self.rank == 0:
@@ -191,17 +191,17 @@ class Rounds:
                 failure = error
         if content is not None:
             for layer in content["layers"]:
-                _absorb(self.merged, layer)
+                _add_layer(self.merged, layer)
             self.done, self.known = content["done"], content["data"]
         if self.line is not None:
             alike = {f"with different {name}": value for name, value in self.what.items()}
             alike["with and without a snapshot"] = self.path is None
-            self.done, self.known = agree(self.line, "examine", [self.done, self.known], alike, failure)[0]
+            self.done, self.known = compare_calls(self.line, "examine", [self.done, self.known], alike, failure)[0]
         elif failure is not None:
             raise failure
 
     def _read(self, path: Path) -> dict | None:
-        """What a snapshot holds, if there is one."""
+        """Returns what a snapshot holds, None if there is none."""
         if not path.parent.is_dir():
             raise SnapshotError(f"snapshot {str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
         if path.is_dir():
@@ -216,67 +216,57 @@ class Rounds:
             raise SnapshotError(f"snapshot {str(path)!r} is not one of regard's, or is damaged; remove it")
         if content["what"] != self.what:
             named = ", ".join(key for key, value in self.what.items() if content["what"].get(key) != value)
-            raise self._other(f"{named} differ")
+            raise self._mismatch(f"{named} differ")
         return content
 
 
-def _told(layer: Layer) -> dict:
-    """A layer as plain numbers and tensors."""
-    told = {field.name: getattr(layer, field.name) for field in fields(Layer)}
-    told["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
-    told["reading"] = None if layer.reading is None else _numbers(layer.reading)
-    told["what_if"] = {name: _numbers(reading) for name, reading in layer.what_if.items()}
-    told["refused"], told["odd"] = dict(layer.refused), sorted(layer.odd)
-    return told
+def _layer_to_dict(layer: Layer) -> dict:
+    """Returns a layer as plain numbers and tensors."""
+    plain = {field.name: getattr(layer, field.name) for field in fields(Layer) if field.name != "early_heads"}
+    plain["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
+    plain["reading"] = None if layer.reading is None else _reading_to_dict(layer.reading)
+    plain["what_if"] = {name: _reading_to_dict(reading) for name, reading in layer.what_if.items()}
+    plain["refused"], plain["odd"] = dict(layer.refused), sorted(layer.odd)
+    return plain
 
 
-def _numbers(reading: LayerReading) -> dict:
+def _reading_to_dict(reading: LayerReading) -> dict:
+    """Returns a reading as its sums, on the CPU."""
     reading = reading.cpu()
     return dict(heads=reading.heads, flat=reading.flat, histogram=reading.histogram)
 
 
-def _reading(told: dict) -> LayerReading:
-    reading = LayerReading(told["heads"])
-    reading.flat.copy_(told["flat"])
-    reading.histogram.copy_(told["histogram"])
-    return reading
+def _layer_from_dict(plain: dict) -> Layer:
+    """Inverts `_layer_to_dict`."""
+    readings = {name: LayerReading.from_sums(**sums) for name, sums in plain["what_if"].items()}
+    layer = Layer(**{**plain, "what_if": readings, "odd": set(plain["odd"])})
+    layer.dtype = None if plain["dtype"] is None else getattr(torch, plain["dtype"])
+    layer.reading = None if plain["reading"] is None else LayerReading.from_sums(**plain["reading"])
+    return layer
 
 
-def _absorb(merged: dict[tuple[str, int], Layer], told: dict) -> None:
-    """One batch's layer joins the merged ones, as `Layer.absorb` does on one process."""
-    key = told["name"], told["use"]
-    if key not in merged:
-        merged[key] = Layer(told["name"], len(merged), told["use"])
-    layer = merged[key]
-    layer.refused.update(told["refused"])
-    layer.odd.update(told["odd"])
-    if layer.reason is not None:
+def _add_layer(merged: dict[tuple[str, int], Layer], plain: dict) -> None:
+    """Adds one batch's layer to the merged ones, as `Recorder` does on one process."""
+    layer = _layer_from_dict(plain)
+    known = merged.get((layer.name, layer.use))
+    if known is None:
+        layer.index = len(merged)
+        merged[layer.name, layer.use] = layer
         return
-    layer.heads = told["heads"] or layer.heads
-    if told["reason"] is not None:
-        layer.give_up(told["reason"], told["not_finite"])
-        return
-    layer.kind = told["kind"] or layer.kind
-    layer.folded = told["folded"]
-    layer.head_dim, layer.scale = told["head_dim"] or layer.head_dim, told["scale"]
-    layer.value_dim = told["value_dim"] or layer.value_dim
-    layer.dtype = layer.dtype if told["dtype"] is None else getattr(torch, told["dtype"])
-    layer.miss(told["blind"])
-    layer.hold(told["values"])
-    if told["reading"] is not None:
-        reading = _reading(told["reading"])
-        layer.reading = reading if layer.reading is None else layer.reading.merge(reading)
-    for name, numbers in told["what_if"].items():
-        reading = _reading(numbers)
-        layer.what_if[name] = layer.what_if[name].merge(reading) if name in layer.what_if else reading
-    layer.error, layer.sampled = max(layer.error, told["error"]), layer.sampled or told["sampled"]
+    known.refused.update(layer.refused)
+    known.odd |= layer.odd
+    if known.reason is None and known.reading is None:  # seen before, and not measured
+        layer.refused, layer.odd, layer.index = known.refused, known.odd, known.index
+        merged[layer.name, layer.use] = layer
+    elif known.reason is None:
+        known.add_use(layer)
 
 
-def _packed(x) -> Tensor:
+def _pack(x: Any) -> Tensor:
     buffer = io.BytesIO()
     torch.save(x, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor):
+def _unpack(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)

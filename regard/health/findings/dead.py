@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from regard.health.findings._finding import Finding, HeadPlace, Layers, make_finding
-from regard.health.measurement.value_spread import NOTHING
-from regard.health.readings.heads import judged
-from regard.health.readings.layer_reading import fetched
+from regard.health.measurement.norms import NOTHING
+from regard.health.readings.heads import can_be_judged, fetch_readings
 
 KIND = "dead"
 SAME = 1e-6  # difference of values over the head's largest, or over the median of those in the layer
@@ -68,12 +67,12 @@ def _find_equal_values(layers: Layers) -> tuple[list, list]:
     """Heads whose values are equal: (in single heads, in all heads of a layer and not 0, as repeated text does)."""
     found: tuple[list, list] = ([], [])
     suspected = [(layer, heads) for layer in layers if (heads := _heads_of_equal_values(layer.values))]
-    readings = fetched([layer.reading for layer, _ in suspected if layer.reading is not None])
+    readings = fetch_readings([layer.reading for layer, _ in suspected if layer.reading is not None])
     for (layer, heads), reading in zip(suspected, readings, strict=True):
         from_text = len(heads) == layer.heads and all(size > 0.0 for _, size in layer.values)
-        (can_be_judged,) = judged([reading])
+        (judged,) = can_be_judged([reading])
         places = [(HeadPlace(layer.name, layer.index, head), layer.values[head][0]) for head in heads]
-        found[from_text].extend(place for place in places if can_be_judged[place[0].head])
+        found[from_text].extend(place for place in places if judged[place[0].head])
     return found
 
 

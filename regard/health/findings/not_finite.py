@@ -1,7 +1,7 @@
 """Not finite: an attention layer's output holds NaN or infinity, so the layer could not be measured."""
 
 from regard.health.findings._finding import Finding, HeadPlace, Layers, make_finding
-from regard.health.measurement.fidelity import NOT_FINITE
+from regard.health.measurement.norms import NOT_FINITE
 
 KIND = "not finite"
 

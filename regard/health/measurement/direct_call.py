@@ -1,8 +1,8 @@
-"""The commonest call on a GPU, softmax with a scale and causal order and nothing else, straight to its kernel.
+"""Sends the commonest call on a GPU, softmax with a scale and causal order, straight to its kernel.
 
-The public road checks every argument and serves autograd, transforms and the compiler, which costs the host half a
-millisecond a call, where a layer of a model takes a few. What a model calls has been checked by the model, and what
-comes out is held against the model's own output anyway. Everything else takes the public road.
+`regard.attention` checks every argument and serves autograd, transforms and the compiler, which costs the host half a
+millisecond a call, where a layer of a model takes a few. The model has checked its call, and the output is compared
+with the model's own. Every other call goes through `regard.attention`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from regard._core.problem import Problem
 from regard.health.capture.call import Call
 
 
-class Packed(Mapping):
+class PackedStatistics(Mapping):
     """Statistics by name out of one tensor, [S, B, H, M] in the order of `regard.statistics.NAMES`."""
 
     def __init__(self, packed: Tensor) -> None:
         self.packed = packed
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.packed[PLACES[name]]
+        return self.packed[INDEX[name]]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(PLACES)
+        return iter(INDEX)
 
     def __len__(self) -> int:
-        return len(PLACES)
+        return len(INDEX)
 
 
-PLACES = {name: place for place, name in enumerate(statistics.NAMES)}
+INDEX = {name: index for index, name in enumerate(statistics.NAMES)}
 
 
-def attention(call: Call) -> tuple[Tensor, Packed] | None:
-    """(output, statistics) of a plain call on a GPU, None of any other."""
+def attention_directly(call: Call) -> tuple[Tensor, PackedStatistics] | None:
+    """Returns (output, statistics) of a plain call on a GPU, None for any other."""
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
-    if not (q.is_cuda and _plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
+    if not (_is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
         return None
     if q.shape[1] % k.shape[1] or torch.is_autocast_enabled("cuda"):
         return None
@@ -51,13 +51,13 @@ def attention(call: Call) -> tuple[Tensor, Packed] | None:
 
     scale = call.options.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    room = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else None  # in memory as q is, where the model reads it
+    out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else None  # laid out as q, as the model expects
     problem = Problem(q, k, v, _softmax(), scale, causal=call.causal, stats=statistics.NAMES)
-    result = kernels.forward(problem, room)
-    return result.o, Packed(result.stats)
+    result = kernels.forward(problem, out)
+    return result.o, PackedStatistics(result.stats)
 
 
-def _plain(call: Call) -> bool:
+def _is_plain(call: Call) -> bool:
     scale = call.options.get("scale")
     others = (value for name, value in call.options.items() if name not in ("scale", "normalizer"))
     softmax = call.options.get("normalizer") in (None, "softmax")

@@ -1,12 +1,12 @@
-"""A reading on the GPU: one launch per call of a layer and a small product, no copy to the host and no wait for it.
+"""Updates a reading on the GPU with one launch per call of a layer, without waiting for the host.
 
-The programs of `account` share the work, each sum belonging to one of them, so that equal inputs give equal bits:
+Each sum belongs to one program of `update_kernel`, so that equal inputs give equal bits:
 
-    summarize   one per statistic and head: count, mean, Σ(x − mean)², extremes, histogram
-    follow      one per curve, head and bin of positions
-    fingerprint one per feature and head: the feature on a sample of rows, whose products over heads are taken after
+    summarize           one per statistic and head: count, mean, Σ(x − mean)², extremes, histogram
+    add_to_curve        one per curve, head and bin of positions
+    compute_features    one per feature and head: the feature on sampled rows, whose products over heads follow
 
-They give a `LayerReading` what its torch road gives it.
+They add to a `LayerReading` what `LayerReading.update` adds on a CPU.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ import triton.language as tl
 from torch import Tensor
 
 from regard import statistics
-from regard._backends.gpu.launcher import kind_of_tensors, launch, on_device_of
-from regard.health.measurement.direct_call import Packed
+from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
+from regard.health.measurement.direct_call import PackedStatistics
 from regard.health.readings.histogram import BINS, KNEE, LAYOUT, NAMES, SHARE_SLOPE
-from regard.health.readings.layer_reading import COMPARED, LEAST_KEYS, LayerReading
-from regard.health.readings.layout import CURVES, POSITIONS, places, position_bin, position_of
+from regard.health.readings.layer_reading import (
+    COMPARED,
+    CURVES,
+    LEAST_KEYS,
+    POSITIONS,
+    LayerReading,
+    first_position,
+    parts_of,
+    position_bin,
+)
 
 KEPT = statistics.NAMES  # what a call returns; the derived ones follow from it
 SOURCE = dict(gain_ratio="gradient_gain", entropy_ratio="entropy")
 PARTS = ("count", "mean", "square", "low", "high", "curve", "curve_count", "totals", "compared")
 FEATURES = ("entropy", "max_weight", "logit_variance", "distance")
-FOLLOWED = tuple(NAMES.index(name) for name in CURVES)
+CURVE_ROWS = tuple(NAMES.index(name) for name in CURVES)
 SLOTS = tuple(KEPT.index(name) for name in FEATURES)
 KEYS = KEPT.index("visible_keys")
 SCALE = dict(log=0, asinh=1, share=2, ratio=3, nats=4)
@@ -40,8 +48,10 @@ KNEE_RATIO, KNEE_NATS = tl.constexpr(KNEE["ratio"]), tl.constexpr(KNEE["nats"])
 
 
 def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | None, start: int) -> None:
-    """Add statistics [B, H, M] to a reading, as `LayerReading.update` says."""
-    packed = stats.packed if isinstance(stats, Packed) else torch.stack([stats[name] for name in KEPT])  # [14, B, H, M]
+    """Adds statistics [B, H, M] to a reading on the GPU: see `LayerReading.update`."""
+    packed = (
+        stats.packed if isinstance(stats, PackedStatistics) else torch.stack([stats[name] for name in KEPT])
+    )  # [14, B, H, M]
     _, batch, heads, queries = packed.shape
     every = max(1, batch * queries // COMPARED)
     features = packed.new_empty((len(FEATURES), heads, -(-batch * queries // every)), dtype=torch.float64)
@@ -53,43 +63,43 @@ def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | No
         batch * heads * queries, batch, heads, queries, start, first, bins, POSITIONS, every, features.shape[-1],
     )  # fmt: skip
     constants = (
-        _parts(heads), len(NAMES), len(CURVES), FOLLOWED, SLOTS, KEYS, LEAST_KEYS, rows is not None, BINS, 1024,
+        _parts(heads), len(NAMES), len(CURVES), CURVE_ROWS, SLOTS, KEYS, LEAST_KEYS, rows is not None, BINS, 1024,
     )  # fmt: skip
-    works = len(NAMES) + len(CURVES) * bins + len(FEATURES)
-    kind = kind_of_tensors(packed, counted_rows, reading.flat, reading.histogram)
+    tasks = len(NAMES) + len(CURVES) * bins + len(FEATURES)
+    kind = tensor_key(packed, counted_rows, reading.flat, reading.histogram)
     with on_device_of(packed):
-        launch(kind, account, heads * works, arguments, constants)
+        launch(kind, update_kernel, heads * tasks, arguments, constants)
     torch.baddbmm(reading.products, features, features.mT, out=reading.products)
 
 
 @cache
 def _parts(heads: int) -> tuple[int, ...]:
-    """Where the parts that the programs add to begin within a reading's one tensor."""
-    return tuple(places(heads)[name][0] for name in PARTS)
+    """Returns the offsets, in a reading's one tensor, of the parts that the programs add to."""
+    return tuple(parts_of(heads)[name][0] for name in PARTS)
 
 
 @lru_cache(maxsize=256)
 def _bin_of(position: int) -> int:
-    """The bin of one position."""
+    """Returns the bin of one position."""
     return int(position_bin(torch.tensor(position)))
 
 
 @cache
 def _plan(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Per statistic (where it comes from, its scale, is it derived?) and (first edge, width); the positions' edges."""
-    whence, origin = [], []
+    """Returns, per statistic, (source, scale, is it derived?) and (first edge, width); and the positions' edges."""
+    source, origin = [], []
     for name, (scale, low, high) in LAYOUT.items():
         derived = list(SOURCE).index(name) + 1 if name in SOURCE else 0
-        whence.append((KEPT.index(SOURCE.get(name, name)), SCALE[scale], derived))
+        source.append((KEPT.index(SOURCE.get(name, name)), SCALE[scale], derived))
         origin.append((low, (high - low) / BINS))
-    edges = [*map(position_of, range(POSITIONS)), 2**31 - 1]
+    edges = [*map(first_position, range(POSITIONS)), 2**31 - 1]
     ints = dict(dtype=torch.int32, device=device)
-    return torch.tensor(whence, **ints), torch.tensor(origin, device=device), torch.tensor(edges, **ints)
+    return torch.tensor(source, **ints), torch.tensor(origin, device=device), torch.tensor(edges, **ints)
 
 
 @triton.jit
-def read(stats, at, slot, derived, inside, plane, KEYS: tl.constexpr):
-    """(x, is it there?): a statistic of some rows that see a key; entropy / ln n and gain / (1 − 1/n) need two."""
+def load_statistic(stats, at, slot, derived, inside, plane, KEYS: tl.constexpr):
+    """Loads a statistic of some rows: (x, does the row have it?). entropy / ln n and gain / (1 − 1/n) need two keys."""
     x = tl.load(stats + slot * plane + at, inside, 0.0)
     n = tl.load(stats + KEYS * plane + at, inside, 0.0)
     inside = inside & (n > 0)
@@ -104,13 +114,13 @@ def read(stats, at, slot, derived, inside, plane, KEYS: tl.constexpr):
 
 
 @triton.jit
-def place(r, h, H, M):
-    """The offset of head h in rows r of [B·M], within [B, H, M]."""
+def row_offset(r, h, H, M):
+    """Returns the offset of head h in rows r of [B·M], within [B, H, M]."""
     return ((r // M).to(tl.int64) * H + h) * M + r % M
 
 
 @triton.jit
-def counted(rows, r, inside, HAS_ROWS: tl.constexpr):
+def keep_counted(rows, r, inside, HAS_ROWS: tl.constexpr):
     if HAS_ROWS:
         inside = inside & (tl.load(rows + r, inside, 0) != 0)
     return inside
@@ -118,7 +128,7 @@ def counted(rows, r, inside, HAS_ROWS: tl.constexpr):
 
 @triton.jit
 def on_scale(x, scale):
-    """Where a value lies on the scale on which its bins are even; see `bins.SCALES`."""
+    """Returns a value on the scale on which its bins are even; see `histogram.SCALES`."""
     t = x
     if scale == 0:
         t = tl.log2(tl.maximum(x, 0.0)) * LOG10_2
@@ -137,10 +147,10 @@ def on_scale(x, scale):
 
 @triton.jit
 def summarize(
-    s, h, stats, rows, whence, origin, count, mean, square, low, high, histogram, plane, B, H, M,
+    s, h, stats, rows, source, origin, count, mean, square, low, high, histogram, plane, B, H, M,
     KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    slot, scale, derived = tl.load(whence + 3 * s), tl.load(whence + 3 * s + 1), tl.load(whence + 3 * s + 2)
+    slot, scale, derived = tl.load(source + 3 * s), tl.load(source + 3 * s + 1), tl.load(source + 3 * s + 2)
     first, width = tl.load(origin + 2 * s), tl.load(origin + 2 * s + 1)
     pilot = tl.load(stats + slot * plane + h * M).to(tl.float64)  # near the others: squares are taken from here
     pilot = tl.where(tl.abs(pilot) < 1e30, pilot, 0.0)
@@ -152,8 +162,8 @@ def summarize(
     bins = tl.zeros([BINS], tl.int32)
     for start in range(0, B * M, BLOCK):
         r = start + tl.arange(0, BLOCK)
-        inside = counted(rows, r, r < B * M, HAS_ROWS)
-        x, inside = read(stats, place(r, h, H, M), slot, derived, inside, plane, KEYS)
+        inside = keep_counted(rows, r, r < B * M, HAS_ROWS)
+        x, inside = load_statistic(stats, row_offset(r, h, H, M), slot, derived, inside, plane, KEYS)
         t = tl.div_rn(on_scale(x.to(tl.float32), scale) - first, width)
         t = tl.where(t == t, tl.minimum(tl.maximum(t, 0.0), BINS - 1.0), 0.0)
         bins += tl.histogram(t.to(tl.int32), BINS, mask=inside)
@@ -165,15 +175,15 @@ def summarize(
         squares += gap * gap
     n = tl.sum(number, 0).to(tl.float64)
     middle = tl.sum(total, 0) / tl.maximum(n, 1.0)
-    apart = tl.maximum(tl.sum(squares, 0) - n * middle * middle, 0.0)
+    deviations = tl.maximum(tl.sum(squares, 0) - n * middle * middle, 0.0)
     at = s * H + h
     before, mean_before = tl.load(count + at), tl.load(mean + at)
     after = before + n
-    gap_ = middle + pilot - mean_before
+    shift = middle + pilot - mean_before
     share = n / tl.maximum(after, 1.0)
-    between = tl.where(before > 0, gap_ * gap_ * before * share, 0.0)
-    tl.store(square + at, tl.load(square + at) + apart + between)
-    tl.store(mean + at, tl.where(n > 0, mean_before + gap_ * share, mean_before))
+    between = tl.where(before > 0, shift * shift * before * share, 0.0)
+    tl.store(square + at, tl.load(square + at) + deviations + between)
+    tl.store(mean + at, tl.where(n > 0, mean_before + shift * share, mean_before))
     tl.store(count + at, after)
     tl.store(low + at, tl.minimum(tl.load(low + at), tl.min(least, 0)))
     tl.store(high + at, tl.maximum(tl.load(high + at), tl.max(most, 0)))
@@ -182,12 +192,12 @@ def summarize(
 
 
 @triton.jit
-def follow(
-    c, h, p, stats, rows, whence, edges, curve, curve_count, plane, B, H, M, START, POSITIONS,
-    FOLLOWED: tl.constexpr, KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def add_to_curve(
+    c, h, p, stats, rows, source, edges, curve, curve_count, plane, B, H, M, START, POSITIONS,
+    CURVE_ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    s = tl.where(c == 0, FOLLOWED[0], tl.where(c == 1, FOLLOWED[1], FOLLOWED[2]))
-    slot, derived = tl.load(whence + 3 * s), tl.load(whence + 3 * s + 2)
+    s = tl.where(c == 0, CURVE_ROWS[0], tl.where(c == 1, CURVE_ROWS[1], CURVE_ROWS[2]))
+    slot, derived = tl.load(source + 3 * s), tl.load(source + 3 * s + 2)
     from_ = tl.maximum(tl.load(edges + p) - START, 0)
     to = tl.minimum(tl.load(edges + p + 1) - START, M)
     number = tl.zeros([BLOCK], tl.float64)
@@ -195,8 +205,8 @@ def follow(
     for b in range(0, B):
         for start in range(from_, to, BLOCK):
             m = start + tl.arange(0, BLOCK)
-            inside = counted(rows, b * M + m, m < to, HAS_ROWS)
-            x, inside = read(stats, place(b * M + m, h, H, M), slot, derived, inside, plane, KEYS)
+            inside = keep_counted(rows, b * M + m, m < to, HAS_ROWS)
+            x, inside = load_statistic(stats, row_offset(b * M + m, h, H, M), slot, derived, inside, plane, KEYS)
             number += tl.where(inside, 1.0, 0.0)
             total += tl.where(inside, x.to(tl.float64), 0.0)
     at = (c * H + h) * POSITIONS + p
@@ -205,7 +215,7 @@ def follow(
 
 
 @triton.jit
-def fingerprint(
+def compute_features(
     f, h, stats, rows, features, totals, compared, plane, H, M, EVERY, SAMPLED,
     SLOTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -214,8 +224,8 @@ def fingerprint(
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, SAMPLED, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        useful = counted(rows, i * EVERY, i < SAMPLED, HAS_ROWS)
-        at = place(i * EVERY, h, H, M)
+        useful = keep_counted(rows, i * EVERY, i < SAMPLED, HAS_ROWS)
+        at = row_offset(i * EVERY, h, H, M)
         n = tl.load(stats + KEYS * plane + at, useful, 0.0)
         useful = useful & (n >= LEAST)
         n = tl.maximum(n, 2.0)
@@ -237,28 +247,28 @@ def fingerprint(
 
 
 @triton.jit
-def account(
-    stats, rows, whence, origin, edges, flat, histogram, features, plane, B, H, M, START, FIRST, BINS_OF_CURVE,
+def update_kernel(
+    stats, rows, source, origin, edges, flat, histogram, features, plane, B, H, M, START, FIRST, BINS_OF_CURVE,
     POSITIONS, EVERY, SAMPLED,
-    PLACES: tl.constexpr, STATISTICS: tl.constexpr, CURVES: tl.constexpr, FOLLOWED: tl.constexpr, SLOTS: tl.constexpr,
+    PLACES: tl.constexpr, STATISTICS: tl.constexpr, CURVES: tl.constexpr, CURVE_ROWS: tl.constexpr, SLOTS: tl.constexpr,
     KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h, work = tl.program_id(0) % H, tl.program_id(0) // H
+    h, task = tl.program_id(0) % H, tl.program_id(0) // H
     plane = tl.cast(plane, tl.int64)
-    if work < STATISTICS:
+    if task < STATISTICS:
         summarize(
-            work, h, stats, rows, whence, origin, flat + PLACES[0], flat + PLACES[1], flat + PLACES[2],
+            task, h, stats, rows, source, origin, flat + PLACES[0], flat + PLACES[1], flat + PLACES[2],
             flat + PLACES[3], flat + PLACES[4], histogram, plane, B, H, M, KEYS, HAS_ROWS, BINS, BLOCK,
         )  # fmt: skip
-    elif work < STATISTICS + CURVES * BINS_OF_CURVE:
-        c, p = (work - STATISTICS) // BINS_OF_CURVE, (work - STATISTICS) % BINS_OF_CURVE
-        follow(
-            c, h, FIRST + p, stats, rows, whence, edges, flat + PLACES[5], flat + PLACES[6], plane, B, H, M, START,
-            POSITIONS, FOLLOWED, KEYS, HAS_ROWS, 128,
+    elif task < STATISTICS + CURVES * BINS_OF_CURVE:
+        c, p = (task - STATISTICS) // BINS_OF_CURVE, (task - STATISTICS) % BINS_OF_CURVE
+        add_to_curve(
+            c, h, FIRST + p, stats, rows, source, edges, flat + PLACES[5], flat + PLACES[6], plane, B, H, M, START,
+            POSITIONS, CURVE_ROWS, KEYS, HAS_ROWS, 128,
         )  # fmt: skip
     else:
-        f = work - STATISTICS - CURVES * BINS_OF_CURVE
-        fingerprint(
+        f = task - STATISTICS - CURVES * BINS_OF_CURVE
+        compute_features(
             f, h, stats, rows, features, flat + PLACES[7], flat + PLACES[8], plane, H, M, EVERY, SAMPLED,
             SLOTS, KEYS, LEAST, HAS_ROWS, BLOCK,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Work that the model need not wait for: on a second stream of its GPU, beside what it does next."""
+"""Work that the model need not wait for, on a second CUDA stream of its GPU."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 
 @cache
 def _stream(device: torch.device, use: str = "work") -> torch.cuda.Stream:
-    """The same one always: torch keeps freed memory per stream, and a new one would ask the driver for its own."""
+    """Returns one stream per device and use, because torch keeps freed memory per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
-def behind(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
-    """The body's kernels and copies wait for the event, and for nothing that a stream was given after it."""
+def after_event(event: torch.cuda.Event, device: torch.device) -> Iterator[None]:
+    """Runs the body's kernels and copies after the event, and not after what other streams were given since."""
     stream = _stream(device, "fetch")
     stream.wait_event(event)
     with torch.cuda.stream(stream):
         yield
 
 
-def landed(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Tensors of one dim on the CPU, with one wait for the device where they share it."""
+def fetch_to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns tensors of one dim on the CPU, with one wait if they share their device."""
     if len({(x.device, x.dtype) for x in tensors}) == 1:
         return torch.cat(list(tensors)).cpu().split([len(x) for x in tensors])
     return [x.cpu() for x in tensors]
 
 
-class Aside:
-    """`with aside(device, *what_is_read): …` runs the body's kernels beside the model; elsewhere it is a plain block.
+class SideStream:
+    """`with side(device, *what_is_read): …` runs the body's kernels beside the model; on a CPU it is a plain block.
 
-    What they read is kept until the model's own stream has been told to wait for them, at the next such block or at
-    `join`: only then may its memory be given to others. So no more than one block's tensors are held.
+    What they read is kept until the model's own stream waits for them, at the next such block or at `join`: only then
+    may its memory be reused. So no more than one block's tensors are held.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,7 @@ class Aside:
             yield
             return
         self._join(device)
-        if device not in self._streams:
-            self._streams[device] = _stream(device)
-        side = self._streams[device]
+        side = self._streams.setdefault(device, _stream(device))
         side.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(side):
@@ -60,18 +58,18 @@ class Aside:
         finally:
             self._running[device] = side.record_event(), read
 
-    def last(self, device: torch.device) -> torch.cuda.Event | None:
-        """When the latest block of a GPU is done; None elsewhere."""
+    def last_event(self, device: torch.device) -> torch.cuda.Event | None:
+        """Returns the event at the end of the latest block on a GPU; None elsewhere."""
         return self._running[device][0] if device in self._running else None
 
     def mark(self, device: torch.device) -> None:
-        """What the model's stream has been given so far is wanted in `after_marked`."""
+        """Marks what the model's stream has been given so far for `after_marks`."""
         if device.type == "cuda":
             self._marks[device] = torch.cuda.current_stream(device).record_event()
 
     @contextlib.contextmanager
-    def after_marked(self) -> Iterator[None]:
-        """Behind what was marked and done aside, but not behind what the model was given since."""
+    def after_marks(self) -> Iterator[None]:
+        """Runs the body after what was marked and after the blocks, but not after what the model was given since."""
         with contextlib.ExitStack() as stack:
             for device, side in self._streams.items():
                 if device in self._marks:
@@ -80,7 +78,7 @@ class Aside:
             yield
 
     def join(self) -> None:
-        """From here on the models' streams see what was done aside."""
+        """Makes the models' streams wait for the blocks."""
         for device in list(self._running):
             self._join(device)
 

@@ -1,23 +1,62 @@
-"""QK-clip: after an optimizer step, shrink the query and key weights of heads whose logits have grown too large."""
+"""QK-clip: after an optimizer step, shrinks the query and key weights of heads whose logits have grown too large."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from regard.health.capture.interception import as_copied, as_written
-from regard.health.qk_clip.result import Clip, Clipped
-from regard.health.qk_clip.watch import WATCHES, Watch, unhook
-from regard.health.qk_clip.weights import parts, places, shrinking
-from regard.nn.projections import NotFound, not_growing, projections
+from regard.health.capture.interception import as_written, refuse_data_parallel
+from regard.health.qk_clip.max_logits import OBSERVERS, MaxLogits, remove_copied_hooks
+from regard.health.qk_clip.weights import holders_of, select_projections, tensors_to_shrink
+from regard.nn.projections import NotFound, bounded_scores_reason, projections
 
 __all__ = ["Clip", "Clipped", "qk_clip", "stop"]
 
 
-def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clipped:
+class Clip(NamedTuple):
+    """One head that was clipped: its largest logit, and the factor that brought it to the threshold."""
+
+    layer: str
+    head: int
+    max_logit: float
+    factor: float
+
+
+class Clipped:
+    """What a call of `qk_clip` did, read from the device only on request.
+
+    `heads`: the heads that were clipped; `max_logit`: layer → the largest logit of each head; `skipped`: layer → why
+    its weights are not clipped.
+    """
+
+    def __init__(self) -> None:
+        self.skipped: dict[str, str] = {}
+        self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
+
+    @property
+    def max_logit(self) -> dict[str, list[float]]:
+        return {name: largest.tolist() for name, (largest, _) in self._found.items()}
+
+    @property
+    def heads(self) -> list[Clip]:
+        found = []
+        for name, (largest, factors) in self._found.items():
+            for head, factor in enumerate([] if factors is None else factors.tolist()):
+                if factor < 1.0:
+                    found.append(Clip(name, head, largest[head].item(), factor))
+        return found
+
+    def __repr__(self) -> str:
+        return f"Clipped(heads={self.heads}, skipped={self.skipped})"
+
+
+def qk_clip(
+    model: nn.Module, threshold: float = 100.0, *, group: Any = None, names: tuple[str, str] | None = None
+) -> Clipped:
     """W_q, W_k ← √(τ/m)·W_q, √(τ/m)·W_k for every head whose largest logit m passed the threshold τ, as Kimi K2 does.
 
     >>> import regard, torch
@@ -34,81 +73,75 @@ def qk_clip(model: nn.Module, threshold: float = 100.0, *, group=None) -> Clippe
     >>> f"{stats.max_logit[:, 0].max():.1f}"
     '100.0'
 
-    Call it after every `optimizer.step()`; nothing else need be done. The logits are those of the training forwards
-    since the last call, scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts
-    to watch; for `regard.nn` it already knows the last forward, in other models, and where forwards are checkpointed,
-    it clips from the next step on. Watching costs one fused pass over q and k per forward; nothing waits for the GPU.
+    Call it after every `optimizer.step()`. The logits are those of the training forwards since the last call,
+    scale·q·k over the visible keys, before soft cap, bias and temperature. The first call starts to observe; for
+    `regard.nn` it already knows the last forward, in other models, and where forwards are checkpointed, it clips from
+    the next step on. It costs one fused pass over q and k per forward and does not wait for the GPU.
     `regard.qk_clip.stop(model)` ends it.
 
-    It watches the forward of `model` itself. What `torch.compile` returned may be given too: its training forwards then
-    run uncompiled, and layers have the names of the model as written. Where the model given was compiled and the
+    It observes the forward of `model` itself. What `torch.compile` returned may be given too: its training forwards
+    then run uncompiled, and layers have the names of the model as written. If the model given was compiled and the
     compiled one runs, or only a part of it is called, the last forward of each `regard.nn` module counts; other
-    attentions cannot be seen then, and a call after an optimizer's step in which none was seen raises. Of
-    `nn.DataParallel` over several devices it watches the module inside, in whichever copy of it a thread runs.
+    attentions cannot be seen then, and a call after a step in which none was seen raises.
 
-    Where several query heads share a key head, its weights cannot shrink for one of them: the query takes the whole
-    factor τ/m there, and where one key more is learned beside them (torch's add_bias_kv). So does the other side of
-    frozen weights (`requires_grad` False), which stay as they are. Heads below the threshold keep their weights to the
-    bit. A head whose logit is not finite is left alone. Scores that do not follow the weights' size (cosine, QK-norm,
-    additive) are skipped, with the reason; so are weights that something else uses too and weights that are computed
-    (weight_norm, LoRA). Queries and keys of one layer may share theirs.
-    Where normalising is written inside a forward, and no name tells of it, the lengths of queries and keys do: they
-    no longer vary with the tokens as the projections' outputs do. They tell as well where a stack holds its rows
-    otherwise than all queries, then all keys (q, k and v of each head side by side): such a layer is skipped.
+    If several query heads share a key head, or one more key is learned (torch's add_bias_kv), the key weights stay and
+    the query takes the whole factor τ/m. Frozen weights (`requires_grad` False) stay too, and the other side takes the
+    whole factor. Heads below the threshold keep their weights to the bit; so does a head whose logit is not finite.
+    Skipped, with the reason: scores that do not follow the weights' size (cosine, additive, a QK-norm module), weights
+    that something else uses too, and weights that are computed (weight_norm, LoRA). A stacked layer must hold all
+    queries, then all keys, then all values; do not clip a model that normalises q and k inside its forward.
 
     Args:
         model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
-            transformers, or others whose queries and keys come from linear layers named as usual.
+            transformers, or others whose queries and keys come from linear layers named as usual, or by `names`.
         threshold: τ, the largest logit a head may have.
         group: the process group whose ranks hold the same weights; None is all of them, if there are any. All call it
             after the same steps; each may have run other layers, in another order, or none. A layer that no rank had
-            run before may be clipped one call later, and that none saw any attention is told at the next call.
+            run before may be clipped one call later.
+        names: the attributes of an attention module that hold its query and key layers, such as ("wq", "wk"), where
+            they are not named as usual.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
-    if not (number and 0 < threshold < math.inf):
+    is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+    if not (is_number and 0 < threshold < math.inf):
         raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
-    model = as_copied(model)
-    watch = WATCHES.get(model)
-    if watch is None:
-        watch = WATCHES[model] = Watch(model)
-    watch.read_modules()
-    modules, held = dict(as_written(model).named_modules()), places(model)
+    refuse_data_parallel(model)
+    observer = OBSERVERS.get(model)
+    if observer is None:
+        observer = OBSERVERS[model] = MaxLogits(model)
+    observer.read_modules()
+    modules, holders = dict(as_written(model).named_modules()), holders_of(model)
     result = Clipped()
-    for name, (tops, normalised, elsewhere) in watch.take(model, group).items():
-        if name not in modules:  # it was taken out of the model
+    for name, largest in observer.take(model, group).items():
+        if name not in modules:  # it was removed from the model
             continue
         factors = None
         try:
-            shrunk = shrinking(*projections(modules[name], *watch.shapes[name]))
-            tensors = parts(shrunk, held, modules[name])
+            chosen = select_projections(*projections(modules[name], *observer.shapes[name], names))
+            tensors = tensors_to_shrink(chosen, holders, modules[name])
         except NotFound as reason:
-            result._skipped[name] = str(reason)
+            result.skipped[name] = str(reason)
         else:
-            factors = torch.where(tops.isfinite() & (tops > threshold), threshold / tops, 1.0)
-            factors = torch.where((normalised > 0) | (elsewhere > 0), 1.0, factors)
-            result._left[name] = normalised, elsewhere
+            factors = torch.where(largest.isfinite() & (largest > threshold), threshold / largest, 1.0)
             for tensor in tensors:
-                tensor.shrink(factors if len(shrunk) == 1 else factors.sqrt())
-        result._found[name] = tops, factors
-    result._skipped |= watch.unseen
-    watch.unseen.clear()
-    for name in (watch.ours.keys() & modules.keys()) - result._found.keys():
-        why = not_growing(modules[name])
-        if why is not None:
-            result._skipped[name] = why
-    watch.mark(model)
+                tensor.shrink(factors if len(chosen) == 1 else factors.sqrt())
+        result._found[name] = largest, factors
+    result.skipped |= observer.unseen
+    observer.unseen.clear()
+    for name in (observer.regard_modules.keys() & modules.keys()) - result._found.keys():
+        if (why := bounded_scores_reason(modules[name])) is not None:
+            result.skipped[name] = why
+    observer.mark_weights(model)
     return result
 
 
 def stop(model: nn.Module) -> None:
-    """Stop watching `model` for `qk_clip`; the model is as it was."""
-    model = as_copied(model)
-    watch = WATCHES.pop(model, None)
-    if watch is not None:
-        watch.close()
-    unhook(model)
+    """Stops observing `model` for `qk_clip`; the model is as it was."""
+    observer = OBSERVERS.pop(model, None)
+    if observer is not None:
+        observer.close()
+    remove_copied_hooks(model)
 
 
 qk_clip.stop = stop  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""The largest logits that any rank saw: ranks may run other layers (layer drop), and in another order."""
+"""Reduces the largest logits over ranks, which may run other layers (layer drop) in another order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,77 +13,70 @@ from torch import Tensor
 Shapes = dict[str, tuple[int, int]]  # layer -> query heads and their width
 
 
-class Ranks:
-    """What ranks tell each other has one form on all of them: every layer that any has seen, by name.
+class RankReduction:
+    """Takes the maximum over ranks in one collective over every layer that any rank has seen.
 
-    Which those are they ask while they know of none, and again after a call in which one of them met another: that call
-    told so by one column more, which is read at the next.
+    The ranks exchange the list of layers while it is empty, and again after a call in which one of them met a new
+    layer: three flags travel with the logits and are read at the next call, so that no rank waits for its GPU.
     """
 
     def __init__(self) -> None:
         self.agreed: Shapes = {}
-        self._news: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._met_another = False
+        self._flags: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._met_new_layer = False
 
-    def was_blind(self) -> bool:
-        """Did one rank miss attention at the last call, and none see any? All say the same; once."""
-        if self._news is None:
+    def saw_nothing(self) -> bool:
+        """True once, on all ranks, if one rank missed attention at the last call and none saw any."""
+        if self._flags is None:
             return False
-        (met_another, blind, seeing), self._news = _read(*self._news), None
-        self._met_another |= met_another
-        return blind and not seeing
+        (met_new_layer, missed, saw_any), self._flags = _read_flags(*self._flags), None
+        self._met_new_layer |= met_new_layer
+        return missed and not saw_any
 
-    def largest(
-        self, found: Mapping[str, Tensor], shapes: Shapes, group, device: torch.device, blind: bool
+    def reduce(
+        self, found: Mapping[str, Tensor], shapes: Shapes, group: Any, device: torch.device, missed: bool
     ) -> tuple[dict[str, Tensor], set[str]]:
-        """Layer → [3, H], the same on every rank, and the layers found here that have to wait for the next call.
+        """Returns layer → [H], the same on every rank, and the layers of `found` that wait for the next call.
 
-        `found`: the same of this rank alone; `shapes`: of all layers it has ever seen, to which others' are added;
-        `blind`: is attention missed here?
+        `found`: the logits of this rank; `shapes`: of all layers it has ever seen, to which others' are added;
+        `missed`: was attention missed here?
         """
-        if self._met_another or not self.agreed:
-            self._agree(shapes, group)
+        if self._met_new_layer or not self.agreed:
+            self._exchange_layers(shapes, group)
         if not self.agreed:
             return {}, set()
         late = {name for name in found if self.agreed.get(name) != shapes[name]}
-        device = next((numbers.device for numbers in found.values()), device)
-        news = [torch.full((1, 1), float(told), device=device) for told in (bool(late), blind, bool(found))]
-        columns = [torch.cat(news)]
+        device = next((largest.device for largest in found.values()), device)
+        flags = bool(late), missed, bool(found)
+        parts = [torch.full((1,), float(flag), device=device) for flag in flags]  # no copy from the host to wait for
         for name, (heads, _) in self.agreed.items():
             seen = name in found and name not in late
-            columns.append(found[name].to(device) if seen else _nothing(heads, device))
-        joined = torch.cat(columns, 1)
+            parts.append(found[name].to(device) if seen else torch.full((heads,), -math.inf, device=device))
+        joined = torch.cat(parts)
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
-        first, *parts = joined.split([1, *(heads for heads, _ in self.agreed.values())], 1)
-        self._news = _leaving(first[:, 0])
-        everyones = zip(self.agreed, parts, strict=True)
-        return {name: numbers for name, numbers in everyones if self.agreed[name] == shapes[name]}, late
+        first, *parts = joined.split([3, *(heads for heads, _ in self.agreed.values())])
+        self._flags = _start_copy(first)
+        reduced = zip(self.agreed, parts, strict=True)
+        return {name: largest for name, largest in reduced if self.agreed[name] == shapes[name]}, late
 
-    def _agree(self, shapes: Shapes, group) -> None:
-        said: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, shapes, group=group)
-        self.agreed, self._met_another = dict(sorted(item for one in said for item in one.items())), False
+    def _exchange_layers(self, shapes: Shapes, group: Any) -> None:
+        gathered: list = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, shapes, group=group)
+        self.agreed, self._met_new_layer = dict(sorted(item for one in gathered for item in one.items())), False
         shapes.update({name: shape for name, shape in self.agreed.items() if name not in shapes})
 
 
-def _nothing(heads: int, device: torch.device) -> Tensor:
-    """Of heads that were not seen: no logit, and nothing known against them."""
-    numbers = torch.zeros(3, heads, device=device)
-    numbers[0] = -math.inf
-    return numbers
-
-
-def _leaving(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """x on its way to the CPU, and when it is there: long before what a GPU is given after it is done."""
+def _start_copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Starts a copy of x to the CPU; returns it and the event of its end."""
     if x.device.type != "cuda":
         return x, None
-    there = torch.cuda.Event()
-    landing = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    there.record(torch.cuda.current_stream(x.device))
-    return landing, there
+    done = torch.cuda.Event()
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done.record(torch.cuda.current_stream(x.device))
+    return copy, done
 
 
-def _read(x: Tensor, there: torch.cuda.Event | None) -> list[bool]:
-    if there is not None:
-        there.synchronize()
+def _read_flags(x: Tensor, done: torch.cuda.Event | None) -> list[bool]:
+    if done is not None:
+        done.synchronize()
     return [number > 0 for number in x.tolist()]

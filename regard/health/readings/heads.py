@@ -1,4 +1,4 @@
-"""One head as a report tells it: `.layer`, `.index`, `.head`, `.statistics["entropy"].mean`, …"""
+"""Head readings as a report holds them: `.layer`, `.index`, `.head`, `.statistics["entropy"].mean`, …"""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.measurement.side_stream import behind
-from regard.health.readings.histogram import ROW
-from regard.health.readings.layer_reading import (
-    LayerReading,
-    fetched,
-    likeness,
-    predicted_variances,
-    spreads_of,
-    stacked,
-)
-from regard.health.readings.spread import Spreads
+from regard.health.measurement.side_stream import after_event
+from regard.health.readings.histogram import ROW, Spreads
+from regard.health.readings.layer_reading import LayerReading, spreads_of, stack_parts
 
-LEAST_ROWS = 16  # fewer rows, or fewer keys to choose from, and no shape of a distribution is held against a head
+LEAST_ROWS = 16  # with fewer rows, or fewer keys on average, the shape of a distribution is not judged
 LEAST_KEYS = 4
 SEES_NOTHING = "none of its queries sees a key"
+CONSTANT = 1e-8  # variance of a feature below which it counts as constant
 TWINS = 0.005  # of the rows' own variation: see findings/duplicate_heads.py
 
 
@@ -40,15 +35,16 @@ class HeadReading:
     dtype: str = ""
     head_dim: int = 0
     scale: float = math.nan  # of the scores, over 1/√d; NaN where it is learned
-    can_be_judged: bool = True  # enough rows with enough keys that the shape of the distribution says something
+    can_be_judged: bool = True  # has it enough rows with enough keys?
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
-        """[(position, mean)] of a few statistics against the query's position."""
+        """[(position, mean)] of a few statistics over the query's position."""
         return self.reading.curves(self.head)
 
     def to_json(self) -> dict:
+        """Returns the head as the report's JSON holds it."""
         predicted = self.predicted_variance
         return dict(
             layer=self.layer,
@@ -60,65 +56,67 @@ class HeadReading:
 
 
 def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
-    """Every head that was measured, layer by layer."""
+    """Returns every head that was measured, layer by layer."""
     known = [(layer, layer.reading) for layer in layers if layer.reading is not None]
     early = {
-        id(layer): layer.told[1] for layer, reading in known if layer.told is not None and layer.told[0] is reading
+        id(layer): layer.early_heads[1]
+        for layer, reading in known
+        if layer.early_heads is not None and layer.early_heads[0] is reading
     }
     late = [(layer, reading) for layer, reading in known if id(layer) not in early]
-    told = early | {id(layer): heads for (layer, _), heads in zip(late, _heads(late), strict=True)}
-    return [head for layer, _ in known for head in told[id(layer)]]
+    known_heads = early | {id(layer): heads for (layer, _), heads in zip(late, _head_readings(late), strict=True)}
+    return [head for layer, _ in known for head in known_heads[id(layer)]]
 
 
-def tell_early(recorder: Recorder) -> None:
-    """The heads of the layers that a GPU is done with, all at once, while it is at work on the layers after."""
-    waiting = recorder.under_way()
+def read_early(recorder: Recorder) -> None:
+    """Makes the head readings of layers that a GPU is done with, while it runs the layers after them."""
+    waiting = recorder.pending_layers()
     while waiting:
         device = waiting[0][1].reading.flat.device
         ready = [pair for pair in waiting if pair[1].reading.flat.device == device and pair[1].done.query()]
         ready = ready or waiting[:1]
-        pairs = [(layer, sight.reading) for layer, sight in ready]
-        with behind(ready[-1][1].done, device):
-            for (layer, reading), heads in zip(pairs, _heads(pairs), strict=True):
-                layer.told = reading, heads
+        pairs = [(layer, batch.reading) for layer, batch in ready]
+        with after_event(ready[-1][1].done, device):
+            for (layer, reading), heads in zip(pairs, _head_readings(pairs), strict=True):
+                layer.early_heads = reading, heads
         done = {id(layer) for layer, _ in ready}
         waiting = [pair for pair in waiting if id(pair[0]) not in done]
 
 
 def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:
-    """The same heads under a what-if."""
+    """Returns the heads under a what-if."""
     pairs = [(layer, layer.what_if[name]) for layer in layers if name in layer.what_if]
-    return [head for heads in _heads(pairs) for head in heads]
+    return [head for heads in _head_readings(pairs) for head in heads]
 
 
-def uncounted(layers: Iterable[Layer], heads: Iterable[HeadReading]) -> list[tuple[str, str]]:
-    """(layer, reason) of those that were read faithfully, but have heads without a row that counts."""
-    told = {(head.index, head.head) for head in heads}
+def layers_without_rows(layers: Iterable[Layer], heads: Iterable[HeadReading]) -> list[tuple[str, str]]:
+    """Returns (layer, reason) for measured layers with heads that have no row that counts."""
+    counted = {(head.index, head.head) for head in heads}
     found = []
     for layer in layers:
-        without = [head for head in range(layer.heads) if (layer.index, head) not in told]
+        without = [head for head in range(layer.heads) if (layer.index, head) not in counted]
         if layer.reading is None or not without:
             continue
         if len(without) == layer.heads:
-            who = SEES_NOTHING if any(layer.blind) else "all of its rows are padding, or it has none"
-            found.append((layer.name, who))
+            reason = SEES_NOTHING if any(layer.blind) else "all of its rows are padding, or it has none"
+            found.append((layer.name, reason))
         else:
             found.append((layer.name, f"in its heads {', '.join(map(str, without))} no query sees a key"))
     return found
 
 
-def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading]]:
-    """Per layer, the heads of a reading of it."""
-    readings = fetched([reading for _, reading in pairs])
-    told: dict[int, list[HeadReading]] = {}
-    for many in {reading.heads for reading in readings}:  # layers of as many heads at once: numpy is slow to start
+def _head_readings(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading]]:
+    """Returns the heads of each reading."""
+    readings = fetch_readings([reading for _, reading in pairs])
+    found: dict[int, list[HeadReading]] = {}
+    for many in {reading.heads for reading in readings}:  # layers of as many heads together, which saves numpy calls
         places = [at for at, reading in enumerate(readings) if reading.heads == many]
         alike = [readings[at] for at in places]
-        twins, predicted, can_be = twins_of(alike), predicted_variances(alike), judged(alike)
+        twins, predicted, can_be = twins_of(alike), predicted_variances(alike), can_be_judged(alike)
         for row, (at, spreads) in enumerate(zip(places, spreads_of(alike), strict=True)):
             layer, reading = pairs[at][0], readings[at]
             dtype = str(layer.dtype).removeprefix("torch.")
-            told[at] = [
+            found[at] = [
                 HeadReading(
                     layer.name, layer.index, head, spread, reading, predicted[row][head], dtype, layer.head_dim,
                     layer.scale, can_be[row][head], twins.get((row, head), ()),
@@ -126,19 +124,62 @@ def _heads(pairs: Sequence[tuple[Layer, LayerReading]]) -> list[list[HeadReading
                 for head, spread in enumerate(spreads)
                 if spread.count("entropy")
             ]  # fmt: skip
-    return [told[at] for at in range(len(pairs))]
+    return [found[at] for at in range(len(pairs))]
 
 
-def judged(readings: Sequence[LayerReading]) -> list[list[bool]]:
-    """Per reading and head, has it enough rows with enough keys that its shape says something?"""
-    rows, keys = (stacked(readings, name)[:, ROW["visible_keys"]] for name in ("count", "mean"))
+def can_be_judged(readings: Sequence[LayerReading]) -> list[list[bool]]:
+    """Returns, per reading and head, whether it has enough rows with enough keys to judge its shape."""
+    rows, keys = (stack_parts(readings, name)[:, ROW["visible_keys"]] for name in ("count", "mean"))
     return ((rows >= LEAST_ROWS) & (keys >= LEAST_KEYS)).tolist()
 
 
 def twins_of(readings: Sequence[LayerReading]) -> dict[tuple[int, int], tuple[int, ...]]:
-    """(which reading, head) -> the other heads of that layer with the same distribution, row by row."""
+    """Returns (reading, head) → the other heads of that layer with the same distribution, row by row."""
     found: dict[tuple[int, int], list[int]] = {}
-    for at, head, other in np.argwhere(likeness(readings) < TWINS).tolist():
+    for at, head, other in np.argwhere(dissimilarity(readings) < TWINS).tolist():
         if head != other:
             found.setdefault((at, head), []).append(other)
     return {place: tuple(others) for place, others in found.items()}
+
+
+def predicted_variances(readings: Sequence[LayerReading]) -> list[list[float]]:
+    """Returns the logit variance that norms predict, per reading and head."""
+    calls = stack_parts(readings, "calls")[:, None]
+    return np.where(calls > 0, stack_parts(readings, "predicted") / np.maximum(calls, 1.0), math.nan).tolist()
+
+
+def dissimilarity(readings: Sequence[LayerReading]) -> np.ndarray:
+    """Returns Σ (f_g − f_h)² over rows relative to the variation of f: [L, H, H], 0 for equal heads, 2 for others."""
+    products, totals, compared = (stack_parts(readings, name) for name in ("products", "totals", "compared"))
+    compared = np.maximum(compared, 1.0)[:, None]  # [L, 1, H]
+    own = products.diagonal(axis1=-2, axis2=-1)  # [L, F, H]
+    with np.errstate(invalid="ignore"):  # NaN where a variance overflowed
+        difference = own[..., :, None] + own[..., None, :] - 2.0 * products
+        varies = own - np.square(totals) / compared
+        mean = (varies[..., :, None] + varies[..., None, :]) / 2.0
+        floor = CONSTANT * compared[..., None, :]
+        return (np.maximum(difference, 0.0) / np.maximum(mean, floor)).max(1)  # every feature must agree
+
+
+def fetch_readings(readings: Sequence[LayerReading]) -> list[LayerReading]:
+    """Returns the readings on the CPU, with one wait for each device they are on."""
+    together: dict[tuple, list[int]] = {}
+    for at, reading in enumerate(readings):
+        together.setdefault((reading.heads, reading.flat.device), []).append(at)
+    copies = {}
+    for (heads, device), own in together.items():
+        if device.type == "cuda":
+            stacks = (torch.stack([getattr(readings[at], name) for at in own]) for name in ("flat", "histogram"))
+            copies[heads, device] = [_copy_to_host(stack) for stack in stacks]
+    for device in {device for _, device in copies}:
+        torch.cuda.current_stream(device).synchronize()
+    moved = list(readings)
+    for (heads, device), (flats, histograms) in copies.items():
+        for at, flat, histogram in zip(together[heads, device], flats, histograms, strict=True):
+            moved[at] = LayerReading.from_sums(heads, flat, histogram)
+    return moved
+
+
+def _copy_to_host(x: Tensor) -> Tensor:
+    """Starts a copy of x into pinned memory, without waiting for it."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

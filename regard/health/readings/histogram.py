@@ -1,11 +1,9 @@
-"""Where a value falls among 512 fixed bins: fixed, so that the histograms of two batches, or two ranks, just add.
+"""Histograms of 512 fixed bins per statistic, and what is read from them: quantiles, `Spread`.
 
-Each statistic has a scale on which its bins are even: log₁₀ for what spans decades, asinh for logits, which may be
-negative and large, for shares the fourth root, fine near 0 and near 1, then slowly log₁₀, and for entropies
-
-    t(x) = x/c  from c on,  1 + ln(x/c) below:
-
-as fine at ln n as at half of it, and in decades where a head collapses. The first bin of all but asinh reaches to 0.
+The bins are fixed, so that the histograms of two batches, or two ranks, add. Each statistic has a scale on which its
+bins are even: log₁₀ for what spans decades; asinh for logits; for shares the fourth root, then slowly log₁₀ above 1;
+and for entropies t(x) = x/c from c on and 1 + ln(x/c) below, which is fine near ln n and in decades where a head
+collapses. The first bin of all scales but asinh reaches to 0.
 
 >>> from regard.health.readings.histogram import edges
 >>> [f"{edges('entropy_ratio')[at]:.2g}" for at in (0, 1, 128, 511, 512)]
@@ -15,7 +13,8 @@ as fine at ln n as at half of it, and in decades where a head collapses. The fir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -82,8 +81,8 @@ INVERSES: dict[str, Callable[[Tensor], Tensor]] = dict(
 )
 
 
-def place(values: Tensor) -> Tensor:
-    """The bin of each value, values [S, H, R] in the order of NAMES; values beyond the ends go to the end bins."""
+def find_bins(values: Tensor) -> Tensor:
+    """Returns the bin of each value of [S, H, R], in the order of NAMES; values beyond the ends go to the end bins."""
     t = torch.cat([SCALES[scale](values[rows]) for scale, rows in GROUPS.items()])
     low, width = _origin(values.device, values.dtype)
     return t.sub_(low).div_(width).clamp_(0, BINS - 1).nan_to_num_(0.0).long()
@@ -100,14 +99,14 @@ GROUPS = _groups()
 
 
 @cache
-def _origin(device, dtype) -> tuple[Tensor, Tensor]:
+def _origin(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     low = torch.tensor([LAYOUT[name][1] for name in NAMES], device=device, dtype=dtype)
     high = torch.tensor([LAYOUT[name][2] for name in NAMES], device=device, dtype=dtype)
     return low[:, None, None], ((high - low) / BINS)[:, None, None]
 
 
 def _on_scale(scale: str, x: float) -> float:
-    """One value on its scale, without a tensor."""
+    """Returns one value on its scale, without a tensor."""
     if scale in KNEE:
         x /= KNEE[scale]
         return x if x >= 1.0 else 1.0 + math.log(x) if x > 0 else -math.inf
@@ -119,6 +118,7 @@ def _on_scale(scale: str, x: float) -> float:
 
 
 def _off_scale(scale: str, t: float) -> float:
+    """Inverts `_on_scale`."""
     if scale in KNEE:
         return KNEE[scale] * (t if t >= 1.0 else math.exp(t - 1.0))
     if scale == "asinh":
@@ -129,7 +129,7 @@ def _off_scale(scale: str, t: float) -> float:
 
 
 def edges(name: str) -> list[float]:
-    """The 513 edges of a statistic's bins, as values; the first one is 0 where the scale has none."""
+    """Returns the 513 edges of a statistic's bins, as values; the first one is 0 where the scale has none."""
     scale, low, high = LAYOUT[name]
     values = [_off_scale(scale, low + (high - low) * at / BINS) for at in range(BINS + 1)]
     return values if scale == "asinh" else [0.0, *values[1:]]
@@ -137,12 +137,12 @@ def edges(name: str) -> list[float]:
 
 @cache
 def least(name: str) -> float:
-    """What is told of a quantile below this is only that: it lies in the first bin, which reaches to 0."""
+    """Returns the end of the first bin, which reaches to 0: a quantile below it is not resolved."""
     return -math.inf if LAYOUT[name][0] == "asinh" else edges(name)[1]
 
 
 def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -> float:
-    """The value below which `share` of the counts lie, interpolated on the statistic's scale, within [low, high]."""
+    """Returns the value below which `share` of the counts lie, interpolated on the scale, within [low, high]."""
     running = counts.numpy().cumsum()
     total = int(running[-1])
     if not total:
@@ -157,7 +157,7 @@ def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -
 
 
 def quantiles(histogram: Tensor, shares: Sequence[float]) -> Tensor:
-    """`quantile` of histograms [S, H, 512] in the order of NAMES, all at once: [Q, S, H]."""
+    """Returns the quantiles [Q, S, H] of histograms [S, H, 512] in the order of NAMES."""
     running = histogram.cumsum(-1).double()
     wanted = running[..., -1:] * torch.tensor(shares, dtype=torch.float64)  # [S, H, Q]
     at = torch.searchsorted(running, wanted).clamp_max(BINS - 1)
@@ -172,10 +172,78 @@ def quantiles(histogram: Tensor, shares: Sequence[float]) -> Tensor:
 
 
 def share_below(name: str, counts: Tensor, value: float) -> float:
-    """The share of the counts below a value; exact where the value is an edge."""
+    """Returns the share of the counts below a value; exact where the value is an edge."""
     scale, first, last = LAYOUT[name]
     position = min(max((_on_scale(scale, value) - first) / (last - first) * BINS, 0.0), float(BINS))
     whole = min(int(round(position, 6)), BINS - 1)
     numbers = counts.numpy()
     below = int(numbers[:whole].sum()) + int(numbers[whole]) * round(position - whole, 6)
     return float(below) / max(int(numbers.sum()), 1)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One statistic of one head over all counted rows."""
+
+    name: str
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    histogram: Tensor
+
+    def quantile(self, share: float) -> float:
+        """Returns the value below which this share of the rows lies, within one bin's width.
+
+        The first bin reaches to 0: a quantile below `least(name)` is not resolved further.
+        """
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"share must lie in [0, 1], got {share!r}")
+        return quantile(self.name, self.histogram, share, self.min, self.max)
+
+    def share_below(self, value: float) -> float:
+        """Returns the share of the rows whose value is below this one."""
+        return share_below(self.name, self.histogram, value)
+
+    def to_json(self) -> dict[str, float | None]:
+        """Returns mean, std, min, max and three quantiles; None for numbers that are not finite."""
+        numbers = dict(mean=self.mean, std=self.std, min=self.min, max=self.max)
+        numbers.update({f"q{round(100 * share):02d}": self.quantile(share) for share in (0.05, 0.5, 0.95)})
+        return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+
+
+class Spreads(Mapping):
+    """The spreads of one head by the statistics' names, made on request."""
+
+    def __init__(self, numbers: list, histogram: Tensor, head: int) -> None:
+        self._numbers, self._histogram, self._head = numbers, histogram, head  # numbers: [column][statistic][head]
+        self._made: dict[str, Spread] = {}
+
+    def __getitem__(self, name: str) -> Spread:
+        if name not in self._made:
+            if name not in ROW:
+                raise KeyError(f"no statistic {name!r}; here: {', '.join(NAMES)}")
+            row = ROW[name]
+            count, mean, std, low, high = (column[row][self._head] for column in self._numbers)
+            self._made[name] = Spread(name, count, mean, std, low, high, self._histogram[row, self._head])
+        return self._made[name]
+
+    def mean(self, name: str) -> float:
+        """Returns the mean of a statistic without making its `Spread`."""
+        return self._numbers[1][ROW[name]][self._head]
+
+    def max(self, name: str) -> float:
+        return self._numbers[4][ROW[name]][self._head]
+
+    def min(self, name: str) -> float:
+        return self._numbers[3][ROW[name]][self._head]
+
+    def count(self, name: str) -> int:
+        return self._numbers[0][ROW[name]][self._head]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)

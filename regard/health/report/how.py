@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.health.measurement import fidelity, recorder
+from regard.health.measurement import norms, recorder
 from regard.health.measurement.recorder import Layer
 from regard.health.readings import histogram
 
@@ -33,7 +33,7 @@ def describe_measurement(
     measured = [layer for layer in layers if layer.reading is not None]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sampled = any(layer.sampled for layer in measured)
-    rows = f"on {fidelity.SAMPLED} rows of each call" if sampled else "on every counted row"
+    rows = f"on {norms.SAMPLED_ROWS} rows of each call" if sampled else "on every counted row"
     together = [layer.name for layer in measured if layer.together]
     folded = [layer.name or type(model).__name__ for layer in measured if layer.folded]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

@@ -18,14 +18,14 @@ class TimedRecorder(Recorder):
     seconds = 0.0
     replaces = False
 
-    def __call__(self, call: Call, name: str, otherwise: Callable[[], Tensor]) -> Tensor:
+    def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
         own, outputs, model_failed = 0.0, [], False
 
         def run_model() -> Tensor:
             nonlocal own, model_failed
             before = _synchronized_time(call.q)
             model_failed = True
-            outputs.append(otherwise())
+            outputs.append(run_original())
             model_failed = False
             own += _synchronized_time(call.q) - before
             return outputs[-1]
@@ -36,7 +36,7 @@ class TimedRecorder(Recorder):
         except Exception as error:
             if model_failed:
                 raise
-            self.layers[self.key].give_up(f"measuring failed: {type(error).__name__}: {error}")
+            self.layers[self.key].mark_unmeasured(f"measuring failed: {type(error).__name__}: {error}")
             self._batch.pop(self.key, None)
             output = outputs[-1] if outputs else run_model()
         self.seconds += _synchronized_time(call.q) - before - own

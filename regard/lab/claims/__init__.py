@@ -1,1 +1,1 @@
-"""One file per claim of the notes; `regard.lab.names()` finds them by looking."""
+"""One file per claim of the notes, each defining `claim`; found by `regard.lab.run.claims`."""

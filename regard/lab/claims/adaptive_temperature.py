@@ -2,13 +2,13 @@
 
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above
-from regard.lab.training.results import estimate, sorted_by_sign
+from regard.lab.training.results import estimate, group_by_sign
 
 TESTED = (16, 64, 256, 1024, 4096, 16384)
 LONG, LONGER, LONGEST = TESTED[3:]
 
 
-def measure(bench):
+def measure(sampler):
     result = training.shipped("retrieval")
     runs = [r["final"] for r in result["records"] if r["variant"] == "softmax" and not r["diverged"]]
 
@@ -19,8 +19,8 @@ def measure(bench):
         return estimate([final[f"{how}@{n}"] - final[f"{other}@{n}"] for final in runs])
 
     def lead(other):
-        told = sorted_by_sign({f"{n} items": gain("refit", other, n) for n in TESTED})
-        return f"more at {told[1]}; less at {told[-1]}; not settled by the seeds at {told[0]}"
+        signs = group_by_sign({f"{n} items": gain("refit", other, n) for n in TESTED})
+        return f"more at {signs[1]}; less at {signs[-1]}; not settled by the seeds at {signs[0]}"
 
     def row(how):
         return ", ".join(f"{points(how, n).value:.1f}" for n in (16, LONG, LONGER, LONGEST))

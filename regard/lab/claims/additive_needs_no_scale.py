@@ -9,15 +9,15 @@ from regard.lab.figure import Figure
 DIMS = [16, 64, 256]
 
 
-def spread(bench, d, v_scale, blocks=300):
-    """The standard deviation of vᵀ tanh(W₁q + W₂k) over 16 pairs, per block; W₁q and W₂k have unit variance."""
-    hidden = torch.tanh(bench.normal(blocks, 16, d) + bench.normal(blocks, 16, d))
-    return (hidden @ (v_scale * bench.normal(blocks, d, 1))).std((-1, -2))
+def spread(sampler, d, v_scale, blocks=300):
+    """Return the standard deviation of vᵀ tanh(W₁q + W₂k) over 16 pairs, per block; W₁q and W₂k have unit variance."""
+    hidden = torch.tanh(sampler.normal(blocks, 16, d) + sampler.normal(blocks, 16, d))
+    return (hidden @ (v_scale * sampler.normal(blocks, d, 1))).std((-1, -2))
 
 
-def measure(bench):
-    plain = torch.stack([spread(bench, d, 1.0) for d in DIMS])
-    small = torch.stack([spread(bench, d, d**-0.5) for d in DIMS])
+def measure(sampler):
+    plain = torch.stack([spread(sampler, d, 1.0) for d in DIMS])
+    small = torch.stack([spread(sampler, d, d**-0.5) for d in DIMS])
     return Finding(
         [
             near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),

@@ -2,20 +2,20 @@
 
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above, below
-from regard.lab.training.head_dims import DIMS
-from regard.lab.training.results import estimate, paired
+from regard.lab.training.results import estimate, paired_differences
+from regard.lab.training.trials.head_dims import DIMS
 
 AS_WELL = 0.1  # nats per character, 5 % of the loss: what counts as no worse
 
 
-def measure(bench):
+def measure(sampler):
     result = training.shipped("additive")
     behind = {
-        (name, d): estimate(paired(result, f"{name}-d{d}", f"additive-d{d}"))
+        (name, d): estimate(paired_differences(result, f"{name}-d{d}", f"additive-d{d}"))
         for name in ("dot", "scaled")
         for d in DIMS
     }
-    told = {key: f"{e.value:+.3f}" for key, e in behind.items()}
+    text = {key: f"{e.value:+.3f}" for key, e in behind.items()}
     return Finding(
         [
             above("loss of unscaled dot − additive, d_k = 256 (“worse”), nats", AS_WELL, behind["dot", 256]),
@@ -25,9 +25,9 @@ def measure(bench):
                 for d in DIMS
             ),
         ],
-        right=f"Unscaled, the loss lies behind additive attention's by {told['dot', 16]} nats at d_k = 16, "
-        f"{told['dot', 64]} at 64 and {told['dot', 256]} at 256; scaled, by {told['scaled', 16]}, {told['scaled', 64]} "
-        f"and {told['scaled', 256]}.",
+        right=f"Unscaled, the loss lies behind additive attention's by {text['dot', 16]} nats at d_k = 16, "
+        f"{text['dot', 64]} at 64 and {text['dot', 256]} at 256; scaled, by {text['scaled', 16]}, {text['scaled', 64]} "
+        f"and {text['scaled', 256]}.",
         remark=f"Trained: {result['how']['command']}; {len(DIMS)} head sizes, "
         f"{result['summary']['dot-d16']['runs']} seeds, differences seed by seed; {result['how']['where'][0]}.",
         figure=lambda: training.get("additive").figures(result)["loss"],

@@ -10,8 +10,8 @@ from regard.lab.figure import Figure
 TEMPERATURES = [1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01]
 
 
-def measure(bench):
-    z = bench.normal(8).double()
+def measure(sampler):
+    z = sampler.normal(8).double()
     z[0] = z.max() + 0.5
     tied = z.clone()
     tied[3] = tied[0]

@@ -10,15 +10,15 @@ from regard.lab.figure import Figure
 LENGTHS = [16, 64, 256, 1024]
 
 
-def measure(bench):
-    z, g = 3 * bench.normal(20, 16).double(), bench.normal(20, 16).double()
+def measure(sampler):
+    z, g = 3 * sampler.normal(20, 16).double(), sampler.normal(20, 16).double()
     s = regard.softmax(z)
     closed = s * (g - (s * g).sum(-1, keepdim=True))
     dense = (regard.jacobian(z).transpose(-1, -2) @ g[..., None]).squeeze(-1)
     step = 1e-6
     shifts = step * torch.eye(16, dtype=torch.float64)[:, None]  # one score at a time
     slopes = ((regard.softmax(z + shifts) - regard.softmax(z - shifts)) * g).sum(-1).T / (2 * step)
-    rows = [regard.softmax(bench.normal(n)) for n in LENGTHS]
+    rows = [regard.softmax(sampler.normal(n)) for n in LENGTHS]
     made = [regard.softmax_backward(torch.ones_like(row), row).numel() for row in rows]
     dense_made = [regard.jacobian(row).numel() for row in rows]
     return Finding(

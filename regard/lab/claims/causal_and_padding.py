@@ -11,24 +11,24 @@ N, LENGTHS = 12, [12, 7, 1]
 
 
 def note(scores, visible):
-    """The note's own code."""
+    """Return the weights by the note's own code."""
     return torch.softmax(scores.masked_fill(visible == 0, float("-inf")), -1)
 
 
 def zeros(w, hidden):
-    """The share of masked weights that are exactly 0; NaN is not."""
+    """Return the share of masked weights that are exactly 0 (NaN is not)."""
     return (w[hidden] == 0).double().mean()
 
 
-def measure(bench):
+def measure(sampler):
     n, lengths = N, LENGTHS
-    s = 3 * bench.normal(3, n, n)
+    s = 3 * sampler.normal(3, n, n)
     causal = regard.masks.causal(n)
     padding = regard.masks.padding(lengths, n)[:, None, :]
     visible, left = causal & padding, causal & padding.flip(-1)  # the padding after the tokens, and before them
     w, blind = note(s, visible), note(s, left)
     ours = regard.softmax(s, mask=left)
-    q = bench.normal(3, 1, n, 8)
+    q = sampler.normal(3, 1, n, 8)
     _, stats = regard.attention(
         q, q, q, is_causal=True, key_lengths=torch.tensor(lengths), return_stats=("visible_keys",)
     )

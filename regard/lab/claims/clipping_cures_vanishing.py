@@ -11,7 +11,7 @@ FACTORS = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def gradient_norms(z, g, temperature=1.0):
-    """‖∂L/∂z‖ before and after clip_grad_norm_(max_norm=1)."""
+    """Return ‖∂L/∂z‖ before and after clip_grad_norm_(max_norm=1)."""
     leaf = z.clone().requires_grad_()
     (regard.softmax(leaf, temperature=temperature) * g).sum().backward()
     before = float(leaf.grad.norm())
@@ -19,8 +19,8 @@ def gradient_norms(z, g, temperature=1.0):
     return before, float(leaf.grad.norm())
 
 
-def measure(bench):
-    z, g = bench.normal(10).double(), bench.normal(10).double()
+def measure(sampler):
+    z, g = sampler.normal(10).double(), sampler.normal(10).double()
     z[0] = z.max() + 1.0
     g[0] = g[1] + 2.0
     pairs = [gradient_norms(factor * z, g) for factor in FACTORS]

@@ -11,7 +11,7 @@ SCORES = torch.tensor([10.0, 0.1, 0.1, 0.1], dtype=torch.float64)
 TEMPERATURES = [1.0, 2.0, 5.0, 10.0, 20.0]
 
 
-def measure(bench):
+def measure(sampler):
     w = regard.softmax(SCORES)
     entropies = [float(regard.statistics.of_scores(SCORES[None] / t).entropy) for t in TEMPERATURES]
     largest, other, *_ = regard.softmax(torch.stack([SCORES / t for t in TEMPERATURES])).T.tolist()

@@ -2,19 +2,19 @@
 
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above
-from regard.lab.training.results import estimate, paired, sorted_by_sign
+from regard.lab.training.results import estimate, group_by_sign, paired_differences
 
 RELIEF = 0.05  # of the gradient gain, which is 0 for one-hot rows and nearly 1 for flat ones
 BETTER = 0.05  # nats per character
 TRIED = ("scale", "learned", "dropout")
 
 
-def measure(bench):
+def measure(sampler):
     result = training.shipped("collapse")
-    gain = {name: estimate(paired(result, name, "none", "gradient_gain")) for name in TRIED}
-    loss = {name: estimate([-x for x in paired(result, name, "none", "loss")]) for name in TRIED}
+    gain = {name: estimate(paired_differences(result, name, "none", "gradient_gain")) for name in TRIED}
+    loss = {name: estimate([-x for x in paired_differences(result, name, "none", "loss")]) for name in TRIED}
     ill, others = result["summary"]["none"], [name for name in result["summary"] if name != "none"]
-    told = ", ".join(
+    listed = ", ".join(
         f"{name} {result['summary'][name]['loss']['mean']:.3f} ({result['summary'][name]['gradient_gain']['mean']:.2f})"
         for name in others
         if "loss" in result["summary"][name]
@@ -29,7 +29,7 @@ def measure(bench):
         ],
     }
     failing = [name for name, checks in beyond.items() if not all(check.agrees for check in checks)]
-    lower = sorted_by_sign({name: estimate(paired(result, name, "none", "loss")) for name in others})
+    lower = group_by_sign({name: estimate(paired_differences(result, name, "none", "loss")) for name in others})
     return Finding(
         [
             above("gradient gain won by the temperature √d_k", RELIEF, gain["scale"]),
@@ -39,7 +39,7 @@ def measure(bench):
         condition=f"the remedy is a temperature of √d_k from the start; {' and '.join(failing)} did not relieve it",
         right="Neither does.",
         remark=f"Collapsed: loss {ill['loss']['mean']:.3f}, gradient gain {ill['gradient_gain']['mean']:.3f}, largest "
-        f"logit {ill['max_logit']['mean']:.3g}. Loss (gradient gain) with each remedy: {told}. Loss "
+        f"logit {ill['max_logit']['mean']:.3g}. Loss (gradient gain) with each remedy: {listed}. Loss "
         f"against the collapsed model's, lower: {lower[-1]}; higher: {lower[1]}; not settled: {lower[0]}. Trained: "
         f"{result['how']['command']}; {result['how']['where'][0]}.",
         figure=lambda: training.get("collapse").figures(result)["loss"],

@@ -11,15 +11,15 @@ N = 32
 
 
 def average_attention_distance(weights):
-    """The note's function."""
+    """Return the mean distance by the note's function."""
     positions = torch.arange(weights.size(-1)).to(weights)
     return (weights * (positions[:, None] - positions[None, :]).abs()).sum(-1)
 
 
-def measure(bench):
-    w = regard.softmax(bench.normal(N, N).double(), mask=regard.masks.causal(N))
+def measure(sampler):
+    w = regard.softmax(sampler.normal(N, N).double(), mask=regard.masks.causal(N))
     theirs, ours = average_attention_distance(w), regard.statistics.of_weights(w).distance
-    q = bench.normal(1, 1, N, 16).double()
+    q = sampler.normal(1, 1, N, 16).double()
     _, weights = regard.reference.attention(q, q, q, is_causal=True)
     _, stats = regard.attention(q, q, q, is_causal=True, return_stats=("distance",))
     uniform = regard.softmax(torch.zeros(N, N).double(), mask=regard.masks.causal(N))

@@ -34,8 +34,8 @@ def additive(q, k, v):
     return torch.tanh(q[:, None, :] + k) @ v
 
 
-def ratios(bench, d):
-    arguments = bench.normal(QUERIES, d), bench.normal(QUERIES, d), bench.normal(d)
+def ratios(sampler, d):
+    arguments = sampler.normal(QUERIES, d), sampler.normal(QUERIES, d), sampler.normal(d)
     counts = []
     for score in (additive, dot):
         with Count() as count:
@@ -44,8 +44,8 @@ def ratios(bench, d):
     return counts[0].operations / counts[1].operations, counts[0].bytes / counts[1].bytes
 
 
-def measure(bench):
-    operations, traffic = zip(*(ratios(bench, d) for d in DIMS), strict=True)
+def measure(sampler):
+    operations, traffic = zip(*(ratios(sampler, d) for d in DIMS), strict=True)
     return Finding(
         [
             *(

@@ -7,9 +7,9 @@ from regard.lab.figure import Figure
 DIMS = [4, 16, 64, 256]
 
 
-def measure(bench):
-    means = [mean(bench.dots(d, 200, 24, 24).mean((-1, -2)) / d**0.5) for d in DIMS]
-    q, k = bench.normal(200, 24, 64) + 0.5, bench.normal(200, 64, 24) + 0.5
+def measure(sampler):
+    means = [mean(sampler.dots(d, 200, 24, 24).mean((-1, -2)) / d**0.5) for d in DIMS]
+    q, k = sampler.normal(200, 24, 64) + 0.5, sampler.normal(200, 64, 24) + 0.5
     shifted = mean((q @ k).mean((-1, -2)))
     return Finding(
         [

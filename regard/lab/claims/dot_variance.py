@@ -9,11 +9,11 @@ from regard.lab.figure import Figure
 DIMS = [4, 16, 64, 256]
 
 
-def measure(bench):
-    squares = [bench.dots(d, 1200 if d < 64 else 300, 24, 24).square().mean((-1, -2)) for d in DIMS]  # the mean is 0
+def measure(sampler):
+    squares = [sampler.dots(d, 1200 if d < 64 else 300, 24, 24).square().mean((-1, -2)) for d in DIMS]  # the mean is 0
     variances = [mean(square) for square in squares]
     growth = exponent(DIMS, torch.stack([square[:300] for square in squares]))
-    q, k = bench.normal(300, 24, 64) + 0.5, bench.normal(300, 64, 24) + 0.5
+    q, k = sampler.normal(300, 24, 64) + 0.5, sampler.normal(300, 64, 24) + 0.5
     shifted = mean(((q @ k) - 16.0).square().mean((-1, -2)))
     return Finding(
         [

@@ -10,7 +10,7 @@ from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
 
-def measure(bench):
+def measure(sampler):
     pair = regard.softmax(torch.tensor([24.0, 0.0], dtype=torch.float64))
     large = float(pair[0] / pair[1])  # the ratio of two weights 24 apart is e^24
     small = float(pair[1] / pair[0])

@@ -11,12 +11,12 @@ SHARPNESS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 
 
 def with_epsilon(w):
-    """The note's attention_entropy."""
+    """Return the entropy by the note's attention_entropy."""
     return -(w * torch.log(w + 1e-12)).sum(-1)
 
 
-def measure(bench):
-    z = bench.normal(64).double()
+def measure(sampler):
+    z = sampler.normal(64).double()
     rows = torch.stack([k * z for k in SHARPNESS])
     w = regard.softmax(rows)
     truth = regard.statistics.of_scores(rows).entropy

@@ -11,15 +11,15 @@ DIMS, KEYS = [16, 64, 256], 10
 UNSCALED, SCALED = [2.1, 0.8, 0.2], [2.3, 2.3, 2.3]
 
 
-def entropies(bench, d, keys=KEYS, rows=1200):
-    """Mean entropy of independent rows, unscaled and scaled."""
-    dots = bench.dots(d, rows, 1, keys)
+def entropies(sampler, d, keys=KEYS, rows=1200):
+    """Return the mean entropy of independent rows, unscaled and scaled."""
+    dots = sampler.dots(d, rows, 1, keys)
     return [mean(regard.statistics.of_scores(scale * dots).entropy) for scale in (1.0, d**-0.5)]
 
 
-def measure(bench):
-    unscaled, scaled = zip(*(entropies(bench, d) for d in DIMS), strict=True)
-    more = {n: entropies(bench, 16, n, 200) for n in (15, 64, 256)}
+def measure(sampler):
+    unscaled, scaled = zip(*(entropies(sampler, d) for d in DIMS), strict=True)
+    more = {n: entropies(sampler, 16, n, 200) for n in (15, 64, 256)}
     return Finding(
         [
             *(

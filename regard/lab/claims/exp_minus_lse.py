@@ -19,13 +19,13 @@ def naive(z):
 
 
 def shifted(z):
-    """The note's own function."""
+    """Return softmax by the note's own function."""
     z = z - z.max(-1, keepdim=True).values
     return torch.exp(z - torch.log(torch.exp(z).sum(-1, keepdim=True)))
 
 
-def measure(bench):
-    z = bench.normal(300, 16)
+def measure(sampler):
+    z = sampler.normal(300, 16)
     z = z / z.abs().amax(-1, keepdim=True)  # the largest entry has size 1, in half of the rows positive
     exactly = [regard.softmax(size * z.double()) for size in SIZES]
     finite = [float(naive(size * z).isfinite().all(-1).double().mean()) for size in SIZES]

@@ -13,7 +13,7 @@ CLAIMED = [0.00009, 0.00072, 0.0045, 0.036, 0.18]
 SUBJECTS = ["Chinese", "maths", "English", "physics", "chemistry"]
 
 
-def measure(bench):
+def measure(sampler):
     shares = MARKS / LARGEST.sum()
     weights = regard.softmax(MARKS)
     scaled = regard.softmax(MARKS / 5**0.5)

@@ -11,18 +11,18 @@ DIMS, KEYS, ROWS = [16, 64, 256, 1024], 10, 500
 FLOOR = 1e-12  # what is less is drawn here
 
 
-def gradients(bench, d, scale):
-    """‖∂L/∂q‖ of independent queries over 10 keys; values and ∂L/∂out do not depend on d."""
-    q = bench.normal(ROWS, 1, 1, d).requires_grad_()
-    k, v = bench.normal(ROWS, 1, KEYS, d), bench.normal(ROWS, 1, KEYS, 16)
+def gradients(sampler, d, scale):
+    """Return ‖∂L/∂q‖ of independent queries over 10 keys; values and ∂L/∂out do not depend on d."""
+    q = sampler.normal(ROWS, 1, 1, d).requires_grad_()
+    k, v = sampler.normal(ROWS, 1, KEYS, d), sampler.normal(ROWS, 1, KEYS, 16)
     out = regard.attention(q, k, v, scale=scale)
-    (dq,) = torch.autograd.grad(out, q, bench.normal(ROWS, 1, 1, 16) / 4)
+    (dq,) = torch.autograd.grad(out, q, sampler.normal(ROWS, 1, 1, 16) / 4)
     return dq.flatten(1).norm(dim=-1)
 
 
-def measure(bench):
-    unscaled = torch.stack([gradients(bench, d, "none") for d in DIMS])
-    scaled = torch.stack([gradients(bench, d, "sqrt") for d in DIMS])
+def measure(sampler):
+    unscaled = torch.stack([gradients(sampler, d, "none") for d in DIMS])
+    scaled = torch.stack([gradients(sampler, d, "sqrt") for d in DIMS])
     medians = [quantile(row, 0.5) for row in unscaled]
     fall = ratio(medians[3], medians[1])
     return Finding(

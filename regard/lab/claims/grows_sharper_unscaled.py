@@ -10,15 +10,15 @@ from regard.lab.figure import Figure
 DIMS, KEYS = [1, 4, 16, 64, 256], 10
 
 
-def sharpness(bench, d, scale, blocks):
-    """Mean largest weight per block of 8 queries over 10 keys."""
-    return regard.softmax(scale * bench.dots(d, blocks, 8, KEYS)).amax(-1).mean(-1)
+def sharpness(sampler, d, scale, blocks):
+    """Return the mean largest weight per block of 8 queries over 10 keys."""
+    return regard.softmax(scale * sampler.dots(d, blocks, 8, KEYS)).amax(-1).mean(-1)
 
 
-def measure(bench):
-    unscaled = torch.stack([sharpness(bench, d, 1.0, 400) for d in DIMS])
-    scaled = torch.stack([sharpness(bench, d, d**-0.5, 1500) for d in DIMS])
-    wide = sharpness(bench, 2048, 1.0, 40)
+def measure(sampler):
+    unscaled = torch.stack([sharpness(sampler, d, 1.0, 400) for d in DIMS])
+    scaled = torch.stack([sharpness(sampler, d, d**-0.5, 1500) for d in DIMS])
+    wide = sharpness(sampler, 2048, 1.0, 40)
     change = [mean(row - scaled[-1]) for row in scaled]
     return Finding(
         [

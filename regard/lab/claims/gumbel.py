@@ -10,14 +10,14 @@ from regard.lab.figure import Figure
 Z = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
 
-def measure(bench):
+def measure(sampler):
     rows = Z.expand(25000, 4)
-    hard = regard.gumbel_softmax(rows, 0.5, hard=True, generator=bench.generator)
-    cold = regard.gumbel_softmax(rows[:4000], 0.02, generator=bench.generator)
-    soft = regard.gumbel_softmax(rows, 1.0, generator=bench.generator)
+    hard = regard.gumbel_softmax(rows, 0.5, hard=True, generator=sampler.generator)
+    cold = regard.gumbel_softmax(rows[:4000], 0.02, generator=sampler.generator)
+    soft = regard.gumbel_softmax(rows, 1.0, generator=sampler.generator)
     w = regard.softmax(Z)
     leaf = rows[:2000].clone().requires_grad_()
-    value = (regard.gumbel_softmax(leaf, 0.5, hard=True, generator=bench.generator) * torch.arange(4.0)).sum()
+    value = (regard.gumbel_softmax(leaf, 0.5, hard=True, generator=sampler.generator) * torch.arange(4.0)).sum()
     (gradient,) = torch.autograd.grad(value, leaf)
     labels = [f"{z:g}" for z in Z]
     return Finding(

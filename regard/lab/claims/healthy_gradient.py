@@ -10,7 +10,7 @@ from regard.lab.figure import Figure
 SCORES = [-3.0, -1.0, 0.0, 1.0, 3.0]
 
 
-def measure(bench):
+def measure(sampler):
     slopes = regard.jacobian(torch.tensor(SCORES, dtype=torch.float64)).diagonal()
     alive = int((slopes > 0.01).sum())
     unscaled = regard.jacobian(8 * torch.tensor(SCORES, dtype=torch.float64)).diagonal().max()

@@ -8,19 +8,19 @@ from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
 
-def by_differences(function, z, step=1e-5):
-    """∂f_i/∂z_j column by column."""
+def finite_differences(function, z, step=1e-5):
+    """Return ∂f_i/∂z_j by central differences, column by column."""
     columns = [(function(z + e) - function(z - e)) / (2 * step) for e in step * torch.eye(len(z), dtype=z.dtype)]
     return torch.stack(columns, -1)
 
 
-def measure(bench):
-    z = bench.normal(6).double()
+def measure(sampler):
+    z = sampler.normal(6).double()
     s = regard.softmax(z)
-    measured = by_differences(regard.softmax, z)
+    measured = finite_differences(regard.softmax, z)
     formula = torch.diag(s) - s[:, None] * s
     printed = torch.where(torch.eye(6, dtype=torch.bool), formula, -(s * s)[:, None])  # 002: −a_j·a_j in row j
-    lse = by_differences(lambda x: regard.logsumexp(x)[None], z)[0]
+    lse = finite_differences(lambda x: regard.logsumexp(x)[None], z)[0]
     return Finding(
         [
             below("largest |diag(s) − s sᵀ − measured|", 1e-8, exact((formula - measured).abs().max())),

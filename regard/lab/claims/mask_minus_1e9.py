@@ -9,13 +9,13 @@ from regard.lab.figure import Figure
 
 
 def fits(dtype):
-    """Whether −1e9 is a finite number of that type."""
+    """Return 1 if −1e9 is finite in that type, else 0."""
     return float(torch.tensor(-1e9, dtype=torch.float64).to(dtype).isfinite())
 
 
-def measure(bench):
-    s = 3 * bench.normal(100, 8)
-    visible = bench.uniform(100, 8) > 0.4
+def measure(sampler):
+    s = 3 * sampler.normal(100, 8)
+    visible = sampler.uniform(100, 8) > 0.4
     visible[:, 0] = True
     filled = regard.softmax(s.masked_fill(~visible, -1e9))
     infinite = regard.softmax(s.masked_fill(~visible, float("-inf")))

@@ -9,16 +9,16 @@ DIMS, RUNS = [16, 64, 256], 400
 UNSCALED, SCALED = [0.342, 0.891, 0.998], [0.289, 0.276, 0.301]
 
 
-def script(bench, d):
-    """attn.max() of 10 queries and 10 keys, unscaled and scaled, one number per run."""
-    dots = bench.dots(d, RUNS, 10, 10)
+def script(sampler, d):
+    """Return attn.max() of 10 queries and 10 keys, unscaled and scaled, one number per run."""
+    dots = sampler.dots(d, RUNS, 10, 10)
     return [regard.softmax(scale * dots).flatten(1).amax(-1) for scale in (1.0, d**-0.5)]
 
 
-def measure(bench):
-    unscaled, scaled = zip(*(script(bench, d) for d in DIMS), strict=True)
+def measure(sampler):
+    unscaled, scaled = zip(*(script(sampler, d) for d in DIMS), strict=True)
     medians = [quantile(x, 0.5) for x in (*unscaled, *scaled)]
-    rows = regard.softmax(bench.dots(64, RUNS, 10, 10) / 8).amax(-1).mean(-1)
+    rows = regard.softmax(sampler.dots(64, RUNS, 10, 10) / 8).amax(-1).mean(-1)
     names = [f"{kind}, d_k = {d}" for kind in ("unscaled", "scaled") for d in DIMS]
     return Finding(
         [

@@ -10,8 +10,8 @@ from regard.lab.figure import Figure
 GAPS = [0.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0]
 
 
-def measure(bench):
-    z = bench.normal(8).double()
+def measure(sampler):
+    z = sampler.normal(8).double()
     z[0] = z[1:].max()
     lift = torch.zeros(8, dtype=torch.float64)
     lift[0] = 1.0

@@ -9,7 +9,7 @@ from regard.lab.figure import Figure
 
 
 def as_printed(blocks):
-    """ℓ_i = exp(m_{i−1} − m_i)·ℓ_{i−1} + exp(zⁱ − m_i), the last term left a vector as the note writes it."""
+    """Return ℓ as the note prints it, ℓ_i = exp(m_{i−1} − m_i)·ℓ_{i−1} + exp(zⁱ − m_i), the last term a vector."""
     m, total = blocks[0].max(), torch.exp(blocks[0] - blocks[0].max())
     for block in blocks[1:]:
         new = torch.maximum(m, block.max())
@@ -18,8 +18,8 @@ def as_printed(blocks):
     return total
 
 
-def measure(bench):
-    z = 3.0 * bench.normal(60).double()
+def measure(sampler):
+    z = 3.0 * sampler.normal(60).double()
     whole = regard.softmax(z)
     steps, online = [], regard.OnlineSoftmax()
     for block in z.split(6):

@@ -5,7 +5,7 @@ import statistics
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above
 from regard.lab.figure import Figure
-from regard.lab.training.results import decided, estimate
+from regard.lab.training.results import estimate, sign_of
 
 DIMS = (16, 64)  # with several heads in a layer
 SAID = {1: "the first looks farther", -1: "the second looks farther", 0: "which the seeds do not settle"}
@@ -13,7 +13,7 @@ SINK = 0.3  # of a row's mass, on average, on its first key
 
 
 def models(d):
-    """[layer][head] readings of the trained models with 1/√d_k: 2 layers of 256/d_k heads, a model for each seed."""
+    """Return the [layer][head] readings of the models with 1/√d_k, one per seed: 2 layers of 256/d_k heads."""
     records = training.shipped("scale")["records"]
     return [r["final"]["heads"] for r in records if r["variant"] == f"sqrt-d{d}" and not r["diverged"]]
 
@@ -22,7 +22,7 @@ def mean(layer, name):
     return statistics.fmean(head[name] for head in layer)
 
 
-def measure(bench):
+def measure(sampler):
     found = {d: models(d) for d in DIMS}
     flatter = {d: [mean(m[0], "entropy_ratio") - mean(m[1], "entropy_ratio") for m in found[d]] for d in DIMS}
     farther = {d: [mean(m[0], "distance") - mean(m[1], "distance") for m in found[d]] for d in DIMS}
@@ -43,7 +43,7 @@ def measure(bench):
         f"{statistics.fmean(spread[0]):.2f} of ln n apart, those of the second {statistics.fmean(spread[1]):.2f}. The "
         f"sharpest of all has {sharpest[1]['entropy_ratio']:.2f} at a mean distance of {sharpest[1]['distance']:.1f} "
         f"characters, in the {('first', 'second')[sharpest[0]]} layer. Distance at d_k = 64, first layer − second: "
-        f"{estimate(farther[64])} characters, {SAID[decided(estimate(farther[64]))]}.",
+        f"{estimate(farther[64])} characters, {SAID[sign_of(estimate(farther[64]))]}.",
         figure=lambda: Figure(
             "dots",
             "",

@@ -6,18 +6,18 @@ from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
 
-def broken(bench, low, high):
-    """How many of 4000 pairs break (a^k > a for k > 1, a^k < a for k < 1), a and a^k read off two weights."""
-    log_a = bench.uniform(4000, low=low, high=high).double()
-    k = bench.uniform(4000, low=0.2, high=3.0).double()
+def count_broken(sampler, low, high):
+    """Return how many of 4000 pairs break (a^k > a for k > 1, a^k < a for k < 1), a and a^k read off two weights."""
+    log_a = sampler.uniform(4000, low=low, high=high).double()
+    k = sampler.uniform(4000, low=0.2, high=3.0).double()
     pair = regard.softmax(k[:, None] * log_a[:, None] * log_a.new_tensor([1.0, 0.0]))
     plain = regard.softmax(log_a[:, None] * log_a.new_tensor([1.0, 0.0]))
     grows = pair[:, 0] / pair[:, 1] > plain[:, 0] / plain[:, 1]
     return exact((grows != (k > 1)).sum())
 
 
-def measure(bench):
-    over, under = broken(bench, 0.05, 3.0), broken(bench, -3.0, -0.05)
+def measure(sampler):
+    over, under = count_broken(sampler, 0.05, 3.0), count_broken(sampler, -3.0, -0.05)
     powers = [0.25, 0.5, 1.0, 2.0, 3.0]
     return Finding(
         [

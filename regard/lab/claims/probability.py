@@ -8,8 +8,8 @@ from regard.lab.estimate import exact
 from regard.lab.figure import Figure
 
 
-def measure(bench):
-    z = 3.0 * bench.normal(500, 12).double()
+def measure(sampler):
+    z = 3.0 * sampler.normal(500, 12).double()
     w = regard.softmax(z)
     ordered = (w.argsort(-1) == z.argsort(-1)).all(-1)
     line = torch.linspace(-6, 6, 49, dtype=torch.float64)

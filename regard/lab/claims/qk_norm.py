@@ -16,15 +16,15 @@ def entropy(q, k, scale):
     return regard.attention(q, k, k, scale=scale, return_stats=("entropy",))[1].entropy.flatten()
 
 
-def measure(bench):
-    q, k = bench.normal(1, 1, 64, 64), bench.normal(1, 1, 16, 64)
+def measure(sampler):
+    q, k = sampler.normal(1, 1, 64, 64), sampler.normal(1, 1, 16, 64)
     plain = torch.stack([entropy(size * q, size * k, "sqrt") for size in SIZES])
     normed = torch.stack([entropy(unit(size * q, dim=-1), unit(size * k, dim=-1), GAIN) for size in SIZES])
-    sizes_q, sizes_k = (10 ** bench.uniform(1, 1, n, 1, low=-1.0) for n in (64, 16))  # each vector its own
+    sizes_q, sizes_k = (10 ** sampler.uniform(1, 1, n, 1, low=-1.0) for n in (64, 16))  # each vector its own
     own = entropy(unit(sizes_q * q, dim=-1), unit(sizes_k * k, dim=-1), GAIN)
     uneven = torch.ones(64)
     uneven[:4] = 10.0
-    pairs = bench.normal(2, 400, 8, 64)
+    pairs = sampler.normal(2, 400, 8, 64)
     even, odd = (mean(_deviation(_cosines(x))) for x in (pairs, pairs * uneven))
     return Finding(
         [

@@ -15,23 +15,23 @@ def pair(gap, dtype):
 
 
 def edges(softmax, dtype):
-    """The first whole gaps at which the larger weight is exactly 1, and the smaller exactly 0."""
+    """Return the first whole gaps at which the larger weight is exactly 1, and the smaller exactly 0."""
     gaps = torch.arange(1.0, 801.0, dtype=dtype)
     larger, smaller = softmax(torch.stack([gaps, torch.zeros_like(gaps)], -1)).unbind(-1)
     return int(gaps[larger == 1].min()), int(gaps[smaller == 0].min())
 
 
-def torchs(scores):
+def torch_softmax(scores):
     return torch.softmax(scores, -1)
 
 
-def measure(bench):
-    w = regard.softmax(bench.normal(1000, 16).double())
+def measure(sampler):
+    w = regard.softmax(sampler.normal(1000, 16).double())
     drawn = {
-        name: [max(float(torchs(torch.tensor([gap, 0.0], dtype=dtype))[1]), 1e-300) for gap in GAPS]
+        name: [max(float(torch_softmax(torch.tensor([gap, 0.0], dtype=dtype))[1]), 1e-300) for gap in GAPS]
         for name, dtype in (("float64", torch.float64), ("float32", torch.float32))
     }
-    single, double = (edges(torchs, dtype) for dtype in (torch.float32, torch.float64))
+    single, double = (edges(torch_softmax, dtype) for dtype in (torch.float32, torch.float64))
     own = [edges(regard.softmax, dtype)[1] for dtype in (torch.float32, torch.float64)]
     return Finding(
         [

@@ -14,11 +14,11 @@ def naive(s):
     return torch.relu(s) / torch.relu(s).sum(-1, keepdim=True)
 
 
-def measure(bench):
-    s = bench.normal(4000, 4)
+def measure(sampler):
+    s = sampler.normal(4000, 4)
     alive = (s > 0).any(-1)
     w = naive(s)
-    dead = [share(naive(bench.normal(2000, n)).isnan().any(-1)) for n in KEYS]
+    dead = [share(naive(sampler.normal(2000, n)).isnan().any(-1)) for n in KEYS]
     return Finding(
         [
             below("largest |Σw − 1| where a score is positive", 1e-6, exact((w[alive].sum(-1) - 1).abs().max())),

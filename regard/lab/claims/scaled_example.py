@@ -11,7 +11,7 @@ SCORES = [-3.0, -1.0, 0.0, 1.0, 3.0]
 CLAIMED = [0.012, 0.089, 0.243, 0.661, 0.995]
 
 
-def measure(bench):
+def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     listed = ", ".join(f"{p:.3f}" for p in w)
     return Finding(

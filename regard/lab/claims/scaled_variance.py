@@ -8,8 +8,8 @@ DIMS = [1, 4, 16, 64, 256]
 BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
 
 
-def measure(bench):
-    variances = [mean((bench.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
+def measure(sampler):
+    variances = [mean((sampler.dots(d, BLOCKS[d], 12, 12) / d**0.5).square().mean((-1, -2))) for d in DIMS]
     return Finding(
         [
             near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06)

@@ -11,12 +11,12 @@ SCALES = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 
 def distance(x, k):
-    """1 − largest weight: 0 for one-hot."""
+    """Return 1 − largest weight, 0 for one-hot."""
     return 1.0 - regard.softmax(k * x).amax(-1)
 
 
-def measure(bench):
-    x = bench.normal(500, 10).double()
+def measure(sampler):
+    x = sampler.normal(500, 10).double()
     x[:, 0] = x.amax(-1) + 0.5  # one clear winner
     curves = torch.stack([distance(x, k) for k in SCALES])
     away = curves[1:] > curves[:-1]

@@ -8,7 +8,7 @@ from scipy.stats import rankdata
 from regard.lab import training
 from regard.lab.claim import Claim, Finding, above, below
 from regard.lab.figure import Figure
-from regard.lab.training.results import estimate, paired
+from regard.lab.training.results import estimate, paired_differences
 
 SOURCES = ("scale", "normalizers")  # one model, one text, one budget; softmax is sqrt-d64 there again
 GROUPS = {
@@ -24,7 +24,7 @@ GROUPS = {
 AS_SHARP = 0.02  # apart, of a sharpness between 0 and 1
 
 
-def counts(record):
+def is_counted(record):
     return not record["diverged"] and record["variant"] != "softmax"
 
 
@@ -33,27 +33,27 @@ def point(entry):
 
 
 def rank_correlation(x, y):
-    """Spearman's ρ along the last axis."""
+    """Return Spearman's ρ along the last axis."""
     x, y = (rankdata(side, axis=-1) for side in (x, y))
     x, y = (side - side.mean(-1, keepdims=True) for side in (x, y))
     return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
 
 
-def measure(bench):
-    records = [r for name in SOURCES for r in training.shipped(name)["records"] if counts(r)]
+def measure(sampler):
+    records = [r for name in SOURCES for r in training.shipped(name)["records"] if is_counted(r)]
     within = estimate([float(rank_correlation(*zip(*map(point, r["history"]), strict=True))) for r in records])
     runs: dict[str, list] = {}
     for r in records:
         runs.setdefault(r["variant"], []).append(point(r["final"]))
     means = {name: tuple(map(statistics.fmean, zip(*ends, strict=True))) for name, ends in runs.items()}
     scale = training.shipped("scale")
-    flatter, sharper = (estimate(paired(scale, f"{name}-d64", "sqrt-d64")) for name in ("inverse", "none"))
+    flatter, sharper = (estimate(paired_differences(scale, f"{name}-d64", "sqrt-d64")) for name in ("inverse", "none"))
     across = rank_correlation(*zip(*means.values(), strict=True))
     best = min(means, key=lambda name: means[name][1])
     worst = max(means, key=lambda name: means[name][1])
     near = [(a, b) for a in means for b in means if a < b and abs(means[a][0] - means[b][0]) < AS_SHARP]
     twins = sorted(max(near, key=lambda pair: abs(means[pair[0]][1] - means[pair[1]][1])))
-    told = [f"{name} (sharpness {means[name][0]:.2f}, loss {means[name][1]:.3f})" for name in (best, worst, *twins)]
+    named = [f"{name} (sharpness {means[name][0]:.2f}, loss {means[name][1]:.3f})" for name in (best, worst, *twins)]
     return Finding(
         [
             below("rank correlation of sharpness and loss over a run's checkpoints", 0.0, within),
@@ -64,8 +64,8 @@ def measure(bench):
         "sharper still, the loss rises again",
         right="Sharpness does not go with a lower loss.",
         remark=f"Between trained models, rank correlation of sharpness with the loss: {across:+.2f} over {len(means)} "
-        f"variants. Best {told[0]}, worst {told[1]}; as sharp as one another and furthest apart in loss: {told[2]} and "
-        f"{told[3]}. {len(records)} runs, {sum(len(r['history']) for r in records)} checkpoints; "
+        f"variants. Best {named[0]}, worst {named[1]}; as sharp as one another and furthest apart in loss: {named[2]} "
+        f"and {named[3]}. {len(records)} runs, {sum(len(r['history']) for r in records)} checkpoints; "
         f"{records[0]['where']}.",
         figure=lambda: Figure(
             "points",
@@ -75,7 +75,7 @@ def measure(bench):
                 group: list(zip(*[end for name in names for end in runs.get(name, [])], strict=True))
                 for group, names in GROUPS.items()
             },
-            alt=f"Sharpness against loss of {len(records)} trained models: best {told[0]}, worst {told[1]}.",
+            alt=f"Sharpness against loss of {len(records)} trained models: best {named[0]}, worst {named[1]}.",
         ),
     )
 

@@ -10,8 +10,8 @@ from regard.lab.figure import Figure
 SHIFTS = [1.0, 1e2, 1e4, 1e6, 1e8]
 
 
-def measure(bench):
-    z = bench.normal(200, 16, dtype=torch.float64)
+def measure(sampler):
+    z = sampler.normal(200, 16, dtype=torch.float64)
     double = [float((regard.softmax(z + c) - regard.softmax(z)).abs().max()) for c in SHIFTS]
     single = [float((regard.softmax(z.float() + c) - regard.softmax(z.float())).abs().max()) for c in SHIFTS]
     return Finding(
@@ -19,7 +19,7 @@ def measure(bench):
             below("largest change of a weight, float64, c = 100", 1e-13, exact(double[1])),
             below("largest change of a weight, float32, c = 100", 1e-5, exact(single[1])),
             below("largest change of a weight, float32, c = 1e8", 1e-5, exact(single[-1])).beyond(),
-            above("the same: z is rounded away", 0.1, exact(single[-1])).ours(),
+            above("the same: z is round_numbers away", 0.1, exact(single[-1])).ours(),
         ],
         condition="up to rounding: z + c must keep the digits of z. In float32 a shift by 1e8 rounds z away and "
         f"changes a weight by {single[-1]:.2f}",

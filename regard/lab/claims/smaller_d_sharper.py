@@ -10,14 +10,14 @@ KEYS = 10
 
 
 def largest(scores):
-    """Mean largest weight, one independent row per sample."""
+    """Return the largest weight, one independent row per sample."""
     return mean(regard.softmax(scores).amax(-1))
 
 
-def measure(bench):
-    fixed = 8.0 * bench.normal(2000, KEYS)  # the same scores for every d
+def measure(sampler):
+    fixed = 8.0 * sampler.normal(2000, KEYS)  # the same scores for every d
     held = [largest(fixed / d**0.5) for d in DIMS]
-    drawn = [largest(bench.dots(d, 4000, 1, KEYS) / d**0.5) for d in DIMS]
+    drawn = [largest(sampler.dots(d, 4000, 1, KEYS) / d**0.5) for d in DIMS]
     return Finding(
         [
             above("largest weight, d = 4 minus d = 256, the same scores", 0.2, difference(held[1], held[4])),

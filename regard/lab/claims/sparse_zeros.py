@@ -14,8 +14,8 @@ def support(z, alpha):
     return (regard.entmax(z, alpha) > 0).double().sum(-1)
 
 
-def measure(bench):
-    z = bench.normal(1000, 16).double()
+def measure(sampler):
+    z = sampler.normal(1000, 16).double()
     zeros = (regard.sparsemax(z) == 0).double().mean(-1)
     towards = (regard.entmax(z, 1.001) - regard.softmax(z)).abs().max()
     flat = z / (z.amax(-1, keepdim=True) - z.amin(-1, keepdim=True)) / 20  # Σ(z − min z) < 1

@@ -11,8 +11,8 @@ BLOCKS = {2: 1500, 8: 500, 32: 300, 256: 300}
 NORMAL = math.erfc(3 / math.sqrt(2))  # P(|x| > 3) = 0.0027
 
 
-def measure(bench):
-    tails = {d: mean(((bench.dots(d, BLOCKS[d]) / d**0.5).abs() > 3).double().mean((-1, -2))) for d in DIMS}
+def measure(sampler):
+    tails = {d: mean(((sampler.dots(d, BLOCKS[d]) / d**0.5).abs() > 3).double().mean((-1, -2))) for d in DIMS}
     laplace = math.exp(-3 * math.sqrt(2))
     return Finding(
         [

@@ -11,7 +11,7 @@ TEMPERATURES = [0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0]
 
 
 def thermodynamics(z, t):
-    """F = −T·logsumexp(z/T), U = −⟨z⟩, S, C = Var(z)/T²."""
+    """Return F = −T·logsumexp(z/T), U = −⟨z⟩, S, C = Var(z)/T²."""
     w = regard.softmax(z, temperature=t)
     u = -(w * z).sum()
     return (
@@ -22,8 +22,8 @@ def thermodynamics(z, t):
     )
 
 
-def measure(bench):
-    z = bench.normal(12).double()
+def measure(sampler):
+    z = sampler.normal(12).double()
     table = torch.tensor([thermodynamics(z, t) for t in TEMPERATURES], dtype=torch.float64)
     f, u, s, c = table.T
     t, step = torch.tensor(TEMPERATURES, dtype=torch.float64), 1e-4

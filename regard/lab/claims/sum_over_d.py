@@ -10,10 +10,10 @@ from regard.lab.figure import Figure
 D, SHAPES = 16, [4, 16, 64, 256]
 
 
-def measure(bench):
+def measure(sampler):
     counted, entropies = [], []
     for keys in SHAPES:
-        q, k = bench.normal(1, 1, 8, D), bench.normal(1, 1, keys, D)
+        q, k = sampler.normal(1, 1, 8, D), sampler.normal(1, 1, keys, D)
         _, stats = regard.attention(q, k, k, return_stats=("support", "entropy"), temperature=1e6)
         counted.append(float(stats.support.mean()))
         entropies.append(float(stats.entropy.mean()))

@@ -8,12 +8,12 @@ PUBLISHED = {64: 25.8, 32: 25.4, 16: 25.1}  # newstest2013, arXiv 1706.03762, Ta
 
 
 def change(start, end):
-    """A difference of two numbers printed to one digit: ± 0.1 of rounding; the paper gives no spread over runs."""
+    """Return the difference of two numbers printed to one digit (± 0.1 of rounding; the paper gives no spread)."""
     difference = PUBLISHED[end] - PUBLISHED[start]
     return Estimate(difference, difference - 0.1, difference + 0.1)
 
 
-def measure(bench):
+def measure(sampler):
     return Finding(
         [
             above("published BLEU (scaled), d_k from 64 to 32, ± rounding", 0.0, change(64, 32)),

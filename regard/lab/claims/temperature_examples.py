@@ -16,11 +16,11 @@ def largest(scores, t):
 
 
 def unevenness(scores, t):
-    """1 − entropy / ln n: 0 for a uniform row."""
+    """Return 1 − entropy / ln n, 0 for a uniform row."""
     return float(1 - regard.statistics.of_scores(scores / t).entropy.min() / torch.tensor(4.0).log())
 
 
-def measure(bench):
+def measure(sampler):
     return Finding(
         [
             above("largest weight at τ = 0.1, the note's scores", 0.99, exact(largest(SCORES, 0.1))),

@@ -7,8 +7,8 @@ from regard.lab.figure import Figure
 COUNTS = [16, 64, 256, 1024]
 
 
-def measure(bench):
-    scores = bench.dots(64, 600)  # 600 blocks of 1024 scores
+def measure(sampler):
+    scores = sampler.dots(64, 600)  # 600 blocks of 1024 scores
     inside = mean((scores.abs() <= 24).double().mean((-1, -2)))
     largest = [quantile(scores.flatten(1)[:, :n].abs().amax(-1), 0.5) for n in COUNTS]
     return Finding(

@@ -8,8 +8,8 @@ from regard.lab.figure import Figure
 SCALES = [0.25, 0.5, 1.0, 2.0, 4.0]
 
 
-def measure(bench):
-    x = bench.normal(1000, 2).double()
+def measure(sampler):
+    x = sampler.normal(1000, 2).double()
     log_a = x[:, 0] - x[:, 1]
     worst, example = 0.0, []
     for k in SCALES:

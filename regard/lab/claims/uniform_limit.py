@@ -8,8 +8,8 @@ from regard.lab.figure import Figure
 TEMPERATURES = [1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6]
 
 
-def measure(bench):
-    z = bench.normal(8).double()
+def measure(sampler):
+    z = sampler.normal(8).double()
     off = [float((regard.softmax(z, temperature=t) - 1 / 8).abs().max()) for t in TEMPERATURES]
     first_order = float((z - z.mean()).abs().max()) / 8
     return Finding(

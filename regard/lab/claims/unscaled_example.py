@@ -10,7 +10,7 @@ from regard.lab.figure import Figure
 SCORES, CLAIMED = [-24.0, -10.0, 0.0, 10.0, 24.0], [0.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def measure(bench):
+def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     return Finding(
         [

@@ -7,8 +7,8 @@ from regard.lab.estimate import mean
 from regard.lab.figure import Figure
 
 
-def measure(bench):
-    scores = bench.dots(64, 300) / 8.0
+def measure(sampler):
+    scores = sampler.dots(64, 300) / 8.0
     inside = mean((scores.abs() <= 1).double().mean((-1, -2)))
     variance = mean(scores.square().mean((-1, -2)))
     return Finding(

@@ -19,12 +19,12 @@ def spline(scale):
 
 
 def between(scale):
-    """Softmax weights at scores between the 15, over the same denominator: what a curve ought to show."""
+    """Return softmax weights at scores between the 15, over the same denominator, which a curve should show."""
     scores = torch.from_numpy(np.interp(FINE, np.arange(15), LOGITS.numpy()))
     return torch.exp(scale * scores - regard.logsumexp(scale * LOGITS)).numpy()
 
 
-def measure(bench):
+def measure(sampler):
     flat, sharp = regard.softmax(0.01 * LOGITS), regard.softmax(100.0 * LOGITS)
     dips = [float(spline(s).min()) for s in SCALES]
     misses = [float(np.abs(np.clip(spline(s), 0, None) - between(s)).max()) for s in SCALES]

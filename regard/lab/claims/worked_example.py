@@ -10,7 +10,7 @@ from regard.lab.figure import Figure
 Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 
 
-def measure(bench):
+def measure(sampler):
     q, k = (torch.tensor(x, dtype=torch.float64).reshape(1, 1, 1, 3) for x in (Q, K))
     logits = [
         float(regard.attention(q, k, k, scale=scale, return_stats=("max_logit",))[1].max_logit)

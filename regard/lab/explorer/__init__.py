@@ -1,5 +1,5 @@
-"""The explorer: `regard explore` opens a page on which every knob of attention can be turned.
+"""The explorer: `regard explore` opens a page with controls for every setting of attention.
 
 `views` computes its numbers and figures with the library's public functions, `app` is the marimo page that shows
-them, `command` serves it to this machine only.
+them, and `command` serves it to this machine only.
 """

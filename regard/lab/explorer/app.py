@@ -1,4 +1,4 @@
-"""The page: knobs at the top, what they do below. Run by `regard explore`."""
+"""The marimo page of `regard explore`: controls at the top, their effect below."""
 
 import marimo
 
@@ -48,7 +48,7 @@ def _(mo, views):
         steps=[0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0], value=1.0, label="temperature", show_value=True
     )
     scale = mo.ui.dropdown(views.SCALES, value="1/√d_k", label="scale")
-    normalizer = mo.ui.dropdown(views.offered(), value="softmax", label="normaliser")
+    normalizer = mo.ui.dropdown(views.normalizer_choices(), value="softmax", label="normaliser")
     mo.hstack([d_k, keys, temperature, scale, normalizer], wrap=True, justify="start", gap=1.5)
     return d_k, keys, normalizer, scale, temperature
 
@@ -61,23 +61,23 @@ def _(d_k, keys, normalizer, scale, temperature, views):
 
 @app.cell
 def _(mo):
-    def drawn(*figures):
-        """Captioned figures in a grid that becomes one column on a phone."""
+    def figure_grid(*figures):
+        """Return captioned figures in a grid that becomes one column on a phone."""
         cells = "".join(f"<figure><figcaption>{name}</figcaption>{f.img(270, 180)}</figure>" for name, f in figures)
         return mo.Html(f'<div class="views">{cells}</div>')
 
-    return (drawn,)
+    return (figure_grid,)
 
 
 @app.cell
 def _(mo, setting, views):
-    mo.Html(views.listed(setting.numbers(), views.NUMBERS))
+    mo.Html(views.number_list(setting.numbers(), views.NUMBERS))
     return
 
 
 @app.cell
-def _(drawn, setting):
-    drawn(
+def _(figure_grid, setting):
+    figure_grid(
         ("Scores of all queries", setting.scores_figure()),
         ("Weights of the first query", setting.weights_figure()),
         ("Jacobian of the first row", setting.jacobian_figure()),
@@ -102,9 +102,11 @@ def _(keys, mo):
 
 
 @app.cell
-def _(block, drawn, mo, seen, setting, views):
+def _(block, figure_grid, mo, seen, setting, views):
     online = views.Online(setting, block.value, seen.value)
-    mo.vstack([mo.Html(views.listed(online.numbers())), drawn(("Weights of the first row", online.figure()))])
+    mo.vstack(
+        [mo.Html(views.number_list(online.numbers())), figure_grid(("Weights of the first row", online.figure()))]
+    )
     return
 
 
@@ -122,8 +124,8 @@ def _(mo, views):
 
 
 @app.cell
-def _(drawn, mask, setting):
-    drawn(("Weights under the mask", setting.masked_figure(mask.value)))
+def _(figure_grid, mask, setting):
+    figure_grid(("Weights under the mask", setting.masked_figure(mask.value)))
     return
 
 
@@ -134,9 +136,12 @@ def _(mo):
 
 
 @app.cell
-def _(drawn, mo, setting, views):
+def _(figure_grid, mo, setting, views):
     mo.vstack(
-        [mo.Html(views.listed(setting.mechanics())), drawn(("Entropy and heat capacity", setting.mechanics_figure()))]
+        [
+            mo.Html(views.number_list(setting.mechanics())),
+            figure_grid(("Entropy and heat capacity", setting.mechanics_figure())),
+        ]
     )
     return
 

@@ -1,4 +1,4 @@
-"""What the explorer shows: numbers and figures of one setting of the knobs, all from the library's public functions.
+"""`Setting` and `Online`: the numbers and figures of the explorer, from the library's public functions.
 
 >>> from regard.lab.explorer.views import Setting
 >>> setting = Setting(d_k=64, keys=12, scale="none", temperature=1.0, normalizer="softmax")
@@ -22,9 +22,9 @@ from regard.scores import resolve_scale
 
 QUERIES = 256
 DIMS = [4, 16, 64, 256]
-FLOOR = 1e-12  # a logarithmic axis has no 0: what is less is drawn here, and the line is labelled
+FLOOR = 1e-12  # a logarithmic axis has no 0: smaller values are drawn here, on a labelled line
 SCALES = {"1/√d_k": "sqrt", "none": "none", "1/d_k": "inverse"}
-OTHERWISE = {"entmax": "entmax(alpha=1.25)"}  # by its name alone it would be entmax15 once more
+OTHERWISE = {"entmax": "entmax(alpha=1.25)"}  # its default would repeat entmax15
 MASKS = ("none", "causal", "window of 4", "padding")
 NUMBERS = {
     "entropy": "entropy, nats",
@@ -37,14 +37,14 @@ NUMBERS = {
 }
 
 
-def offered() -> list[str]:
-    """The normalisers to choose from, no two of them the same map."""
+def normalizer_choices() -> list[str]:
+    """Return the normalisers to choose from, all different maps."""
     return [OTHERWISE.get(name, name) for name in regard.normalizers.names()]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The knobs. 256 unit-normal queries look at `keys` unit-normal keys; the first query is the example row."""
+    """One setting of the controls: 256 unit-normal queries, `keys` unit-normal keys; query 0 is the example row."""
 
     d_k: int = 64
     keys: int = 12
@@ -54,37 +54,39 @@ class Setting:
     seed: int = 0
 
     def draw(self, d_k: int) -> tuple[Tensor, Tensor]:
-        """q (1, 1, 256, d) and k (1, 1, keys, d)."""
+        """Draw q (1, 1, 256, d) and k (1, 1, keys, d)."""
         generator = torch.Generator().manual_seed(self.seed)
         k = torch.randn(1, 1, self.keys, d_k, generator=generator)
         return torch.randn(1, 1, QUERIES, d_k, generator=generator), k
 
     def statistics(self, d_k: int | None = None) -> regard.statistics.Statistics:
-        """All statistics of the 256 rows."""
+        """Return all statistics of the 256 rows."""
         q, k = self.draw(self.d_k if d_k is None else d_k)
         options = dict(scale=self.scale, normalizer=self.normalizer, temperature=self.temperature)
         return regard.attention(q, k, k, return_stats=True, **options)[1]
 
     def scores_at(self, d_k: int) -> Tensor:
-        """(256, keys): scale · q kᵀ, before the temperature."""
+        """Return scale · q kᵀ (256, keys), before the temperature."""
         q, k = (x[0, 0] for x in self.draw(d_k))
         return resolve_scale(self.scale, d_k) * q @ k.T
 
     @cached_property
     def scores(self) -> Tensor:
+        """The scores (256, keys)."""
         return self.scores_at(self.d_k)
 
     @cached_property
     def weights(self) -> Tensor:
-        """(256, keys)."""
+        """The weights (256, keys)."""
         return regard.normalize(self.scores, self.normalizer, temperature=self.temperature)
 
     def numbers(self) -> dict[str, float]:
-        """The mean of each statistic over the rows."""
+        """Return the mean of each statistic over the rows."""
         stats = self.statistics()
         return {name: float(stats[name].mean()) for name in NUMBERS}
 
     def scores_figure(self) -> Figure:
+        """Draw the density of all scores."""
         counts, edges = torch.histogram(self.scores.flatten(), 40)
         middles = ((edges[1:] + edges[:-1]) / 2).tolist()
         density = (counts / counts.sum() / (edges[1] - edges[0])).tolist()
@@ -93,12 +95,14 @@ class Setting:
         return Figure("lines", "score", "density", {"scores": (middles, density)}, alt=words)
 
     def weights_figure(self) -> Figure:
+        """Draw the weights of the first query."""
         row = self.weights[0]
         words = f"Weights of the first query over {self.keys} keys; the largest is {float(row.max()):.3f}."
         names = [str(j) for j in range(self.keys)]
         return Figure("bars", "key", "weight", {"weights": (names, row.tolist())}, alt=words)
 
     def jacobian_figure(self) -> Figure:
+        """Draw the Jacobian of the first row."""
         matrix = regard.jacobian(self.scores[0], self.normalizer, temperature=self.temperature)
         words = (
             f"Jacobian of the first row: trace {float(matrix.trace()):.3g}, largest entry {float(matrix.max()):.3g}."
@@ -106,11 +110,11 @@ class Setting:
         return Figure("heat", "score j", "weight i", rows=matrix.tolist(), alt=words)
 
     def gain_figure(self) -> Figure:
-        """Quantiles of tr ∂p/∂s against d_k."""
+        """Draw quantiles of tr ∂p/∂s against d_k."""
         return against_d_k("gradient gain", [self.statistics(d).gradient_gain for d in DIMS])
 
     def gradient_figure(self) -> Figure:
-        """Quantiles of ‖∂L/∂score‖ against d_k, for a unit-normal ∂L/∂weight."""
+        """Draw quantiles of ‖∂L/∂score‖ against d_k, for a unit-normal ∂L/∂weight."""
         upstream = torch.randn(QUERIES, self.keys, generator=torch.Generator().manual_seed(self.seed + 3))
         norms = [
             regard.vjp(self.scores_at(d), upstream, self.normalizer, temperature=self.temperature).norm(dim=-1)
@@ -119,7 +123,7 @@ class Setting:
         return against_d_k("gradient of a row of scores", norms)
 
     def masked_figure(self, mask: str) -> Figure:
-        """Weights of 12 queries over 12 keys of one sequence under a mask."""
+        """Draw the weights of 12 queries over 12 keys of one sequence under a mask."""
         q, k = (torch.randn(12, self.d_k, generator=torch.Generator().manual_seed(self.seed + i)) for i in (1, 2))
         scores = resolve_scale(self.scale, self.d_k) * q @ k.T
         visible = {
@@ -133,7 +137,7 @@ class Setting:
         return Figure("heat", "key", "query", rows=w.tolist(), alt=words)
 
     def mechanics_figure(self) -> Figure:
-        """Softmax of the first row as Boltzmann's law: entropy S and heat capacity C = Var(E)/T²."""
+        """Draw entropy S and heat capacity C = Var(E)/T² of the first row as a Boltzmann distribution."""
         z = self.scores[0].double()
         temperatures = [round(0.1 * 1.25**i, 4) for i in range(22)]
         entropies, capacities = [], []
@@ -149,7 +153,7 @@ class Setting:
         return Figure("lines", "temperature T", "nats", series, log_x=True, alt=words)
 
     def mechanics(self) -> dict[str, float]:
-        """F = U − T·S of the first row at the temperature set."""
+        """Return F, U and S (F = U − T·S) of the first row at the chosen temperature."""
         z, t = self.scores[0].double(), self.temperature
         w = regard.softmax(z, temperature=t)
         energy = -float((w * z).sum())
@@ -168,10 +172,12 @@ class Online:
 
     @property
     def steps(self) -> int:
+        """The number of blocks."""
         return math.ceil(self.setting.keys / self.block)
 
     @cached_property
     def state(self) -> regard.OnlineSoftmax:
+        """The state after the blocks so far."""
         online = regard.OnlineSoftmax()
         for part in self._row.split(self.block)[: self.seen]:
             online.update(part)
@@ -182,7 +188,7 @@ class Online:
         return self.setting.scores[0] / self.setting.temperature
 
     def numbers(self) -> dict[str, float]:
-        """m, ℓ and log-sum-exp so far, and the whole row's."""
+        """Return m, ℓ and log-sum-exp so far, and the whole row's log-sum-exp."""
         return {
             "online_max": float(self.state.max),
             "online_sum": float(self.state.sum),
@@ -191,6 +197,7 @@ class Online:
         }
 
     def figure(self) -> Figure:
+        """Draw the weights so far beside those of the whole row."""
         row = self._row
         so_far = row[: self.seen * self.block]
         names = [str(j) for j in range(len(row))]
@@ -201,7 +208,7 @@ class Online:
 
 
 def against_d_k(what: str, samples: list[Tensor]) -> Figure:
-    """Median and 10 to 90 % at each d_k: the mean would hide the rows that learn nothing."""
+    """Draw median and 10 to 90 % at each d_k; a mean would hide the rows that learn nothing."""
     columns = [[float(x.flatten().quantile(p)) for x in samples] for p in (0.1, 0.5, 0.9)]
     medians = ", ".join(f"{middle:.2g} at {d}" for middle, d in zip(columns[1], DIMS, strict=True))
     words = f"{what} against d_k, median and 10 to 90 % of the rows; medians {medians}."
@@ -210,8 +217,8 @@ def against_d_k(what: str, samples: list[Tensor]) -> Figure:
     return Figure("bands", "d_k", what, {"rows": (DIMS, *drawn)}, log_x=True, log_y=True, guides=guides, alt=words)
 
 
-def listed(numbers: dict[str, float], labels: dict[str, str] | None = None) -> str:
-    """Numbers as a list of terms; each value carries its name, so that a test can read it."""
+def number_list(numbers: dict[str, float], labels: dict[str, str] | None = None) -> str:
+    """Return numbers as an HTML list; each value carries its name for tests."""
     cells = "".join(
         f"<div><dt>{escape((labels or {}).get(name, name.replace('_', ' ')))}</dt>"
         f'<dd data-number="{name}">{value:.4f}</dd></div>'

@@ -1,4 +1,4 @@
-"""Training experiments: what the notes ask and only training answers.
+"""Training experiments, for the claims that only training can test.
 
 >>> from regard.lab import training
 >>> training.get("scale").question

@@ -1,6 +1,6 @@
-"""All that a run needs to go on, in one safetensors file: weights, optimizer, random state, step, history.
+"""Save and load a run in one safetensors file: weights, optimizer, random state, step, history.
 
-The file appears whole or not at all: it is written beside its place and then moved there.
+The file is written atomically: under a temporary name, then renamed.
 
 >>> import tempfile, pathlib
 >>> from regard.lab.training import checkpoint
@@ -26,8 +26,8 @@ from regard.health.report import files
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: dict) -> None:
-    """`notes` is what JSON can hold: the step, the history so far."""
-    from safetensors.torch import save as serialized
+    """Save a run; `notes` (step, history, …) must be JSON."""
+    from safetensors.torch import save as serialize
 
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
@@ -36,26 +36,26 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, notes: 
     tensors["random.cpu"] = torch.get_rng_state()
     if any(value.is_cuda for value in tensors.values()):
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    written_whole(path, serialized(on_cpu(tensors), {"notes": json.dumps(notes)}))
+    write_atomically(path, serialize(copy_to_cpu(tensors), {"notes": json.dumps(notes)}))
 
 
 def load(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, check: Callable[[dict], None] = lambda notes: None
 ) -> dict:
-    """Put everything back and return the notes; `check` sees them first, and may refuse."""
+    """Restore a run and return its notes; `check` is called with them first and may raise."""
     from safetensors import safe_open
 
-    with readable(path):
+    with report_damage(path):
         with safe_open(path, "pt") as file:
             notes = json.loads(file.metadata()["notes"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         state: dict[int, dict[str, Tensor]] = {}
-        for name, value in _below("optimizer", tensors).items():
+        for name, value in _with_prefix("optimizer", tensors).items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = value
     check(notes)
-    with readable(path):
-        model.load_state_dict(_below("model", tensors))
+    with report_damage(path):
+        model.load_state_dict(_with_prefix("model", tensors))
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors:
@@ -64,8 +64,8 @@ def load(
 
 
 @contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """What goes wrong in here is the file's fault: a ValueError that names it and the way out."""
+def report_damage(path: Path) -> Iterator[None]:
+    """Raise any error of the block, OSErrors aside, as a ValueError that the file is damaged."""
     try:
         yield
     except OSError:
@@ -73,13 +73,13 @@ def readable(path: Path) -> Iterator[None]:
     except Exception as wrong:
         why = str(wrong).strip().partition("\n")[0]
         raise ValueError(
-            f"{path} is damaged ({type(wrong).__name__}: {why}); remove it, and its run begins anew, or choose another "
+            f"{path} is damaged ({type(wrong).__name__}: {why}); remove it to start its run again, or choose another "
             "--out"
         ) from wrong
 
 
-def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, one transfer per dtype and device: each would wait for the device."""
+def copy_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to the CPU with one transfer per dtype and device, because each transfer waits for the device."""
     copies = {}
     for kind in {(value.dtype, value.device) for value in tensors.values()}:
         names = [name for name, value in tensors.items() if (value.dtype, value.device) == kind]
@@ -89,12 +89,12 @@ def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}
 
 
-def written_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, and its folder where there is none; an error names the file, not the one beside it."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file atomically, creating its folder; an error names the file, not the temporary one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         files.write(path, content)

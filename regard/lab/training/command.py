@@ -1,21 +1,23 @@
-"""regard lab train [EXPERIMENT …]: train models that answer what arithmetic cannot; resumable, with intervals."""
+"""The command `regard lab train [EXPERIMENT …]`: train the experiments, resumable, with intervals over seeds."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from pathlib import Path
 
 import torch
 
-from regard.lab.training.experiment import experiments
-from regard.lab.training.results import finals
+from regard.lab.training.experiment import Experiment, experiments
+from regard.lab.training.results import final_values
 from regard.table import Table
 
 RANGES = ("max_logit",)
 
 
-def arguments(parser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help="which to run; without, they are listed")
     parser.add_argument("--preset", choices=("small", "full"), default="small", help="minutes on a CPU, or on a GPU")
     parser.add_argument("--data", metavar="PATH", type=Path, help="text file, or folder of a parallel corpus")
@@ -28,7 +30,8 @@ def arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
-def main(options) -> int:
+def main(options: argparse.Namespace) -> int:
+    """Train the experiments, time them, or list them."""
     known = experiments()
     if not options.experiments:
         listing().show()
@@ -47,7 +50,7 @@ def main(options) -> int:
                 name, options.preset, options.out, options.data, device, options.seeds, options.only, options.workers,
                 command=_command(name, options),
             )  # fmt: skip
-        except (ValueError, OSError) as wrong:  # data that cannot be trained on, records of another run, a full disk
+        except (ValueError, OSError) as wrong:  # unusable data, records of another run, a full disk
             options.fail(str(wrong))
         folder = options.out / name / options.preset
         write(folder / "result.json", result)
@@ -65,9 +68,9 @@ def main(options) -> int:
     return 0
 
 
-def _time(options) -> int:
+def _time(options: argparse.Namespace) -> int:
     from regard.lab.training import timing
-    from regard.lab.training.loop import where, write
+    from regard.lab.training.loop import describe_machine, write
 
     device = options.device or _device(options.preset)
     try:
@@ -75,7 +78,10 @@ def _time(options) -> int:
     except (ValueError, OSError) as wrong:
         options.fail(str(wrong))
     for name, times in results.items():
-        write(options.out / name / options.preset / "times.json", dict(where=where(torch.device(device)), times=times))
+        write(
+            options.out / name / options.preset / "times.json",
+            dict(where=describe_machine(torch.device(device)), times=times),
+        )
         if not options.json:
             timing.table(name, times).show()
     if options.json:
@@ -84,14 +90,15 @@ def _time(options) -> int:
 
 
 def listing() -> Table:
+    """Return the experiments and their questions."""
     rows = [[name, str(len(e.variants)), e.question] for name, e in experiments().items()]
     return Table(["experiment", "variants", "question"], rows, numbers=["variants"])
 
 
 def table(result: dict) -> Table:
-    """The experiment's own table, or one row per variant: some readings with their intervals, how many runs diverged.
+    """Return the experiment's own table, or one row per variant: readings with intervals, and diverged runs.
 
-    The largest logit may be hundreds in one seed and a million in the next: it has its range over the seeds.
+    The largest logit varies by orders of magnitude between seeds, so its range is shown.
     """
     own = experiments()[result["experiment"]].table
     if own is not None:
@@ -101,9 +108,12 @@ def table(result: dict) -> Table:
     shown += [name for name in ("loss", "bleu", "accuracy", "entropy_ratio", "gradient_gain", "max_logit")
               if name in first and name not in shown]  # fmt: skip
     rows = []
-    for variant, told in result["summary"].items():
-        cells = [_range(finals(result, variant, name)) if name in RANGES else _cell(told.get(name)) for name in shown]
-        rows.append([variant, *cells, f"{told['diverged']} of {told['runs']}"])
+    for variant, numbers in result["summary"].items():
+        cells = [
+            _range(final_values(result, variant, name)) if name in RANGES else _cell(numbers.get(name))
+            for name in shown
+        ]
+        rows.append([variant, *cells, f"{numbers['diverged']} of {numbers['runs']}"])
     names = [shown[0] + f" [{result['how']['level']:.0%}]", *(f"{n}, range" if n in RANGES else n for n in shown[1:])]
     return Table(["variant", *names, "diverged"], rows)
 
@@ -119,7 +129,7 @@ def _range(values: dict[int, float]) -> str:
     return f"{min(values.values()):.3g} to {max(values.values()):.3g}" if values else ""
 
 
-def _check(options, known: dict) -> None:
+def _check(options: argparse.Namespace, known: dict[str, Experiment]) -> None:
     for name in options.experiments:
         if name not in known:
             options.fail(f"experiment {name!r} is unknown; experiments: {', '.join(known)}")
@@ -127,7 +137,7 @@ def _check(options, known: dict) -> None:
             if variant not in known[name].variants:
                 options.fail(f"--only {variant!r}: {name} has the variants {', '.join(known[name].variants)}")
     if options.seeds is not None and options.seeds < 3:
-        options.fail(f"--seeds must be at least 3, or no interval means anything; got {options.seeds}")
+        options.fail(f"--seeds must be at least 3 for an interval, got {options.seeds}")
     if options.workers < 1:
         options.fail(f"--workers must be at least 1, got {options.workers}")
     if options.data is not None:
@@ -139,7 +149,7 @@ def _check(options, known: dict) -> None:
         options.fail(f"--out {options.out} is a file; give a folder")
 
 
-def _check_data(options, experiment) -> None:
+def _check_data(options: argparse.Namespace, experiment: Experiment) -> None:
     if not experiment.reads:
         options.fail(f"--data {options.data}: {experiment.name} makes its own rows and reads no file; leave it out")
     if not options.data.exists():
@@ -154,8 +164,8 @@ def _device(preset: str) -> str:
     return "cuda" if preset == "full" and torch.cuda.is_available() else "cpu"
 
 
-def _command(name: str, options) -> str:
-    """The line that repeats this result; of --data only the name, as its place is this machine's."""
+def _command(name: str, options: argparse.Namespace) -> str:
+    """Return the command that repeats this result; of --data only the file name."""
     words = ["regard", "lab", "train", name, "--preset", options.preset]
     if options.data is not None:
         words += ["--data", options.data.name]

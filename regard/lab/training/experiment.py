@@ -1,11 +1,11 @@
-"""The contract of a training experiment: one file in `experiments/` that defines `experiment = Experiment(…)`.
+"""`Experiment`, `Preset`, `Setting` and `Trial`: what a file in `experiments/` defines.
 
     run    = one variant × one seed: `make(setting)` → a `Trial`, trained for `preset.steps` steps
     record = what a run leaves: its history of evaluations, its last one, whether and where it diverged
     result = all records of an experiment, and per variant a t-interval over the seeds
 
-An experiment says what varies, how one model is made from it, and how large it is; the loop, checkpoints, resuming,
-results and progress are the framework's. The whole of a file, but for its figures (`experiments/scale.py` is one):
+An experiment defines what varies, how a model is made from it, and its size; training, checkpoints, results and
+progress are shared. A whole file, but for its figures (see `experiments/scale.py`):
 
     experiment = Experiment(
         name="scale",                                  # the file's name, - for _
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run is made of. `options` are the preset's sizes, overridden by the variant's own."""
+    """The inputs of one run. `options` are the preset's sizes, overridden by the variant's own."""
 
     options: Mapping[str, Any]
     seed: int
@@ -53,15 +53,17 @@ class Setting:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def generator(self, step: int) -> torch.Generator:
-        """Random numbers of a step: they depend on the seed and the step only, so that a resumed run sees the same
-        batches, and every variant of one seed too."""
+        """Return the generator of a step, which depends on seed and step only.
+
+        So a resumed run, and every variant of one seed, sees the same batches.
+        """
         return torch.Generator().manual_seed(self.seed * 1_000_003 + step)
 
 
 class Trial:
-    """One model in training. A subclass makes `model` and says what a batch, its loss and an evaluation are.
+    """One model in training. A subclass defines `model`, a batch, its loss and an evaluation.
 
-    All weights are drawn in its constructor, from torch's global generator, which the loop has seeded.
+    Its constructor draws all weights from torch's global generator, which the loop has seeded.
     """
 
     model: nn.Module
@@ -70,37 +72,38 @@ class Trial:
     graph: bool = True  # on CUDA: capture the step once, then replay it
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        """The tensors of a training step, on the model's device. Draw them from `setting.generator(step)`."""
+        """Return the tensors of a training step, drawn from `setting.generator(step)`, on the model's device."""
         raise NotImplementedError
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        """A scalar. On CUDA it is captured in a graph (unless `graph` is False): no `.item()`, no branch on a value."""
+        """Return a scalar, on CUDA captured in a graph (unless `graph` is False): no `.item()`, no branch on values."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
-        """name → number, every `preset.every` steps and at the end; under `model.eval()` and no_grad."""
+        """Return name → number; called every `preset.every` steps and at the end, under `model.eval()` and no_grad."""
         raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
-        """More about the trained model, once, after the last step: numbers, or anything JSON can hold."""
+        """Return more about the trained model, as JSON; called once, after the last step."""
         return {}
 
     def optimizer(self) -> torch.optim.Optimizer:
+        """Return a new optimizer of the model."""
         on_cuda = next(self.model.parameters()).is_cuda
         places = dict(capturable=True, fused=True) if on_cuda else {}
         return torch.optim.AdamW(self.model.parameters(), lr=self.rate, betas=(0.9, 0.98), weight_decay=0.01, **places)
 
     def schedule(self, step: int, steps: int) -> float:
-        """The learning rate's factor at a step: a short warm-up, then half a cosine."""
+        """Return the learning rate's factor at a step: a short warm-up, then half a cosine."""
         return min(1.0, (step + 1) / min(50, steps / 10)) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
     def after_step(self) -> None:
-        """After every optimizer step, such as a clip of the weights."""
+        """Called after every optimizer step, for example to clip weights."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """How long and how large. `learns`: what the variant `learner` must end below (metric → bound); tested."""
+    """Length and size of training. `learns`: metric → bound that the variant `learner` must end below; tested."""
 
     steps: int
     every: int
@@ -113,12 +116,12 @@ class Preset:
         if not 0 < self.every <= self.steps:
             raise ValueError(f"every must lie in [1, steps], got {self.every} of {self.steps} steps")
         if self.seeds < 3:
-            raise ValueError(f"seeds must be at least 3, or no interval means anything; got {self.seeds}")
+            raise ValueError(f"seeds must be at least 3 for an interval, got {self.seeds}")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What varies, how a run is made of it, how large it is, and what is drawn of the results."""
+    """What varies, how a run is made, its size, and the figures of its results."""
 
     name: str
     question: str
@@ -126,7 +129,7 @@ class Experiment:
     make: Callable[[Setting], Trial]
     presets: Mapping[str, Preset]
     figures: Callable[[dict], Mapping[str, Figure]]
-    table: Callable[[dict], Table] | None = None  # of the results, where one row per variant does not tell them
+    table: Callable[[dict], Table] | None = None  # of the results, in place of one row per variant
     reads: str = "file"  # what --data may be: a "file" of text, a "folder" of sentence pairs, or "" for nothing
     metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives
 
@@ -146,7 +149,7 @@ class Experiment:
 
 @cache
 def experiments() -> dict[str, Experiment]:
-    """name → experiment, for every file of `experiments/`."""
+    """Return name → experiment for every file of `experiments/`."""
     found = {}
     for path in sorted((Path(__file__).parent / "experiments").glob("[!_]*.py")):
         module = importlib.import_module(f"regard.lab.training.experiments.{path.stem}")
@@ -158,12 +161,12 @@ def experiments() -> dict[str, Experiment]:
 
 
 def names() -> list[str]:
-    """The names of all experiments."""
+    """Return the names of all experiments."""
     return list(experiments())
 
 
 def get(name: str) -> Experiment:
-    """An experiment by its name."""
+    """Return an experiment by its name."""
     if name not in experiments():
         near = difflib.get_close_matches(name, names(), n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"

@@ -1,8 +1,8 @@
-"""One run: train, evaluate every so many steps, save, and go on from where a killed run stood.
+"""`run`: train one run, evaluate at intervals, save checkpoints, and resume a run that was killed.
 
-A run's files are `VARIANT-seedN.safetensors` (where it stands) and `VARIANT-seedN.json` (its record, once it is over).
-On the CPU a resumed run ends with the same bits as one that was never stopped. A run whose loss stops being finite is
-recorded as diverged at that step, counted from 1 as in its history, and ends there.
+A run's files are `VARIANT-seedN.safetensors` (its checkpoint) and `VARIANT-seedN.json` (its record, once finished).
+On the CPU a resumed run ends with the same bits as one that was never stopped. A run whose loss becomes infinite or
+NaN is recorded as diverged at that step, counted from 1 as in its history, and ends there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ import torch
 
 import regard
 from regard.lab.training import checkpoint
-from regard.lab.training.chance import Chance
-from regard.lab.training.experiment import Experiment, Trial
+from regard.lab.training.experiment import Experiment, Preset, Trial
 from regard.lab.training.step import Step
 
 Tick = Callable[[int, float], None]  # step, loss
-PAUSE = 10.0
+PAUSE = 10.0  # seconds between two checkpoints
 
 
 def run(
@@ -40,102 +39,87 @@ def run(
     tick: Tick = lambda step, loss: None,
     pause: float = PAUSE,
 ) -> dict:
-    """The record of one run, trained now, gone on with, or read if it is over.
+    """Train one run, or resume it, and return its record; read the record if the run is finished.
 
-    `tick` hears of every evaluation; `pause` is the least time in seconds between two checkpoints
-    (one more is made at the end; with an infinite pause, none).
+    Args:
+        experiment, preset, variant, seed: what to train.
+        folder: where the checkpoint and the record are.
+        data: of `--data`; None for the built-in data.
+        device: "cpu" or "cuda".
+        tick: called with (step, loss) after every evaluation.
+        pause: least seconds between two checkpoints; one more is saved at the end, and none if infinite.
     """
-    steps = advance(experiment, preset, variant, seed, folder, data, device, tick, pause)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as over:
-            return over.value
-
-
-def advance(
-    experiment: Experiment,
-    preset: str,
-    variant: str,
-    seed: int,
-    folder: Path,
-    data: Path | None,
-    device: str,
-    tick: Tick = lambda step, loss: None,
-    pause: float = PAUSE,
-) -> Generator[int, None, dict]:
-    """The same step by step: yields after each, returns the record. Several can take turns on one CUDA device."""
     place = torch.device(device)
-    plan, setting = experiment.presets[preset], experiment.setting(preset, variant, seed, data, place)
+    setting = experiment.setting(preset, variant, seed, data, place)
     identity = dict(
         experiment=experiment.name,
         preset=preset,
         variant=variant,
         seed=seed,
-        steps=plan.steps,
+        steps=experiment.presets[preset].steps,
         options=json.loads(json.dumps(dict(setting.options))),
         data=fingerprint(data),
         device=place.type,
     )
-    over, state = folder / f"{variant}-seed{seed}.json", folder / f"{variant}-seed{seed}.safetensors"
-    if over.exists():
-        return _record(over, identity)
+    path = folder / f"{variant}-seed{seed}.json"
+    if path.exists():
+        return _read_record(path, identity)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
-    chance = Chance(seed, place)
-    with chance:
-        trial = experiment.make(setting)
-        optimizer = trial.optimizer()
-        history, start, spent = [], 0, 0.0
-        if state.exists():
-            notes = checkpoint.load(state, trial.model, optimizer, lambda notes: _ours(notes, identity, state))
-            history, start, spent = notes["history"], notes["step"], notes["seconds"]
-        else:
-            history.append({"step": 0, **evaluation(trial)})
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if place.type == "cuda" else []):
+        torch.manual_seed(seed)
+        record = _train(experiment.make(setting), experiment.presets[preset], identity, path, tick, pause)
+    write(path, record)
+    return record
+
+
+def _train(trial: Trial, preset: Preset, identity: dict, path: Path, tick: Tick, pause: float) -> dict:
+    """Train from the checkpoint, or from step 0, to the end or to divergence, and return the record."""
+    state, optimizer = path.with_suffix(".safetensors"), trial.optimizer()
+    history, start, spent = [], 0, 0.0
+    if state.exists():
+        notes = checkpoint.load(state, trial.model, optimizer, lambda notes: _check_notes(notes, identity, state))
+        history, start, spent = notes["history"], notes["step"], notes["seconds"]
+    else:
+        history.append({"step": 0, **evaluate(trial)})
     began = saved = time.perf_counter()
-    step, bad = Step(trial, optimizer, plan.steps), None
-    for done in range(start + 1, plan.steps + 1):
-        with chance:
-            step(done - 1)
-            looks = done % plan.every == 0 or done == plan.steps
-            bad = step.first_bad() if looks else None
-            if looks and bad is None:
-                history.append({"step": done, **evaluation(trial)})
-                bad = None if math.isfinite(history[-1].get("loss", 0.0)) else done
+    step, bad = Step(trial, optimizer, preset.steps), None
+    for done in range(start + 1, preset.steps + 1):
+        step(done - 1)
+        if done % preset.every and done != preset.steps:
+            continue
+        bad = step.first_bad()
+        if bad is None:
+            history.append({"step": done, **evaluate(trial)})
+            bad = None if math.isfinite(history[-1].get("loss", 0.0)) else done
         if bad is not None:
             break
-        if looks:
-            tick(done, history[-1].get("loss", math.nan))
-            now = time.perf_counter()
-            if now - saved >= pause or (done == plan.steps and pause < math.inf):
-                notes = dict(identity=identity, step=done, history=history, seconds=spent + now - began)
-                with chance:
-                    checkpoint.save(state, trial.model, optimizer, notes)
-                saved = now
-        yield done
-    with chance:
-        final = None if bad is not None else rounded({**history[-1], **finish(trial)})
-    record = dict(
+        tick(done, history[-1].get("loss", math.nan))
+        now = time.perf_counter()
+        if now - saved >= pause or (done == preset.steps and pause < math.inf):
+            notes = dict(identity=identity, step=done, history=history, seconds=spent + now - began)
+            checkpoint.save(state, trial.model, optimizer, notes)
+            saved = now
+    return dict(
         **identity,
-        where=where(place),
+        where=describe_machine(next(trial.model.parameters()).device),
         diverged=bad is not None,
         diverged_at=bad,
         parameters=sum(p.numel() for p in trial.model.parameters()),
         seconds=round(spent + time.perf_counter() - began, 2),
-        history=[rounded(entry) for entry in history],
-        final=final,
+        history=[round_numbers(entry) for entry in history],
+        final=None if bad is not None else round_numbers({**history[-1], **finish(trial)}),
     )
-    write(over, record)
-    return record
 
 
-def where(device: torch.device) -> str:
-    """The machine and the versions that a record comes from."""
+def describe_machine(device: torch.device) -> str:
+    """Return the device and the versions that a record comes from."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return f"{name}, torch {torch.__version__}, Python {platform.python_version()}, regard {regard.__version__}"
 
 
-def evaluation(trial: Trial) -> dict[str, float]:
+def evaluate(trial: Trial) -> dict[str, float]:
+    """Return the trial's evaluation, in eval mode and without gradients."""
     trial.model.eval()
     with torch.no_grad():
         numbers = trial.evaluate()
@@ -144,21 +128,23 @@ def evaluation(trial: Trial) -> dict[str, float]:
 
 
 def finish(trial: Trial) -> dict[str, Any]:
+    """Return what the trial adds after its last step."""
     trial.model.eval()
     with torch.no_grad():
         return trial.finish()
 
 
 def write(path: Path, content: dict) -> None:
-    checkpoint.written_whole(path, json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write a record as JSON."""
+    checkpoint.write_atomically(path, json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def rounded(x: Any) -> Any:
-    """Five digits, and null for what is not finite."""
+def round_numbers(x: Any) -> Any:
+    """Round every float to five digits; None where it is not finite."""
     if isinstance(x, dict):
-        return {name: rounded(value) for name, value in x.items()}
+        return {name: round_numbers(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
-        return [rounded(value) for value in x]
+        return [round_numbers(value) for value in x]
     if isinstance(x, float):
         return float(f"{x:.5g}") if math.isfinite(x) else None
     return x
@@ -166,7 +152,7 @@ def rounded(x: Any) -> Any:
 
 @cache
 def fingerprint(data: Path | None) -> str:
-    """The name of the data and the digest of its bytes; a folder's are those of its files in order."""
+    """Return the name of the data and a digest of its bytes (of a folder, of its files in order)."""
     if data is None:
         return "built-in"
     digest = hashlib.sha256()
@@ -175,29 +161,29 @@ def fingerprint(data: Path | None) -> str:
     return f"{data.name} {digest.hexdigest()[:12]}"
 
 
-def _record(path: Path, identity: dict) -> dict:
-    """The record of a run that is over."""
-    with checkpoint.readable(path):
+def _read_record(path: Path, identity: dict) -> dict:
+    """Return the record of a finished run."""
+    with checkpoint.report_damage(path):
         record = json.loads(path.read_text(encoding="utf-8"))
-        _has(record, *identity, "where", "diverged", "history", "final")
-    _must_be(identity, record, path)
+        _check_keys(record, *identity, "where", "diverged", "history", "final")
+    _check_identity(identity, record, path)
     return record
 
 
-def _ours(notes: dict, identity: dict, path: Path) -> None:
-    """Are a checkpoint's notes whole, and of this run?"""
-    with checkpoint.readable(path):
-        _has(notes, "identity", "history", "step", "seconds")
-    _must_be(identity, notes["identity"], path)
+def _check_notes(notes: dict, identity: dict, path: Path) -> None:
+    """Raise ValueError if a checkpoint's notes are incomplete or of another run."""
+    with checkpoint.report_damage(path):
+        _check_keys(notes, "identity", "history", "step", "seconds")
+    _check_identity(identity, notes["identity"], path)
 
 
-def _has(found: dict, *names: str) -> None:
+def _check_keys(found: dict, *names: str) -> None:
     missing = ", ".join(name for name in names if name not in found)
     if missing:
         raise LookupError(f"it has no {missing}")
 
 
-def _must_be(identity: dict, found: dict, path: Path) -> None:
+def _check_identity(identity: dict, found: dict, path: Path) -> None:
     for name, value in identity.items():
         if found.get(name) != value:
             raise ValueError(

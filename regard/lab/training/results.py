@@ -1,8 +1,8 @@
-"""From records to results: per variant the mean over its seeds and its t-interval, and how many runs diverged.
+"""`collect`: the result of all records of an experiment; per variant means over seeds, t-intervals, divergences.
 
-A result is what JSON holds: `{"experiment", "preset", "question", "metric", "how", "records": […], "summary":
-{variant: {"runs", "diverged", metric: {"mean", "low", "high", "n"}}}}`. Diverged runs count as diverged; the means
-are over the others, and say over how many.
+A result is JSON: `{"experiment", "preset", "question", "metric", "how", "records": […], "summary":
+{variant: {"runs", "diverged", metric: {"mean", "low", "high", "n"}}}}`. Diverged runs are counted; the means
+are over the others, `n` of them.
 
 >>> from regard.lab.training.results import interval
 >>> low, high = interval([1.0, 2.0, 3.0])
@@ -22,14 +22,14 @@ from typing import Any
 
 from regard.lab.estimate import Estimate
 from regard.lab.training.experiment import Experiment
-from regard.lab.training.loop import rounded
+from regard.lab.training.loop import round_numbers
 
 LEVEL = 0.95
 SHIPPED = Path(__file__).parent / "results"
 
 
 def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """mean ± t·s/√n; the whole line for fewer than two values."""
+    """Return mean ± t·s/√n; (−∞, ∞) for fewer than two values."""
     from scipy.stats import t
 
     if len(values) < 2:
@@ -40,17 +40,17 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of values, one per seed, with its t-interval."""
+    """Estimate the mean of values, one per seed, with its t-interval."""
     return Estimate(statistics.fmean(values), *interval(values))
 
 
-def decided(estimate: Estimate) -> int:
-    """+1 where the whole interval lies above 0, −1 where it lies below, 0 where the seeds do not settle it."""
+def sign_of(estimate: Estimate) -> int:
+    """Return +1 if the whole interval lies above 0, −1 if below, 0 if it contains 0."""
     return int(estimate.low > 0) - int(estimate.high < 0)
 
 
 def plus_minus(estimate: Estimate) -> str:
-    """The middle and half of an interval, to two digits of the half.
+    """Format an estimate as value ± half-width, to two digits of the half-width.
 
     >>> from regard.lab.training.results import Estimate, plus_minus
     >>> plus_minus(Estimate(0.12345, 0.1, 0.1469))
@@ -61,16 +61,16 @@ def plus_minus(estimate: Estimate) -> str:
     return f"{round(estimate.value, digits) + 0.0:+.{digits}f} ± {half:.{digits}f}"
 
 
-def sorted_by_sign(differences: Mapping[str, Estimate]) -> dict[int, str]:
-    """+1, −1, 0 → the differences of that sign in words, "a +0.30 ± 0.10, b …", or "none"."""
-    told: dict[int, list[str]] = {1: [], -1: [], 0: []}
+def group_by_sign(differences: Mapping[str, Estimate]) -> dict[int, str]:
+    """Return sign (+1, −1, 0) → the differences of that sign as text, "a +0.30 ± 0.10, b …", or "none"."""
+    groups: dict[int, list[str]] = {1: [], -1: [], 0: []}
     for name, difference in differences.items():
-        told[decided(difference)].append(f"{name} {plus_minus(difference)}")
-    return {sign: ", ".join(names) or "none" for sign, names in told.items()}
+        groups[sign_of(difference)].append(f"{name} {plus_minus(difference)}")
+    return {sign: ", ".join(names) or "none" for sign, names in groups.items()}
 
 
 def collect(experiment: Experiment, preset: str, records: Sequence[dict], command: str = "") -> dict:
-    """The result of all records of one experiment."""
+    """Return the result of all records of one experiment."""
     how = dict(
         command=command,
         where=sorted({record["where"] for record in records}),
@@ -90,35 +90,37 @@ def collect(experiment: Experiment, preset: str, records: Sequence[dict], comman
 
 
 def summary(records: Sequence[dict]) -> dict[str, Any]:
-    """Of one variant: {"runs", "diverged", "parameters", metric: {"mean", "low", "high", "n"}, …}."""
-    whole = [record for record in records if not record["diverged"]]
-    told: dict[str, Any] = dict(
-        runs=len(records), diverged=len(records) - len(whole), parameters=records[0]["parameters"]
+    """Return {"runs", "diverged", "parameters", metric: {"mean", "low", "high", "n"}, …} of one variant."""
+    finished = [record for record in records if not record["diverged"]]
+    numbers: dict[str, Any] = dict(
+        runs=len(records), diverged=len(records) - len(finished), parameters=records[0]["parameters"]
     )
-    names = [name for name, value in (whole[0]["final"] if whole else {}).items() if isinstance(value, int | float)]
+    names = [
+        name for name, value in (finished[0]["final"] if finished else {}).items() if isinstance(value, int | float)
+    ]
     for name in names:
-        values = [r["final"][name] for r in whole if r["final"].get(name) is not None]
+        values = [r["final"][name] for r in finished if r["final"].get(name) is not None]
         if name != "step" and values:
             low, high = interval(values)
-            told[name] = rounded(dict(mean=statistics.fmean(values), low=low, high=high, n=len(values)))
-    return told
+            numbers[name] = round_numbers(dict(mean=statistics.fmean(values), low=low, high=high, n=len(values)))
+    return numbers
 
 
-def finals(result: dict, variant: str, metric: str | None = None) -> dict[int, float]:
-    """seed → the last value of a metric, of the runs that did not diverge."""
+def final_values(result: dict, variant: str, metric: str | None = None) -> dict[int, float]:
+    """Return seed → the last value of a metric, for the runs that did not diverge."""
     metric = metric or result["metric"]
     chosen = [r for r in result["records"] if r["variant"] == variant and not r["diverged"]]
     return {r["seed"]: r["final"][metric] for r in chosen if r["final"].get(metric) is not None}
 
 
-def paired(result: dict, variant: str, other: str, metric: str | None = None) -> list[float]:
-    """variant − other, seed by seed: the same batches on both sides."""
-    a, b = finals(result, variant, metric), finals(result, other, metric)
+def paired_differences(result: dict, variant: str, other: str, metric: str | None = None) -> list[float]:
+    """Return variant − other, seed by seed; both sides saw the same batches."""
+    a, b = final_values(result, variant, metric), final_values(result, other, metric)
     return [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
 
 
-def course(result: dict, variant: str, metric: str) -> tuple[list[int], list[float], list[float], list[float]]:
-    """(steps, low, mean, high) of a metric over training, as a figure of bands takes it: the range over the seeds."""
+def training_bands(result: dict, variant: str, metric: str) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Return (steps, low, mean, high) of a metric over training for a figure of bands: the range over seeds."""
     by_step: dict[int, list[float]] = {}
     for record in result["records"]:
         if record["variant"] == variant:
@@ -131,25 +133,26 @@ def course(result: dict, variant: str, metric: str) -> tuple[list[int], list[flo
     return steps, low, middle, high
 
 
-def ends(result: dict, variants: Mapping[float, str], metric: str | None = None) -> tuple[list[float], ...]:
-    """(x, low, mean, high) of a metric's last values, x → variant: a figure of bands with intervals over the seeds."""
-    told = {x: result["summary"].get(v, {}).get(metric or result["metric"]) for x, v in variants.items()}
-    told = {x: estimate for x, estimate in told.items() if estimate}
-    return list(told), *([estimate[side] for estimate in told.values()] for side in ("low", "mean", "high"))
+def final_bands(result: dict, variants: Mapping[float, str], metric: str | None = None) -> tuple[list[float], ...]:
+    """Return (x, low, mean, high) of a metric's last values, x → variant, for a figure of bands over seeds."""
+    found = {x: result["summary"].get(v, {}).get(metric or result["metric"]) for x, v in variants.items()}
+    found = {x: estimate for x, estimate in found.items() if estimate}
+    return list(found), *([estimate[side] for estimate in found.values()] for side in ("low", "mean", "high"))
 
 
-def in_words(bands: Mapping[str, Sequence[Sequence[float]]]) -> str:
-    """The means of such bands, for a figure's text: "dot 1.5, 1.6; scaled 1.4, 1.4"."""
+def describe_means(bands: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Return the means of bands as text: "dot 1.5, 1.6; scaled 1.4, 1.4"."""
     return "; ".join(f"{name} {', '.join(f'{y:.4g}' for y in columns[2])}" for name, columns in bands.items())
 
 
 def has_shipped(name: str) -> bool:
+    """True if this version ships a result of the experiment."""
     return (SHIPPED / f"{name}.json").exists()
 
 
 @cache
 def shipped(name: str) -> dict:
-    """The result of the full preset that this version ships."""
+    """Return the result of the full preset that this version ships."""
     path = SHIPPED / f"{name}.json"
     if not path.exists():
         raise ValueError(f"experiment {name!r} has no shipped result; run `regard lab train {name} --preset full`")

@@ -1,7 +1,4 @@
-"""One optimizer step. On CUDA the step is captured once as a graph and replayed: a small model is all launches.
-
-Each `Step` has a stream of its own, so that several runs which take turns overlap on the device.
-"""
+"""`Step`: one optimizer step, on CUDA captured once as a graph and replayed, because small models are launch-bound."""
 
 from __future__ import annotations
 
@@ -12,14 +9,11 @@ from torch import Tensor
 
 from regard.lab.training.experiment import Trial
 
-EAGER = 3  # steps before the capture, which must not meet anything for the first time
+EAGER = 3  # steps before the capture, so that everything is compiled and allocated
 
 
 class Step:
-    """`step(i)` trains on batch i: loss, gradient, clip, optimizer, `after_step`. Losses stay on the device.
-
-    `step(i, batch)` trains on a batch that was drawn before.
-    """
+    """One training step: `step(i)` draws batch i, `step(i, batch)` uses a given one. Losses stay on the device."""
 
     def __init__(self, trial: Trial, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.trial, self.optimizer, self.steps = trial, optimizer, steps
@@ -29,7 +23,7 @@ class Step:
         self.rates = [group["lr"] for group in optimizer.param_groups]
         if self.device.type == "cuda":
             for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = torch.tensor(float(rate), device=self.device)  # the graph reads it where it stands
+                group["lr"] = torch.tensor(float(rate), device=self.device)  # read by the graph at replay
             self.stream = torch.cuda.Stream()
             torch.backends.cuda.matmul.allow_tf32 = True
         self.eager = 0
@@ -42,16 +36,13 @@ class Step:
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self._step(step, batch, self._captured if self.trial.graph else self._train)
+            self._step(step, batch, self._capture_or_replay if self.trial.graph else self._train)
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def first_bad(self) -> int | None:
-        """The first step, counted from 1, whose loss was not finite."""
+        """Return the first step, counted from 1, whose loss was not finite, or None."""
         bad = int(self.bad)
         return None if bad < 0 else bad
-
-    def last_loss(self) -> float:
-        return float(self.loss)
 
     def _step(self, step: int, batch: tuple[Tensor, ...] | None, train: Callable[[tuple[Tensor, ...]], None]) -> None:
         factor = self.trial.schedule(step, self.steps)
@@ -73,7 +64,7 @@ class Step:
         self.optimizer.step()
         self.loss.copy_(loss.detach())
 
-    def _captured(self, batch: tuple[Tensor, ...]) -> None:
+    def _capture_or_replay(self, batch: tuple[Tensor, ...]) -> None:
         if self.eager < EAGER:
             self._train(batch)
             self.eager += 1
@@ -84,6 +75,6 @@ class Step:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
                 self._train(self.inputs)
-        for into, x in zip(self.inputs, batch, strict=True):
-            into.copy_(x)
+        for buffer, x in zip(self.inputs, batch, strict=True):
+            buffer.copy_(x)
         self.graph.replay()

@@ -1,7 +1,7 @@
-"""How long a training step of each variant takes: variants in turn, round after round, the median of the rounds.
+"""`step_times`: milliseconds of a training step of each variant, alternating variants, median over rounds.
 
-A step is loss, gradient, clip and optimizer, on batches drawn before the clock starts. Alone on the machine or not at
-all: runs that train at the same time take each other's time.
+A step is loss, gradient, clip and optimizer, on batches drawn before the clock starts. Nothing else should run on the
+machine meanwhile.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from regard.lab.training.results import SHIPPED
 from regard.lab.training.step import Step
 from regard.table import Table
 
-WARM = 10  # steps before the clock: compilation, the graph's capture
+WARM = 10  # steps before the clock starts: compilation and graph capture
 ROUND = 10  # steps between two readings of the clock
 
 
 def step_times(
     name: str, preset: str = "small", data: Path | None = None, device: str = "cpu", rounds: int = 15
 ) -> dict[str, dict[str, float]]:
-    """variant → {"median", "low", "high"}: milliseconds a step; low and high are the quartiles over the rounds."""
+    """Return variant → {"median", "low", "high"} in milliseconds a step; low and high are quartiles over rounds."""
     experiment, place = get(name), torch.device(device)
     steps: dict[str, Step] = {}
     for variant in experiment.variants:
@@ -38,17 +38,17 @@ def step_times(
     for turn in range(rounds):
         for variant, step in steps.items():
             batches = {i: step.trial.batch(i) for i in range(WARM + turn * ROUND, WARM + (turn + 1) * ROUND)}
-            _wait(place)
+            _synchronize(place)
             began = time.perf_counter()
             for i, batch in batches.items():
                 step(i, batch)
-            _wait(place)
+            _synchronize(place)
             times[variant].append((time.perf_counter() - began) * 1e3 / ROUND)
     return {variant: _quartiles(values) for variant, values in times.items()}
 
 
 def table(name: str, times: dict[str, dict[str, float]]) -> Table:
-    """One row per variant: the median, the quartiles, and the median over the first variant's."""
+    """Return one row per variant: median, quartiles, and the median over the first variant's."""
     first = next(iter(times))
     rows = [
         [v, f"{t['median']:.3f}", f"{t['low']:.3f} to {t['high']:.3f}", f"{t['median'] / times[first]['median']:.2f}"]
@@ -58,11 +58,11 @@ def table(name: str, times: dict[str, dict[str, float]]) -> Table:
 
 
 def shipped_times(name: str) -> dict:
-    """{"where": the machine, "times": as `step_times` gives them}, as measured for this version."""
+    """Return {"where": the machine, "times": see `step_times`} as measured for this version."""
     return json.loads((SHIPPED / "times" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,9 +1,9 @@
-"""Keys travel, queries stay: the ring, for ratio and pointwise maps.
+"""The ring, for ratio and pointwise maps: queries stay, keys are sent round.
 
-    forward    step t: rank r attends to the keys of rank r − t, while those of rank r − t − 1 are on their way
-    backward   the same round for k and v; dk and dv follow one step behind and arrive home after the last
+    forward    in step t rank r attends to the keys of rank r − t while it receives those of rank r − t − 1
+    backward   k and v go round once more; dk and dv follow one step behind and are complete after the last
 
-Each transfer is posted before the work that it runs beside. Sent per rank, with n keys on each and W ranks:
+Each transfer starts before the work that it overlaps with. Sent per rank, with n keys on each of W ranks:
 
     forward    (W − 1) · n · (D + E) · G · B · itemsize
     backward   that, and (W − 1) · n · (D + E) · G · B · itemsize of the accumulator
@@ -11,76 +11,81 @@ Each transfer is posted before the work that it runs beside. Sent per rank, with
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from regard._core.problem import Gradients, Upstream, Whole
-from regard.parallel.gradients import KeyGradients, RowGradients, rows_of, upstream_of
-from regard.parallel.layout import size
-from regard.parallel.merge import Total, join, nothing
+from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
+from regard.parallel.layout import count_positions
+from regard.parallel.merge import Total, add_part, empty_part
 from regard.parallel.plan import Plan
 
 
 def forward(plan: Plan) -> list[Total]:
-    """The totals of this rank's query chunks, every key of every rank in them."""
-    problem, line = plan.problem, plan.line
-    totals = [Total(problem.choice) for _ in plan.queries[line.rank]]
-    for owner, k, v in _visitors(plan, "ring forward"):
-        for here, _, pair in plan.pairs(problem, plan.queries[line.rank], plan.keys[owner], k, v):
-            join(totals, plan.queries[line.rank], here, plan.engine.forward(pair))
-    for total, (_, rows) in zip(totals, plan.rows(problem, plan.queries[line.rank]), strict=True):
+    """Return the totals of this rank's query chunks over the keys of all ranks."""
+    problem, group = plan.problem, plan.group
+    totals = [Total(problem.choice) for _ in plan.queries[group.rank]]
+    for owner, k, v in _rotate_keys(plan, "ring forward"):
+        for here, _, pair in plan.pairs(problem, plan.queries[group.rank], plan.keys[owner], k, v):
+            add_part(totals, plan.queries[group.rank], here, plan.engine.forward(pair))
+    for total, (_, rows) in zip(totals, plan.rows(problem, plan.queries[group.rank]), strict=True):
         if total.o is None:
-            total.add(nothing(rows, plan.mixes))
+            total.add(empty_part(rows, plan.finishes_statistics))
     return totals
 
 
 def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
-    problem, line = plan.problem, plan.line
+    """Return the gradients of this rank's shards."""
+    problem, group = plan.problem, plan.group
     rows, keys = RowGradients(problem, upstream), KeyGradients(problem)
-    pending = None  # dk and dv of the visitor, from the ranks it has been to
-    for step, (owner, k, v) in enumerate(_visitors(plan, "ring backward")):
+    pending = None  # dk and dv of the visiting keys, summed over the ranks they have been to
+    for step, (owner, k, v) in enumerate(_rotate_keys(plan, "ring backward")):
         visitor = keys if step == 0 else KeyGradients(problem, k, v)
-        for here, there, pair in plan.pairs(problem, plan.queries[line.rank], plan.keys[owner], k, v):
-            grads = plan.engine.backward(pair, rows_of(whole, here), upstream_of(upstream, here))
+        for here, there, pair in plan.pairs(problem, plan.queries[group.rank], plan.keys[owner], k, v):
+            grads = plan.engine.backward(pair, slice_rows(whole, here), slice_upstream(upstream, here))
             rows.add(grads, here, slice(pair.first_key, pair.first_key + pair.k.shape[2]))
             visitor.add(grads, there)
         if step:
             if pending is not None:
                 visitor.flat += pending.wait()
-            following = visitor.flat.new_empty(_size(plan, (owner - 1) % line.world))  # the next; at last, its own
-            pending = line.exchange(visitor.flat, following, "ring backward", step)
+            following = visitor.flat.new_empty(
+                _packed_size(plan, (owner - 1) % group.world)
+            )  # the next keys' gradients; in the last step this rank's own
+            pending = group.exchange(visitor.flat, following, "ring backward", step)
     if pending is not None:
         keys.flat += pending.wait()
-    return Gradients(rows.q, keys.k, keys.v, rows.bias, rows.heat)
+    return Gradients(rows.q, keys.k, keys.v, rows.bias, rows.temperature)
 
 
-def _visitors(plan: Plan, step: str):
-    """(owner, k, v) of every rank's keys, its own first; the next are on their way while one is worked on."""
-    line, problem = plan.line, plan.problem
+def _rotate_keys(plan: Plan, step: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (owner, k, v) of every rank's keys, its own first; the next are received meanwhile."""
+    group, problem = plan.group, plan.problem
     k, v = problem.k, problem.v
-    flat = _packed(k, v) if line.world > 1 else None
-    for t in range(line.world):
-        owner = (line.rank - t) % line.world
+    flat = _pack(k, v) if group.world > 1 else None
+    for t in range(group.world):
+        owner = (group.rank - t) % group.world
         pending = None
-        if t + 1 < line.world:
-            coming = flat.new_empty(_size(plan, (owner - 1) % line.world))
-            pending = line.exchange(flat, coming, step, t)
+        if t + 1 < group.world:
+            coming = flat.new_empty(_packed_size(plan, (owner - 1) % group.world))
+            pending = group.exchange(flat, coming, step, t)
         yield owner, k, v
         if pending is not None:
             flat = pending.wait()
-            n = size(plan.keys[(owner - 1) % line.world])
-            k, v = _unpacked(flat, (*problem.k.shape[:2], n, k.shape[3]), (*problem.v.shape[:2], n, v.shape[3]))
+            n = count_positions(plan.keys[(owner - 1) % group.world])
+            k, v = _unpack(flat, (*problem.k.shape[:2], n, k.shape[3]), (*problem.v.shape[:2], n, v.shape[3]))
 
 
-def _size(plan: Plan, owner: int) -> int:
+def _packed_size(plan: Plan, owner: int) -> int:
     batch, groups, _, d = plan.problem.k.shape
-    return batch * groups * size(plan.keys[owner]) * (d + plan.problem.v.shape[3])
+    return batch * groups * count_positions(plan.keys[owner]) * (d + plan.problem.v.shape[3])
 
 
-def _packed(k: Tensor, v: Tensor) -> Tensor:
+def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def _unpacked(flat: Tensor, k_shape, v_shape) -> tuple[Tensor, Tensor]:
+def _unpack(flat: Tensor, k_shape, v_shape) -> tuple[Tensor, Tensor]:
     split = torch.Size(k_shape).numel()
     return flat[:split].view(k_shape), flat[split:].view(v_shape)

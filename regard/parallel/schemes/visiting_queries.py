@@ -1,7 +1,7 @@
-"""The queries of one rank after another visit everybody's keys: `stationary` for a sequence whose queries are sharded.
+"""The visits, for threshold maps with sharded queries: each rank's queries are sent to all keys in turn.
 
-Round c: rank c's rows are broadcast (the next rank's are already on their way), every rank does its keys, and what it
-found is merged at rank c. Each rank sends its q once and its part of o once a round, however many steps τ takes.
+In round c rank c's rows are broadcast (while the next rank's are being sent), every rank computes with its own keys,
+and the parts are merged at rank c. Each rank sends its q once and a part of o per round, however many steps τ takes.
 """
 
 from __future__ import annotations
@@ -14,93 +14,96 @@ import torch
 from torch import Tensor
 
 from regard._core.problem import Gradients, Problem, Upstream, Whole
-from regard.parallel.gradients import KeyGradients, unexpanded
-from regard.parallel.group import Line
-from regard.parallel.layout import size
+from regard.parallel.gradients import KeyGradients, unexpanded_shape
+from regard.parallel.group import RankGroup, Transfer
+from regard.parallel.layout import count_positions
 from regard.parallel.merge import Total
 from regard.parallel.plan import Plan
 from regard.parallel.schemes import stationary, tree
 
 
 def forward(plan: Plan) -> tuple[list[Total], Tensor, Tensor]:
-    """(a total per chunk of this rank's queries, high and c of its rows)."""
+    """Return (a total per chunk of this rank's queries, high and c of its rows)."""
     mine: Any = None
-    for root, rows in _visitors(plan, "visit forward"):
-        totals, high, c = stationary.parts(plan, rows, plan.queries[root])
-        plan.known.append(totals[0].rises is not None)
-        merged = [tree.merge_at(plan.line, total, root, "visit home") for total in totals]
-        if root == plan.line.rank:
+    for root, rows in _visiting_rows(plan, "visit forward"):
+        totals, high, c = stationary.compute_parts(plan, rows, plan.queries[root])
+        plan.delta_known.append(totals[0].rises is not None)
+        merged = [tree.merge_at(plan.group, total, root, "visit home") for total in totals]
+        if root == plan.group.rank:
             mine = merged, high, c
     return mine
 
 
 def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
-    line, problem = plan.line, plan.problem
+    """Return the gradients of this rank's shards."""
+    group, problem = plan.group, plan.problem
     keys, mine = KeyGradients(problem), (None, None, None)
-    columns = _ColumnsGradient(plan) if upstream.bias and not plan.bias_per_row else None
+    columns = _ColumnGradient(plan) if upstream.bias and not plan.bias_per_row else None
     known = torch.stack([x for x in (whole.m, whole.c, whole.z, whole.delta) if x is not None])
-    for root, rows in _visitors(plan, "visit backward"):
-        state = _shared(line, known, -1, root, rows, "visit backward")
-        do = _shared(line, upstream.o, 2, root, rows, "visit backward")
+    for root, rows in _visiting_rows(plan, "visit backward"):
+        state = _broadcast_rows(group, known, -1, root, rows, "visit backward")
+        do = _broadcast_rows(group, upstream.o, 2, root, rows, "visit backward")
         m, c, z, delta = state
-        asked = Upstream(do, {}, upstream.bias, upstream.temperature)
+        their_upstream = Upstream(do, {}, upstream.bias, upstream.temperature)
         theirs = Whole(m, z, delta, c)
-        found = stationary.backward(plan, rows, plan.queries[root], theirs, asked, keys, plan.known[root])
-        dq, heat, bias = found
-        dq = line.reduce(dq, root, "visit home")
-        heat = None if heat is None else line.reduce(heat, root, "visit home")
+        found = stationary.backward(
+            plan, rows, plan.queries[root], theirs, their_upstream, keys, plan.delta_known[root]
+        )
+        dq, dtemperature, bias = found
+        dq = group.reduce(dq, root, "visit home")
+        dtemperature = None if dtemperature is None else group.reduce(dtemperature, root, "visit home")
         if upstream.bias:
-            bias = _bias_home(plan, bias, root) if plan.bias_per_row else columns.add(bias)
-        if root == line.rank:
-            mine = dq, heat, bias
-    dq, heat, bias = mine
-    return Gradients(dq, keys.k, keys.v, bias if columns is None else columns.total, heat)
+            bias = _collect_bias_gradient(plan, bias, root) if plan.bias_per_row else columns.add(bias)
+        if root == group.rank:
+            mine = dq, dtemperature, bias
+    dq, dtemperature, bias = mine
+    return Gradients(dq, keys.k, keys.v, bias if columns is None else columns.total, dtemperature)
 
 
-def _visitors(plan: Plan, step: str) -> Iterator[tuple[int, Problem]]:
-    """(rank, its rows) in turn; bias and mask with the columns of this rank's keys."""
-    line, problem = plan.line, plan.problem
+def _visiting_rows(plan: Plan, step: str) -> Iterator[tuple[int, Problem]]:
+    """Yield (rank, its rows) in turn; bias and mask have the columns of this rank's keys."""
+    group, problem = plan.group, plan.problem
 
-    def begin(root: int):
-        q = problem.q if root == line.rank else _like(problem.q, 2, size(plan.queries[root]))
-        return line.begin_broadcast(q.contiguous(), root, step, root)
+    def start(root: int) -> Transfer:
+        q = problem.q if root == group.rank else _empty_like(problem.q, 2, count_positions(plan.queries[root]))
+        return group.start_broadcast(q.contiguous(), root, step, root)
 
-    coming = begin(0)
-    for root in range(line.world):
-        q = coming.wait()
-        if root + 1 < line.world:
-            coming = begin(root + 1)
+    transfer = start(0)
+    for root in range(group.world):
+        q = transfer.wait()
+        if root + 1 < group.world:
+            transfer = start(root + 1)
         rows = replace(problem, q=q, sink=None)
         for name in ("bias", "mask"):
-            setattr(rows, name, _dense(plan, name, root, step))
+            setattr(rows, name, _own_columns(plan, name, root, step))
         if problem.temperature is not None:
-            rows.temperature = _shared(line, problem.temperature, -1, root, rows, step)
+            rows.temperature = _broadcast_rows(group, problem.temperature, -1, root, rows, step)
         yield root, rows
 
 
-def _shared(line: Line, x: Tensor, dim: int, root: int, rows: Problem, step: str) -> Tensor:
-    """Rank root's x on every rank; its rows lie along `dim`."""
-    mine = x.contiguous() if root == line.rank else _like(x, dim, rows.q.shape[2])
-    return line.broadcast(mine, root, step, root)
+def _broadcast_rows(group: RankGroup, x: Tensor, dim: int, root: int, rows: Problem, step: str) -> Tensor:
+    """Return the root's x on every rank; its rows lie along `dim`."""
+    mine = x.contiguous() if root == group.rank else _empty_like(x, dim, rows.q.shape[2])
+    return group.broadcast(mine, root, step, root)
 
 
-def _dense(plan: Plan, name: str, root: int, step: str) -> Tensor | None:
-    """The bias or mask of rank root's rows, its columns those of this rank's keys."""
-    line, whole = plan.line, getattr(plan, name)
+def _own_columns(plan: Plan, name: str, root: int, step: str) -> Tensor | None:
+    """Return the bias or mask of the root's rows, with the columns of this rank's keys."""
+    group, whole = plan.group, getattr(plan, name)
     if whole is None:
         return None
     batch, heads = plan.problem.q.shape[:2]
-    full = (batch, heads, size(plan.queries[root]), size(plan.keys[line.rank]))
+    full = (batch, heads, count_positions(plan.queries[root]), count_positions(plan.keys[group.rank]))
     if not getattr(plan, f"{name}_per_row"):
-        return plan.columns(whole, line.rank).expand(full)
-    if root != line.rank:
-        columns = 1 if plan.one_column(whole) else full[3]
+        return plan.columns(whole, group.rank).expand(full)
+    if root != group.rank:
+        columns = 1 if plan.has_one_column(whole) else full[3]
         room = whole.new_empty((*whole.shape[:2], full[2], columns))
-        got = line.swap(None, _bytes(room), root, root, step, root).wait()
+        got = group.send_receive(None, _bytes(room), root, root, step, root).wait()
         return got.view(room.dtype).view(room.shape).expand(full) if room.numel() else room.expand(full)
-    for other in range(line.world):
+    for other in range(group.world):
         if other != root:
-            line.swap(_bytes(plan.columns(whole, other).contiguous()), None, other, other, step, root).wait()
+            group.send_receive(_bytes(plan.columns(whole, other).contiguous()), None, other, other, step, root).wait()
     return plan.columns(whole, root).expand(full)
 
 
@@ -108,31 +111,32 @@ def _bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _like(x: Tensor, dim: int, length: int) -> Tensor:
+def _empty_like(x: Tensor, dim: int, length: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = length
     return x.new_empty(shape)
 
 
-def _bias_home(plan: Plan, own: Tensor, root: int) -> Tensor | None:
-    """At the root: the gradient of its bias, every rank's columns in place."""
-    line = plan.line
-    if root != line.rank:
-        line.swap(own.contiguous(), None, root, root, "visit home", root).wait()
+def _collect_bias_gradient(plan: Plan, own: Tensor, root: int) -> Tensor | None:
+    """Return the gradient of the root's bias there, from every rank's columns; None elsewhere."""
+    group = plan.group
+    if root != group.rank:
+        group.send_receive(own.contiguous(), None, root, root, "visit home", root).wait()
         return None
-    total = torch.zeros(unexpanded(plan.problem.bias), dtype=own.dtype, device=own.device)
-    for other in range(line.world):
+    total = torch.zeros(unexpanded_shape(plan.problem.bias), dtype=own.dtype, device=own.device)
+    for other in range(group.world):
         if other != root:
-            columns = 1 if plan.one_column(total) else size(plan.keys[other])
+            columns = 1 if plan.has_one_column(total) else count_positions(plan.keys[other])
             room = own.new_empty((*own.shape[:3], columns))
-            place(plan, total, line.swap(None, room, other, other, "visit home", root).wait(), other)
+            add_columns(plan, total, group.send_receive(None, room, other, other, "visit home", root).wait(), other)
         else:
-            place(plan, total, own, root)
+            add_columns(plan, total, own, root)
     return total
 
 
-def place(plan: Plan, total: Tensor, part: Tensor, rank: int) -> None:
-    if plan.one_column(total):
+def add_columns(plan: Plan, total: Tensor, part: Tensor, rank: int) -> None:
+    """Add the gradient of a rank's columns to a bias's gradient."""
+    if plan.has_one_column(total):
         total += part
         return
     at = 0
@@ -141,12 +145,14 @@ def place(plan: Plan, total: Tensor, part: Tensor, rank: int) -> None:
         at += stop - start
 
 
-class _ColumnsGradient:
-    """The gradient of a bias that is the same for all queries: each rank has its own columns' share."""
+class _ColumnGradient:
+    """The gradient of a bias that is the same for all queries: this rank's share, in its own columns."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
         self.total = torch.zeros(plan.bias.shape, dtype=plan.problem.accumulator, device=plan.bias.device)
 
     def add(self, part: Tensor) -> None:
-        place(self.plan, self.total, part.sum_to_size((*self.total.shape[:3], part.shape[3])), self.plan.line.rank)
+        add_columns(
+            self.plan, self.total, part.sum_to_size((*self.total.shape[:3], part.shape[3])), self.plan.group.rank
+        )

@@ -1,4 +1,4 @@
-"""Launches whose kind is known go to the compiled kernel at once, and only those."""
+"""Launches whose key is known go to the compiled kernel at once, and only those."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from attention_data import make
 
 from regard import normalizers
 from regard._backends.gpu import launcher
-from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention import config, limits
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._core import dispatch
-from regard._core.problem import Problem, Upstream
+from regard._core import device as facts
+from regard._core.problem import Forward, Gradients, Problem, Upstream
 
 
 class Kernel:
@@ -51,7 +50,7 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-def test_the_second_launch_of_a_kind_is_direct(kernel):
+def test_the_second_launch_of_a_key_is_direct(kernel):
     x = torch.zeros(3)
     launcher.launch("kind", kernel, 7, (x, 32), (5,), num_warps=4)
     launcher.launch("kind", kernel, 9, (x, 48), (5,), num_warps=4)
@@ -62,7 +61,7 @@ def test_the_second_launch_of_a_kind_is_direct(kernel):
 @pytest.mark.parametrize(
     "other",
     [
-        dict(kind="another"),
+        dict(key="another"),
         dict(arguments=(None, 32)),
         dict(arguments=(0, 33)),
         dict(arguments=(0, 1)),
@@ -70,33 +69,33 @@ def test_the_second_launch_of_a_kind_is_direct(kernel):
         dict(num_warps=8),
     ],
 )
-def test_what_triton_tells_apart_is_told_apart(kernel, other):
-    call = dict(kind="kind", kernel=kernel, programs=7, arguments=(0, 32), constants=(5,), num_warps=4)
+def test_what_triton_specialises_on_is_part_of_the_key(kernel, other):
+    call = dict(key="key", kernel=kernel, programs=7, arguments=(0, 32), constants=(5,), num_warps=4)
     launcher.launch(**call)
     launcher.launch(**call | other)
     assert len(kernel.looked) == 2 and not kernel.direct
 
 
-def test_unknown_kinds_and_a_full_memory(kernel, monkeypatch):
+def test_launches_without_a_key_and_a_full_memory(kernel, monkeypatch):
     for _ in range(2):
         launcher.launch(None, kernel, 7, (0,))
     assert len(kernel.looked) == 2 and not launcher._compiled
-    monkeypatch.setattr(launcher, "MOST", 2)
+    monkeypatch.setattr(launcher, "MAX_KEYS", 2)
     for kind in "abcd":
         launcher.launch(kind, kernel, 7, (0,))
     assert len(launcher._compiled) == 2
 
 
-def test_kinds(monkeypatch):
+def test_launch_keys(monkeypatch):
     plain = make(0, causal=True)
-    assert launcher.kind_of(plain) is None  # no GPU, nothing is compiled
+    assert launcher.launch_key(plain) is None  # no GPU, nothing is compiled
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    kinds = [launcher.kind_of(make(seed, causal=True)) for seed in (0, 1)]
+    kinds = [launcher.launch_key(make(seed, causal=True)) for seed in (0, 1)]
     assert kinds[0] == kinds[1]
     others = make(0), make(0, m=22, causal=True), make(0, causal=True, strided=True), make(0, causal=True, stats=())
-    assert kinds[0] not in map(launcher.kind_of, others)
-    assert launcher.kind_of(plain, plain.q) != launcher.kind_of(plain, plain.q.transpose(2, 3))
-    assert launcher.kind_of(make(0, mask=True)) is None and launcher.kind_of(make(0, lengths=True)) is None
+    assert kinds[0] not in map(launcher.launch_key, others)
+    assert launcher.launch_key(plain, plain.q) != launcher.launch_key(plain, plain.q.transpose(2, 3))
+    assert launcher.launch_key(make(0, mask=True)) is None and launcher.launch_key(make(0, lengths=True)) is None
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
@@ -113,8 +112,11 @@ def test_attention_runs_on_the_device_of_its_tensors(monkeypatch, way):
 
     def computed(problem, *others):
         assert entered == [problem.q.device]
+        return Forward(*[problem.q] * 4) if way == "forward" else Gradients(*[problem.q] * 3)
 
     monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(attention, "_is_small", lambda problem: False)
     monkeypatch.setattr(attention, f"_{way}", computed)
     with FakeTensorMode():
         q = torch.empty(1, 1, 4, 8, device="cuda:1")
@@ -131,12 +133,12 @@ def test_blocks_fit_into_shared_memory(monkeypatch, memory, capability, width):
     properties = SimpleNamespace(shared_memory_per_block_optin=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(config, "reachable", lambda x: True)  # a fake tensor has no address
+    monkeypatch.setattr(limits, "is_bulk_readable", lambda x: True)  # a fake tensor has no address
     with FakeTensorMode():
         q = torch.empty(1, 1, 4096, width, device=device, dtype=torch.bfloat16)
         for name in ("forward_online", "forward_threshold", "backward_dq"):
             problem = Problem(q, q, q, normalizers.get("softmax"), 1.0)
-            m, n, _, how = config._blocks(problem, name)
+            m, n, _, how = config._choose_blocks(problem, name)
             stages = max(how["num_stages"] - (capability < (9, 0)), 1)
             assert 2 * width * (2 * stages * n + m) <= memory, (name, m, n, stages)
 
@@ -145,4 +147,4 @@ def test_a_rocm_chip_of_the_same_number_is_no_hopper(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # gfx90a
     device = torch.device("cuda", 77)
-    assert not (hopper.capable(device) or config._has_engine(device) or dispatch.is_hopper(device))
+    assert not (facts.is_hopper(device) or facts.has_bulk_copies(device) or facts.supports_gluon(device))

@@ -1,4 +1,4 @@
-"""The road over lists under Triton's interpreter, with the sweep that fills them (Gluon, GPU only) played by torch."""
+"""Candidate lists under Triton's interpreter; torch fills the lists, which needs Gluon and a GPU otherwise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from attention_data import check_backward, check_forward, make
 
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import statistics
+from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.sparse import launch as sparse
 
 pytestmark = [
@@ -25,8 +26,8 @@ BYTES = sparse.BLOCK * sparse.CAP * 4 * 8  # of a block's lists
 SMALL = dict(b=1, h=2, g=1, d=8, e=8)
 
 
-def fill(self, kind, level, slope, first, programs, opt):
-    """What `candidates` does, entry by entry."""
+def fill(self, kind, bounds, slope, first, programs, opt):
+    """Replaces `list_candidates`, entry by entry."""
     p, cap = self.problem, sparse.CAP
     entries = self.entries[: self.counts.shape[0] * 8 * cap].view(-1, cap, BLOCK, 4, 2)
     rows, columns = (p.k, p.q) if self.transposed else (p.q, p.k)
@@ -49,7 +50,7 @@ def fill(self, kind, level, slope, first, programs, opt):
                 query = head * len(over) + inner if self.transposed else head
                 other = columns[batch, query if self.transposed else head // (p.q.shape[1] // p.k.shape[1])]
                 y = other.float() @ rows[batch, head, row].float()
-                y, bound = (y - level[batch, query], 0.0) if self.transposed else (y, level[batch, head, row])
+                y, bound = (y - bounds[batch, query], 0.0) if self.transposed else (y, bounds[batch, head, row])
                 visible = shown[:, row] if self.transposed else shown[row]
                 if self.below is not None:
                     off, parts = torch.where(visible, y - bound, 0.0), j % 8 // 2
@@ -68,8 +69,8 @@ def fill(self, kind, level, slope, first, programs, opt):
 
 
 @pytest.fixture(autouse=True)
-def road(monkeypatch):
-    made = sparse.Lists.__init__
+def interpreted_lists(monkeypatch):
+    made = sparse.CandidateLists.__init__
 
     def init(self, p, stats, transposed):
         made(self, p, stats, transposed)
@@ -78,12 +79,12 @@ def road(monkeypatch):
             if scratch is not None:
                 scratch.fill_(math.nan)
 
-    monkeypatch.setattr(sparse, "takes", lambda p, way: p.mask is None and p.bias is None and p.softcap is None)
-    monkeypatch.setattr(sparse, "described", lambda x, rows: None)
+    monkeypatch.setattr(sparse, "supports", lambda p, direction: find_option(p, "mask", "bias", "softcap"))
+    monkeypatch.setattr(sparse, "describe_rows", lambda x, rows: None)
     monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2, 16), (64, 2, 16))})
-    monkeypatch.setattr(sparse.Lists, "__init__", init)
-    monkeypatch.setattr(sparse.Lists, "fill", fill)
-    for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, SAMPLE=16).items():
+    monkeypatch.setattr(sparse.CandidateLists, "__init__", init)
+    monkeypatch.setattr(sparse.CandidateLists, "fill", fill)
+    for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, SAMPLE_KEYS=16).items():
         monkeypatch.setattr(sparse, name, number)
 
 
@@ -100,24 +101,24 @@ def test_lists_give_what_the_oracle_gives(name, options):
     check_backward(attention, problem, check_forward(attention, problem))
 
 
-def test_rows_that_fail_are_swept_and_only_those(monkeypatch):
+def test_only_failed_rows_are_swept(monkeypatch):
     monkeypatch.setattr(sparse, "CAP", 8)
-    flags, served = [], sparse.forward
-    monkeypatch.setattr(sparse, "forward", lambda *call: flags.append(served(*call)) or flags[-1])
+    flags, forward = [], sparse.forward
+    monkeypatch.setattr(sparse, "forward", lambda *call: flags.append(forward(*call)) or flags[-1])
     problem = make(2, "entmax15", **SMALL | dict(b=2, g=2, m=32, n=36), sharp=0.05, stats=())
     problem.q[0] *= 60.0  # few keys have weight; in the other batch entry more of them than a list holds
     check_backward(attention, problem, check_forward(attention, problem))
     assert not flags[0].view(2, -1)[0].all() and flags[0].view(2, -1)[1].all()
 
 
-def test_lists_longer_than_what_is_at_hand(monkeypatch):
+def test_lists_longer_than_the_resident_entries(monkeypatch):
     monkeypatch.setattr(sparse, "CAP", 64)
     monkeypatch.setattr(sparse, "CHUNK", 1)
-    left, made = [], sparse.forward
-    monkeypatch.setattr(sparse, "forward", lambda *call: left.append(made(*call)) or left[-1])
+    flags, forward = [], sparse.forward
+    monkeypatch.setattr(sparse, "forward", lambda *call: flags.append(forward(*call)) or flags[-1])
     problem = make(3, "entmax15", **SMALL | dict(h=1, m=40, n=220), sharp=0.05)  # every key has weight: 55 to a list
     check_forward(attention, problem)
-    assert left[0].sum() == 0
+    assert flags[0].sum() == 0
 
 
 def test_no_block_of_lists_crosses_4_gib():
@@ -127,7 +128,7 @@ def test_no_block_of_lists_crosses_4_gib():
 @triton.jit
 def put_one(ptr, rows, SLOT: tl.constexpr):
     row = tl.arange(0, 1)
-    statistics.put(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
+    statistics.store_statistic(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
 
 
 def test_statistics_beyond_32_bits():

@@ -1,4 +1,4 @@
-"""What stands around the Hopper kernel, interpreted: the keys' forms before it, statistics of its sums after it."""
+"""The kernels before and after the Hopper forward, interpreted: key moments, and statistics from its raw sums."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ pytest.importorskip("triton")
 from attention_data import FLOOR, Poisoned, make
 
 from regard import reference
-from regard._backends.gpu.attention import config
-from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import config, forward
 from regard._backends.gpu.attention.hopper import key_moments
 
 pytestmark = [
@@ -22,25 +21,25 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("causal", "m", "n"), [(False, 50, 700), (True, 700, 700), (True, 600, 700), (True, 900, 513)])
-def test_forms_of_keys(causal, m, n, monkeypatch):
+def test_key_moments(causal, m, n, monkeypatch):
     monkeypatch.setattr(key_moments, "torch", Poisoned())
     monkeypatch.setattr(key_moments, "PROGRAMS", 6)
     problem = make(0, b=2, h=2, g=1, m=m, n=n, d=16, e=16, dtype=torch.float16, causal=causal)
-    forms = key_moments.forms_of(problem, 256 if causal else -1)
+    moments = key_moments.compute_key_moments(problem, 256 if causal else -1)
     k = problem.k.double().flatten(0, 1)
     ends = range(256, min(m, n), 256) if causal else [n]
-    assert forms.products.shape == (2, len(ends), 3 * 16, 16)
+    assert moments.products.shape == (2, len(ends), 3 * 16, 16)
     for state, end in enumerate(ends):
         seen = k[:, :end]
         products, lengths = seen.mT @ seen, seen.square().sum((1, 2))
-        found = forms.products[:, state].double().unflatten(1, (3, 16)).sum(1)
+        found = moments.products[:, state].double().unflatten(1, (3, 16)).sum(1)
         assert (found - products).abs().max() <= 1e-6 * products.abs().max()
-        assert (forms.sums[:, state] - seen.sum(1)).abs().max() <= 1e-5 * seen.abs().sum(1).max()
-        assert (forms.lengths[:, state] - lengths).abs().max() <= 1e-6 * lengths.max()
+        assert (moments.sums[:, state] - seen.sum(1)).abs().max() <= 1e-5 * seen.abs().sum(1).max()
+        assert (moments.lengths[:, state] - lengths).abs().max() <= 1e-6 * lengths.max()
 
 
-def summed(p):
-    """What `forward_hopper` leaves, from float64."""
+def compute_raw_sums(p):
+    """The raw sums of `forward_hopper`, computed in float64."""
     k = p.k.double().repeat_interleave(p.q.shape[1] // p.k.shape[1], 1)
     y = p.q.double() @ k.mT
     i, j = torch.arange(y.shape[-2])[:, None], torch.arange(y.shape[-1])
@@ -65,19 +64,19 @@ def test_statistics_of_sums(options, sharp):
     p.q[0, 0, -1], p.q[0, 0, -1, 0] = 0.0, 1.0  # a query whose largest product is 0, far above the rest
     p.k[0, 0, :, 0] = -60.0
     p.k[0, 0, 3, 0] = 0.0
-    rough, stats = summed(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
-    rough[5, 1, 0, 7] = math.inf  # a reach that no float16 product has
-    attention._statistics(p, rough, stats, config.options(p), None)
-    vague = rough[0] < math.inf
-    assert vague.any() and not vague.all() and vague[0, 0, -1] and vague[1, 0, 7]
+    raw_sums, stats = compute_raw_sums(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
+    raw_sums[5, 1, 0, 7] = math.inf  # a magnitude that no float16 product has
+    forward.finish_statistics(p, raw_sums, stats, config.options(p), None)
+    imprecise = raw_sums[0] < math.inf
+    assert imprecise.any() and not imprecise.all() and imprecise[0, 0, -1] and imprecise[1, 0, 7]
     _, truths = reference.of_problem(p)
     for name, ours, truth in zip(p.stats, stats.double(), truths, strict=True):
         assert ((ours - truth).abs() / (truth.abs() + FLOOR[name])).max() <= 3e-4, name
 
 
 def test_spans_double_with_the_keys(monkeypatch):
-    monkeypatch.setattr(key_moments, "LEAST_BEHIND", {1: 0})
+    monkeypatch.setattr(key_moments, "MIN_CAUSAL_KEYS", {1: 0})
     problems = (
         make(0, b=1, h=1, g=1, m=n, n=n, d=1, e=1, dtype=torch.bfloat16, causal=True) for n in (16384, 16385, 32769)
     )
-    assert [key_moments.span_of(problem) for problem in problems] == [1024, 2048, 4096]
+    assert [key_moments.moment_span(problem) for problem in problems] == [1024, 2048, 4096]

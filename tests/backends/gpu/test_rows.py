@@ -13,22 +13,14 @@ from regard import normalizers
 
 pytest.importorskip("triton")
 
+from row_plans import force_cut
 from rows_data import FUSED
 from rows_data import rows as kinds_of_rows
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.rows import (
-    exact as rows_exact,
-)
-from regard._backends.gpu.rows import (
-    launch as rows,
-)
-from regard._backends.gpu.rows import (
-    online as rows_online,
-)
-from regard._backends.gpu.rows import (
-    threshold as rows_threshold,
-)
+from regard._backends.gpu.rows import exact, ratio, threshold
+from regard._backends.gpu.rows import launch as rows
+from regard._backends.gpu.rows.plan import Cut
 
 ROOT = Path(normalizers.__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,36 +28,22 @@ INTERPRETED = DEVICE == "cpu"
 CHOICES = [*FUSED, "entmax(alpha=1.25)", "sigmoid(bias=-2)"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow, inside the interpreter
 
-PLANS = {  # a row in one program; several rows in one; a row shared by programs
-    "whole": rows.Plan(1, 64, 1, 1, False),
-    "several": rows.Plan(4, 64, 1, 1, False),
-    "shared": rows.Plan(1, 16, 3, 1, not INTERPRETED),
-    "launched": rows.Plan(1, 16, 3, 1, False),
+CUTS = {  # a row in one program; several rows in one; a row shared by programs
+    "whole": Cut(64, 1),
+    "several": Cut(64, 1, rows=4),
+    "shared": Cut(16, 1, parts=3, meets=not INTERPRETED),
+    "launched": Cut(16, 1, parts=3),
 }
-AGAIN = {"whole": rows.Plan(1, 64, 1, 1, False, again=True), "launched": rows.Plan(1, 16, 3, 1, False, again=True)}
+AGAIN = {"whole": Cut(64, 1, again=True), "launched": Cut(16, 1, parts=3, again=True)}
 
 
-@pytest.fixture(params=sorted(PLANS))
-def plan(request, monkeypatch):
-    """Every way to cut a row of 37 columns, with outputs and scratch full of NaN before a kernel runs."""
+@pytest.fixture(params=sorted(CUTS))
+def cut(request, monkeypatch):
+    """Every way to cut a row of 37 columns."""
     if request.param == "shared" and INTERPRETED:
         pytest.skip("interpreted programs run one after another: they cannot wait for one another")
-    _take(monkeypatch, PLANS[request.param])
+    force_cut(monkeypatch, CUTS[request.param])
     return request.param
-
-
-def _take(monkeypatch, plan):
-    def chosen(R, N, tensors, size, family, processors):
-        if tensors == 1 and family == "threshold":  # several rows to a program only in lanes
-            return plan._replace(lanes=16) if plan.rows > 1 else plan
-        if tensors == 1 and family == "pointwise" and plan.again:
-            return plan._replace(columns=32, parts=2, step=16) if plan.parts > 1 else plan._replace(step=16)
-        return plan
-
-    monkeypatch.setattr(rows, "plan", chosen)
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(rows.torch, "empty_like", lambda x: empty_like(x).fill_(math.nan))
-    monkeypatch.setattr(rows.torch, "empty", lambda *a, **k: empty(*a, **k).fill_(math.nan))
 
 
 def _both(choice, s, dp, theta=None, mask=None, scale=1.0):
@@ -102,10 +80,10 @@ def _compare(choice, s, dp, theta=None, mask=None, scale=1.0):
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_weights_and_gradient_equal_the_reference(name, plan):
+def test_weights_and_gradient_equal_the_reference(name, cut):
     choice = normalizers.get(name)
     s = kinds_of_rows(37, dtype=torch.float32).to(DEVICE)
-    if INTERPRETED and plan == "launched":  # slow: the others have seen every kind
+    if INTERPRETED and cut == "launched":  # slow: the other cuts cover every kind
         s = s[[1, 3, 4, 8, 11]]
     elif name == "softpick":
         s = s[[0, 1, 3, 4, 6, 7, 8, 11]]  # exp(s) − exp(0) cancels on a flat row, and the record states it so
@@ -117,8 +95,8 @@ def test_weights_and_gradient_equal_the_reference(name, plan):
 
 @pytest.mark.parametrize("cut", AGAIN)
 @pytest.mark.parametrize("name", ["softmax", "softpick", "sigmoid", "entmax15"])
-def test_rows_that_are_read_again_or_written_at_once(name, cut, monkeypatch):
-    _take(monkeypatch, AGAIN[cut])
+def test_rows_read_again_or_written_in_steps(name, cut, monkeypatch):
+    force_cut(monkeypatch, AGAIN[cut])
     choice = normalizers.get(name)
     s, dp = torch.randn(2, 5, 37, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     _compare(choice, s, dp)
@@ -129,21 +107,17 @@ def test_rows_that_are_read_again_or_written_at_once(name, cut, monkeypatch):
     assert (p[3] == 0).all() and (ds[3] == 0).all() and (state[:, 3] == 0).all()
 
 
-PIECES = [rows.Plan(1, 512, 1, 1, False, pieces=2), rows.Plan(1, 256, 2, 1, False, pieces=1)]
+PIECES = [Cut(512, 1, lanes=32, pieces=2), Cut(256, 1, parts=2, lanes=32, pieces=1)]
 
 
 @pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
 @pytest.mark.parametrize("name", ["softmax", "softmax1", "relu", "softpick"])
 def test_long_rows_in_pieces(name, cut, monkeypatch):
-    def chosen(R, N, tensors, size, family, processors):
-        return cut if tensors == 1 else rows.Plan(1, 512, 1, 1, False)
-
-    _take(monkeypatch, cut)
-    monkeypatch.setattr(rows, "plan", chosen)
+    force_cut(monkeypatch, cut, backward=Cut(512, 1))
     g = torch.Generator().manual_seed(5)
     sizes = torch.tensor([1.0, 0.1, 10.0, 1.0, 1.0, 1.0])[:, None]
     s, dp = (torch.randn(2, 6, 512, generator=g) * sizes).to(torch.bfloat16).to(DEVICE)
-    _compare(normalizers.get(name), s, dp, scale=0.7)  # nothing hidden
+    _compare(normalizers.get(name), s, dp, scale=0.7)  # nothing masked
     s, dp = s[:, :300].contiguous(), dp[:, :300].contiguous()
     mask = (torch.rand(6, 300, generator=g) < 0.7).to(DEVICE)
     mask[3] = False
@@ -165,15 +139,15 @@ def test_dtypes_with_mask_and_scale(name, dtype, monkeypatch):
     dp = torch.randn(5, 37, generator=g, dtype=torch.float64).to(dtype).to(DEVICE)
     mask = (torch.rand(5, 1, generator=g) < 2).expand(5, 37) & (torch.rand(1, 37, generator=g) < 0.7)
     mask[3] = False
-    plans = {torch.float64: ("several", "launched"), torch.bfloat16: ("launched",), torch.float16: ("several",)}
-    for plan in plans[dtype]:
+    cuts = {torch.float64: ("several", "launched"), torch.bfloat16: ("launched",), torch.float16: ("several",)}
+    for cut in cuts[dtype]:
         with monkeypatch.context() as patch:
-            _take(patch, PLANS[plan])
+            force_cut(patch, CUTS[cut])
             p, state, ds = _compare(choice, s, dp, mask=mask.to(DEVICE), scale=0.3)
         assert (p[~mask] == 0).all() and (ds[~mask] == 0).all() and (state[:, 3] == 0).all()
 
 
-def test_mask_of_any_strides(plan):
+def test_mask_of_any_strides(cut):
     choice = normalizers.get("softmax")
     s, dp = torch.randn(2, 4, 37).to(DEVICE)
     one = torch.rand(37, device=DEVICE) < 0.5
@@ -182,14 +156,14 @@ def test_mask_of_any_strides(plan):
         _compare(choice, s, dp, mask=mask)
 
 
-def test_parameter_per_row(plan):
+def test_parameter_per_row(cut):
     theta = torch.tensor([1.05, 1.3, 1.5, 2.0], device=DEVICE)
     s, dp = torch.randn(2, 4, 37).to(DEVICE)
     _compare(normalizers.get("entmax"), s, dp, theta=theta)
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_nan_and_infinity_stay_in_their_row(name, plan):
+def test_nan_and_infinity_stay_in_their_row(name, cut):
     choice = normalizers.get(name)
     s = torch.randn(7, 37, device=DEVICE)
     s[1, 5], s[2, 36], s[3, ::2], s[4], s[5] = math.nan, math.inf, -math.inf, -math.inf, 1.25
@@ -203,7 +177,7 @@ def test_nan_and_infinity_stay_in_their_row(name, plan):
 
 @pytest.mark.parametrize("name", ["sparsemax", "entmax15", "entmax(alpha=1.25)"])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
-def test_threshold_rows_sum_to_one_and_have_exact_zeros(name, size, plan):
+def test_threshold_rows_sum_to_one_and_have_exact_zeros(name, size, cut):
     choice = normalizers.get(name)
     s = (torch.randn(3, 37, generator=torch.Generator().manual_seed(3)) * size).to(DEVICE)
     p, _ = rows.forward(s, choice)
@@ -242,32 +216,31 @@ def test_real_shapes(name, shape):
 
 @pytest.mark.parametrize("name", ["softmax", "relu", "sigmoid", "sparsemax"])
 def test_every_kernel_is_launched(name, monkeypatch):
-    """The plan above reaches each kernel and stage; a plan that silently fell back would not."""
-    _take(monkeypatch, PLANS["launched"])
-    seen = []
-    for module in (rows_exact, rows_online, rows_threshold):
+    """The cut "launched" reaches each kernel and stage."""
+    force_cut(monkeypatch, CUTS["launched"])
+    launched = []
+    for module in (exact, ratio, threshold):
         for kernel in vars(module).copy():
             if kernel.startswith(("forward_", "backward_", "solve_rows")):
-                monkeypatch.setattr(module, kernel, _Spy(getattr(module, kernel), kernel, seen))
+                monkeypatch.setattr(module, kernel, _Spy(getattr(module, kernel), kernel, launched))
     _both(normalizers.get(name), *torch.randn(2, 2, 37).to(DEVICE))
     stages = {
         "softmax": ["forward_exact publish", "forward_exact finish", "backward_exact publish", "backward_exact finish"],
-        "relu": ["forward_online publish", "forward_online finish",
-                 "backward_online publish", "backward_online finish"],
-        "sigmoid": ["forward_online publish", "forward_online finish", "backward_online finish"],
+        "relu": ["forward_ratio publish", "forward_ratio finish", "backward_ratio publish", "backward_ratio finish"],
+        "sigmoid": ["forward_ratio publish", "forward_ratio finish", "backward_ratio finish"],
         "sparsemax": ["forward_threshold publish", "solve_rows", "forward_threshold finish",
                       "backward_threshold publish", "backward_threshold finish"],
     }  # fmt: skip
-    assert seen == stages[name]
+    assert launched == stages[name]
 
 
 class _Spy:
-    def __init__(self, kernel, name, seen):
-        self.kernel, self.name, self.seen = kernel, name, seen
+    def __init__(self, kernel, name, launched):
+        self.kernel, self.name, self.launched, self.arg_names = kernel, name, launched, kernel.arg_names
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            self.seen.append(f"{self.name} {kwargs.get('STAGE', '')}".strip())
+            self.launched.append(f"{self.name} {kwargs.get('STAGE', '')}".strip())
             return self.kernel[grid](*args, **kwargs)
 
         return launch
@@ -311,15 +284,14 @@ def ninth(tmp_path):
     normalizers._members.pop("squared_relu", None)
 
 
-def test_a_ninth_normalizer_runs_from_its_file(ninth, plan):
+def test_a_ninth_normalizer_runs_from_its_file(ninth, cut):
     _compare(ninth, *torch.randn(2, 4, 37).to(DEVICE))
 
 
 @pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
 def test_a_ninth_normalizer_in_pieces(ninth, cut, monkeypatch):
-    _take(monkeypatch, cut)
+    force_cut(monkeypatch, cut, backward=Cut(512, 1))
     s, dp = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16).to(DEVICE)
-    monkeypatch.setattr(rows, "plan", lambda R, N, n, *_: cut if n == 1 else rows.Plan(1, 512, 1, 1, False))
     _compare(ninth, s, dp, scale=0.7)
 
 
@@ -338,12 +310,12 @@ def kernel(x, F: tl.constexpr):
     s = tl.load(x)
     tl.store(x, F.numerator(s, s, s))
 
-place = pathlib.Path(sys.argv[1])
+folder = pathlib.Path(sys.argv[1])
 for text in sys.argv[2:]:
-    (place / "squared_relu.py").write_text(text)
+    (folder / "squared_relu.py").write_text(text)
     linecache.clearcache()
     normalizers._members.pop("squared_relu", None)
-    normalizers.discover(place)
+    normalizers.discover(folder)
     F = bundle.of(normalizers.get("squared_relu"))
     source = ASTSource(kernel, signature={"x": "*fp32", "F": "constexpr"}, constexprs={"F": F})
     options = {"enable_fp_fusion": True}
@@ -363,8 +335,8 @@ def test_editing_a_tile_function_reaches_the_compiled_kernel(tmp_path):
     (tmp_path / "compile.py").write_text(COMPILE)
     (tmp_path / "normalizers").mkdir()
     command = [sys.executable, str(tmp_path / "compile.py"), str(tmp_path / "normalizers"), text, text, edited]
-    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split("====\n")
-    first, again, other = ((told[k].splitlines()[0], told[k].splitlines()[1:]) for k in range(3))
+    printed = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split("====\n")
+    first, again, other = ((printed[k].splitlines()[0], printed[k].splitlines()[1:]) for k in range(3))
     assert again == first
     assert other[0] != first[0], "the bundle's key"
     assert other[1] != first[1], "the code"

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make
+from launches import replace_support
 
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
@@ -25,7 +26,7 @@ HALF = dict(dtype=torch.float16, stats=())
 
 @pytest.fixture(autouse=True)
 def stored(monkeypatch):
-    """Every call takes this road, scratch holds NaN, and blocks of queries are two of `backward_dkv`'s."""
+    """Every call stores ds, scratch holds NaN, and a block of queries is two blocks of `backward_dkv`."""
     made, found = stored_ds.config_of, []
 
     def config_of(p, kernel, **flags):
@@ -35,8 +36,13 @@ def stored(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(stored_ds, "torch", Poisoned())
     monkeypatch.setattr(stored_ds, "config_of", config_of)
-    monkeypatch.setattr(stored_ds, "takes", lambda p, do, warm: found.append(not warm) or not warm)
-    for name, number in dict(QUERIES=32, KEYS=16, MOST=2**15).items():
+
+    def supports(call):
+        found.append(call.grads.temperature is None)
+        return None if found[-1] else "a gradient of the temperature"
+
+    replace_support(monkeypatch, "BACKWARD_KERNELS", "stored ds", supports)
+    for name, number in dict(QUERIES=32, KEYS=16, SCRATCH_BYTES=2**15).items():
         monkeypatch.setattr(stored_ds, name, number)
     return found
 
@@ -52,7 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_stored_slopes_give_what_the_oracle_gives(name, options, stored):
+def test_stored_ds_gives_what_the_oracle_gives(name, options, stored):
     problem = make(1, name, **HALF | options, d=8, e=16)
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
     assert stored == [True]
@@ -80,13 +86,13 @@ def test_gradients_of_statistics():
     ("most", "pieces"), [(2**30, 1), (2 * 32 * 32 * 2, 4), (5 * 32 * 32 * 2, 2), (6 * 32 * 32 * 2, 2)]
 )
 def test_pieces_are_the_whole(monkeypatch, most, pieces):
-    """Four entries with one group of two heads each: one at a time, and two where five or six heads would fit."""
+    """Four batch entries of two heads each, one or two entries at a time."""
     problem = make(3, **HALF, b=4, h=2, g=1, m=20, n=25, d=8, e=8, temperature=True)
     answer = attention.forward(problem)
     upstream = Upstream(torch.randn_like(answer.o))
     truth = attention.backward(problem, answer, upstream)
-    monkeypatch.setattr(stored_ds, "MOST", most)
-    assert len(list(stored_ds.pieces(problem))) == pieces
+    monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", most)
+    assert len(list(stored_ds.split_heads(problem))) == pieces
     grads = attention.backward(problem, answer, upstream)
     for name in ("q", "k", "v"):
         assert torch.equal(getattr(grads, name), getattr(truth, name)), name
@@ -94,8 +100,8 @@ def test_pieces_are_the_whole(monkeypatch, most, pieces):
 
 def test_heads_of_one_entry_in_parts(monkeypatch):
     problem = make(4, **HALF, b=2, h=6, g=3, m=10, n=12, d=8, e=8)
-    monkeypatch.setattr(stored_ds, "MOST", 5 * 32 * 16 * 2)  # two of the three groups; never more than asked
-    cut = list(stored_ds.pieces(problem))
+    monkeypatch.setattr(stored_ds, "SCRATCH_BYTES", 5 * 32 * 16 * 2)  # two of the three groups; never more than asked
+    cut = list(stored_ds.split_heads(problem))
     assert [(b.start, h.start, h.stop, g.start, g.stop) for b, h, g in cut] == [
         (0, 0, 4, 0, 2), (0, 4, 8, 2, 4), (1, 0, 4, 0, 2), (1, 4, 8, 2, 4),
     ]  # fmt: skip
@@ -104,7 +110,7 @@ def test_heads_of_one_entry_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("seen", [18, 20])
 def test_hidden_keys_may_hold_anything(seen):
-    """Those behind the length, and those behind the last query."""
+    """Keys beyond the length and keys after the last query."""
     problem = make(5, **HALF, b=1, h=2, g=1, m=20, n=40, d=8, e=8, causal=True)
     clean = dataclasses.replace(problem, key_lengths=torch.tensor([seen]) if seen < 20 else None)
     answer = attention.forward(clean)

@@ -1,27 +1,29 @@
-"""A call as the kernels see it: its tensors and options, what a kernel is compiled for, how it is launched.
+"""Kernel arguments of a call: its tensors and options, compile-time constants, block sizes and launch options.
 
 Block sizes come from a small table; nothing is tuned at run time.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.attention import decode, statistics
+from regard._backends.gpu.attention import decode, limits, statistics
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._core import philox
+from regard._core.device import has_large_shared_memory
 from regard._core.problem import Problem
 
 # (queries, keys, warps, stages, by the bulk copy engine?) of the 16-bit types for head dims up to 64, 128, 256
 HALF = {
     "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
-    "forward_lesser": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
+    "forward_imprecise": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
     "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
     "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
     "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
@@ -37,56 +39,46 @@ TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
 def view(tensor: torch.Tensor | None) -> View:
+    """Return a tensor as a kernel argument; None gives a view without a pointer."""
     return View(None, (0, 0, 0, 0)) if tensor is None else View(tensor, tensor.stride())
 
 
-def described(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> TensorDescriptor | torch.Tensor:
-    """Blocks [rows, width] for Hopper's bulk copy engine, if `bulk`; otherwise something that no kernel looks at."""
+def describe_blocks(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> TensorDescriptor | torch.Tensor:
+    """Return a tensor descriptor of blocks [rows, width] if `bulk`, else the tensor, which no kernel reads then."""
     if not bulk:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width])
 
 
-def key_blocks(p: Problem, config: Config) -> tuple:
-    return tuple(described(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
+def describe_keys(p: Problem, config: Config) -> tuple:
+    """Return the descriptors of k's and v's blocks."""
+    return tuple(describe_blocks(x, config.BN, w, config.BULK) for x, w in ((p.k, config.BD), (p.v, config.BE)))
 
 
-def bulky(*tensors: torch.Tensor) -> bool:
-    """Is there a bulk copy engine, and can it read these?"""
-    return _has_engine(tensors[0].device) and all(map(reachable, tensors))
+def count_blocks(p: Problem, config: Config) -> int:
+    """Return the number of query blocks of a call."""
+    return triton.cdiv(p.q.shape[-2], config.BM) * p.q.shape[0] * p.q.shape[1]
 
 
-def reachable(x: torch.Tensor) -> bool:
-    """Can the bulk copy engine read this tensor?"""
-    steps = (x.element_size() * stride for stride in x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
-
-
-@cache
-def _has_engine(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-@cache
-def cramped(device: torch.device) -> bool:
-    """Has a program less shared memory than the blocks of an H200 take? 99 KiB on most GPUs that are no servers'."""
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) < 160 * 1024  # ROCm does not say
+def unexpanded_shape(x: torch.Tensor) -> list[int]:
+    """Return the shape that an expanded tensor had before."""
+    return [1 if stride == 0 else size for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
 @lru_cache(maxsize=256)
-def pair(number: float | None) -> tuple[float, float]:
-    """A Python float as two float32 numbers: a kernel argument has no more bits."""
+def split_float(number: float | None) -> tuple[float, float]:
+    """Split a Python float into two float32 numbers, as a kernel argument has no more bits."""
     number = 0.0 if number is None else float(number)
     high = float(np.float32(number))
     return high, float(np.float32(number - high))
 
 
-def _limit(reach: int | None, most: int) -> int | None:
+def _clamp(reach: int | None, most: int) -> int | None:
     return None if reach is None else max(-most, min(reach, most))
 
 
 def options(p: Problem) -> Options:
+    """Return the options of a call as a kernel argument."""
     (left, right), (_, heads, m, _), n = p.reach, p.q.shape, p.k.shape[-2]
     dropout = p.dropout_p > 0.0
     return Options(
@@ -96,46 +88,51 @@ def options(p: Problem) -> Options:
         sink=view(p.sink),
         lengths=None if p.key_lengths is None else p.key_lengths.contiguous(),
         seed=p.seed if dropout else None,
-        left=_limit(left, m + n),
-        right=_limit(right, m + n),
-        scale=pair(p.scale),
-        cap=None if p.softcap is None else pair(p.softcap),
-        theta=pair(p.choice.theta),
-        dropped=philox.threshold(p.dropout_p) if dropout else None,
-        kept=pair(1.0 / (1.0 - p.dropout_p)),
+        left=_clamp(left, m + n),
+        right=_clamp(right, m + n),
+        scale=split_float(p.scale),
+        cap=None if p.softcap is None else split_float(p.softcap),
+        theta=split_float(p.choice.theta),
+        drop_below=philox.threshold(p.dropout_p) if dropout else None,
+        keep_scale=split_float(1.0 / (1.0 - p.dropout_p)),
         heads=heads,
         group=heads // p.k.shape[1],
         queries=m,
         keys=n,
-        ahead=p.first_query or None,
+        offset=p.first_query or None,
     )
 
 
-def linear(p: Problem) -> bool:
-    """Is s a positive multiple of q·k? Then the maximum can be taken before scaling."""
+def is_linear(p: Problem) -> bool:
+    """True if s is a positive multiple of q·k, so that the maximum can be taken before scaling."""
     return p.softcap is None and p.bias is None and p.scale > 0
 
 
 def config_of(
-    p: Problem, kernel: str, TILTED: bool = False, HEAT: bool = False, FOLDED: bool = False, others=()
+    p: Problem,
+    kernel: str,
+    STATS_GRAD: bool = False,
+    TEMPERATURE_GRAD: bool = False,
+    Z_IN_SHIFT: bool = False,
+    others: tuple[torch.Tensor, ...] = (),
 ) -> tuple[Config, dict]:
-    """What a kernel is compiled for, and its launch options."""
+    """Return a kernel's compile-time constants and launch options; it reads `others` in blocks too."""
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
     dense = p.bias is not None or p.mask is not None
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, how = _blocks(p, kernel, others)
+    m, n, bulk, how = _choose_blocks(p, kernel, others)
     config = Config(
         F=bundle.of(p.choice),
         NEED=statistics.needs(stats, p.choice, dense),
         SLOT=statistics.slots(stats),
         SPARSE=p.choice.sparse,
-        LINEAR=linear(p),
-        BEHIND=right is not None and right <= min(p.first_query, 0),
-        TILTED=TILTED,
-        HEAT=HEAT,
-        FOLDED=FOLDED,
+        LINEAR=is_linear(p),
+        CAUSAL=right is not None and right <= min(p.first_query, 0),
+        STATS_GRAD=STATS_GRAD,
+        TEMPERATURE_GRAD=TEMPERATURE_GRAD,
+        Z_IN_SHIFT=Z_IN_SHIFT,
         ACC=TYPES[p.accumulator],
         PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
         WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,
@@ -151,8 +148,8 @@ def config_of(
     return config, how
 
 
-def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:
-    """(queries, keys) per block, whether by bulk copies, and the launch options: what was fastest on an H200."""
+def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:
+    """Return (queries, keys) per block, whether by bulk copies, and the launch options: the fastest on an H200."""
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = sum(width > most for most in (64, 128, 256))
     simple = p.choice.family == "ratio" and p.choice.exponential
@@ -165,11 +162,11 @@ def _blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool
     elif kernel == "forward_decode":
         m, n, warps, stages, bulk = (16, *WIDE[1:]) if size == 3 else (decode.rows_per_program(p), *DECODE[size])
     else:
-        size += size > 0 and cramped(p.q.device)
+        size += size > 0 and not has_large_shared_memory(p.q.device)
         m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
         if size == 1 and p.choice.family == "threshold":
             m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
-        if bulk and not bulky(p.q, p.k, p.v, *others):
+        if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:

@@ -1,10 +1,10 @@
-"""o = Σ_j u_j·v_j / Z for few queries over many keys: programs share the keys, and their sums meet by the merge law.
+"""Forward of few queries over many keys: programs share the keys, and their partial rows are merged.
 
     forward_split   the rows of one key head (its query heads times the queries) over one range of keys: Σu·v and sums
-    forward_merge   one row: its parts told in their common shift and added; o, row state, statistics
+    forward_merge   one row: its parts rescaled to their common shift and added; o, row state, statistics
 
-Reading k and v is what such a call costs, so the maximum stays out of every sum here as it does in
-`regard.statistics.State`, softmax's too: nothing is summed twice, however sharp a row is.
+Such a call costs the reading of k and v, so every sum excludes the maximum, softmax's too: no key is read twice,
+however sharp a row is.
 """
 
 from __future__ import annotations
@@ -14,31 +14,38 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, statistics, tiles
-from regard._backends.gpu.attention.decode_partial import FIELDS, moments, parts_of, tell
-from regard._backends.gpu.attention.online import ending, first_shift, frame_of, moved, slopes, terms
+from regard._backends.gpu.attention.decode_partial import FIELDS, load_parts, merge_moments, store_part
+from regard._backends.gpu.attention.limits import find_option
+from regard._backends.gpu.attention.online import find_shift, initial_shift, join_sink, rescale_sums, slopes, terms
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E, Config
+from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
 
-QUERIES = 16  # at most so many queries, and
-KEYS = 2048  # at least so many keys, make a call one for these kernels
-PROGRAMS = 2048  # to cut the keys into: eight waves of two on each of an H200's multiprocessors
+QUERIES = 16  # at most
+KEYS = 2048  # at least
+PROGRAMS = 2048  # to split the keys over: eight waves of two on each SM of an H200
 SHORTEST = 512  # keys of one part
 PARTS = 128
 
 
-def suits(p: Problem) -> bool:
-    """Few queries, many keys, and nothing that is read per score."""
-    dense = p.bias is not None or p.mask is not None or p.dropout_p > 0.0
-    whole = p.first_query == 0 and p.first_key == 0 and p.queries is None
-    return p.choice.family != "threshold" and p.q.shape[2] <= QUERIES and p.k.shape[2] >= KEYS and whole and not dense
+def supports(p: Problem) -> str | None:
+    """Say why a call is not one of few queries over many keys, or None."""
+    if p.q.shape[2] > QUERIES:
+        return f"{p.q.shape[2]} queries ({QUERIES} at most)"
+    if p.k.shape[2] < KEYS:
+        return f"{p.k.shape[2]} keys ({KEYS} at least)"
+    if p.first_query or p.first_key or p.queries is not None:
+        return "a part of a sequence"
+    return find_option(p, "bias", "mask")
 
 
 def rows_per_program(p: Problem) -> int:
+    """Return the rows of a program: the query heads of a key head times the queries, 16 to 64."""
     return min(max(triton.next_power_of_2(p.q.shape[1] // p.k.shape[1] * p.q.shape[2]), 16), 64)
 
 
-def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, launch: dict) -> None:
+def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Config, how: dict) -> None:
     """Fill `outputs`, (view of o, shift, z, stats). inputs: views of q, k, v; blocks: descriptors of k and v."""
     (b, h, m, _), (_, g, n, _) = p.q.shape, p.k.shape
     rows = b * h * m
@@ -49,14 +56,16 @@ def forward(p: Problem, inputs: tuple, blocks: tuple, outputs: tuple, opt, C: Co
     like = dict(dtype=p.accumulator, device=p.q.device)
     part_o = torch.empty(parts, rows, C.E, **like)
     sums = torch.empty(FIELDS, parts, rows, **like)
-    forward_split[(heads * parts,)](*inputs, *blocks, part_o, sums, opt, length, parts, C, **launch)
+    launch(None, forward_split, heads * parts, (*inputs, *blocks, part_o, sums, opt, length, parts), (C,), **how)
     padded = triton.next_power_of_2(parts)
     row = C._replace(BM=1, LANES=1)
-    forward_merge[(rows,)](*inputs[:2], part_o, sums, *outputs, opt, length, parts, padded, row, num_warps=4)
+    arguments = *inputs[:2], part_o, sums, *outputs, opt, length, parts
+    launch(None, forward_merge, rows, arguments, (padded, row), num_warps=4)
 
 
 @triton.jit
 def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts, C: tl.constexpr):
+    """Sum the rows of one key head over one range of keys."""
     F: tl.constexpr = C.F
     many = opt.group * opt.queries
     blocks = tl.cdiv(many, C.BM)
@@ -82,23 +91,23 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     where += tiles.wide(i)[:, None] * q.stride[2] + d[None, :] * q.stride[3]
     queries = tl.load(where, mask=inside[:, None] & (d[None, :] < C.D), other=0.0)  # [M, D]
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
-    scene = key_loop.Scene(
+    block = key_loop.QueryBlock(
         queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, a,
         tiles.number(opt.theta, C.ACC), 0,
     )  # fmt: skip
-    state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.nothing(first_shift(F, C), C)
+    state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.empty_sums(initial_shift(F, C), C)
     begin = lowest // C.BN * C.BN
     inner = tl.cdiv(tl.maximum(latest, lo), C.BN) * C.BN
     outer = tl.minimum(least, hi) // C.BN * C.BN
     if opt.left is not None:
         for start in tl.range(begin, tl.minimum(inner, highest), C.BN):
-            state = tile(state, scene, start, opt, C, True)
+            state = add_tile(state, block, start, opt, C, True)
     for start in tl.range(inner, outer, C.BN):
-        state = tile(state, scene, start, opt, C, False)
+        state = add_tile(state, block, start, opt, C, False)
     for start in tl.range(tl.maximum(inner, outer), highest, C.BN):
-        state = tile(state, scene, start, opt, C, True)
+        state = add_tile(state, block, start, opt, C, True)
     acc, r = state
-    r = statistics.gathered(r)
+    r = statistics.sum_lanes(r)
     z = r.u + r.ties if F.exponential and C.NEED.shares else r.z
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     rows = tl.num_programs(0) // (heads * blocks * parts) * tiles.wide(opt.heads) * opt.queries
@@ -106,56 +115,56 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     place = (part * rows + row)[:, None] * C.E + e[None, :]
     tl.store(part_o + place, acc, mask=inside[:, None] & (e[None, :] < C.E))
     sums += part * rows + row
-    tell(sums, parts * rows, r, z, inside, C)
+    store_part(sums, parts * rows, r, z, inside, C)
 
 
 @triton.jit
-def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """One key block, as `forward_online.tile`; what was summed before moves only where a maximum rose: seldom, soon."""
+def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add one key block; the sums are rescaled only where a maximum rose, which is seldom after the first blocks."""
     acc, r = state
     F: tl.constexpr = C.F
     NEED: tl.constexpr = C.NEED
-    a, theta, i = scene.a, scene.theta, scene.i
+    a, theta, i = block.a, block.theta, block.i
     b2 = a * LOG2E
-    _, _, y, seen, j = key_loop.look(scene, start, opt, C, EDGE)  # [M, N]
+    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)  # [M, N]
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
-        top = tl.maximum(r.top, tiles.highest(y, C))
+        top = tl.maximum(r.top, tiles.fold_max(y, C))
         if tl.max(tl.where(top > r.top, 1, 0), 0) > 0:
-            shift = frame_of(top, b2, F)
+            shift = find_shift(top, b2, F)
             if F.family == "ratio":
                 acc = acc * tl.exp2(r.shift - shift)[:, None]
-            r = moved(r, top, shift, a, b2, theta, F)
+            r = rescale_sums(r, top, shift, a, b2, theta, F)
     u, v, power = terms(y, a[:, None], b2[:, None], r.shift[:, None], theta, F)
-    u = tl.where(seen, u, 0.0)
+    u = tl.where(visible, u, 0.0)
     z, ties, su, sv, sl, sq, ss, sx = r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross
     se, far = r.lse, r.distance
     if not (F.exponential and NEED.shares):  # there Z is Σ' u and the maximum's ties
-        z += tiles.fold(tl.where(seen, v, 0.0), C)
+        z += tiles.fold(tl.where(visible, v, 0.0), C)
     if NEED.shares:
         below = y != r.top[:, None]
         under = tl.where(below, u, 0.0)
         su += tiles.fold(under, C)
-        ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+        ties += tiles.fold(tl.where(visible, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
         if NEED.log_u:
-            log_u = tl.where(seen, power, 0.0) if F.exponential else statistics.log2_or_0(under)
+            log_u = tl.where(visible, power, 0.0) if F.exponential else statistics.log2_or_0(under)
             sl += tiles.fold(under * log_u, C)
         if NEED.square:
-            sq += tiles.fold(statistics.squared(under, F), C)
+            sq += tiles.fold(statistics.square(under, F), C)
         if NEED.slope:
             d, cross = slopes(y, a[:, None], b2[:, None], r.shift[:, None], u, theta, F)
-            sv += tiles.fold(tl.where(seen & below, v, 0.0), C)
-            ss += tiles.fold(tl.where(seen & below, d, 0.0), C)
-            sx += tiles.fold(tl.where(seen & below, cross, 0.0), C)
+            sv += tiles.fold(tl.where(visible & below, v, 0.0), C)
+            ss += tiles.fold(tl.where(visible & below, d, 0.0), C)
+            sx += tiles.fold(tl.where(visible & below, cross, 0.0), C)
         if NEED.lse:
-            se += tiles.fold(tl.where(seen & below, tl.exp2((y - r.top[:, None]) * b2[:, None]), 0.0), C)
+            se += tiles.fold(tl.where(visible & below, tl.exp2((y - r.top[:, None]) * b2[:, None]), 0.0), C)
         if NEED.distance:
-            far += statistics.stretch(u, i, j, start, su, False, C)
-    weighs = statistics.weighs(u, y, a, seen, C)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, weighs, C)
+            far += statistics.sum_distances(u, i, j, start, su, False, C)
+    weighs = statistics.find_support(u, y, a, visible, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, r.top, weighs, C)
     r = Sums(
         r.top, r.shift, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
     )  # fmt: skip
-    values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
+    values = key_loop.load_values(block, start, visible, opt, C, EDGE)
     if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
         acc = tl.dot(u, values.to(tl.float32), acc, input_precision="tf32x3", out_dtype=C.ACC)
     else:
@@ -165,6 +174,7 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, PARTS: tl.constexpr, C: tl.constexpr):
+    """Merge the parts of one row and finish it."""
     F: tl.constexpr = C.F
     NEED: tl.constexpr = C.NEED
     row = tiles.wide(tl.program_id(0))
@@ -177,38 +187,38 @@ def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, 
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     b2 = a * LOG2E
     theta = tiles.number(opt.theta, C.ACC)
-    queries = tiles.block_of(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
-    scene = key_loop.Scene(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, a, theta, 0)
+    queries = tiles.load_block(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
+    block = key_loop.QueryBlock(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, a, theta, 0)
     inside = i < opt.queries
 
     part = tl.arange(0, PARTS)
     there = part < parts
-    r = parts_of(sums + part * rows + row, parts * rows, there, C)
+    r = load_parts(sums + part * rows + row, parts * rows, there, C)
     top = tl.max(r.top, 0) + tl.zeros([1], C.ACC)
-    shift = frame_of(top, b2, F)
+    shift = find_shift(top, b2, F)
     e = tl.arange(0, C.BE)
     place = (part * rows + row)[:, None] * C.E + e[None, :]
     acc = tl.load(part_o + place, mask=there[:, None] & (e[None, :] < C.E), other=0.0)  # [PARTS, E]
     if F.family == "ratio":
         acc = acc * tl.exp2(r.shift - shift)[:, None]
     acc = tl.sum(acc, 0)[None, :]
-    pivot, spread = moments(r, part, length, first, last, C)
-    r = moved(r, top, shift, a, b2, theta, F)
+    pivot, spread = merge_moments(r, part, length, first, last, C)
+    r = rescale_sums(r, top, shift, a, b2, theta, F)
     r = Sums(
         top, shift, tl.sum(r.z, 0), tl.sum(r.ties, 0), tl.sum(r.u, 0), tl.sum(r.v, 0), tl.sum(r.log_u, 0),
         tl.sum(r.square, 0), tl.sum(r.slope, 0), tl.sum(r.cross, 0), tl.sum(r.lse, 0), tl.sum(r.distance, 0),
         tl.sum(r.support, 0), tl.sum(r.n, 0), first, a, pivot, pivot * 0.0, spread,
     )  # fmt: skip
 
-    seen_keys = tl.maximum(last - first, 0).to(C.ACC)
-    dead = seen_keys == 0.0
-    shift, rest, inverse, z = ending(r, scene, inside, opt, C)
-    inverse = tl.where(dead, 0.0, inverse)
-    tiles.store_block(o, b, h, i0, opt.queries, tl.where(dead[:, None], 0.0, acc * inverse[:, None]), 1, C.E, C.BE)
+    visible_keys = tl.maximum(last - first, 0).to(C.ACC)
+    empty = visible_keys == 0.0
+    shift, rest, inverse, z = join_sink(r, block, inside, opt, C)
+    inverse = tl.where(empty, 0.0, inverse)
+    tiles.store_block(o, b, h, i0, opt.queries, tl.where(empty[:, None], 0.0, acc * inverse[:, None]), 1, C.E, C.BE)
     natural = shift * LN2
     place = row + tl.arange(0, 1)
-    tl.store(shifts + place, tl.where(dead, 0.0, natural))
-    tl.store(zs + place, tl.where(dead, 0.0, z * tl.exp2(shift - natural * LOG2E)))  # as forward_online has it
+    tl.store(shifts + place, tl.where(empty, 0.0, natural))
+    tl.store(zs + place, tl.where(empty, 0.0, z * tl.exp2(shift - natural * LOG2E)))  # as forward_online has it
     if NEED.top:
         u1, v1, _ = terms(top, a, b2, r.shift, theta, F)
         d1, x1 = slopes(top, a, b2, r.shift, u1, theta, F)
@@ -221,7 +231,7 @@ def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, 
             )  # fmt: skip
         first_u = r.z * 0.0
         if NEED.first:
-            first_u, _, _ = terms(statistics.first_scores(scene, opt, C), a, b2, r.shift, theta, F)
+            first_u, _, _ = terms(statistics.first_scores(block, opt, C), a, b2, r.shift, theta, F)
         statistics.finish(
-            stats, place, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
+            stats, place, inside, empty, r, a, visible_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C
         )

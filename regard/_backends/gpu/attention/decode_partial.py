@@ -1,4 +1,4 @@
-"""What a part of a row's keys tells of it, between the two kernels of `decode.py`: FIELDS numbers, those asked for."""
+"""Storage of a partial row between the two kernels of `decode.py`: FIELDS numbers per row and part."""
 
 from __future__ import annotations
 
@@ -8,69 +8,70 @@ import triton.language as tl
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN
 
-FIELDS = 16  # numbers that a part tells of a row
+FIELDS = 16
 
 
 @triton.jit
-def tell(where, step, r, z, inside, C: tl.constexpr):
-    """Store the sums of a part, `step` numbers apart, as `parts_of` reads them."""
+def store_part(where, step, r, z, inside, C: tl.constexpr):
+    """Store the sums of a part, `step` numbers apart, as `load_parts` reads them."""
     NEED: tl.constexpr = C.NEED
-    keep(where, r.top, inside, True)
-    keep(where + step, r.shift, inside, True)
-    keep(where + 2 * step, z, inside, True)
-    keep(where + 3 * step, r.ties, inside, NEED.shares)
-    keep(where + 4 * step, r.u, inside, NEED.shares)
-    keep(where + 5 * step, r.v, inside, NEED.slope)
-    keep(where + 6 * step, r.log_u, inside, NEED.log_u)
-    keep(where + 7 * step, r.square, inside, NEED.square)
-    keep(where + 8 * step, r.slope, inside, NEED.slope)
-    keep(where + 9 * step, r.cross, inside, NEED.slope)
-    keep(where + 10 * step, r.lse, inside, NEED.lse)
-    keep(where + 11 * step, r.distance, inside, NEED.distance)
-    keep(where + 12 * step, r.support, inside, NEED.support)
-    keep(where + 13 * step, r.pivot, inside, NEED.moments)
-    keep(where + 14 * step, r.mean, inside, NEED.moments)
-    keep(where + 15 * step, r.m2, inside, NEED.moments)
+    store_if(where, r.top, inside, True)
+    store_if(where + step, r.shift, inside, True)
+    store_if(where + 2 * step, z, inside, True)
+    store_if(where + 3 * step, r.ties, inside, NEED.shares)
+    store_if(where + 4 * step, r.u, inside, NEED.shares)
+    store_if(where + 5 * step, r.v, inside, NEED.slope)
+    store_if(where + 6 * step, r.log_u, inside, NEED.log_u)
+    store_if(where + 7 * step, r.square, inside, NEED.square)
+    store_if(where + 8 * step, r.slope, inside, NEED.slope)
+    store_if(where + 9 * step, r.cross, inside, NEED.slope)
+    store_if(where + 10 * step, r.lse, inside, NEED.lse)
+    store_if(where + 11 * step, r.distance, inside, NEED.distance)
+    store_if(where + 12 * step, r.support, inside, NEED.support)
+    store_if(where + 13 * step, r.pivot, inside, NEED.moments)
+    store_if(where + 14 * step, r.mean, inside, NEED.moments)
+    store_if(where + 15 * step, r.m2, inside, NEED.moments)
 
 
 @triton.jit
-def keep(where, x, inside, WANTED: tl.constexpr):
+def store_if(where, x, inside, WANTED: tl.constexpr):
+    """Store x if it is wanted."""
     if WANTED:
         tl.store(where, x, mask=inside)
 
 
 @triton.jit
-def parts_of(where, step, there, C: tl.constexpr):
-    """The sums of every part of a row: top and shift [PARTS], the others [PARTS, 1]."""
+def load_parts(where, step, there, C: tl.constexpr):
+    """Load the sums of every part of a row: top and shift [PARTS], the others [PARTS, 1]."""
     NEED: tl.constexpr = C.NEED
     hidden: tl.constexpr = HIDDEN
-    zero = told(where, there, False)
+    zero = load_if(where, there, False)
     return Sums(
         tl.load(where, mask=there, other=hidden),
         tl.load(where + step, mask=there, other=hidden),
-        told(where + 2 * step, there, True),
-        told(where + 3 * step, there, NEED.shares),
-        told(where + 4 * step, there, NEED.shares),
-        told(where + 5 * step, there, NEED.slope),
-        told(where + 6 * step, there, NEED.log_u),
-        told(where + 7 * step, there, NEED.square),
-        told(where + 8 * step, there, NEED.slope),
-        told(where + 9 * step, there, NEED.slope),
-        told(where + 10 * step, there, NEED.lse),
-        told(where + 11 * step, there, NEED.distance),
-        told(where + 12 * step, there, NEED.support),
+        load_if(where + 2 * step, there, True),
+        load_if(where + 3 * step, there, NEED.shares),
+        load_if(where + 4 * step, there, NEED.shares),
+        load_if(where + 5 * step, there, NEED.slope),
+        load_if(where + 6 * step, there, NEED.log_u),
+        load_if(where + 7 * step, there, NEED.square),
+        load_if(where + 8 * step, there, NEED.slope),
+        load_if(where + 9 * step, there, NEED.slope),
+        load_if(where + 10 * step, there, NEED.lse),
+        load_if(where + 11 * step, there, NEED.distance),
+        load_if(where + 12 * step, there, NEED.support),
         zero,
         zero,
         zero,
-        told(where + 13 * step, there, NEED.moments),
-        told(where + 14 * step, there, NEED.moments),
-        told(where + 15 * step, there, NEED.moments),
+        load_if(where + 13 * step, there, NEED.moments),
+        load_if(where + 14 * step, there, NEED.moments),
+        load_if(where + 15 * step, there, NEED.moments),
     )
 
 
 @triton.jit
-def told(where, there, WANTED: tl.constexpr):
-    """One number of each part, [PARTS, 1]; 0 where there is no such part, or nobody asked."""
+def load_if(where, there, WANTED: tl.constexpr):
+    """Load one number of each part, [PARTS, 1]; 0 where there is no such part, or nobody asked."""
     if WANTED:
         x = tl.load(where, mask=there, other=0.0)[:, None]
     else:
@@ -79,8 +80,8 @@ def told(where, there, WANTED: tl.constexpr):
 
 
 @triton.jit
-def moments(r, part, length, first, last, C: tl.constexpr):
-    """(mean of y, Σ (y − mean)²) of a row, each [1], from its parts' sums around their own pivots."""
+def merge_moments(r, part, length, first, last, C: tl.constexpr):
+    """Return (mean of y, Σ (y − mean)²) of a row, each [1], from its parts' sums around their own pivots."""
     mean = tl.zeros([1], C.ACC)
     spread = tl.zeros([1], C.ACC)
     if C.NEED.moments:

@@ -1,8 +1,8 @@
-"""The road over the keys: which blocks a block of queries visits, and what it finds there.
+"""The loop over the key blocks of a block of queries.
 
-Causal order, window and lengths leave a block of queries one range of key blocks. Those that every query sees whole
-carry no masking code; a block that the bool mask hides from all of them is skipped. What to do with a block is a tile
-function, `TILE(state, scene, start, opt, C, EDGE) -> state`, so that every kernel walks the same road.
+Causal order, window and lengths leave a block of queries one range of key blocks. Blocks that every query sees whole
+carry no masking code, and a block that the dense mask hides from all of them is skipped. A kernel gives the loop a tile
+function, `TILE(state, block, start, opt, C, EDGE) -> state`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 from regard._backends.gpu.attention import tiles
 
 
-class Scene(NamedTuple):
-    """A block of queries and what it looks at."""
+class QueryBlock(NamedTuple):
+    """A block of queries of one head, with the keys that it sees."""
 
     q: Any  # [M, D]
     k: tiles.View
@@ -36,112 +36,114 @@ class Scene(NamedTuple):
 
 
 @triton.jit
-def scene_of(q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
-    """(scene, i0) of this program: one block of queries of one head."""
-    return scene_at(tl.program_id(0), q, k, v, k_blocks, v_blocks, opt, C)
+def load_query_block(q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
+    """Load the query block of this program; returns (block, i0)."""
+    return load_query_block_at(tl.program_id(0), q, k, v, k_blocks, v_blocks, opt, C)
 
 
 @triton.jit
-def scene_at(block, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
-    """(scene, i0) of a block of queries, the longest causal rows of a head first."""
+def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr):
+    """Load the query block with this index, counted from each head's last; returns (block, i0)."""
     blocks = tl.cdiv(opt.queries, C.BM)
-    i0 = (blocks - 1 - block % blocks) * C.BM
-    h = (block // blocks) % opt.heads
-    b = block // blocks // opt.heads
+    i0 = (blocks - 1 - index % blocks) * C.BM
+    h = (index // blocks) % opt.heads
+    b = index // blocks // opt.heads
     i = i0 + tl.arange(0, C.BM)
     n = tiles.key_count(opt, b)
     first, last = tiles.interval(i, opt, n)
     lowest, _ = tiles.interval(i0, opt, n)
     _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
-    rows = tiles.block_of(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
+    rows = tiles.load_block(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     theta = tiles.number(opt.theta, C.ACC)
-    return Scene(
+    return QueryBlock(
         rows, k, v, k_blocks, v_blocks, b, h, i, first, last, lowest, highest, a, theta, tiles.load_seed(opt)
     ), i0
 
 
 @triton.jit
-def sweep(state, scene, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
-    """state = TILE(state, …) for every key block that a query of this block sees; whole ones carry no masking code."""
-    begin, inner, outer = key_blocks(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
+def sweep(state, block, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
+    """Return state after TILE(state, …) of every key block that a query of this block sees."""
+    begin, inner, outer = find_key_range(i0, opt, tiles.key_count(opt, block.b), C.BM, C.BN)
     if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):  # every block is masked: one loop does
         inner = begin
         outer = begin
     elif opt.left is not None:
-        for start in tl.range(begin, tl.minimum(inner, scene.highest), C.BN):
-            state = visit(state, scene, i0, start, opt, TILE, C, True)
+        for start in tl.range(begin, tl.minimum(inner, block.highest), C.BN):
+            state = run_tile(state, block, i0, start, opt, TILE, C, True)
     if (opt.bias.ptr is None) and (opt.mask.ptr is None):
         for start in tl.range(inner, outer, C.BN):
-            state = visit(state, scene, i0, start, opt, TILE, C, False)
-    for start in tl.range(tl.maximum(inner, outer), scene.highest, C.BN):
-        state = visit(state, scene, i0, start, opt, TILE, C, True)
+            state = run_tile(state, block, i0, start, opt, TILE, C, False)
+    for start in tl.range(tl.maximum(inner, outer), block.highest, C.BN):
+        state = run_tile(state, block, i0, start, opt, TILE, C, True)
     return state
 
 
 @triton.jit
-def visit(state, scene, i0, start, opt, TILE: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr):
+def run_tile(state, block, i0, start, opt, TILE: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr):
+    """Run TILE unless the dense mask hides the whole tile."""
     if opt.mask.ptr is not None:
-        if visible_tile(scene.b, scene.h, i0, start, opt, C.BM, C.BN):
-            state = TILE(state, scene, start, opt, C, EDGE)
+        if has_visible_keys(block.b, block.h, i0, start, opt, C.BM, C.BN):
+            state = TILE(state, block, start, opt, C, EDGE)
     else:
-        state = TILE(state, scene, start, opt, C, EDGE)
+        state = TILE(state, block, start, opt, C, EDGE)
     return state
 
 
 @triton.jit
-def look(scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """(keys, x, y, seen, j) of one key block: x = q·kᵀ [M, N], scores y, who sees what, key positions [1, N]."""
+def score_tile(block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Score one key block: (keys, x = q·kᵀ [M, N], y, visible, key positions [1, N])."""
     j = (start + tl.arange(0, C.BN))[None, :]
-    g = scene.h // opt.group
+    g = block.h // opt.group
     if C.BULK and not EDGE:
-        keys = tiles.bulk_of(scene.k_blocks, scene.b, g, start, C.BN, C.BD)
+        keys = tiles.load_bulk_block(block.k_blocks, block.b, g, start, C.BN, C.BD)
     else:
-        keys = tiles.block_of(scene.k, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.D, C.BD, not EDGE)
-    x = tiles.dot(scene.q, tl.trans(keys), None, C)
-    first, last = scene.first[:, None], scene.last[:, None]
-    y, seen = tiles.scores(x, scene.b, scene.h, scene.i[:, None], j, first, last, opt, C.LINEAR, EDGE)
-    return keys, x, y, seen, j
+        keys = tiles.load_block(block.k, block.b, g, start, block.lowest, block.highest, C.BN, C.D, C.BD, not EDGE)
+    x = tiles.dot(block.q, tl.trans(keys), None, C)
+    first, last = block.first[:, None], block.last[:, None]
+    y, visible = tiles.compute_scores(x, block.b, block.h, block.i[:, None], j, first, last, opt, C.LINEAR, EDGE)
+    return keys, x, y, visible, j
 
 
 @triton.jit
-def values_of(scene, start, seen, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """v's block [N, E]; where a dense mask hides a key from every row it is blank, as 0·NaN is NaN."""
-    g = scene.h // opt.group
+def load_values(block, start, visible, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Load v's block [N, E], with keys that the dense mask hides from every row set to 0, as 0·NaN is NaN."""
+    g = block.h // opt.group
     if C.BULK and not EDGE:
-        values = tiles.bulk_of(scene.v_blocks, scene.b, g, start, C.BN, C.BE)
+        values = tiles.load_bulk_block(block.v_blocks, block.b, g, start, C.BN, C.BE)
     else:
-        values = tiles.block_of(scene.v, scene.b, g, start, scene.lowest, scene.highest, C.BN, C.E, C.BE, not EDGE)
-    return blank(values, seen, opt)
+        values = tiles.load_block(block.v, block.b, g, start, block.lowest, block.highest, C.BN, C.E, C.BE, not EDGE)
+    return zero_hidden(values, visible, opt)
 
 
 @triton.jit
-def blank(block, seen, opt):
+def zero_hidden(block, visible, opt):
+    """Set the rows of a key block to 0 that a dense mask or bias hides from every query."""
     if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
-        block = tl.where(tl.max(seen.to(tl.int32), 0)[:, None] != 0, block, 0.0)
+        block = tl.where(tl.max(visible.to(tl.int32), 0)[:, None] != 0, block, 0.0)
     return block
 
 
 @triton.jit
-def visible_tile(b, h, i0, start, opt, BM: tl.constexpr, BN: tl.constexpr):
-    """Does the bool mask show any key of this tile to any of its queries?"""
+def has_visible_keys(b, h, i0, start, opt, BM: tl.constexpr, BN: tl.constexpr):
+    """True if the dense mask shows any key of this tile to any of its queries."""
     i = (i0 + tl.arange(0, BM))[:, None]
     j = (start + tl.arange(0, BN))[None, :]
     there = (i < opt.queries) & (j < opt.keys)
-    return tl.max(tl.max(tl.load(tiles.dense_at(opt.mask, b, h, i, j), mask=there, other=0).to(tl.int32), 1), 0) != 0
+    return tl.max(tl.max(tl.load(tiles.dense_ptr(opt.mask, b, h, i, j), mask=there, other=0).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
-def key_blocks(i0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
-    """(begin, inner, outer) of queries i0 … i0 + BM: they see keys from block begin on, all of [inner, outer)."""
+def find_key_range(i0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
+    """Return (begin, inner, outer): queries i0 … i0 + BM see keys from `begin` on and all of [inner, outer)."""
     lowest, latest = tiles.interval(i0, opt, n)
     earliest, _ = tiles.interval(tl.minimum(i0 + BM, opt.queries) - 1, opt, n)
     return lowest // BN * BN, tl.cdiv(earliest, BN) * BN, tl.maximum(latest, 0) // BN * BN
 
 
 @triton.jit
-def query_blocks(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
-    """For keys j0 … j0 + BN: (begin, inner, outer, end) of the queries that see any of them, all of them inside."""
+def find_query_range(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
+    """Return (begin, inner, outer, end) of the queries that see keys j0 … j0 + BN: all of them in [inner, outer)."""
     j_last = tl.minimum(j0 + BN, n) - 1
     begin = j0 * 0
     inner = j0 * 0

@@ -1,7 +1,7 @@
-"""o = Σ_j u_j·v_j / Z in one pass over the keys, for the ratio and pointwise families, with statistics on the way.
+"""Forward of ratio and pointwise maps in one sweep over the keys: o = Σ_j u_j·v_j / Z, with statistics.
 
-The running maximum `top` rescales what was summed before it rose. u = exp(s − m) families run in the shift of their
-own maximum, and a sink or softmax1's silent key joins at the end; the other ratio maps run in the shift they ask for.
+The running maximum `top` rescales what was summed before it rose. Maps u = exp(s − m) run in the shift of their own
+maximum, and a sink or softmax1's extra key joins at the end; the other ratio maps run in the shift they ask for.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import triton.language as tl
 from regard._backends.gpu.attention import key_loop, statistics, tiles
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN, LN2, LOG2E
-from regard._backends.gpu.rows.terms import grown
+from regard._backends.gpu.rows.terms import expm1_terms
 
 
 @triton.jit
-def frame_of(top, b2, F: tl.constexpr):
-    """log2 of the unit that u is measured in, from the maximum so far."""
+def find_shift(top, b2, F: tl.constexpr):
+    """Return log2 of the unit that u is measured in, from the maximum so far."""
     if F.family == "pointwise" or F.shift == "none":
         shift = top * 0.0
     elif F.exponential or F.shift == "max":
@@ -28,8 +28,8 @@ def frame_of(top, b2, F: tl.constexpr):
 
 
 @triton.jit
-def first_shift(F: tl.constexpr, C: tl.constexpr):
-    """The shift before any key."""
+def initial_shift(F: tl.constexpr, C: tl.constexpr):
+    """Return the shift before any key."""
     if F.family == "ratio" and (F.exponential or F.shift == "max"):
         shift = tiles.full(C.BM, HIDDEN, C.ACC)
     else:
@@ -39,13 +39,13 @@ def first_shift(F: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def terms(y, a, b2, shift, theta, F: tl.constexpr):
-    """(u, v, log2 e) of scores y in a shift; shapes broadcast."""
+    """Return (u, v, log2 e) of scores y in a shift; shapes broadcast."""
     power = y * b2 - shift
     if F.family == "pointwise":
         u = F.weigh(y * a, theta)
         v = u
     else:
-        e, c = grown(tl.exp2(power), y * a, tiles.unshift(shift), F.differs and y.dtype == tl.float32)
+        e, c = expm1_terms(tl.exp2(power), y * a, tiles.unshift(shift), F.differs and y.dtype == tl.float32)
         u = F.numerator(e, y * a, c)
         v = F.denominator(e, y * a, c)
     return u, v, power
@@ -53,7 +53,7 @@ def terms(y, a, b2, shift, theta, F: tl.constexpr):
 
 @triton.jit
 def slopes(y, a, b2, shift, u, theta, F: tl.constexpr):
-    """(u′, v′·u), what gradient_gain sums."""
+    """Return (u′, v′·u), which gradient_gain sums."""
     if F.family == "pointwise":
         d = F.slope(y * a, theta)
         x = d * 0.0
@@ -66,8 +66,8 @@ def slopes(y, a, b2, shift, u, theta, F: tl.constexpr):
 
 
 @triton.jit
-def moved(r, top, shift, a, b2, theta, F: tl.constexpr):
-    """The sums of the keys before, told in a new shift and under a new maximum, if it rose."""
+def rescale_sums(r, top, shift, a, b2, theta, F: tl.constexpr):
+    """Rescale the sums so far to a new shift; where the maximum rose, the old one joins the sums below it."""
     fade = tl.exp2(r.shift - shift)[:, None]
     offset = (r.shift - shift)[:, None]
     u, v, _ = terms(r.top, a, b2, shift, theta, F)
@@ -81,7 +81,7 @@ def moved(r, top, shift, a, b2, theta, F: tl.constexpr):
         r.u * fade + tl.where(some, folded * u, 0.0),
         r.v * fade + tl.where(some, folded * v, 0.0),
         fade * (r.log_u + offset * r.u) + tl.where(some, folded * u * statistics.log2_or_0(u), 0.0),
-        r.square * fade * fade + tl.where(some, folded * statistics.squared(u, F), 0.0),
+        r.square * fade * fade + tl.where(some, folded * statistics.square(u, F), 0.0),
         r.slope * fade + tl.where(some, folded * d, 0.0),
         r.cross * fade * fade + tl.where(some, folded * x, 0.0),
         r.lse * fall + tl.where(some, folded * fall, 0.0),
@@ -90,8 +90,8 @@ def moved(r, top, shift, a, b2, theta, F: tl.constexpr):
 
 
 @triton.jit
-def moved_exponential(r, top, shift):
-    """The same where u = exp(s − top). These sums keep the maximum in: its log is 0, its u is 1."""
+def rescale_exponential_sums(r, top, shift):
+    """Rescale the sums of u = exp(s − top), which include the maximum: its log is 0, its u is 1."""
     fade = tl.exp2(r.shift - shift)[:, None]
     return Sums(
         top, shift, r.z * fade, r.ties, r.u, r.v, (r.log_u + (r.shift - shift)[:, None] * r.z) * fade,
@@ -101,68 +101,68 @@ def moved_exponential(r, top, shift):
 
 
 @triton.jit
-def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """One key block: scores, weights, their sums, and o += u·v."""
+def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add one key block: scores, weights, their sums, and o += u·v."""
     acc, r = state
     F: tl.constexpr = C.F
     NEED: tl.constexpr = C.NEED
-    a, theta, i = scene.a, scene.theta, scene.i
+    a, theta, i = block.a, block.theta, block.i
     b2 = a * LOG2E
-    _, _, y, seen, j = key_loop.look(scene, start, opt, C, EDGE)  # [M, N]
+    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)  # [M, N]
     top = r.top
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
-        top = tl.maximum(top, tiles.highest(y, C))
-    shift = frame_of(top, b2, F)
+        top = tl.maximum(top, tiles.fold_max(y, C))
+    shift = find_shift(top, b2, F)
     u, v, power = terms(y, a[:, None], b2[:, None], shift[:, None], theta, F)
-    u = tl.where(seen, u, 0.0)
+    u = tl.where(visible, u, 0.0)
     sum_u = tiles.fold(u, C)
     sum_v = sum_u
     if F.family == "ratio":
         acc = acc * tl.exp2(r.shift - shift)[:, None]
         if not F.exponential:
-            v = tl.where(seen, v, 0.0)
+            v = tl.where(visible, v, 0.0)
             sum_v = tiles.fold(v, C)
     if F.exponential:
-        r = moved_exponential(r, top, shift)
+        r = rescale_exponential_sums(r, top, shift)
     else:
-        r = moved(r, top, shift, a, b2, theta, F)
+        r = rescale_sums(r, top, shift, a, b2, theta, F)
     ties, su, sv, sl, sq, ss, sx, se, far = r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
     if NEED.shares:
         if F.exponential:
             under = u
-            log_u = tl.where(seen, power, 0.0)
+            log_u = tl.where(visible, power, 0.0)
         else:
             below = y != top[:, None]
             under = tl.where(below, u, 0.0)
             log_u = statistics.log2_or_0(under)
             su += tiles.fold(under, C)
-            ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+            ties += tiles.fold(tl.where(visible, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
             if NEED.slope:
                 d, cross = slopes(y, a[:, None], b2[:, None], shift[:, None], u, theta, F)
                 sv += tiles.fold(tl.where(below, v, 0.0), C)
-                ss += tiles.fold(tl.where(seen, tl.where(below, d, 0.0), 0.0), C)
-                sx += tiles.fold(tl.where(seen, tl.where(below, cross, 0.0), 0.0), C)
+                ss += tiles.fold(tl.where(visible, tl.where(below, d, 0.0), 0.0), C)
+                sx += tiles.fold(tl.where(visible, tl.where(below, cross, 0.0), 0.0), C)
             if NEED.lse:
                 se += tiles.fold(
-                    tl.where(seen, tl.where(below, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 0.0), C
+                    tl.where(visible, tl.where(below, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 0.0), C
                 )
         if NEED.log_u:
             sl += tiles.fold(under * log_u, C)
         if NEED.square:
-            sq += tiles.fold(statistics.squared(under, F), C)
+            sq += tiles.fold(statistics.square(under, F), C)
         if NEED.distance:
             place = i
-            if opt.ahead is not None:
-                place = i + opt.ahead
-            far += statistics.stretch(u, place, j, start, sum_u, C.BEHIND and not EDGE, C)
-    weighs = statistics.weighs(u, y, a, seen, C)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, top, weighs, C)
+            if opt.offset is not None:
+                place = i + opt.offset
+            far += statistics.sum_distances(u, place, j, start, sum_u, C.CAUSAL and not EDGE, C)
+    weighs = statistics.find_support(u, y, a, visible, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, top, weighs, C)
     r = Sums(
         top, shift, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
     )
-    values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
+    values = key_loop.load_values(block, start, visible, opt, C, EDGE)
     if opt.seed is not None:
-        u = tl.where(tiles.keeps(scene.b, scene.h, i[:, None], j, opt, scene.seed), u, 0.0)
+        u = tl.where(tiles.dropout_mask(block.b, block.h, i[:, None], j, opt, block.seed), u, 0.0)
     if (F.shift == "none") and (values.dtype == tl.float16):  # u may exceed what float16 holds
         acc = tl.dot(u, values.to(tl.float32), acc, input_precision="tf32x3", out_dtype=C.ACC)
     else:
@@ -171,30 +171,31 @@ def tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def lesser_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Σ' u, Σ' u·log2 u, Σ' u² and the ties of u = exp(s − top), once top is known."""
+def below_max_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add one key block to the sums of u = exp(s − top) below the maximum, once top is known."""
     su, sl, sq, ties, top = state
-    _, _, y, seen, _ = key_loop.look(scene, start, opt, C, EDGE)
-    su, sl, sq, ties = lesser(su, sl, sq, ties, y != top[:, None], top, y, seen, scene, C)
+    _, _, y, visible, _ = key_loop.score_tile(block, start, opt, C, EDGE)
+    su, sl, sq, ties = sum_below_max(su, sl, sq, ties, y != top[:, None], top, y, visible, block, C)
     return su, sl, sq, ties, top
 
 
 @triton.jit
-def lesser(su, sl, sq, ties, below, top, y, seen, scene, C: tl.constexpr):
-    power = (y - top[:, None]) * (scene.a * LOG2E)[:, None]
-    u = tl.where(seen, tl.where(below, tl.exp2(power), 0.0), 0.0)
+def sum_below_max(su, sl, sq, ties, below, top, y, visible, block, C: tl.constexpr):
+    """Add Σ' u, Σ' u·log2 u, Σ' u² and the ties of a tile."""
+    power = (y - top[:, None]) * (block.a * LOG2E)[:, None]
+    u = tl.where(visible, tl.where(below, tl.exp2(power), 0.0), 0.0)
     su += tiles.fold(u, C)
-    sl += tiles.fold(tl.where(seen, u * power, 0.0), C)
+    sl += tiles.fold(tl.where(visible, u * power, 0.0), C)
     sq += tiles.fold(u * u, C)
-    ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+    ties += tiles.fold(tl.where(visible, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
     return su, sl, sq, ties
 
 
 @triton.jit
-def completed(r, scene, i0, inside, opt, C: tl.constexpr):
-    """The sums without the maximum, where u = exp(s − top): all minus 1, unless that leaves too few digits.
+def exclude_max(r, block, i0, inside, opt, C: tl.constexpr):
+    """Take the maximum out of the sums of u = exp(s − top): all minus 1, unless that leaves too few digits.
 
-    Then one more sweep, without v, sums the lesser keys alone: nearly one-hot rows pay for their own precision.
+    Then one more sweep, without v, sums the keys below the maximum: nearly one-hot rows pay for their own precision.
     """
     su, sl, sq = r.z - 1.0, r.log_u, statistics.at_least_0(r.square - 1.0)
     ties = su * 0.0 + 1.0
@@ -202,7 +203,7 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
         close = su < 0.0156 + 6e-4 * tl.abs(r.shift)  # the shift's own rounding counts too
         if tl.max(tl.where(close & inside & (r.top > HIDDEN), 1, 0), 0) > 0:
             zero = tiles.zeros(C.BM, C.LANES, C.ACC)
-            su2, sl2, sq2, ties2, _ = key_loop.sweep((zero, zero, zero, zero, r.top), scene, i0, opt, lesser_tile, C)
+            su2, sl2, sq2, ties2, _ = key_loop.sweep((zero, zero, zero, zero, r.top), block, i0, opt, below_max_tile, C)
             su, sl, sq, ties = tl.sum(su2, 1), tl.sum(sl2, 1), tl.sum(sq2, 1), tl.sum(ties2, 1)
     return Sums(
         r.top, r.shift, r.z, ties, su, su, sl, sq, su, sq, r.lse, r.distance, r.support, r.n, r.first, r.first_y,
@@ -212,52 +213,53 @@ def completed(r, scene, i0, inside, opt, C: tl.constexpr):
 
 @triton.jit
 def forward_online(q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C: tl.constexpr):
-    serve(tl.program_id(0), q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C)
+    """Compute one block of queries per program."""
+    forward_block(tl.program_id(0), q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C)
 
 
 @triton.jit
-def serve(block, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C: tl.constexpr, rows=None):
-    """One block of queries; `rows` as in `statistics.finish`."""
+def forward_block(index, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C: tl.constexpr, rows=None):
+    """Compute one block of queries; `rows` as in `statistics.finish`."""
     F: tl.constexpr = C.F
-    scene, i0 = key_loop.scene_at(block, q, k, v, k_blocks, v_blocks, opt, C)
+    block, i0 = key_loop.load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
-    acc, r = key_loop.sweep((acc, statistics.nothing(first_shift(F, C), C)), scene, i0, opt, tile, C)
-    r = statistics.gathered(r)
-    inside = scene.i < opt.queries
-    seen_keys = r.n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
-    dead = seen_keys == 0.0
-    shift, rest, inverse, z = ending(r, scene, inside, opt, C)
-    inverse = tl.where(dead, 0.0, inverse)
-    out = tl.where(dead[:, None], 0.0, acc * (inverse * tiles.number(opt.kept, C.ACC))[:, None])
-    tiles.store_block(o, scene.b, scene.h, i0, opt.queries, out, C.BM, C.E, C.BE)
-    row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
+    acc, r = key_loop.sweep((acc, statistics.empty_sums(initial_shift(F, C), C)), block, i0, opt, add_tile, C)
+    r = statistics.sum_lanes(r)
+    inside = block.i < opt.queries
+    visible_keys = r.n if C.NEED.count else tl.maximum(block.last - block.first, 0).to(C.ACC)
+    empty = visible_keys == 0.0
+    shift, rest, inverse, z = join_sink(r, block, inside, opt, C)
+    inverse = tl.where(empty, 0.0, inverse)
+    out = tl.where(empty[:, None], 0.0, acc * (inverse * tiles.number(opt.keep_scale, C.ACC))[:, None])
+    tiles.store_block(o, block.b, block.h, i0, opt.queries, out, C.BM, C.E, C.BE)
+    row = (tiles.wide(block.b) * opt.heads + block.h) * opt.queries + block.i
     natural = shift * LN2
-    tl.store(shifts + row, tl.where(dead, 0.0, natural), mask=inside)
+    tl.store(shifts + row, tl.where(empty, 0.0, natural), mask=inside)
     # backward takes m in natural units back to log2: Z follows that rounding
-    tl.store(sums + row, tl.where(dead, 0.0, z * tl.exp2(shift - natural * LOG2E)), mask=inside)
+    tl.store(sums + row, tl.where(empty, 0.0, z * tl.exp2(shift - natural * LOG2E)), mask=inside)
     if C.NEED.top:
-        a, b2 = scene.a, scene.a * LOG2E
+        a, b2 = block.a, block.a * LOG2E
         if F.exponential:
             one = tiles.full(C.BM, 1.0, C.ACC)
             u1, v1, d1, x1 = one, one, one, one
-            r = completed(r, scene, i0, inside, opt, C)
+            r = exclude_max(r, block, i0, inside, opt, C)
             lse = shift * LN2 + tl.log(z)
         else:
-            u1, v1, _ = terms(r.top, a, b2, r.shift, scene.theta, F)
-            d1, x1 = slopes(r.top, a, b2, r.shift, u1, scene.theta, F)
+            u1, v1, _ = terms(r.top, a, b2, r.shift, block.theta, F)
+            d1, x1 = slopes(r.top, a, b2, r.shift, u1, block.theta, F)
             lse = r.top * a + tl.log(r.ties + r.lse)
         first_u = r.z * 0.0
         if C.NEED.first:
-            y = r.first_y if C.NEED.track_first else statistics.first_scores(scene, opt, C)
-            first_u, _, _ = terms(y, a, b2, r.shift, scene.theta, F)
+            y = r.first_y if C.NEED.track_first else statistics.first_scores(block, opt, C)
+            first_u, _, _ = terms(y, a, b2, r.shift, block.theta, F)
         statistics.finish(
-            stats, row, inside, dead, r, a, seen_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C, rows
+            stats, row, inside, empty, r, a, visible_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C, rows
         )
 
 
 @triton.jit
-def ending(r, scene, inside, opt, C: tl.constexpr):
-    """(shift, rest, 1/Z, Z): the sink and the silent key join, rest their share of Z. 1/Z is in the loop's shift."""
+def join_sink(r, block, inside, opt, C: tl.constexpr):
+    """Add the sink and softmax1's extra key: (shift, their share of Z, 1/Z in the loop's shift, Z)."""
     F: tl.constexpr = C.F
     shift = r.shift
     if F.family == "pointwise":
@@ -269,7 +271,7 @@ def ending(r, scene, inside, opt, C: tl.constexpr):
             if F.shift == "max0":
                 shift = tl.maximum(shift, 0.0)
             if opt.sink.ptr is not None:
-                sink = tiles.rows_of(opt.sink, scene.b, scene.h, scene.i, inside, 0.0).to(C.ACC) * LOG2E
+                sink = tiles.load_rows(opt.sink, block.b, block.h, block.i, inside, 0.0).to(C.ACC) * LOG2E
                 shift = tl.maximum(shift, sink)
         fade = tl.exp2(r.shift - shift)
         extra = F.rest(tiles.unshift(shift))

@@ -1,7 +1,8 @@
-"""The statistics of a row inside a kernel: the sums of `regard.statistics.State`, in the shift the kernel runs in.
+"""Running sums of a row's statistics inside a kernel, and `finish`, which turns them into statistics.
 
-The maximum stays out of the sums marked ', as there, so that nearly one-hot rows lose nothing. Logarithms are to the
-base 2 until `finish`. Sums that nobody asked for stay 0 and vanish at compile time.
+The sums are those of `regard.statistics.State`, in the shift of the kernel; sums marked ' exclude the row maximum, so
+that nearly one-hot rows lose no digits. Logarithms are to the base 2 until `finish`. Sums that nobody asked for stay 0
+and vanish at compile time.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class Needs(NamedTuple):
 
 @cache
 def slots(names: tuple[str, ...]) -> Slots:
+    """Return where each statistic is stored."""
     return Slots(*(names.index(name) if name in names else -1 for name in NAMES))
 
 
 def needs(names: tuple[str, ...], choice, dense: bool) -> Needs:
+    """Return which sums these statistics take; `dense`: a mask or bias decides which keys are visible."""
     wanted = set(names)
     entropy = bool(wanted & {"entropy", "effective_keys"})
     gain, participation = "gradient_gain" in wanted, "participation" in wanted
@@ -69,7 +72,7 @@ def needs(names: tuple[str, ...], choice, dense: bool) -> Needs:
 
 
 class Sums(NamedTuple):
-    """The running sums of a block of rows: [M] or, until `gathered`, [M, LANES]."""
+    """The running sums of a block of rows: [M] or, until `sum_lanes`, [M, LANES]."""
 
     top: Any  # max y
     shift: Any  # log2 of what u is measured in (ratio)
@@ -78,7 +81,7 @@ class Sums(NamedTuple):
     u: Any  # Σ' u
     v: Any  # Σ' v
     log_u: Any  # Σ' u·log2 u
-    square: Any  # Σ' u², see `squared`
+    square: Any  # Σ' u², see `square`
     slope: Any  # Σ' u′
     cross: Any  # Σ' v′·u, threshold: Σ' g′²
     lse: Any  # Σ' exp(s − top)
@@ -93,8 +96,8 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def nothing(shift, C: tl.constexpr):
-    """The sums of no key at all."""
+def empty_sums(shift, C: tl.constexpr):
+    """Return the sums of no keys."""
     zero = tiles.zeros(C.BM, C.LANES, C.ACC)
     hidden = tiles.full(C.BM, HIDDEN, C.ACC)
     nowhere = tiles.full(C.BM, 2147483647, tl.int32)
@@ -105,8 +108,8 @@ def nothing(shift, C: tl.constexpr):
 
 
 @triton.jit
-def gathered(r):
-    """The lanes of each row together: every sum [M]."""
+def sum_lanes(r):
+    """Add up the lanes of each row: every sum becomes [M]."""
     return Sums(
         r.top, r.shift, tl.sum(r.z, 1), tl.sum(r.ties, 1), tl.sum(r.u, 1), tl.sum(r.v, 1), tl.sum(r.log_u, 1),
         tl.sum(r.square, 1), tl.sum(r.slope, 1), tl.sum(r.cross, 1), tl.sum(r.lse, 1), tl.sum(r.distance, 1),
@@ -115,42 +118,44 @@ def gathered(r):
 
 
 @triton.jit
-def first_scores(scene, opt, C: tl.constexpr):
-    """y of each row's first key, where an interval decides which that is: one dot product per row."""
+def first_scores(block, opt, C: tl.constexpr):
+    """Compute y of each row's first key, where an interval decides which that is: one dot product per row."""
     d = tl.arange(0, C.BD)
-    k = scene.k
-    base = k.ptr + tiles.wide(scene.b) * k.stride[0] + tiles.wide(scene.h // opt.group) * k.stride[1]
-    there = (scene.first < scene.last)[:, None] & (d[None, :] < C.D)
-    where = base + tiles.wide(scene.first)[:, None] * k.stride[2] + d[None, :] * k.stride[3]
-    x = tl.sum(scene.q.to(C.ACC) * tl.load(where, mask=there, other=0.0).to(C.ACC), 1)
-    y, _ = tiles.scores(x, scene.b, scene.h, scene.i, scene.first, scene.first, scene.last, opt, C.LINEAR, False)
+    k = block.k
+    base = k.ptr + tiles.wide(block.b) * k.stride[0] + tiles.wide(block.h // opt.group) * k.stride[1]
+    there = (block.first < block.last)[:, None] & (d[None, :] < C.D)
+    where = base + tiles.wide(block.first)[:, None] * k.stride[2] + d[None, :] * k.stride[3]
+    x = tl.sum(block.q.to(C.ACC) * tl.load(where, mask=there, other=0.0).to(C.ACC), 1)
+    first, last = block.first, block.last
+    y, _ = tiles.compute_scores(x, block.b, block.h, block.i, first, first, last, opt, C.LINEAR, False)
     return y
 
 
 @triton.jit
 def log2_or_0(u):
+    """Return log2(u), 0 where u = 0."""
     return tl.log2(tl.where(u > 0.0, u, 1.0))
 
 
 @triton.jit
-def squared(u, F: tl.constexpr):
-    """u²; of a map without a shift, whose weights may all be tiny, in units of 2⁻⁸⁰."""
+def square(u, F: tl.constexpr):
+    """Return u²; in units of 2⁻⁸⁰ for pointwise maps, whose weights may all be tiny."""
     if F.family == "pointwise":
         u = u * 2.0**40
     return u * u
 
 
 @triton.jit
-def weighs(u, y, a, seen, C: tl.constexpr):
-    """Above 0 where a key has weight: of a ratio where u rises, however small exp(s − m) is."""
+def find_support(u, y, a, visible, C: tl.constexpr):
+    """Return a tile that is above 0 where a key has weight; for ratios where u rises, however small exp(s − m) is."""
     if C.F.family == "ratio" and not C.F.exponential:
-        u = tl.where(seen, C.F.numerator_slope(1.0, y * a[:, None], 1.0), 0.0)
+        u = tl.where(visible, C.F.numerator_slope(1.0, y * a[:, None], 1.0), 0.0)
     return u
 
 
 @triton.jit
-def counts(r, y, seen, j, top, u, C: tl.constexpr):
-    """What does not depend on the shift: (support, n, first, first_y, pivot, mean, m2) after this tile."""
+def update_counts(r, y, visible, j, top, u, C: tl.constexpr):
+    """Return (support, n, first, first_y, pivot, mean, m2) after a tile: the sums that do not depend on the shift."""
     NEED: tl.constexpr = C.NEED
     support = r.support
     n = r.n
@@ -162,24 +167,24 @@ def counts(r, y, seen, j, top, u, C: tl.constexpr):
     if NEED.support:
         support += tiles.fold(tl.where(u > 0.0, 1.0, 0.0).to(y.dtype), C)
     if NEED.count:
-        n += tiles.fold(tl.where(seen, 1.0, 0.0).to(y.dtype), C)
+        n += tiles.fold(tl.where(visible, 1.0, 0.0).to(y.dtype), C)
     if NEED.track_first:
-        here = tl.min(tl.where(seen, j, 2147483647), 1)
+        here = tl.min(tl.where(visible, j, 2147483647), 1)
         at = tl.sum(tl.where(j == here[:, None], y, 0.0), 1)
         first_y = tl.where(here < first, at, first_y)
         first = tl.minimum(first, here)
     if NEED.moments:
         pivot = tl.where(pivot <= HIDDEN, top, pivot)  # the first tile's maximum: near enough to the mean
-        d = tl.where(seen, y - pivot[:, None], 0.0)
+        d = tl.where(visible, y - pivot[:, None], 0.0)
         mean += tiles.fold(d, C)
         m2 += tiles.fold(d * d, C)
     return support, n, first, first_y, pivot, mean, m2
 
 
 @triton.jit
-def stretch(u, i, j, start, sum_u, BEHIND: tl.constexpr, C: tl.constexpr):
-    """Σ_j u·|i − j| of a tile. Where every key lies behind its query, the row's part leaves the inner sum."""
-    if BEHIND:
+def sum_distances(u, i, j, start, sum_u, CAUSAL: tl.constexpr, C: tl.constexpr):
+    """Return Σ_j u·|i − j| of a tile; if every key lies before its query, i is taken out of the inner sum."""
+    if CAUSAL:
         ahead = (i - start).to(u.dtype)
         moved = ahead[:, None] * sum_u - tiles.fold(u * (j - start).to(u.dtype), C)
     else:
@@ -188,19 +193,22 @@ def stretch(u, i, j, start, sum_u, BEHIND: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def put(ptr, row, rows, value, dead, bare, seen, SLOT: tl.constexpr):
+def store_statistic(ptr, row, rows, value, empty, bare, inside, SLOT: tl.constexpr):
+    """Store one statistic, `bare` for empty rows, if it was asked for."""
     if SLOT >= 0:
-        tl.store(ptr + SLOT * tiles.wide(rows) + row, tl.where(dead, bare, value).to(ptr.dtype.element_ty), mask=seen)
+        where = ptr + SLOT * tiles.wide(rows) + row
+        tl.store(where, tl.where(empty, bare, value).to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def finish(
-    ptr, row, seen, dead, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C: tl.constexpr, rows=None
+    ptr, row, inside, empty, r, a, n, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C: tl.constexpr, rows=None
 ):  # fmt: skip
-    """Store every statistic asked for. u1, v1, d1, x1 are u, v, u′ and cross at the maximum, p = u·inverse.
+    """Turn sums into statistics and store those asked for.
 
-    `rest` is a ratio's 1 − Σv·inverse, what no key has: the sink's share and the silent key's.
-    `rows` of the whole call are what lies between two statistics; None where each program has one block of C.BM.
+    u1, v1, d1, x1 are u, v, u′ and cross at the maximum, and p = u·inverse. `rest` is a ratio's 1 − Σv·inverse: the
+    share of the sink and of softmax1's extra key. `rows` is the distance between two statistics in memory; None where
+    each program has one block of C.BM rows.
     """
     SLOT: tl.constexpr = C.SLOT
     NEED: tl.constexpr = C.NEED
@@ -210,38 +218,38 @@ def finish(
     ties = r.ties
     w = tl.where(inverse == inverse, r.u / unit, inverse)
     sane = w == w  # otherwise a logit is NaN or +inf, and w says so in all that follows
-    alive = ((u1 > 0.0) | (sane == 0)) & (dead == 0)
+    alive = ((u1 > 0.0) | (sane == 0)) & (empty == 0)
     count = tl.where(alive, ties + w, 1.0)  # Σu / u_max ≥ 1
-    put(ptr, row, rows, n, dead, 0.0, seen, SLOT.visible_keys)
+    store_statistic(ptr, row, rows, n, empty, 0.0, inside, SLOT.visible_keys)
     most = tl.where(sane | (r.top == float("inf")), r.top * a, w)  # a maximum passes NaN over
-    put(ptr, row, rows, most, dead, -float("inf"), seen, SLOT.max_logit)
+    store_statistic(ptr, row, rows, most, empty, -float("inf"), inside, SLOT.max_logit)
     if NEED.moments:
         many = tl.maximum(n, 1.0)
         off = r.mean / many
-        put(ptr, row, rows, (r.pivot + off) * a, dead, 0.0, seen, SLOT.mean_logit)
+        store_statistic(ptr, row, rows, (r.pivot + off) * a, empty, 0.0, inside, SLOT.mean_logit)
         spread = at_least_0(r.m2 / many - off * off) * a * a
-        put(ptr, row, rows, spread, dead, 0.0, seen, SLOT.logit_variance)
-    put(ptr, row, rows, tl.where(sane, lse, w), dead, -float("inf"), seen, SLOT.logsumexp)
-    put(ptr, row, rows, tl.where(alive, count * unit * inverse, 0.0), dead, 0.0, seen, SLOT.mass)
+        store_statistic(ptr, row, rows, spread, empty, 0.0, inside, SLOT.logit_variance)
+    store_statistic(ptr, row, rows, tl.where(sane, lse, w), empty, -float("inf"), inside, SLOT.logsumexp)
+    store_statistic(ptr, row, rows, tl.where(alive, count * unit * inverse, 0.0), empty, 0.0, inside, SLOT.mass)
     if NEED.log_u:
         lower = LN2 * (r.log_u - log2_or_0(u1) * r.u) / unit
         entropy = at_least_0(log1p((ties - 1.0) + w) - lower / count)
         entropy = tl.where(alive, entropy, 0.0)
-        put(ptr, row, rows, entropy, dead, 0.0, seen, SLOT.entropy)
-        put(ptr, row, rows, tl.where(alive, tl.exp(entropy), 0.0), dead, 0.0, seen, SLOT.effective_keys)
+        store_statistic(ptr, row, rows, entropy, empty, 0.0, inside, SLOT.entropy)
+        store_statistic(ptr, row, rows, tl.where(alive, tl.exp(entropy), 0.0), empty, 0.0, inside, SLOT.effective_keys)
     if SLOT.participation >= 0:
         whole = unit * 2.0**40 if C.F.family == "pointwise" else unit
         spread = count * count / tl.maximum(ties + r.square / whole / whole, 1.0)
-        put(ptr, row, rows, tl.where(alive, spread, 0.0), dead, 0.0, seen, SLOT.participation)
-    put(ptr, row, rows, tl.where(alive, u1 * inverse, 0.0), dead, 0.0, seen, SLOT.max_weight)
+        store_statistic(ptr, row, rows, tl.where(alive, spread, 0.0), empty, 0.0, inside, SLOT.participation)
+    store_statistic(ptr, row, rows, tl.where(alive, u1 * inverse, 0.0), empty, 0.0, inside, SLOT.max_weight)
     if C.SPARSE:
-        put(ptr, row, rows, tl.where(sane, r.support, w), dead, 0.0, seen, SLOT.support)
+        store_statistic(ptr, row, rows, tl.where(sane, r.support, w), empty, 0.0, inside, SLOT.support)
     else:
-        put(ptr, row, rows, tl.where(sane, n, w), dead, 0.0, seen, SLOT.support)
+        store_statistic(ptr, row, rows, tl.where(sane, n, w), empty, 0.0, inside, SLOT.support)
     far = tl.where(alive, r.distance / (unit * count), 0.0)
-    put(ptr, row, rows, far, dead, 0.0, seen, SLOT.distance)
+    store_statistic(ptr, row, rows, far, empty, 0.0, inside, SLOT.distance)
     opening = tl.where(alive, first_u / (unit * count), 0.0)
-    put(ptr, row, rows, opening, dead, 0.0, seen, SLOT.first_key_mass)
+    store_statistic(ptr, row, rows, opening, empty, 0.0, inside, SLOT.first_key_mass)
     if SLOT.gradient_gain >= 0:
         if C.F.family == "ratio":
             alike = d1 * v1 - x1  # 0 where v′ = u′, before anything is rounded
@@ -256,17 +264,17 @@ def finish(
             gain = tl.where(g > 0.0, pairs / tl.where(g > 0.0, g, 1.0), 0.0)
         else:
             gain = ties * d1 + r.slope
-        put(ptr, row, rows, at_least_0(tl.where(sane, gain, w)), dead, 0.0, seen, SLOT.gradient_gain)
+        store_statistic(ptr, row, rows, at_least_0(tl.where(sane, gain, w)), empty, 0.0, inside, SLOT.gradient_gain)
 
 
 @triton.jit
 def at_least_0(x):
-    """max(x, 0), but NaN stays: a row with a NaN logit says so."""
+    """Return max(x, 0), with NaN kept."""
     return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x ≥ 0 without losing a small x."""
+    """Return log(1 + x) for x ≥ 0 without losing a small x."""
     y = 1.0 + x
     return tl.where(y == 1.0, x, tl.log(y) * x / tl.where(y == 1.0, 1.0, y - 1.0))

@@ -1,14 +1,14 @@
-"""o = Σ_j p_j·v_j with p = g(γ·s − τ) and τ such that Σp = 1, without keeping a score: the row is swept again instead.
+"""Forward of threshold maps: o = Σ_j p_j·v_j, p = g(γ·s − τ), τ such that Σp = 1, by repeated sweeps over the keys.
 
 F(τ) = Σ g(x − τ), x = γ·s, is convex and falls from F(max − 1) ≥ 1 to F(max) = 0. The first sweep finds the maximum
-and, on long rows, F at three guesses (`survey.py`); a few more evaluate F and its slope at the current τ; the last one
-weighs. A step from τ is
+and, on long rows, F at three guesses (`tau_estimate.py`); a few more evaluate F and its slope at the current τ; the
+last one weighs. A step from τ is
 
     far from Σp = 1     τ + F·log F / |F′|     as if F fell like an exponential, which tails of scores nearly do
     near it             the exact solution on the present support (g = t, t²), or Newton's step
 
 kept inside the bracket that the evaluations so far and Newton's steps (never beyond the root) give. The last sweep
-divides by the F it meets, so what is left of the error in τ does not touch Σp.
+divides by the F it finds, so that the remaining error in τ does not touch Σp.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ import triton.language as tl
 from regard._backends.gpu.attention import key_loop, statistics, tau_estimate, tiles
 from regard._backends.gpu.attention.sparse import support
 from regard._backends.gpu.attention.statistics import Sums
-from regard._backends.gpu.attention.tau_estimate import Solver
+from regard._backends.gpu.attention.tau_estimate import Bracket
 from regard._backends.gpu.attention.tiles import HIDDEN
 
 
 @triton.jit
-def top_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """max y, and the count of visible keys where a dense mask decides."""
+def max_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Update max y, and the count of visible keys where a dense mask decides."""
     top, n = state
-    _, _, y, seen, _ = key_loop.look(scene, start, opt, C, EDGE)
+    _, _, y, visible, _ = key_loop.score_tile(block, start, opt, C, EDGE)
     top = tl.maximum(top, tl.max(y, 1))
     if C.NEED.count:
-        n += tl.sum(tl.where(seen, 1.0, 0.0).to(C.ACC), 1)
+        n += tl.sum(tl.where(visible, 1.0, 0.0).to(C.ACC), 1)
     return top, n
 
 
 @triton.jit
 def excess(y, top, tau, a, theta, C: tl.constexpr):
-    """t = max(γ·(s − max) − τ, 0)."""
+    """Return t = max(γ·(s − max) − τ, 0)."""
     return tiles.positive_part((y - top) * (a * C.F.gain(theta)) - tau)
 
 
 @triton.jit
-def measure_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """(Σ g, |∂F/∂τ|, support) at τ."""
+def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add a tile's (Σ g, |∂F/∂τ|, support) at τ."""
     mass, fall, support, top, tau = state
-    _, _, y, _, _ = key_loop.look(scene, start, opt, C, EDGE)
-    t = excess(y, top[:, None], tau[:, None], scene.a[:, None], scene.theta, C)
+    _, _, y, _, _ = key_loop.score_tile(block, start, opt, C, EDGE)
+    t = excess(y, top[:, None], tau[:, None], block.a[:, None], block.theta, C)
     if C.F.order == 2:
         mass += tiles.fold(t * t, C)
         fall += tiles.fold(2.0 * t, C)
@@ -54,14 +54,14 @@ def measure_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         mass += tiles.fold(t, C)
         fall += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     else:
-        mass += tiles.fold(C.F.weigh(t, scene.theta), C)
-        fall += tiles.fold(tl.where(t > 0.0, C.F.slope(t, scene.theta), 0.0), C)
+        mass += tiles.fold(C.F.weigh(t, block.theta), C)
+        fall += tiles.fold(tl.where(t > 0.0, C.F.slope(t, block.theta), 0.0), C)
     return mass, fall, support, top, tau
 
 
 @triton.jit
-def step(s, mass, fall, support, C: tl.constexpr):
-    """The next τ of each row from F, |F′| and the support at the present one."""
+def next_tau(s, mass, fall, support, C: tl.constexpr):
+    """Return the bracket after one step of τ from F, |F′| and the support at the present one."""
     over = mass - 1.0
     low = tl.where(over >= 0.0, tl.maximum(s.low, s.tau), s.low)
     high = tl.where(over <= 0.0, tl.minimum(s.high, s.tau), s.high)
@@ -81,37 +81,37 @@ def step(s, mass, fall, support, C: tl.constexpr):
     left = tl.abs(over)
     if C.F.order == 2:  # what keys that enter or leave the support on the way could add to F
         left = tl.where(tl.abs(over) <= reach, support * (tau - s.tau) * (tau - s.tau), left)
-    return Solver(tau, low, high, left)
+    return Bracket(tau, low, high, left)
 
 
 @triton.jit
-def solve(s, scene, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
-    """τ of every row, relative to γ·max; ends early once no row is farther from Σp = 1 than a last step mends."""
+def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
+    """Find τ of every row, relative to γ·max; ends once every row is so near to Σp = 1 that the last step suffices."""
     lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
     busy = tl.max(tl.where(alive, 1, 0), 0)
     turns = 0
     while (busy > 0) & (turns < LIMIT):
-        mass, fall, support, _, _ = key_loop.sweep((lanes, lanes, lanes, top, s.tau), scene, i0, opt, measure_tile, C)
+        mass, fall, support, _, _ = key_loop.sweep((lanes, lanes, lanes, top, s.tau), block, i0, opt, measure_tile, C)
         mass, fall, support = tl.sum(mass, 1), tl.sum(fall, 1), tl.sum(support, 1)
         if C.F.order == 0:
-            fall = fall / C.F.gain(scene.theta)
-        s = step(s, mass, fall, support, C)
+            fall = fall / C.F.gain(block.theta)
+        s = next_tau(s, mass, fall, support, C)
         busy = tl.max(tl.where(alive & (s.left > CLOSE), 1, 0), 0)
         turns += 1
     return s.tau
 
 
 @triton.jit
-def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """The last sweep: o += p·v, Σp, Σg′ and the statistics. `r.shift` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
+def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add a tile to o, Σp, Σg′ and the statistics: `r.shift` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
     acc, r = state
     NEED: tl.constexpr = C.NEED
-    _, _, y, seen, j = key_loop.look(scene, start, opt, C, EDGE)
-    t = excess(y, r.top[:, None], r.shift[:, None], scene.a[:, None], scene.theta, C)
-    u = C.F.weigh(t, scene.theta)
+    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
+    t = excess(y, r.top[:, None], r.shift[:, None], block.a[:, None], block.theta, C)
+    u = C.F.weigh(t, block.theta)
     if C.F.order == 0:
         u = tl.where(t == t, u, t)  # a power of what is above 0 hides NaN
-    d = tl.where(t > 0.0, C.F.slope(t, scene.theta), t)
+    d = tl.where(t > 0.0, C.F.slope(t, block.theta), t)
     sum_u = tiles.fold(u, C)
     z, sv = r.z + sum_u, r.v + tiles.fold(d, C)
     ties, su, sl, sq, ss, sx, se, far = r.ties, r.u, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
@@ -119,7 +119,7 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         below = y != r.top[:, None]
         under = tl.where(below, u, 0.0)
         su += tiles.fold(under, C)
-        ties += tiles.fold(tl.where(seen, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
+        ties += tiles.fold(tl.where(visible, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
         if NEED.log_u:
             sl += tiles.fold(under * statistics.log2_or_0(under), C)
         if NEED.square:
@@ -129,15 +129,15 @@ def weigh_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             ss += tiles.fold(lower, C)
             sx += tiles.fold(lower * lower, C)
         if NEED.lse:
-            gap = (y - r.top[:, None]) * (scene.a * tiles.LOG2E)[:, None]
-            se += tiles.fold(tl.where(seen, tl.where(below, tl.exp2(gap), 0.0), 0.0), C)
+            gap = (y - r.top[:, None]) * (block.a * tiles.LOG2E)[:, None]
+            se += tiles.fold(tl.where(visible, tl.where(below, tl.exp2(gap), 0.0), 0.0), C)
         if NEED.distance:
-            far += statistics.stretch(u, scene.i, j, start, sum_u, C.BEHIND and not EDGE, C)
-    support, n, first, first_y, pivot, mean, m2 = statistics.counts(r, y, seen, j, r.top, t, C)
+            far += statistics.sum_distances(u, block.i, j, start, sum_u, C.CAUSAL and not EDGE, C)
+    support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, r.top, t, C)
     r = Sums(r.top, r.shift, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
-    values = key_loop.values_of(scene, start, seen, opt, C, EDGE)
+    values = key_loop.load_values(block, start, visible, opt, C, EDGE)
     if opt.seed is not None:
-        u = tl.where(tiles.keeps(scene.b, scene.h, scene.i[:, None], j, opt, scene.seed), u, 0.0)
+        u = tl.where(tiles.dropout_mask(block.b, block.h, block.i[:, None], j, opt, block.seed), u, 0.0)
     acc = tiles.dot(u.to(values.dtype), values, acc, C)
     return acc, r
 
@@ -147,41 +147,41 @@ def forward_threshold(
     q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, failed, opt,
     C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries, unless the lists (`support.py`) have served it."""
+    """Compute one block of queries per program, unless the candidate lists (`sparse/`) have computed it."""
     if failed is not None:
-        if support.queries_served(failed, opt, C.BM, support.FLAGGED):
+        if support.are_queries_solved(failed, opt, C.BM, support.FLAG_ROWS):
             return
-    scene, i0 = key_loop.scene_of(q, k, v, k_blocks, v_blocks, opt, C)
+    block, i0 = key_loop.load_query_block(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    if tau_estimate.worthwhile(scene, i0, opt, C):
-        s, top, n = tau_estimate.survey(scene, i0, opt, C)
+    if tau_estimate.is_worthwhile(block, i0, opt, C):
+        s, top, n = tau_estimate.survey(block, i0, opt, C)
     else:
-        s = Solver(zero - 1.0, zero - 1.0, zero, zero + 1.0)
-        top, n = key_loop.sweep((zero + HIDDEN, zero), scene, i0, opt, top_tile, C)
-    inside = scene.i < opt.queries
-    seen_keys = n if C.NEED.count else tl.maximum(scene.last - scene.first, 0).to(C.ACC)
-    dead = seen_keys == 0.0
-    tau = solve(s, scene, top, inside & (dead == 0), i0, opt, C, LIMIT, CLOSE)
-    r = statistics.nothing(tau, C)
+        s = Bracket(zero - 1.0, zero - 1.0, zero, zero + 1.0)
+        top, n = key_loop.sweep((zero + HIDDEN, zero), block, i0, opt, max_tile, C)
+    inside = block.i < opt.queries
+    visible_keys = n if C.NEED.count else tl.maximum(block.last - block.first, 0).to(C.ACC)
+    empty = visible_keys == 0.0
+    tau = solve(s, block, top, inside & (empty == 0), i0, opt, C, LIMIT, CLOSE)
+    r = statistics.empty_sums(tau, C)
     r = Sums(top, tau, r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance, r.support, r.n,
              r.first, r.first_y, r.pivot, r.mean, r.m2)  # fmt: skip
-    acc, r = key_loop.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), scene, i0, opt, weigh_tile, C)
-    r = statistics.gathered(r)
-    inverse = tl.where(dead, 0.0, 1.0 / tl.where(r.z == 0.0, 1.0, r.z))
-    out = tl.where(dead[:, None], 0.0, acc * (inverse * tiles.number(opt.kept, C.ACC))[:, None])
-    tiles.store_block(o, scene.b, scene.h, i0, opt.queries, out, C.BM, C.E, C.BE)
-    row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
-    a, theta = scene.a, scene.theta
-    tl.store(shifts + row, tl.where(dead, 0.0, top * (a * C.F.gain(theta)) + tau), mask=inside)
-    tl.store(sums + row, tl.where(dead, 0.0, r.v), mask=inside)
+    acc, r = key_loop.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), block, i0, opt, weigh_tile, C)
+    r = statistics.sum_lanes(r)
+    inverse = tl.where(empty, 0.0, 1.0 / tl.where(r.z == 0.0, 1.0, r.z))
+    out = tl.where(empty[:, None], 0.0, acc * (inverse * tiles.number(opt.keep_scale, C.ACC))[:, None])
+    tiles.store_block(o, block.b, block.h, i0, opt.queries, out, C.BM, C.E, C.BE)
+    row = (tiles.wide(block.b) * opt.heads + block.h) * opt.queries + block.i
+    a, theta = block.a, block.theta
+    tl.store(shifts + row, tl.where(empty, 0.0, top * (a * C.F.gain(theta)) + tau), mask=inside)
+    tl.store(sums + row, tl.where(empty, 0.0, r.v), mask=inside)
     if C.NEED.top:
         t1 = tiles.positive_part(-tau)
         u1, d1 = C.F.weigh(t1, theta), C.F.slope(t1, theta)
         first_u = zero
         if C.NEED.first:
-            y = r.first_y if C.NEED.track_first else statistics.first_scores(scene, opt, C)
+            y = r.first_y if C.NEED.track_first else statistics.first_scores(block, opt, C)
             first_u = C.F.weigh(excess(y, top, tau, a, theta, C), theta)
         lse = top * a + tl.log(r.ties + r.lse)
         statistics.finish(
-            stats, row, inside, dead, r, a, seen_keys, u1, u1, d1, d1 * d1, first_u, zero, inverse, lse, opt, C
+            stats, row, inside, empty, r, a, visible_keys, u1, u1, d1, d1 * d1, first_u, zero, inverse, lse, opt, C
         )

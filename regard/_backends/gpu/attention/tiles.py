@@ -1,4 +1,4 @@
-"""What every attention kernel does with a tile of scores: s = (cap(scale·qkᵀ) + bias) / T over the visible keys.
+"""Tile functions of every attention kernel: loads, stores, and s = (cap(scale·qkᵀ) + bias) / T over visible keys.
 
 Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is exp2 of one multiply-add:
 
@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-HIDDEN = tl.constexpr(-(2.0**100))  # the score of a key that a row does not see: finite, so that no difference is NaN
+HIDDEN = tl.constexpr(-(2.0**100))  # score of a hidden key: finite, so that no difference is NaN
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 class View(NamedTuple):
-    """A tensor inside a kernel: its pointer (None: there is no such input) and its strides."""
+    """A tensor inside a kernel: its pointer (None: no such input) and its strides."""
 
     ptr: Any
     stride: tuple
 
 
 class Options(NamedTuple):
-    """The options of one call. Absent ones are None and cost nothing; numbers are pairs (float32, remainder)."""
+    """The options of one call; absent ones are None and cost nothing, floats are pairs (float32, remainder)."""
 
     bias: View
     mask: View
@@ -41,27 +41,27 @@ class Options(NamedTuple):
     scale: tuple
     cap: Any
     theta: tuple
-    dropped: Any  # keep a key where its random word is at least this
-    kept: tuple  # 1 / (1 − dropout), what kept weights are multiplied by
+    drop_below: Any  # dropout keeps a key whose random word is at least this
+    keep_scale: tuple  # 1 / (1 − dropout)
     heads: Any
     group: Any  # query heads per key head
     queries: Any
     keys: Any
-    ahead: Any = None  # how far the first query stands beyond the first key, for distances of a part
+    offset: Any = None  # causal offset, for distances of a part
 
 
 class Config(NamedTuple):
-    """What a kernel is compiled for."""
+    """The compile-time constants of a kernel."""
 
     F: Any  # the normaliser's tile functions
     NEED: Any
     SLOT: Any
     SPARSE: bool
     LINEAR: bool
-    BEHIND: bool  # no query sees a key after itself
-    TILTED: bool  # statistics have gradients
-    HEAT: bool  # the temperature's gradient is wanted
-    FOLDED: bool  # backward: 1/Z is part of the exponent
+    CAUSAL: bool  # no query sees a key after itself
+    STATS_GRAD: bool  # statistics have gradients
+    TEMPERATURE_GRAD: bool  # the temperature's gradient is wanted
+    Z_IN_SHIFT: bool  # backward: 1/Z is part of the exponent
     ACC: Any
     PRECISION: str
     WIDEN: bool  # the interpreter multiplies bfloat16 as bits: widen first
@@ -71,23 +71,25 @@ class Config(NamedTuple):
     BE: int
     BM: int
     BN: int
-    BULK: bool  # whole blocks come by the bulk copy engine, through tensor descriptors
-    LANES: int  # partial sums per row, so that threads of a row need not meet in every tile
+    BULK: bool  # whole blocks are loaded through tensor descriptors
+    LANES: int  # partial sums per row, so that its threads need not reduce in every tile
 
 
 @triton.jit
 def zeros(M: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr):
+    """Return an [M, N] tile of zeros."""
     return tl.zeros([M, N], TYPE)
 
 
 @triton.jit
 def full(M: tl.constexpr, VALUE: tl.constexpr, TYPE: tl.constexpr):
+    """Return a vector [M] of one value."""
     return tl.full([M], VALUE, TYPE)
 
 
 @triton.jit
 def dot(x, y, acc, C: tl.constexpr):
-    """acc + x·y, in the accumulator's precision."""
+    """Return acc + x·y in the accumulator's precision."""
     if C.WIDEN:
         x = x.to(tl.float32)
         y = y.to(tl.float32)
@@ -96,48 +98,39 @@ def dot(x, y, acc, C: tl.constexpr):
 
 @triton.jit
 def fold(x, C: tl.constexpr):
-    """Σ over the tile's keys, [M, N] → [M, LANES]."""
-    return fold_to(x, x.shape[0], x.shape[1] // C.LANES, C.LANES)
-
-
-@triton.jit
-def fold_to(x, M: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr):
-    if LANES == 1:
+    """Sum a tile over its keys, [M, N] → [M, LANES]."""
+    if C.LANES == 1:
         folded = tl.sum(x, 1)[:, None]
     else:
-        folded = tl.sum(tl.reshape(x, [M, PARTS, LANES]), 1)
+        folded = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // C.LANES, C.LANES]), 1)
     return folded
 
 
 @triton.jit
-def highest(x, C: tl.constexpr):
-    """max over the tile's keys, [M, N] → [M], laid out as the lanes are."""
-    return highest_to(x, x.shape[0], x.shape[1] // C.LANES, C.LANES)
-
-
-@triton.jit
-def highest_to(x, M: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr):
-    if LANES == 1:
+def fold_max(x, C: tl.constexpr):
+    """Take the maximum of a tile over its keys, [M, N] → [M], laid out as the lanes are."""
+    if C.LANES == 1:
         most = tl.max(x, 1)
     else:
-        most = tl.max(tl.max(tl.reshape(x, [M, PARTS, LANES]), 1), 1)
+        most = tl.max(tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // C.LANES, C.LANES]), 1), 1)
     return most
 
 
 @triton.jit
 def wide(x):
-    """An index in 64 bits: more than 2³¹ elements are allowed."""
+    """Cast an index to 64 bits, as tensors may have more than 2³¹ elements."""
     return tl.cast(x, tl.int64)
 
 
 @triton.jit
 def number(pair, like):
-    """A Python float that came as two float32 numbers, in the precision of `like`."""
+    """Return a float that came as two float32 numbers, in the precision of `like`."""
     return tl.cast(pair[0], like) + tl.cast(pair[1], like)
 
 
 @triton.jit
 def key_count(opt, b):
+    """Return the number of keys of batch entry b."""
     n = opt.keys
     if opt.lengths is not None:
         n = tl.maximum(tl.minimum(tl.load(opt.lengths + b).to(tl.int32), n), 0)
@@ -146,7 +139,7 @@ def key_count(opt, b):
 
 @triton.jit
 def interval(i, opt, n):
-    """Query i sees keys first ≤ j < last, as far as causal order, window and lengths decide."""
+    """Return (first, last): query i sees keys first ≤ j < last by causal order, window and lengths."""
     first = i * 0
     last = i * 0 + n
     if opt.left is not None:
@@ -157,17 +150,17 @@ def interval(i, opt, n):
 
 
 @triton.jit
-def rows_of(view, b, h, i, seen, other):
-    """A number per row, view[b, h, i]."""
+def load_rows(view, b, h, i, visible, other):
+    """Load a number per row, view[b, h, i]."""
     where = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
-    return tl.load(where + wide(i) * view.stride[2], mask=seen, other=other)
+    return tl.load(where + wide(i) * view.stride[2], mask=visible, other=other)
 
 
 @triton.jit
-def block_of(
+def load_block(
     view, b, h, start, first, last, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ALL: tl.constexpr
 ):
-    """view[b, h, start : start + SIZE, :] as [SIZE, PAD]; rows outside [first, last) are 0 and never read."""
+    """Load view[b, h, start : start + SIZE, :] as [SIZE, PAD]; rows outside [first, last) are 0 and never read."""
     base = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
     base += wide(start) * view.stride[2]
     r = tl.arange(0, SIZE)
@@ -185,13 +178,14 @@ def block_of(
 
 
 @triton.jit
-def bulk_of(blocks, b, h, start, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """The same block, whole, through a tensor descriptor."""
+def load_bulk_block(blocks, b, h, start, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """Load a whole block [SIZE, PAD] through a tensor descriptor."""
     return tl.reshape(blocks.load([tl.cast(b, tl.int32), tl.cast(h, tl.int32), start, 0]), [SIZE, PAD])
 
 
 @triton.jit
 def store_block(view, b, h, start, last, tile, SIZE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Store a tile to view[b, h, start : start + SIZE, :], up to row `last`."""
     base = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
     base += wide(start) * view.stride[2]
     r = tl.arange(0, SIZE)
@@ -201,14 +195,15 @@ def store_block(view, b, h, start, last, tile, SIZE: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def dense_at(view, b, h, i, j):
+def dense_ptr(view, b, h, i, j):
+    """Return pointers to view[b, h, i, j]."""
     where = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
     return where + wide(i) * view.stride[2] + wide(j) * view.stride[3]
 
 
 @triton.jit
 def tanh(x):
-    """(1 − e)/(1 + e), e = exp(−2|x|); near 0, where that cancels, a convergent of x/(1 + x²/(3 + x²/(5 + …)))."""
+    """Compute (1 − e)/(1 + e), e = exp(−2|x|); near 0 a convergent of x/(1 + x²/(3 + x²/(5 + …)))."""
     size = tl.abs(x)
     e = tl.exp(-2.0 * size)
     near = tl.minimum(size, 0.25)
@@ -220,8 +215,8 @@ def tanh(x):
 
 
 @triton.jit
-def scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
-    """(y, seen) of a tile of products x = q·k; y is HIDDEN where a key is not seen."""
+def compute_scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
+    """Turn products x = q·k into (y, visible); y is HIDDEN where a key is not visible."""
     y = x
     if not LINEAR:
         y = x * number(opt.scale, x.dtype)
@@ -229,64 +224,65 @@ def scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.const
             cap = number(opt.cap, x.dtype)
             y = cap * tanh(y / cap)
     if opt.bias.ptr is not None:
-        bias = tl.load(dense_at(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)
+        bias = tl.load(dense_ptr(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)
         y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
     if opt.mask.ptr is not None:
-        shown = tl.load(dense_at(opt.mask, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0).to(tl.int32)
+        shown = tl.load(dense_ptr(opt.mask, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0).to(tl.int32)
         y = tl.where(shown == 0, HIDDEN, y)
     if EDGE:
         y = tl.where(j < first, HIDDEN, y)
         y = tl.where(j < tl.where(i < opt.queries, last, 0), y, HIDDEN)
     if EDGE or (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
-        seen = y != HIDDEN
+        visible = y != HIDDEN
     else:
-        seen = tl.full(x.shape, 1, tl.int1)
-    return y, seen
+        visible = tl.full(x.shape, 1, tl.int1)
+    return y, visible
 
 
 @triton.jit
 def cap_slope(x, opt):
-    """∂ cap(scale·x) / ∂(scale·x) = 1 − tanh²."""
+    """Return ∂ cap(scale·x) / ∂(scale·x) = 1 − tanh²."""
     t = tanh(x * number(opt.scale, x.dtype) / number(opt.cap, x.dtype))
     return 1.0 - t * t
 
 
 @triton.jit
 def row_factor(b, h, i, opt, like, LINEAR: tl.constexpr):
-    """a with s = a·y: scale/T or 1/T, as [rows]."""
+    """Return a with s = a·y, scale/T or 1/T, as [rows]."""
     a = tl.full(i.shape, 1.0, like)
     if opt.temperature.ptr is not None:
-        a = 1.0 / rows_of(opt.temperature, b, h, i, i < opt.queries, 1.0).to(like)
+        a = 1.0 / load_rows(opt.temperature, b, h, i, i < opt.queries, 1.0).to(like)
     if LINEAR:
         a = a * number(opt.scale, like)
     return a
 
 
 @triton.jit
-def keeps(b, h, i, j, opt, seed):
-    """Which weights dropout keeps: the first word of philox(seed; key, row) is at least opt.dropped."""
+def dropout_mask(b, h, i, j, opt, seed):
+    """Return which weights dropout keeps: philox(seed; key, row) starts with a word of at least opt.drop_below."""
     row = (wide(b) * opt.heads + h) * opt.queries + wide(i) + wide(j) * 0
     low = (row & 0xFFFFFFFF).to(tl.uint32)
     high = (row >> 32).to(tl.uint32)
     key = (j + i * 0).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, key, low, high, low * 0)
-    return word >= wide(opt.dropped).to(tl.uint32)
+    return word >= wide(opt.drop_below).to(tl.uint32)
 
 
 @triton.jit
 def positive_part(x):
-    """max(x, 0) that lets NaN through."""
+    """Return max(x, 0), with NaN kept."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def unshift(shift):
-    """c = exp(−m); maps that use it have m ≥ 0, for the others it need only be finite."""
+    """Return c = exp(−m); maps that use it have m ≥ 0, for the others it need only be finite."""
     return tl.exp2(tl.minimum(-shift, 64.0))
 
 
 @triton.jit
 def load_seed(opt):
+    """Load the dropout seed, 0 without dropout."""
     seed = 0
     if opt.seed is not None:
         seed = tl.load(opt.seed)

@@ -1,15 +1,15 @@
-"""Long rows of the pointwise family, written as they are read: nothing is held, nothing waits for a sum.
+"""Row kernel for long rows of the pointwise family: each step of columns is written as soon as it is read.
 
-A row that holds NaN or +inf becomes NaN as a whole. That is known when all of it has been read, and such a row is
+A row that holds NaN or +inf becomes NaN as a whole. That is known only after all of it has been read; such a row is
 written a second time.
 """
 
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.rows.online import join
-from regard._backends.gpu.rows.terms import terms
-from regard._backends.gpu.rows.tiles import highest, larger, load_scores, number, parameter, store, store_state
+from regard._backends.gpu.rows import tiles
+from regard._backends.gpu.rows.ratio import merge_parts
+from regard._backends.gpu.rows.terms import compute_terms
 
 
 @triton.jit
@@ -19,31 +19,31 @@ def forward_pointwise(
     F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TRAITS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, STEP: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
-    """One row, or COLUMNS of it where several programs share it, STEP at a time; COLUMNS is a multiple of STEP."""
+    """Weights of one row, or of COLUMNS of a shared one, STEP columns at a time; COLUMNS is a multiple of STEP."""
     ACC: tl.constexpr = state.dtype.element_ty
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)
     rows = row + tl.arange(0, 1)[:, None]
     begin = part * COLUMNS
     end = tl.minimum(begin + COLUMNS, N)
-    scale = number(scale, ACC)
-    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
-    none = number(0.0, ACC)
+    steps = tiles.Tile(s, mask, rows, tl.arange(0, STEP)[None, :], R, N, mask_row, mask_column)
+    scale = tiles.scalar_tile(scale, ACC)
+    theta = tiles.load_theta(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    zero = tiles.scalar_tile(0.0, ACC)
     tops = tl.full([1, STEP], float("-inf"), ACC)
     if STAGE != "finish":
         for first in range(begin, end, STEP):
-            columns = first + tl.arange(0, STEP)[None, :]
-            x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-            tops = larger(tops, x)
-            u, _v = terms(x, none, scale, theta, F, TRAITS, False, False)
-            store(p, u, rows, columns, R, N)
-    top, _z, _shift, _fall = join(
-        highest(tops), none, none, scale, partial, counters, row, part, parts, F, TRAITS, PARTS, STAGE, ACC
+            tile = tiles.move_tile(steps, first + steps.columns)
+            x = tiles.load_scores(tile, HAS_MASK, ACC)
+            tops = tiles.nan_maximum(tops, x)
+            u, _v = compute_terms(x, zero, scale, theta, F, TRAITS, False, False)
+            tiles.store(p, u, tile)
+    top, _z, _shift, _factor = merge_parts(
+        tiles.row_maximum(tops), zero, zero, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC
     )
     if STAGE != "publish":
         bad = tl.where(top < float("inf"), 0.0, float("nan"))
-        store_state(state, none, bad, rows, part, R)
+        tiles.store_state(state, zero, bad, rows, part, R)
         if tl.max(tl.where(top < float("inf"), 0, 1)) > 0:
             for first in range(begin, end, STEP):
-                columns = first + tl.arange(0, STEP)[None, :]
-                store(p, tl.zeros([1, STEP], ACC) + bad, rows, columns, R, N)
+                tiles.store(p, tl.zeros([1, STEP], ACC) + bad, tiles.move_tile(steps, first + steps.columns))

@@ -1,4 +1,4 @@
-"""The terms of the ratio and pointwise families: u and v of a tile of scores, for scores of any size a float has.
+"""Numerators and denominators of the ratio family, and weights of the pointwise one, for a tile of scores.
 
 Scores are scaled after the row's maximum is subtracted, so that their differences are what rounds.
 """
@@ -6,12 +6,12 @@ Scores are scaled after the row's maximum is subtracted, so that their differenc
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.rows.tiles import exponential, finite
+from regard._backends.gpu.rows.tiles import shifted_exp
 
 
 @triton.jit
-def shift_of(m, F: tl.constexpr):
-    """What a map subtracts from scores whose maximum is m."""
+def shift_from_max(m, F: tl.constexpr):
+    """Returns what a normaliser subtracts from scores whose maximum is m."""
     if F.shift == "max":
         return m
     elif F.shift == "max0":
@@ -21,28 +21,17 @@ def shift_of(m, F: tl.constexpr):
 
 
 @triton.jit
-def suited(top, scale, TRAITS: tl.constexpr):
-    """What scores are multiplied by: the scale; or about 1/max, for a map proportional to them where their sum, or its
-    inverse, could overflow. At most 1e37 times the scale, so that a part of a row can be told in the row's."""
-    if TRAITS.proportional:
-        m = finite(top)
-        inverse = tl.minimum(1.0 / tl.where(m > 0.0, m, 1.0), 2.0**126)
-        inverse = tl.minimum(inverse, tl.maximum(1e37 * scale, 1.0))
-        scale = tl.where((m > 0.0) & ((m * scale > 1e30) | (m * scale < 1e-30)), inverse, scale + m * 0.0)
-    return scale
-
-
-@triton.jit
-def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr, NEAR: tl.constexpr):
-    """(u, v) of scores, 0 where they are −inf."""
+def compute_terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr,
+                  NEAR: tl.constexpr):  # fmt: skip
+    """(u, v), numerator and denominator of each score; 0 where it is −inf. NEAR: as in `expm1_terms`."""
     if F.family == "ratio":
         y = x * scale
-        e, c = grown(exponential(x, shift, scale, HALF), y, silence(shift, scale, HALF), NEAR)
+        e, c = expm1_terms(shifted_exp(x, shift, scale, HALF), y, exp_minus_shift(shift, scale, HALF), NEAR)
         u = F.numerator(e, y, c)
         v = F.denominator(e, y, c)
-        if not TRAITS.numerator_ends:
+        if not TRAITS.numerator_vanishes:
             u = tl.where(x > float("-inf"), u, 0.0)
-        if not TRAITS.denominator_ends:
+        if not TRAITS.denominator_vanishes:
             v = tl.where(x > float("-inf"), v, 0.0)
     else:
         u = tl.where(x > float("-inf"), F.weigh(x * scale, theta), 0.0)
@@ -51,14 +40,14 @@ def terms(x, shift, scale, theta, F: tl.constexpr, TRAITS: tl.constexpr, HALF: t
 
 
 @triton.jit
-def silence(shift, scale, HALF: tl.constexpr):
-    """c = exp(−m), finite, so that 0·c is 0."""
-    return tl.minimum(exponential(shift * 0.0, shift, scale, HALF), 3e38)
+def exp_minus_shift(shift, scale, HALF: tl.constexpr):
+    """c = exp(−shift·scale), finite, so that 0·c is 0."""
+    return tl.minimum(shifted_exp(shift * 0.0, shift, scale, HALF), 3e38)
 
 
 @triton.jit
-def grown(e, y, c, NEAR: tl.constexpr):
-    """(e, c) of a map of e − c alone: that difference and 0, where NEAR scores would lose its digits to cancellation.
+def expm1_terms(e, y, c, NEAR: tl.constexpr):
+    """(e, c) for a normaliser of e − c alone; if NEAR, (e − c, 0) without cancellation for y near 0.
 
     e^y − 1 = y·P(y), minimax on |y| ≤ ½ with relative error 3e-9.
     """
@@ -75,16 +64,9 @@ def grown(e, y, c, NEAR: tl.constexpr):
 
 
 @triton.jit
-def total(x, shift, scale, F: tl.constexpr, TRAITS: tl.constexpr, HALF: tl.constexpr):
-    """Σv over a tile's columns, [ROWS, 1]."""
-    if TRAITS.differs and not HALF and x.dtype == tl.float32:
-        if tl.min(shift * scale) < 0.25:
-            _u, v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, True)
-            z = tl.sum(v, 1, keep_dims=True)
-        else:
-            _u, v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
-            z = tl.sum(v, 1, keep_dims=True)
-    else:
-        _u, v = terms(x, shift, scale, 0.0, F, TRAITS, HALF, False)
-        z = tl.sum(v, 1, keep_dims=True)
-    return z
+def is_near_zero(shift, scale):
+    """True if a row of the tile may have only logits near 0, where e − c would cancel.
+
+    Callers branch on it for the whole program: computing both forms for every score made the kernels spill.
+    """
+    return tl.min(shift * scale) < 0.25

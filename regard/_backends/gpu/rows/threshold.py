@@ -1,38 +1,39 @@
-"""Rows of the threshold family: p = value(max(y − τ, 0)) with Σp = 1, y = gain·(s − max); and their backward."""
+"""Row kernels of the threshold family: p = value(max(y − τ, 0)) with Σp = 1, y = gain·(s − max)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.rows.solver import LIMIT, Row, advance, maxima, read_again, scores_of, solve, start, sums
-from regard._backends.gpu.rows.tiles import (
-    finite,
-    gather,
-    highest,
-    larger,
-    load,
-    load_scores,
-    meet,
-    number,
-    parameter,
-    place,
-    publish,
-    reciprocal,
-    store,
-    store_state,
-    visible,
+from regard._backends.gpu.rows import tiles
+from regard._backends.gpu.rows.solver import (
+    Logits,
+    bound_from_maxima,
+    group_maxima,
+    load_logits,
+    solve,
+    sum_held,
+    sum_shared,
+    sum_tile,
+    tile_logits,
+    with_logits,
 )
 
-SUMS = tl.constexpr(6)  # partial sums that a part publishes beside its maxima: three, in two buffers that take turns
-FOUND = tl.constexpr(4)  # numbers that `solve_rows` finds: max, τ, Σ value, Σ slope
+SUMS = tl.constexpr(6)  # partial sums that a part publishes beside its maxima: three, in two buffers
+SOLVED = tl.constexpr(4)  # numbers that `solve_rows` stores: maximum, τ, Σ value, Σ slope
 
 
 @triton.jit
 def gather_maxima(partial, parts, GROUPS: tl.constexpr, PARTS: tl.constexpr):
-    """The maxima that the row's parts have published, [1, PARTS·GROUPS]."""
+    """Loads the maxima that the row's parts have published, [1, PARTS·GROUPS]."""
     which = tl.arange(0, PARTS * GROUPS)[None, :]
     return tl.load(partial + which, mask=which < parts * GROUPS, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
+def load_scalar(pointer, ACC: tl.constexpr):
+    """Loads one number, [1, 1]."""
+    return tl.zeros([1, 1], ACC) + tl.load(pointer)
 
 
 @triton.jit
@@ -41,153 +42,128 @@ def forward_threshold(
     scale: tl.float64, theta: tl.float64,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
-    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr, AGAIN: tl.constexpr, STAGE: tl.constexpr,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, C: tl.constexpr, STAGE: tl.constexpr,
 ):  # fmt: skip
-    """One row or part per program (ROWS = 1): rows that step together all take as many steps as the slowest.
-
-    AGAIN: "all" scores, the second "half" of them or "none" are read again, from the cache, at every step.
-    """
+    """Weights of one row or part per program; rows solved together would all take the steps of the slowest."""
     ACC: tl.constexpr = state.dtype.element_ty
-    HALVES: tl.constexpr = 2 if AGAIN == "half" else 1
-    rows, columns, row, part = place(parts, ROWS, COLUMNS // HALVES)
-    others = columns + COLUMNS // HALVES
-    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    TOLERANCE: tl.constexpr = C.TOLERANCE
+    rows, columns, row, part = tiles.locate_tile(parts, ROWS, COLUMNS)
+    tile = tiles.Tile(s, mask, rows, columns, R, N, mask_row, mask_column)
+    theta = tiles.load_theta(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
-    factor = number(scale, ACC) * gain
-    x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
+    factor = tiles.scalar_tile(scale, ACC) * gain
+    x = tiles.load_scores(tile, HAS_MASK, ACC)
     scratch = partial + row * (GROUPS + SUMS) * parts
     if STAGE == "meet" or STAGE == "publish":
-        tl.store(scratch + part * GROUPS + tl.arange(0, GROUPS)[None, :], maxima(x, GROUPS, VECTOR))
+        tl.store(scratch + part * GROUPS + tl.arange(0, GROUPS)[None, :], group_maxima(x, GROUPS, VECTOR))
     if STAGE == "meet":
-        meet(counters + row, parts)
+        tiles.wait_for_parts(counters + row, parts)
     if STAGE == "whole" or STAGE == "meet":
         if STAGE == "meet":
-            top, tau = start(gather_maxima(scratch, parts, GROUPS, PARTS), theta, gain, factor, partial, F)
+            top, tau = bound_from_maxima(gather_maxima(scratch, parts, GROUPS, PARTS), theta, gain, factor, C)
         elif GROUPS > 0:
-            few = maxima(x, GROUPS, VECTOR)
-            if AGAIN == "half":
-                y = load_scores(s, mask, rows, others, R, N, mask_row, mask_column, HAS_MASK, ACC)
-                few = larger(few, maxima(y, GROUPS, VECTOR))
-            top, tau = start(few, theta, gain, factor, partial, F)
+            top, tau = bound_from_maxima(group_maxima(x, GROUPS, VECTOR), theta, gain, factor, C)
         else:
-            top, tau = highest(x), tl.full([1, 1], -1.0, ACC)
-        y = (x - finite(top)) * factor
-        held = Row(s, mask, rows, columns, R, N, mask_row, mask_column, 0 if AGAIN == "all" else y, others)
-        tau, total, slope = solve(
-            held, top, factor, tau, theta, gain, scratch + GROUPS * parts, counters + row, part, parts, TOLERANCE, F,
-            PARTS, STAGE == "meet", HAS_MASK, ACC, AGAIN,
-        )  # fmt: skip
-        y = scores_of(held, top, factor, HAS_MASK, ACC, AGAIN)
-    if STAGE == "finish":  # solve_rows has been here
-        found = partial + R * (GROUPS + SUMS) * parts + row * FOUND
-        top, tau, total, slope = one(found, ACC), one(found + 1, ACC), one(found + 2, ACC), one(found + 3, ACC)
-        y = (x - finite(top)) * factor
+            top, tau = tiles.row_maximum(x), tl.full([1, 1], -1.0, ACC)
+        y = (x - tiles.finite_or_zero(top)) * factor
+        logits = Logits(
+            tile, 0 if C.AGAIN else y, top, factor, theta, scratch + GROUPS * parts, counters + row, part, parts
+        )
+        if STAGE == "meet":
+            tau, total, slope = solve(sum_shared, logits, tau, gain, TOLERANCE, C)
+        else:
+            tau, total, slope = solve(sum_tile, logits, tau, gain, TOLERANCE, C)
+        y = tile_logits(logits, C)
+    if STAGE == "finish":  # after `solve_rows`
+        solved = partial + R * (GROUPS + SUMS) * parts + row * SOLVED
+        top, tau = load_scalar(solved, ACC), load_scalar(solved + 1, ACC)
+        total, slope = load_scalar(solved + 2, ACC), load_scalar(solved + 3, ACC)
+        y = (x - tiles.finite_or_zero(top)) * factor
     if STAGE != "publish":
-        inverse = tl.where(top < float("inf"), reciprocal(total), float("nan"))
-        store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, columns, R, N)
-        if AGAIN == "half":
-            y = read_again(held, others, top, factor, HAS_MASK, ACC)
-            store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, rows, others, R, N)
-        shift = tl.where(top == float("-inf"), 0.0, finite(top) * factor + tau)
-        store_state(state, shift, tl.where(top < float("inf"), slope, float("nan")), rows, part, R)
-
-
-@triton.jit
-def one(pointer, ACC: tl.constexpr):
-    return tl.zeros([1, 1], ACC) + tl.load(pointer)
+        inverse = tl.where(top < float("inf"), tiles.reciprocal(total), float("nan"))
+        tiles.store(p, F.weigh(tl.maximum(y - tau, 0.0), theta) * inverse, tile)
+        shift = tl.where(top == float("-inf"), 0.0, tiles.finite_or_zero(top) * factor + tau)
+        tiles.store_state(state, shift, tl.where(top < float("inf"), slope, float("nan")), rows, part, R)
 
 
 @triton.jit
 def solve_rows(
     s, mask, theta_rows, partial, R, N, parts, mask_row, mask_column, scale: tl.float64, theta: tl.float64,
-    F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
-    GROUPS: tl.constexpr, VECTOR: tl.constexpr, TOLERANCE: tl.constexpr,
+    F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr,
+    GROUPS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Between "publish" and "finish": one program per row reads it once per step of τ."""
+    """Solves one row per program, between "publish" and "finish"; reads the row once per step."""
     ACC: tl.constexpr = partial.dtype.element_ty
+    TOLERANCE: tl.constexpr = C.TOLERANCE
     row = tl.program_id(0).to(tl.int64)
     rows = row + tl.arange(0, 1)[:, None]
-    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    tile = tiles.Tile(s, mask, rows, tl.arange(0, COLUMNS)[None, :], R, N, mask_row, mask_column)
+    theta = tiles.load_theta(theta, theta_rows, rows, R, HAS_THETA, ACC)
     gain = F.gain(theta) + theta * 0.0
-    factor = number(scale, ACC) * gain
-    few = gather_maxima(partial + row * (GROUPS + SUMS) * parts, parts, GROUPS, PARTS)
-    top, tau = start(few, theta, gain, factor, partial, F)
-    floor = tau * 0.0 - 1.0
-    total, slope, count = read_sums(
-        s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, TOLERANCE, F, COLUMNS, HAS_MASK, ACC
-    )
-    after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
-    step = 1
-    while (tl.max(far) > 0) & (step < LIMIT):
-        tau = after
-        total, slope, count = read_sums(
-            s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, TOLERANCE, F, COLUMNS, HAS_MASK, ACC
-        )
-        after, floor, far = advance(tau, floor, total, slope, count, gain, TOLERANCE, F)
-        step += 1
-    found = partial + R * (GROUPS + SUMS) * parts + row * FOUND
-    tl.store(found, tl.sum(top))
-    tl.store(found + 1, tl.sum(tau))
-    tl.store(found + 2, tl.sum(total))
-    tl.store(found + 3, tl.sum(slope))
+    factor = tiles.scalar_tile(scale, ACC) * gain
+    maxima = gather_maxima(partial + row * (GROUPS + SUMS) * parts, parts, GROUPS, PARTS)
+    top, tau = bound_from_maxima(maxima, theta, gain, factor, C)
+    logits = Logits(tile, 0, top, factor, theta, 0, 0, 0, 0)
+    tau, total, slope = solve(sum_steps, logits, tau, gain, TOLERANCE, C)
+    solved = partial + R * (GROUPS + SUMS) * parts + row * SOLVED
+    tl.store(solved, tl.sum(top))
+    tl.store(solved + 1, tl.sum(tau))
+    tl.store(solved + 2, tl.sum(total))
+    tl.store(solved + 3, tl.sum(slope))
 
 
 @triton.jit
-def read_sums(s, mask, rows, R, N, mask_row, mask_column, top, tau, theta, factor, TOLERANCE: tl.constexpr,
-              F: tl.constexpr, COLUMNS: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
-    """`sums` over a whole row, piece by piece. What rounding loses is kept (Kahan): a million columns sum exactly."""
+def sum_steps(logits, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
+    """Sums as in `sum_held` over a whole row, COLUMNS at a time, with compensation: a million columns sum exactly."""
+    COLUMNS: tl.constexpr = logits.tile.columns.shape[1]
     total, slope, count = tau * 0.0, tau * 0.0, tau * 0.0
     lost_total, lost_slope = tau * 0.0, tau * 0.0
-    for first in range(0, N, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)[None, :]
-        x = load_scores(s, mask, rows, columns, R, N, mask_row, mask_column, HAS_MASK, ACC)
-        more_total, more_slope, more_count = sums((x - finite(top)) * factor, tau, theta, TOLERANCE, F)
-        total, lost_total = add(total, lost_total, more_total)
-        slope, lost_slope = add(slope, lost_slope, more_slope)
+    for first in range(0, logits.tile.N, COLUMNS):
+        y = load_logits(logits, first + logits.tile.columns, C)
+        more_total, more_slope, more_count = sum_held(with_logits(logits, y), tau, step, TOLERANCE, C)
+        total, lost_total = add_compensated(total, lost_total, more_total)
+        slope, lost_slope = add_compensated(slope, lost_slope, more_slope)
         count += more_count
     return total, slope, count
 
 
 @triton.jit
-def add(total, lost, more):
+def add_compensated(total, lost, more):
+    """Kahan's sum: (total + more, its rounding error)."""
     more = more - lost
     after = total + more
     return after, (after - total) - more
 
 
 @triton.jit
-def slopes(row, state, scale, theta, F: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):
-    """(g′, dp) of a tile, dp 0 where nobody is seen; `row.y` is dp."""
-    above = load(row.y, row.rows, row.columns, row.R, row.N, 0.0, ACC)
+def load_slopes(dp, tile, state, scale, theta, F: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):
+    """(g′, dp) of a tile; `tile.s` holds p where the normaliser has a slope_of_weight. dp is 0 where masked."""
+    upstream = tiles.load(dp, tile, 0.0, ACC)
     if F.slope_of_weight is not None:
-        a = F.slope_of_weight(load(row.s, row.rows, row.columns, row.R, row.N, 0.0, ACC), theta)
+        a = F.slope_of_weight(tiles.load(tile.s, tile, 0.0, ACC), theta)
     else:
-        x = load_scores(
-            row.s, row.mask, row.rows, row.columns, row.R, row.N, row.mask_row, row.mask_column, HAS_MASK, ACC
-        )
-        tau = tl.load(state + row.rows, mask=row.rows < row.R, other=0.0)
+        x = tiles.load_scores(tile, HAS_MASK, ACC)
+        tau = tl.load(state + tile.rows, mask=tile.rows < tile.R, other=0.0)
         a = F.slope(tl.maximum(x * scale * F.gain(theta) - tau, 0.0), theta)
     if HAS_MASK:
-        seen = visible(row.mask, row.rows, row.columns, row.R, row.N, row.mask_row, row.mask_column)
-        above = tl.where(seen, above, 0.0)
-    return a.to(ACC), above
+        upstream = tl.where(tiles.load_visible(tile), upstream, 0.0)
+    return a.to(ACC), upstream
 
 
 @triton.jit
-def join_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS: tl.constexpr,
-               STAGE: tl.constexpr):  # fmt: skip
-    """δ = Σ g′·dp / Σ g′ of the rows, from those sums of their parts."""
+def merge_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS: tl.constexpr,
+                STAGE: tl.constexpr):  # fmt: skip
+    """δ = Σ g′·dp / Σ g′ of the whole row, from those sums of a part."""
     if STAGE != "whole":
         partial += row * 2 * parts
         if STAGE != "finish":
-            publish(partial, weight, 0, part, parts)
-            publish(partial, delta, 1, part, parts)
+            tiles.publish_sum(partial, weight, 0, part, parts)
+            tiles.publish_sum(partial, delta, 1, part, parts)
         if STAGE == "meet":
-            meet(counters + row, parts)
+            tiles.wait_for_parts(counters + row, parts)
         if STAGE != "publish":
-            weight = tl.zeros_like(weight) + tl.sum(gather(partial, 0, parts, 0.0, PARTS), 0)
-            delta = tl.zeros_like(delta) + tl.sum(gather(partial, 1, parts, 0.0, PARTS), 0)
+            weight = tl.zeros_like(weight) + tl.sum(tiles.gather_sums(partial, 0, parts, 0.0, PARTS), 0)
+            delta = tl.zeros_like(delta) + tl.sum(tiles.gather_sums(partial, 1, parts, 0.0, PARTS), 0)
     z = tl.load(state + R + rows, mask=rows < R, other=0.0)
     return tl.where(z == z, delta / tl.where(weight == 0.0, 1.0, weight), z)  # a NaN row stays NaN
 
@@ -201,16 +177,16 @@ def backward_threshold(
 ):  # fmt: skip
     """ds = scale·g′·(dp − δ) with δ = Σ g′·dp / Σ g′."""
     ACC: tl.constexpr = state.dtype.element_ty
-    rows, columns, row, part = place(parts, ROWS, COLUMNS)
-    theta = parameter(theta, theta_rows, rows, R, HAS_THETA, ACC)
-    scale = number(scale, ACC)
-    held = Row(saved, mask, rows, columns, R, N, mask_row, mask_column, dp, 0)
-    a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)
+    rows, columns, row, part = tiles.locate_tile(parts, ROWS, COLUMNS)
+    tile = tiles.Tile(saved, mask, rows, columns, R, N, mask_row, mask_column)
+    theta = tiles.load_theta(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    scale = tiles.scalar_tile(scale, ACC)
+    a, upstream = load_slopes(dp, tile, state, scale, theta, F, HAS_MASK, ACC)
     weight = tl.sum(a, 1, keep_dims=True)
-    delta = tl.sum(a * above, 1, keep_dims=True)
-    delta = join_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS, STAGE)
+    delta = tl.sum(a * upstream, 1, keep_dims=True)
+    delta = merge_delta(weight, delta, state, partial, counters, rows, row, part, parts, R, PARTS, STAGE)
     if STAGE != "publish":
         if AGAIN:
             tl.debug_barrier()
-            a, above = slopes(held, state, scale, theta, F, HAS_MASK, ACC)
-        store(ds, a * (above - delta) * scale, rows, columns, R, N)
+            a, upstream = load_slopes(dp, tile, state, scale, theta, F, HAS_MASK, ACC)
+        tiles.store(ds, a * (upstream - delta) * scale, tile)

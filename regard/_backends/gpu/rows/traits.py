@@ -1,8 +1,9 @@
-"""What the row kernels may lean on in a ratio's tile functions, found by trying them: no normaliser has to state it."""
+"""Properties of a ratio's tile functions at a score of −inf, found by calling them once on the host."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,40 +13,31 @@ from regard.normalizers._language import speak
 
 
 class Traits(NamedTuple):
-    """All False of families other than ratios, but for `faint`."""
+    """Which tile functions are 0 at −inf by themselves, so that kernels need no selection. All False unless a ratio."""
 
-    numerator_ends: bool = False  # u is 0 of a score −inf
-    denominator_ends: bool = False  # v is
-    slopes_end: bool = False  # and so are u′ and v′
-    differs: bool = False  # u and v are functions of e − c
-    proportional: bool = False  # u and Z grow in proportion to the scores: a factor common to all changes no weight
-    faint: bool = False  # the scale is so small that no finite score can stand for −inf
+    numerator_vanishes: bool = False
+    denominator_vanishes: bool = False
+    slopes_vanish: bool = False
 
 
 @functools.cache
-def traits_of(normalizer: Normalizer, faint: bool) -> Traits:
-    """The traits of a normaliser at a scale that is faint or not.
+def probe_traits(normalizer: Normalizer) -> Traits:
+    """Evaluates a normaliser's tile functions at −inf.
 
     >>> from regard import normalizers
-    >>> traits_of(normalizers.get("relu").normalizer, False).proportional
+    >>> probe_traits(normalizers.get("relu").normalizer).numerator_vanishes
     True
-    >>> traits_of(normalizers.get("softpick").normalizer, False).differs
-    True
+    >>> probe_traits(normalizers.get("sigmoid").normalizer)
+    Traits(numerator_vanishes=False, denominator_vanishes=False, slopes_vanish=False)
     """
     if not isinstance(normalizer, Ratio):
-        return Traits(faint=faint)
-    u, v = (speak(side) for side in (normalizer.numerator, normalizer.denominator))
-    slopes = [speak(slope) for slope in (normalizer.numerator_slope, normalizer.denominator_slope)]
+        return Traits()
 
-    def ends(side) -> bool:
+    def vanishes(function: Callable) -> bool:
         with np.errstate(invalid="ignore"):
-            return bool(side(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0)
+            return bool(speak(function)(np.float64(0.0), np.float64(-np.inf), np.float64(0.5)) == 0.0)
 
+    slopes = normalizer.numerator_slope, normalizer.denominator_slope
     return Traits(
-        numerator_ends=ends(u),
-        denominator_ends=ends(v),
-        slopes_end=all(ends(slope) for slope in slopes),
-        differs=normalizer.differs,
-        proportional=normalizer.proportional,
-        faint=faint,
+        vanishes(normalizer.numerator), vanishes(normalizer.denominator), all(vanishes(slope) for slope in slopes)
     )

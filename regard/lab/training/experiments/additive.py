@@ -4,10 +4,10 @@ Additive scores w·tanh(q + k) have d_k more weights per head and layer than the
 """
 
 from regard.lab.figure import Figure
-from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment, Setting
-from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course
+from regard.lab.training.results import training_bands
+from regard.lab.training.trials import head_dims
+from regard.lab.training.trials.language import LanguageTrial
 
 SCORES = {
     "additive": lambda d: {"score": "additive"},
@@ -23,11 +23,11 @@ def make(setting: Setting) -> LanguageTrial:
 
 
 def figures(result):
-    lines = {name: course(result, f"{name}-d256", "loss") for name in SCORES}
-    told = "Validation loss over training at d_k 256; bands are the range over seeds."
+    lines = {name: training_bands(result, f"{name}-d256", "loss") for name in SCORES}
+    words = "Validation loss over training at d_k 256; bands are the range over seeds."
     return {
         "loss": head_dims.loss_figure(result, SCORES),
-        "course": Figure("bands", "step", "validation loss", lines, alt=told),
+        "course": Figure("bands", "step", "validation loss", lines, alt=words),
     }
 
 

@@ -1,14 +1,14 @@
-"""A character model made to collapse, no scale and a high learning rate, and the same with one remedy at a time.
+"""A character model made to collapse (no scale, high learning rate), and one variant per remedy.
 
 Queries and keys of width 256 begin with unit variance, so that unscaled scores have a deviation of 16 from the start:
-rows are nearly one-hot, their gradient gain is small, and what is left of the gradient drives the logits further.
+rows are nearly one-hot, their gradient gain is small, and the remaining gradient increases the logits further.
 """
 
 import regard
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset, Setting
-from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course, finals
+from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.trials.language import LanguageTrial
 
 REMEDIES = {
     "none": {"score": "dot"},
@@ -31,7 +31,7 @@ class CollapseTrial(LanguageTrial):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.threshold = setting.options.get("qk_clip")
-        self.graph = self.threshold is None  # the clip measures every forward, which a replayed graph would not
+        self.graph = self.threshold is None  # the clip measures every forward, which a graph would skip
 
     def after_step(self) -> None:
         if self.threshold is not None:
@@ -44,11 +44,11 @@ def figures(result):
     ]
 
     def over_training(metric, title, **options):
-        lines = {name: course(result, name, metric) for name in shown}
+        lines = {name: training_bands(result, name, metric) for name in shown}
         ends = ", ".join(f"{name} {line[2][-1]:.3g}" for name, line in lines.items() if line[2])
         return Figure("bands", "step", title, lines, alt=f"{title} over training, at the end: {ends}.", **options)
 
-    losses = {name: list(finals(result, name).values()) for name in result["summary"]}
+    losses = {name: list(final_values(result, name).values()) for name in result["summary"]}
     dots = {"a run": ([n for n, v in losses.items() for _ in v], [x for v in losses.values() for x in v])}
     means = ", ".join(f"{name} {sum(v) / len(v):.3g}" for name, v in losses.items() if v)
     return {

@@ -1,13 +1,13 @@
 """Eight normalisers, the same model, the same parameters and tokens: loss, sharpness, time.
 
-sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax stands between softmax and entmax15 at α = 1.25.
+sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax has α = 1.25, between softmax and entmax15.
 """
 
 from regard.lab.figure import Figure
-from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course, finals
+from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.trials import head_dims
+from regard.lab.training.trials.language import LanguageTrial
 
 NORMALIZERS = {
     "softmax": "softmax",
@@ -19,11 +19,11 @@ NORMALIZERS = {
     "sigmoid": "sigmoid(bias=-4.852)",
     "softpick": "softpick",
 }
-SHOWN = ("softmax", "entmax", "entmax15", "sparsemax", "relu", "softpick")  # six lines can be told apart
+SHOWN = ("softmax", "entmax", "entmax15", "sparsemax", "relu", "softpick")  # six lines are distinguishable
 
 
 def figures(result, metric="loss", title="validation loss"):
-    seeds = {name: list(finals(result, name, metric).values()) for name in result["summary"]}
+    seeds = {name: list(final_values(result, name, metric).values()) for name in result["summary"]}
     means = ", ".join(f"{name} {sum(values) / len(values):.4g}" for name, values in seeds.items() if values)
     runs = {"a run": ([n for n, v in seeds.items() for _ in v], [x for v in seeds.values() for x in v])}
     return {
@@ -32,7 +32,7 @@ def figures(result, metric="loss", title="validation loss"):
             "bands",
             "step",
             "entropy / ln n",
-            {name: course(result, name, "entropy_ratio") for name in SHOWN if name in result["summary"]},
+            {name: training_bands(result, name, "entropy_ratio") for name in SHOWN if name in result["summary"]},
             alt="Entropy over ln n in training, a line for each normaliser; bands are the range over seeds.",
         ),
     }

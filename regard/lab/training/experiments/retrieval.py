@@ -28,8 +28,8 @@ PUBLISHED = {  # arXiv 2410.01104: % correct
     4096: (22.6, 24.9),
     16384: (12.4, 14.0),
 }
-AFTERWARDS = {"published": Adaptive("published"), "refit": Adaptive("refit")}  # put into a trained model
-PIECE = 2**19  # items tested at once
+AFTERWARDS = {"published": Adaptive("published"), "refit": Adaptive("refit")}  # added after training
+BATCH_ITEMS = 2**19  # items tested at once
 AHEAD = 64  # steps whose rows are drawn at once
 UNSEEN = 2**31  # added to the seeds of rows that are tested on; a generator keeps 32 bits of its seed
 SMALL = Preset(
@@ -58,8 +58,11 @@ class Retriever(nn.Module):
 
 
 class RetrievalTrial(Trial):
-    """Options: width, batch, attention; tests, the numbers of items tested; items, how many of them in all per test,
-    in `rows` rows at least."""
+    """Trains a `Retriever`.
+
+    Options: width, batch, attention; tests, the numbers of items tested; items, how many in all per test, in `rows`
+    rows at least.
+    """
 
     rate = 1e-3
 
@@ -79,19 +82,19 @@ class RetrievalTrial(Trial):
         return tuple(x[at] for x in self._rows)
 
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        exact_products()
+        disable_tf32()
         priority, kind, lengths, right = batch
         return F.cross_entropy(self.model(priority, kind, lengths), right)
 
     def evaluate(self) -> dict[str, float]:
-        """Of rows of 16 items: the loss, and how many answers are right."""
+        """Return the loss and the share of right answers on rows of 16 items."""
         priority, kind = self._test(TRAINED, 1024)
         logits, right = self.model(priority, kind), answers(priority, kind)
         return {"loss": float(F.cross_entropy(logits, right)), "accuracy": share(logits, right)}
 
     def finish(self) -> dict[str, float]:
-        """own@n: % correct as trained; published@n, refit@n: of a softmax model given that temperature afterwards."""
-        exact_products()
+        """Return own@n, % correct as trained, and for softmax published@n and refit@n with that temperature added."""
+        disable_tf32()
         attention, found = self.model.attention, {}
         plain = attention.normalizer == "softmax" and attention.temperature is None
         for n in self.tests:
@@ -105,21 +108,21 @@ class RetrievalTrial(Trial):
         rows = max(self.setting.options.get("rows", 64), min(4096, self.items // n))
         priority, kind = self._test(n, rows, self.setting.seed)
         right = answers(priority, kind)
-        parts = zip(*(x.split(max(1, PIECE // n)) for x in (priority, kind)), strict=True)
+        parts = zip(*(x.split(max(1, BATCH_ITEMS // n)) for x in (priority, kind)), strict=True)
         return share(torch.cat([self.model(*part) for part in parts]), right)
 
     def _test(self, n: int, rows: int, seed: int = 0) -> tuple[Tensor, ...]:
         return tuple(x.to(self.setting.device) for x in testing_rows(rows, n, seed))
 
 
-def exact_products() -> None:
-    """No TF32: scores must tell priorities 1/n apart."""
+def disable_tf32() -> None:
+    """Disable TF32, because scores must distinguish priorities 1/n apart."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @lru_cache(maxsize=8)
 def training_rows(seed: int, chunk: int, size: int) -> tuple[Tensor, ...]:
-    """(priorities, classes, lengths, answers) of the steps of one chunk; variants of one seed share them."""
+    """Return (priorities, classes, lengths, answers) of the steps of one chunk, shared by variants of one seed."""
     generator = Setting({}, seed).generator(chunk)
     priority, kind = draw(AHEAD * size, TRAINED, generator)
     lengths = torch.randint(1, TRAINED + 1, (AHEAD * size,), generator=generator)
@@ -129,34 +132,37 @@ def training_rows(seed: int, chunk: int, size: int) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=8)
 def testing_rows(rows: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of n items, the same for every variant; no training step draws from these seeds."""
+    """Return rows of n items, the same for every variant, from seeds that no training step uses."""
     return draw(rows, n, torch.Generator().manual_seed(UNSEEN + seed * 1_000_003 + n))
 
 
 def draw(rows: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Priorities [rows, n], and classes [rows, n]."""
+    """Draw priorities [rows, n] and classes [rows, n]."""
     return torch.rand(rows, n, generator=generator), torch.randint(CLASSES, (rows, n), generator=generator)
 
 
 def answers(priority: Tensor, kind: Tensor) -> Tensor:
-    """[rows]: the class of the item with the highest priority."""
+    """Return the class of the item with the highest priority [rows]."""
     return kind.gather(1, priority.argmax(1, keepdim=True))[:, 0]
 
 
 def share(logits: Tensor, right: Tensor) -> float:
+    """Return the share of right answers."""
     return float((logits.argmax(-1) == right).double().mean())
 
 
-def curve(result: dict, variant: str, how: str):
-    """(n, low, mean, high) of the share correct, as a figure of bands takes it."""
-    told = result["summary"][variant]
-    tests = sorted(int(name.split("@")[1]) for name in told if name.startswith(f"{how}@"))
-    return (tests, *([told[f"{how}@{n}"].get(side) for n in tests] for side in ("low", "mean", "high")))
+def curve(result: dict, variant: str, how: str) -> tuple[list, ...]:
+    """Return (n, low, mean, high) of the share correct, for a figure of bands."""
+    numbers = result["summary"][variant]
+    tests = sorted(int(name.split("@")[1]) for name in numbers if name.startswith(f"{how}@"))
+    return (tests, *([numbers[f"{how}@{n}"].get(side) for n in tests] for side in ("low", "mean", "high")))
 
 
-def by_length(result: dict, rows: dict[str, tuple[str, str]], more: dict[str, dict[int, str]]) -> Table:
-    """% correct with its interval over the seeds, a column for each number of items: name → (variant, how), then rows
-    of cells that are given."""
+def accuracy_table(result: dict, rows: dict[str, tuple[str, str]], more: dict[str, dict[int, str]]) -> Table:
+    """Return % correct with intervals over seeds, a column per number of items.
+
+    `rows` is name → (variant, how); `more` is name → cells of further rows.
+    """
     cells = {
         name: {n: f"{mean:.1f} ± {(high - low) / 2:.1f}" if low is not None else f"{mean:.1f}"
                for n, low, mean, high in zip(*curve(result, *of), strict=True)}
@@ -168,7 +174,7 @@ def by_length(result: dict, rows: dict[str, tuple[str, str]], more: dict[str, di
 
 
 def table(result: dict) -> Table:
-    """Published, ours, and what the refit wins over the published polynomial, model by model."""
+    """Return published and our accuracies, and the gain of the refit over the published polynomial."""
     runs = [r["final"] for r in result["records"] if not r["diverged"]]
     tests = [n for n in PUBLISHED if f"refit@{n}" in runs[0]]
     wins = {n: plus_minus(estimate([run[f"refit@{n}"] - run[f"published@{n}"] for run in runs])) for n in tests}
@@ -178,17 +184,18 @@ def table(result: dict) -> Table:
     }
     ours = {"softmax": "own", "with the published polynomial": "published", "with the refit": "refit"}
     rows = {f"ours, {name}": ("softmax", how) for name, how in ours.items()}
-    return by_length(result, rows, {**paper, "refit − published polynomial": wins})
+    return accuracy_table(result, rows, {**paper, "refit − published polynomial": wins})
 
 
-def drawn(lines: dict) -> Figure:
+def accuracy_figure(lines: dict) -> Figure:
+    """Draw % correct against the number of items."""
     words = "; ".join(f"{name} {', '.join(f'{y:.3g}' for y in line[2])}" for name, line in lines.items())
     tests = ", ".join(map(str, next(iter(lines.values()))[0]))
     return Figure("bands", "items", "% correct", lines, log_x=True, alt=f"% correct at {tests} items: {words}.")
 
 
-def figures(result):
-    """Accuracy against n: ours, with a temperature put in afterwards, and the published curves."""
+def figures(result: dict) -> dict[str, Figure]:
+    """Draw accuracy against n: ours, with a temperature added after training, and the published curves."""
     ours = {
         "softmax": curve(result, "softmax", "own"),
         "with the published β": curve(result, "softmax", "published"),
@@ -199,7 +206,7 @@ def figures(result):
         name: (known, *[[PUBLISHED[n][at] for n in known]] * 3)
         for at, name in enumerate(("paper, softmax", "paper, with its β"))
     }
-    return {"afterwards": drawn({**ours, **paper})}
+    return {"afterwards": accuracy_figure({**ours, **paper})}
 
 
 experiment = Experiment(

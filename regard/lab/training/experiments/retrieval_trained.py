@@ -3,17 +3,26 @@
 from dataclasses import replace
 
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.experiments.retrieval import PUBLISHED, SMALL, RetrievalTrial, by_length, curve, drawn
+from regard.lab.training.experiments.retrieval import (
+    PUBLISHED,
+    SMALL,
+    RetrievalTrial,
+    accuracy_figure,
+    accuracy_table,
+    curve,
+)
 
-SHOWN = ("softmax", "ssmax", "adaptive", "query-dependent", "qk-norm", "entmax15")  # six lines can be told apart
+SHOWN = ("softmax", "ssmax", "adaptive", "query-dependent", "qk-norm", "entmax15")  # six lines are distinguishable
 
 
 def table(result):
-    return by_length(result, {name: (name, "own") for name in result["summary"]}, {})
+    return accuracy_table(result, {name: (name, "own") for name in result["summary"]}, {})
 
 
 def figures(result):
-    return {"length": drawn({name: curve(result, name, "own") for name in SHOWN if name in result["summary"]})}
+    return {
+        "length": accuracy_figure({name: curve(result, name, "own") for name in SHOWN if name in result["summary"]})
+    }
 
 
 experiment = Experiment(

@@ -3,10 +3,10 @@
 import math
 
 from regard.lab.figure import Figure
-from regard.lab.training import head_dims
 from regard.lab.training.experiment import Experiment
-from regard.lab.training.language import LanguageTrial
-from regard.lab.training.results import course
+from regard.lab.training.results import training_bands
+from regard.lab.training.trials import head_dims
+from regard.lab.training.trials.language import LanguageTrial
 
 SCALES = {
     "none": lambda d: {"score": "dot"},
@@ -17,9 +17,9 @@ SCALES = {
 
 def figures(result):
     def over_training(metric, title, dims=(16, 256)):
-        lines = {f"{name}, d_k {d}": course(result, f"{name}-d{d}", metric) for d in dims for name in SCALES}
-        told = f"{title} over training at d_k {' and '.join(map(str, dims))}; bands are the range over seeds."
-        return Figure("bands", "step", title, lines, alt=told)
+        lines = {f"{name}, d_k {d}": training_bands(result, f"{name}-d{d}", metric) for d in dims for name in SCALES}
+        words = f"{title} over training at d_k {' and '.join(map(str, dims))}; bands are the range over seeds."
+        return Figure("bands", "step", title, lines, alt=words)
 
     return {
         "loss": head_dims.loss_figure(result, SCALES),

@@ -5,7 +5,7 @@ sigmoid has the bias −ln 16: an average sentence has some 14 words.
 
 from regard.lab.training.experiment import Experiment, Preset
 from regard.lab.training.experiments import normalizers
-from regard.lab.training.translation import TranslationTrial
+from regard.lab.training.trials.translation import TranslationTrial
 
 
 def figures(result):

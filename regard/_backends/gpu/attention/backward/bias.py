@@ -1,32 +1,24 @@
-"""d bias = Σ ds/T over everything one entry of the bias was broadcast to, owned by one program: no atomics."""
+"""d bias = Σ ds/T over everything that one entry of the bias was broadcast to: one program per entry, no atomics."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.backward import slopes
+from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.config import config_of, options, unexpanded_shape, view
+from regard._backends.gpu.launcher import launch
 
 
 @triton.jit
-def backward_bias(
-    q,
-    k,
-    v,
-    do,
-    db,
-    state,
-    opt,
-    over_b,
-    over_h,
-    over_m,
-    over_n,
-    C: tl.constexpr,
-    ONE_M: tl.constexpr,
-    ONE_N: tl.constexpr,
-):
-    """d bias = ds/T. The program owns one tile of the bias as it was given and sums over what it was broadcast to."""
+def backward_bias(q, k, v, do, db, state, opt, over, C: tl.constexpr, ONE_M: tl.constexpr, ONE_N: tl.constexpr):
+    """Compute one tile of d bias, in the shape before expansion, summed over what it was broadcast to."""
+    over_b, over_h, over_m, over_n = over  # entries, heads, tiles of queries and of keys that share the bias
     tiles_n = tl.cdiv(opt.keys, C.BN) // over_n
     tiles_m = tl.cdiv(opt.queries, C.BM) // over_m
     heads = opt.heads // over_h
@@ -60,6 +52,7 @@ def backward_bias(
 
 @triton.jit
 def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
+    """Add ds/T of one tile of scores."""
     F: tl.constexpr = C.F
     n = tiles.key_count(opt, b)
     lowest, _ = tiles.interval(i0, opt, n)
@@ -68,19 +61,35 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         i = i0 + tl.arange(0, C.BM)
         j = (j0 + tl.arange(0, C.BN))[None, :]
         g = h // opt.group
-        rows = tiles.block_of(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
-        d_out = tiles.block_of(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
-        keys = tiles.block_of(k, b, g, j0, lowest, highest, C.BN, C.D, C.BD, False)
-        values = tiles.block_of(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
+        rows = tiles.load_block(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
+        d_out = tiles.load_block(do, b, h, i0, 0, opt.queries, C.BM, C.E, C.BE, False)
+        keys = tiles.load_block(k, b, g, j0, lowest, highest, C.BN, C.D, C.BD, False)
+        values = tiles.load_block(v, b, g, j0, lowest, highest, C.BN, C.E, C.BE, False)
         x = tiles.dot(rows, tl.trans(keys), None, C)
         dp = tiles.dot(d_out, tl.trans(values), None, C)
-        r = slopes.across(slopes.rows_at(state, b, h, i, n, opt, C, False), False)
-        y, seen = tiles.scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
+        r = slopes.broadcast_rows(slopes.load_rows(state, b, h, i, n, opt, C, False), False)
+        y, visible = tiles.compute_scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
         p, up, down, power = slopes.weigh(
-            y, seen, r, tiles.number(opt.theta, C.ACC), F, C.FOLDED, C.PRECISION == "tf32x3"
+            y, visible, r, tiles.number(opt.theta, C.ACC), F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3"
         )
         if opt.seed is not None:
-            kept = tiles.keeps(b, h, i[:, None], j, opt, tiles.load_seed(opt))
-            dp = tl.where(kept, dp * tiles.number(opt.kept, C.ACC), 0.0)
-        acc += slopes.slope_tile(y, seen, dp, p, up, down, power, r, F, C.TILTED) * r.a
+            kept = tiles.dropout_mask(b, h, i[:, None], j, opt, tiles.load_seed(opt))
+            dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)
+        acc += slopes.slope_tile(y, visible, dp, p, up, down, power, r, F, C.STATS_GRAD) * r.a
     return acc
+
+
+def compute_bias_gradient(call: BackwardCall) -> torch.Tensor:
+    """Return d bias in the shape that the bias had before it was expanded."""
+    p = call.problem
+    config, how = config_of(p, "backward_bias", **call.flags)
+    sizes = unexpanded_shape(p.bias)
+    grad = torch.empty(sizes, dtype=p.bias.dtype, device=p.bias.device)
+    b, h, m, n = p.bias.shape
+    counts = b, h, triton.cdiv(m, config.BM), triton.cdiv(n, config.BN)
+    over = [count if size == 1 else 1 for count, size in zip(counts, sizes, strict=True)]
+    programs = math.prod(count // many for count, many in zip(counts, over, strict=True))
+    inputs = view(p.q), view(p.k), view(p.v), view(call.do)
+    constants = config, sizes[2] == 1, sizes[3] == 1
+    launch(None, backward_bias, programs, (*inputs, view(grad), call.rows, options(p), tuple(over)), constants, **how)
+    return grad

@@ -1,6 +1,6 @@
-"""dk and dv, one program to a block of keys: in Gluon on Hopper where that kernel serves, elsewhere in Triton.
+"""dk and dv, one program per block of keys: in Gluon on Hopper where that kernel supports the call, else in Triton.
 
-Both leave ds in scratch [heads, keys, queries], if there is one.
+Both store ds in scratch [heads, keys, queries], if there is one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
-from regard._backends.gpu.attention.config import bulky, config_of, described, linear, options, view
+from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.launcher import kind_of, launch
+from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
 SHORT = 512  # queries or keys
@@ -22,64 +23,67 @@ PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages 
 
 
 def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags) -> None:
-    """Fill dk, dv and `scratch`; `failed` names the blocks of keys that are wanted, if not all are."""
+    """Fill dk, dv and `scratch`; `failed` flags the blocks of keys that are wanted, None: all."""
     known = (x for x in rows if x is not None)
-    kind, opt = kind_of(p, do, dk, dv, *known), options(p)
-    if failed is None and serves(p, do, rows, dk, dv):
-        _run_hopper(p, do, rows, scratch, dk, dv, opt, kind, flags)
+    key, opt = launch_key(p, do, dk, dv, *known), options(p)
+    if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
+        _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags)
         return
     config, how = config_of(p, "backward_dkv", **flags)
-    queries = (described(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
-    slopes = None
+    queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
+    ds_blocks = None
     if scratch is not None:
-        slopes = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
-    arguments = view(p.q), view(p.k), view(p.v), view(do), *queries, slopes, view(dk), view(dv), rows, failed, opt
+        ds_blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
+    arguments = view(p.q), view(p.k), view(p.v), view(do), *queries, ds_blocks, view(dk), view(dv), rows, failed, opt
     blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
-    launch(kind, backward_dkv, blocks, arguments, (config,), **how)
+    launch(key, backward_dkv, blocks, arguments, (config,), **how)
 
 
-def serves(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torch.Tensor) -> bool:
-    """Does the Gluon kernel take this call? Heads of 128 in 16 bits, scores that are bare products."""
-    none = p.softcap, p.bias, p.mask, p.temperature, p.key_lengths, rows.beta
-    return (
-        p.q.is_cuda
-        and p.q.dtype in hopper.KINDS
-        and p.q.shape[-1] == p.v.shape[-1] == 128
-        and linear(p)
-        and all(x is None for x in none)
-        and p.dropout_p == 0.0
-        and p.reach in ((None, None), (None, 0))
-        and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
-        and p.q.shape[-2] % 4 == 0  # rows of numbers begin at 16 bytes
-        and hopper.capable(p.q.device)
-        and bulky(p.q, p.k, p.v, do, dk, dv)
-    )
+def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor, dv: torch.Tensor) -> str | None:
+    """Say why the Gluon kernel cannot give dk and dv, or None."""
+    if reason := find_gluon_obstacle(p):
+        return reason
+    if not p.q.shape[-1] == p.v.shape[-1] == 128:
+        return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
+    if p.scale <= 0:
+        return "a scale that is not positive"
+    if reason := find_option(p, "softcap", "bias", "mask", "temperature", "key_lengths"):
+        return reason
+    if rows.beta is not None:
+        return "gradients of statistics"
+    if p.reach not in ((None, None), (None, 0)):
+        return "a window"
+    if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:
+        return f"fewer than {SHORT} queries or keys"
+    if p.q.shape[-2] % 4:
+        return "a number of queries that is no multiple of 4"  # a head's row state begins at 16 bytes
+    return find_layout_obstacle(p.q, p.k, p.v, do, dk, dv)
 
 
-def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, kind, flags) -> None:
-    from regard._backends.gpu.attention.hopper.backward import KEYS, Shape, backward_hopper
+def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags) -> None:
+    from regard._backends.gpu.attention.hopper.backward import KEYS, BackwardConfig, backward_hopper
 
     behind, many = p.reach[1] is not None, p.q.shape[0] * p.q.shape[1]
     inverse = rows.inverse if p.choice.family == "ratio" else None  # no other map asks
     numbers = [
-        x if x is None else hopper.descriptor(x.reshape(many, -1), (1, KEYS.value))
+        x if x is None else hopper.make_descriptor(x.reshape(many, -1), (1, KEYS.value))
         for x in (rows.shift, rows.delta, inverse)
     ]
-    C = Shape(
+    C = BackwardConfig(
         F=bundle.of(p.choice),
-        FOLDED=flags["FOLDED"],
-        BEHIND=behind,
+        FOLDED=flags["Z_IN_SHIFT"],
+        CAUSAL=behind,
         D=p.q.shape[-1],
         NUMBERS=2 if inverse is None else 3,
-        PARTS=PARTS,
+        WARPGROUPS=PARTS,
         STAGES=STAGES,
         REGISTERS=REGISTERS,
     )
     k, v, m = p.k, p.v, p.q.shape[-2]
     if behind and k.shape[-2] > m:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, :m], v[:, :, :m]
-    blocked = [hopper.described(x, KEYS.value) for x in (k, v, p.q, do)]
-    slopes = None if scratch is None else hopper.descriptor(scratch, (1, KEYS.value, KEYS.value))
-    outputs = hopper.described(dk, KEYS.value), hopper.described(dv, KEYS.value)
+    blocked = [hopper.describe_rows(x, KEYS.value) for x in (k, v, p.q, do)]
+    ds_blocks = None if scratch is None else hopper.make_descriptor(scratch, (1, KEYS.value, KEYS.value))
+    outputs = hopper.describe_rows(dk, KEYS.value), hopper.describe_rows(dv, KEYS.value)
     programs = triton.cdiv(p.k.shape[-2], PARTS * KEYS.value) * p.k.shape[0] * p.k.shape[1]
-    launch(kind, backward_hopper, programs, (*blocked, *numbers, slopes, *outputs, opt), (C,), num_warps=4)
+    launch(key, backward_hopper, programs, (*blocked, *numbers, ds_blocks, *outputs, opt), (C,), num_warps=4)

@@ -1,7 +1,7 @@
-"""dq = a · Σ_j ds_j·k_j from ds as it was stored, [heads, keys, queries]: one program owns a block of queries.
+"""dq = a · Σ_j ds_j·k_j from stored ds [heads, keys, queries]: one program per block of queries.
 
 The keys are added in their order, so that equal inputs give equal bits. Every query sees keys from the first on:
-`backward_stored.takes` admits no window.
+`stored_ds.supports` admits no window.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from regard._backends.gpu.attention import key_loop, tiles
 
 
 @triton.jit
-def product_tile(acc, slopes, k, k_blocks, b, h, i, start, highest, n, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """dq += ds·k over one block of keys; what no query of the tile sees was never stored."""
+def product_tile(acc, ds_blocks, k, k_blocks, b, h, i, start, highest, n, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add one block of keys: dq += ds·k; ds that no query of the tile sees was never stored."""
     g = h // opt.group
-    ds = tl.reshape(slopes.load([b * opt.heads + h, start, i]), [C.BN, C.BM])
+    ds = tl.reshape(ds_blocks.load([b * opt.heads + h, start, i]), [C.BN, C.BM])
     if EDGE:
         _, last = tiles.interval((i + tl.arange(0, C.BM))[None, :], opt, n)
         ds = tl.where((start + tl.arange(0, C.BN))[:, None] < last, ds, 0.0)
-        keys = tiles.block_of(k, b, g, start, 0, highest, C.BN, C.D, C.BD, False)
+        keys = tiles.load_block(k, b, g, start, 0, highest, C.BN, C.D, C.BD, False)
     else:
-        keys = tiles.bulk_of(k_blocks, b, g, start, C.BN, C.BD)
+        keys = tiles.load_bulk_block(k_blocks, b, g, start, C.BN, C.BD)
     return tiles.dot(tl.trans(ds), keys, acc, C)
 
 
 @triton.jit
-def backward_product(k, k_blocks, slopes, dq, opt, C: tl.constexpr):
+def backward_product(k, k_blocks, ds_blocks, dq, opt, C: tl.constexpr):
+    """Compute dq of one block of queries."""
     blocks = tl.cdiv(opt.queries, C.BM)
     block = tl.program_id(0)
     first = block % blocks
@@ -38,12 +39,12 @@ def backward_product(k, k_blocks, slopes, dq, opt, C: tl.constexpr):
     b = block // blocks // opt.heads
     n = tiles.key_count(opt, b)
     _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
-    _, _, outer = key_loop.key_blocks(i0, opt, n, C.BM, C.BN)
+    _, _, outer = key_loop.find_key_range(i0, opt, n, C.BM, C.BN)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     for start in tl.range(0, outer, C.BN):
-        acc = product_tile(acc, slopes, k, k_blocks, b, h, i0, start, highest, n, opt, C, False)
+        acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, highest, n, opt, C, False)
     for start in tl.range(outer, highest, C.BN):
-        acc = product_tile(acc, slopes, k, k_blocks, b, h, i0, start, highest, n, opt, C, True)
+        acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, highest, n, opt, C, True)
     if not (C.LINEAR and opt.temperature.ptr is not None):
         acc = acc * tiles.number(opt.scale, C.ACC)
     tiles.store_block(dq, b, h, i0, opt.queries, acc, C.BM, C.D, C.BD)

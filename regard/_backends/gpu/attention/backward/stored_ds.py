@@ -1,7 +1,7 @@
-"""Backward through stored ds: the keys' side leaves it in scratch, and dq = ds·k is one product.
+"""Backward through stored ds: dk and dv leave ds in scratch, and dq = ds·k is one product.
 
-Five products in all, where finding ds once for dq and once for dk and dv makes seven. ds of some heads at a time lies
-in scratch, [heads, keys, queries] in 16 bits, at most `MOST` bytes whatever the length.
+Five products in all, where finding ds once for dq and once for dk and dv takes seven. Scratch holds ds of some heads at
+a time, [heads, keys, queries] in 16 bits, at most `SCRATCH_BYTES` whatever the length.
 """
 
 from __future__ import annotations
@@ -15,59 +15,64 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu.attention.backward import dkv
+from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.dq_product import backward_product
 from regard._backends.gpu.attention.backward.slopes import State
-from regard._backends.gpu.attention.config import bulky, config_of, cramped, described, options, view
-from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.launcher import kind_of, launch
-from regard._core.problem import Gradients, Problem
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_blocks, options, view
+from regard._backends.gpu.attention.limits import can_bulk_copy, find_option
+from regard._backends.gpu.launcher import launch, launch_key
+from regard._core.device import has_large_shared_memory, sm_count
+from regard._core.problem import Problem
 
-MOST = 2**30  # bytes of scratch
+SCRATCH_BYTES = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
 WIDTHS = range(65, 129)  # of heads; narrower ones read and write as much ds for half of the products
 SHORT = 1024  # queries or keys, below which ds is found twice
 FILL = 0.9  # of the multiprocessors' time, if not all heads fit at once
 
 
-def takes(p: Problem, do: torch.Tensor, warm: bool) -> bool:
-    """Is ds of this call stored? Where δ is known beforehand, rows are long, and enough heads fit into the scratch."""
-    plain = p.bias is None and p.mask is None and p.dropout_p == 0.0 and p.reach in ((None, None), (None, 0))
-    return (
-        plain
-        and not warm
-        and p.choice.family != "threshold"
-        and p.q.is_cuda
-        and p.q.element_size() == 2
-        and max(p.q.shape[-1], p.v.shape[-1]) in WIDTHS
-        and min(p.q.shape[-2], p.k.shape[-2]) >= SHORT
-        and bulky(p.q, p.k, p.v, do)
-        and not cramped(p.q.device)
-        and filled(p) >= FILL
-    )
+def supports(call: BackwardCall) -> str | None:
+    """Say why ds of a call is not stored, or None."""
+    p = call.problem
+    if call.grads.temperature is not None:
+        return "a gradient of the temperature"
+    if reason := find_option(p, "bias", "mask"):
+        return reason
+    if p.reach not in ((None, None), (None, 0)):
+        return "a window"
+    if not p.q.is_cuda or p.q.element_size() != 2:
+        return "tensors not of 16 bits on a GPU"
+    if (width := max(p.q.shape[-1], p.v.shape[-1])) not in WIDTHS:
+        return f"head width {width} ({WIDTHS.start} to {WIDTHS[-1]} only)"
+    if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:
+        return f"fewer than {SHORT} queries or keys"
+    if not can_bulk_copy(p.q, p.k, p.v, call.do) or not has_large_shared_memory(p.q.device):
+        return "no bulk copies of these tensors, or less than 160 KiB of shared memory"
+    return None if fill_ratio(p) >= FILL else "too few heads at a time to fill the GPU"
 
 
-def filled(p: Problem) -> float:
-    """The share of the multiprocessors' time that the keys' side of one piece fills, 128 keys to a program."""
+def fill_ratio(p: Problem) -> float:
+    """Return the share of the SMs' time that dk and dv of the heads at a time fill, 128 keys to a program."""
     most = heads_at_a_time(p)
     if most >= p.k.shape[0] * p.k.shape[1]:
         return 1.0
-    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / hopper.processors(p.q.device)
+    waves = most * triton.cdiv(p.k.shape[-2], 2 * KEYS) / sm_count(p.q.device)
     return min(waves / 2, 1.0) if p.reach[1] is not None else waves / max(math.ceil(waves), 1)
 
 
 def heads_at_a_time(p: Problem) -> int:
-    """Key heads whose ds fits into the scratch."""
-    m, n = padded(p)
-    return MOST // (m * n * p.q.element_size() * (p.q.shape[1] // p.k.shape[1]))
+    """Return the number of key heads whose ds fits into the scratch."""
+    m, n = padded_size(p)
+    return SCRATCH_BYTES // (m * n * p.q.element_size() * (p.q.shape[1] // p.k.shape[1]))
 
 
-def padded(p: Problem) -> tuple[int, int]:
-    """(queries, keys) of ds in scratch: whole blocks."""
+def padded_size(p: Problem) -> tuple[int, int]:
+    """Return (queries, keys) of ds in scratch: whole blocks."""
     return triton.cdiv(p.q.shape[-2], QUERIES) * QUERIES, triton.cdiv(p.k.shape[-2], KEYS) * KEYS
 
 
-def pieces(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
-    """(batch entries, query heads, key heads) at a time: whole batch entries, or equal parts of one."""
+def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield (batch entries, query heads, key heads) at a time: whole batch entries, or equal parts of one."""
     batch, heads = p.k.shape[:2]
     group, most = p.q.shape[1] // heads, heads_at_a_time(p)
     if most >= heads:
@@ -81,11 +86,12 @@ def pieces(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
                 yield slice(b, b + 1), slice(g * group, (g + step) * group), slice(g, g + step)
 
 
-def backward(p: Problem, do: torch.Tensor, state: State, grads: Gradients, flags: dict) -> None:
-    """dq, dk and dv of rows whose `state` is known, piece by piece of the heads."""
-    m, n = padded(p)
+def backward(call: BackwardCall) -> None:
+    """Fill dq, dk and dv of rows whose δ is known, some heads at a time."""
+    p, _, do, state, grads, flags = call
+    m, n = padded_size(p)
     scratch = None
-    for b, h, g in pieces(p):
+    for b, h, g in split_heads(p):
         rows = State(*(x if x is None else x[b, h] for x in state))
         temperature = p.temperature if p.temperature is None else p.temperature[b, h]
         lengths = p.key_lengths if p.key_lengths is None else p.key_lengths[b]
@@ -98,6 +104,5 @@ def backward(p: Problem, do: torch.Tensor, state: State, grads: Gradients, flags
         dkv.run(part, do[b, h], rows, scratch, grads.k[b, g], grads.v[b, g], None, flags)
         config, how = config_of(part, "backward_product", **flags)
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
-        arguments = view(k), described(k, config.BN, config.BD, True), blocks, view(dq), options(part)
-        programs = triton.cdiv(q.shape[-2], config.BM) * heads
-        launch(kind_of(part, dq), backward_product, programs, arguments, (config,), **how)
+        arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), options(part)
+        launch(launch_key(part, dq), backward_product, count_blocks(part, config), arguments, (config,), **how)

@@ -1,13 +1,12 @@
-"""dk = Σ dsᵀ·q and dv = Σ pᵀ·do on Hopper, in Gluon: two warpgroups of 64 keys each, and a warp that fetches for both.
+"""dk = Σ dsᵀ·q and dv = Σ pᵀ·do in Gluon for Hopper: two consumer warpgroups of 64 keys each, one producer warp.
 
-    fetch    q, do and what is known of their rows → ring of shared memory
-    each     x = k·qᵀ, dp = v·doᵀ (tile t), dk += ds·q (tile t − 1)        keys first
-             p of x                                                         while dp and dk are under way
-             dv += p·do, ds of p and dp
-             ds → shared memory, and on to scratch                          where `backward_product` makes dq of it
+    producer    q, do and their row state → ring buffer
+    consumer    x = k·qᵀ, dp = v·doᵀ (tile t), dk += ds·q (tile t − 1)      keys are the rows of a tile
+                p of x                                                       while dp and dk are computed
+                dv += p·do, ds of p and dp
+                ds → shared memory → scratch                                 from which `backward_product` makes dq
 
-A tile of queries that reaches over the end comes as zeros, and so do the numbers of its rows: p = 1 meets do = 0, and
-dp = δ = 0.
+Queries beyond the last are loaded as zeros, and so is their row state: p = 1, but do = 0, dp = 0 and δ = 0.
 """
 
 from __future__ import annotations
@@ -26,42 +25,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.backward.slopes import Rows, slope_tile, weigh
-from regard._backends.gpu.attention.hopper.epilogue import copy_out
-from regard._backends.gpu.attention.hopper.ring import barriers, copy_in
-from regard._backends.gpu.attention.hopper.warpgroup import ROWS, zeros
+from regard._backends.gpu.attention.hopper.fragment import ROWS, zeros
+from regard._backends.gpu.attention.hopper.ring import async_load, async_store, make_barriers
 
 KEYS = ROWS  # of one warpgroup
 
 
-class Shape(NamedTuple):
-    """What the kernel is compiled for; names as in `tiles.Config`."""
+class BackwardConfig(NamedTuple):
+    """Compile-time constants of `backward_hopper`; F and FOLDED as in `tiles.Config`."""
 
     F: Any
     FOLDED: bool
-    BEHIND: bool
+    CAUSAL: bool
     D: int
-    NUMBERS: int  # of a row
-    PARTS: int  # warpgroups, two
+    NUMBERS: int  # of a row's state: 2 or 3
+    WARPGROUPS: int  # consumers: 2
     STAGES: int  # of the ring
-    REGISTERS: int  # of a thread
+    REGISTERS: int  # of a consumer's thread
 
 
 class Ring(NamedTuple):
-    """Shared memory and its barriers: the copy engine sets `full`, the warpgroups `free`."""
+    """Shared-memory buffers and their barriers: copies complete `full`, consumers arrive at `free`."""
 
-    k: Any  # [PARTS, 1, 1, 64, D]
+    k: Any  # [WARPGROUPS, 1, 1, 64, D]
     v: Any
     q: Any  # [STAGES, 1, 1, M, D]
     do: Any
-    rows: Any  # [STAGES · NUMBERS, 1, M], the numbers of a row: shift, δ, 1/Z
-    ds: Any  # [PARTS, 1, 64, M]
+    rows: Any  # [STAGES · NUMBERS, 1, M], the row state: shift, δ, 1/Z
+    ds: Any  # [WARPGROUPS, 1, 64, M]
     k_full: Any
     full: Any
     free: Any
 
 
 class Blocks(NamedTuple):
-    """What the kernel reads and writes, as the bulk copy engine knows it."""
+    """Tensor descriptors of everything that the kernel reads and writes."""
 
     k: Any  # [B, G, N, D] by [1, 1, 64, D], and so v, dk and dv
     v: Any
@@ -75,8 +73,8 @@ class Blocks(NamedTuple):
     dv: Any
 
 
-class Walk(NamedTuple):
-    """Keys from j0 on, and the tiles of queries that see them, from `begin` on, in each head of the group."""
+class Work(NamedTuple):
+    """One block of keys, from j0 on, and the query tiles that see it, from `begin` on, in each head of the group."""
 
     b: Any
     g: Any
@@ -86,182 +84,188 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def walk_of(opt, C: gl.constexpr):
-    blocks = gl.cdiv(opt.keys, C.PARTS * KEYS)
+def get_work(opt, C: gl.constexpr):
+    """The block of keys of this program."""
+    blocks = gl.cdiv(opt.keys, C.WARPGROUPS * KEYS)
     block = gl.program_id(0)
-    j0 = block % blocks * (C.PARTS * KEYS)  # the first keys have the most causal queries
+    j0 = block % blocks * (C.WARPGROUPS * KEYS)  # the first keys have the most causal queries
     groups = opt.heads // opt.group
     begin = 0
-    if C.BEHIND:
+    if C.CAUSAL:
         begin = j0 // ROWS
     count = gl.maximum(gl.cdiv(opt.queries, ROWS) - begin, 0)
-    return Walk(block // blocks // groups, (block // blocks) % groups, j0, begin, count)
+    return Work(block // blocks // groups, (block // blocks) % groups, j0, begin, count)
 
 
 @gluon.jit
-def fetch(blocks, ring, opt, C: gl.constexpr):
-    PARTS: gl.constexpr = C.PARTS
+def produce(blocks, ring, opt, C: gl.constexpr):
+    """The producer warp: loads the block's keys and values, then every query tile."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
     NUMBERS: gl.constexpr = C.NUMBERS
-    walk = walk_of(opt, C)
-    for part in gl.static_range(PARTS):
-        j = walk.j0 + part * KEYS
-        mbarrier.expect(ring.k_full.index(part), 2 * KEYS * C.D * 2)
-        copy_in(blocks.k, [walk.b, walk.g, j, 0], ring.k_full.index(part), ring.k.index(part))
-        copy_in(blocks.v, [walk.b, walk.g, j, 0], ring.k_full.index(part), ring.v.index(part))
-    for t in range(walk.tiles * opt.group):
+    work = get_work(opt, C)
+    for group in gl.static_range(WARPGROUPS):
+        j = work.j0 + group * KEYS
+        mbarrier.expect(ring.k_full.index(group), 2 * KEYS * C.D * 2)
+        async_load(blocks.k, [work.b, work.g, j, 0], ring.k_full.index(group), ring.k.index(group))
+        async_load(blocks.v, [work.b, work.g, j, 0], ring.k_full.index(group), ring.v.index(group))
+    for t in range(work.tiles * opt.group):
         stage = t % C.STAGES
         full = ring.full.index(stage)
-        h = walk.g * opt.group + t // walk.tiles
-        i = (walk.begin + t % walk.tiles) * ROWS
+        h = work.g * opt.group + t // work.tiles
+        i = (work.begin + t % work.tiles) * ROWS
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
         mbarrier.expect(full, ROWS * (4 * C.D + 4 * NUMBERS))
-        copy_in(blocks.q, [walk.b, h, i, 0], full, ring.q.index(stage))
-        copy_in(blocks.do, [walk.b, h, i, 0], full, ring.do.index(stage))
-        copy_in(blocks.shift, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS))
-        copy_in(blocks.delta, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS + 1))
+        async_load(blocks.q, [work.b, h, i, 0], full, ring.q.index(stage))
+        async_load(blocks.do, [work.b, h, i, 0], full, ring.do.index(stage))
+        async_load(blocks.shift, [work.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS))
+        async_load(blocks.delta, [work.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS + 1))
         if NUMBERS == 3:
-            copy_in(blocks.inverse, [walk.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS + 2))
+            async_load(blocks.inverse, [work.b * opt.heads + h, i], full, ring.rows.index(stage * NUMBERS + 2))
 
 
 @gluon.jit
-def number(stage, at: gl.constexpr, ring, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The at-th number of every row of a tile, along its columns: [1, M]."""
+def load_row_number(stage, at: gl.constexpr, ring, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Number `at` of the state of a tile's queries, [1, M]."""
     x = ring.rows.index(stage * C.NUMBERS + at).reshape([ROWS])
     return gl.expand_dims(x.load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
-def rows_of(stage, ring, opt, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """What `weigh` asks of the rows of a tile."""
-    shift = number(stage, 0, ring, LAYOUT, C)
+def load_rows(stage, ring, opt, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The row state that `weigh` reads."""
+    shift = load_row_number(stage, 0, ring, LAYOUT, C)
     inverse = shift
     if C.NUMBERS == 3:
-        inverse = number(stage, 2, ring, LAYOUT, C)
+        inverse = load_row_number(stage, 2, ring, LAYOUT, C)
     return Rows(tiles.number(opt.scale, gl.float32), shift, inverse, shift, shift, shift, shift, shift, shift)
 
 
 @gluon.jit
-def with_delta(r, stage, ring, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """And what `slope_tile` asks: read when it is needed, as registers are few."""
-    delta = number(stage, 1, ring, LAYOUT, C)
+def load_delta(r, stage, ring, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """r with the δ that `slope_tile` reads, loaded late because registers are few."""
+    delta = load_row_number(stage, 1, ring, LAYOUT, C)
     return Rows(r.a, r.shift, r.inverse, delta, r.first, r.last, delta, delta, delta)
 
 
 @gluon.jit
-def step(
-    t, pending, blocks, keys, values, ring, head, i0, j0, opt, part: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
+def process_tile(
+    t, pending, blocks, keys, values, ring, head, i0, j0, opt, group: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
 ):
-    """One tile of queries: dv += p·do at once; dk += ds·q of the tile before, while this one is weighed."""
+    """(dk, dv, t) after query tile t: adds p·do of this tile to dv and ds·q of the tile before to dk."""
     F: gl.constexpr = C.F
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
     dk, dv, last = pending
     stage = t % C.STAGES
-    before = gl.where(last < 0, stage, last % C.STAGES)  # of the first tile: its own, times 0
+    before = gl.where(last < 0, stage, last % C.STAGES)  # the first tile adds 0·q
     mbarrier.wait(ring.full.index(stage), (t // C.STAGES) & 1)
     q = ring.q.index(stage).reshape([ROWS, C.D])
     do = ring.do.index(stage).reshape([ROWS, C.D])
-    left = ring.ds.index(part).reshape([KEYS, ROWS])
+    ds_buffer = ring.ds.index(group).reshape([KEYS, ROWS])
     x = warpgroup_mma(keys, q.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
     dp = warpgroup_mma(values, do.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
-    dk = warpgroup_mma(left, ring.q.index(before).reshape([ROWS, C.D]), dk, is_async=True)
-    r = rows_of(stage, ring, opt, S, C)
-    seen = gl.full([KEYS, ROWS], 1, gl.int1, S)
+    dk = warpgroup_mma(ds_buffer, ring.q.index(before).reshape([ROWS, C.D]), dk, is_async=True)
+    r = load_rows(stage, ring, opt, S, C)
+    visible = gl.full([KEYS, ROWS], 1, gl.int1, S)
     if EDGE:
         i = gl.expand_dims(i0 + gl.arange(0, ROWS, gl.SliceLayout(0, S)), 0)
         j = gl.expand_dims(j0 + gl.arange(0, KEYS, gl.SliceLayout(1, S)), 1)
-        seen = j < opt.keys
-        if C.BEHIND:
-            seen = seen & (j <= i)
+        visible = j < opt.keys
+        if C.CAUSAL:
+            visible = visible & (j <= i)
     x = warpgroup_mma_wait(2, deps=[x])
-    p, up, down, power = weigh(x, seen, r, tiles.number(opt.theta, gl.float32), F, C.FOLDED, False)
+    p, up, down, power = weigh(x, visible, r, tiles.number(opt.theta, gl.float32), F, C.FOLDED, False)
     u = gl.convert_layout(p.to(ring.k.dtype), OPERAND)
-    r = with_delta(r, stage, ring, S, C)
+    r = load_delta(r, stage, ring, S, C)
     dp = warpgroup_mma_wait(1, deps=[dp])
     dv = warpgroup_mma(u, do, dv, is_async=True)
-    # no statistics' gradients: their sums do not fit the registers
-    ds = slope_tile(x, seen, dp, p, up, down, power, r, F, False).to(ring.k.dtype)
+    # without gradients of statistics: their sums do not fit the registers
+    ds = slope_tile(x, visible, dp, p, up, down, power, r, F, False).to(ring.k.dtype)
     dk = warpgroup_mma_wait(1, deps=[dk])
     if blocks.slopes is not None:
         tma.store_wait(0)
-    left.store(ds)
-    fence_async_shared()  # before the arrival: the other way round ptxas 12.8 fails where nothing is stored
+    ds_buffer.store(ds)
+    fence_async_shared()  # before the arrival: ptxas 12.8 fails on the other order if nothing is stored
     mbarrier.arrive(ring.free.index(before), count=1, pred=last >= 0)
     if blocks.slopes is not None:
-        copy_out(blocks.slopes, [head, j0, i0], ring.ds.index(part))
+        async_store(blocks.slopes, [head, j0, i0], ring.ds.index(group))
     dv, _ = warpgroup_mma_wait(0, deps=[dv, u])
     return dk, dv, t
 
 
 @gluon.jit
-def consume(blocks, ring, opt, part: gl.constexpr, C: gl.constexpr):
+def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
+    """One consumer warpgroup: dk and dv of its 64 keys."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
-    walk = walk_of(opt, C)
-    j0 = walk.j0 + part * KEYS
-    keys = ring.k.index(part).reshape([KEYS, C.D])
-    values = ring.v.index(part).reshape([KEYS, C.D])
-    left = ring.ds.index(part).reshape([KEYS, ROWS])
-    left.store(zeros(ROWS, S).to(ring.k.dtype))
+    work = get_work(opt, C)
+    j0 = work.j0 + group * KEYS
+    keys = ring.k.index(group).reshape([KEYS, C.D])
+    values = ring.v.index(group).reshape([KEYS, C.D])
+    ds_buffer = ring.ds.index(group).reshape([KEYS, ROWS])
+    ds_buffer.store(zeros(ROWS, S).to(ring.k.dtype))
     fence_async_shared()
-    pending = (zeros(C.D, OUT), zeros(C.D, OUT), walk.begin * 0 - 1)
-    mbarrier.wait(ring.k_full.index(part), 0)
+    pending = (zeros(C.D, OUT), zeros(C.D, OUT), work.begin * 0 - 1)
+    mbarrier.wait(ring.k_full.index(group), 0)
     for h in range(opt.group):
-        head = (walk.b * (opt.heads // opt.group) + walk.g) * opt.group + h
-        begin = h * walk.tiles
-        end = begin + walk.tiles
+        head = (work.b * (opt.heads // opt.group) + work.g) * opt.group + h
+        begin = h * work.tiles
+        end = begin + work.tiles
         first = begin
         inner = begin
-        if C.BEHIND:  # the tiles before its own are not this warpgroup's; its own is masked
-            first = gl.minimum(begin + part, end)
+        if C.CAUSAL:  # earlier tiles do not see these keys; the first that does is masked
+            first = gl.minimum(begin + group, end)
             inner = gl.minimum(first + 1, end)
             for t in range(begin, first):
                 mbarrier.wait(ring.full.index(t % C.STAGES), (t // C.STAGES) & 1)
                 mbarrier.arrive(ring.free.index(t % C.STAGES), count=1)
         if j0 + KEYS > opt.keys:
             inner = end
-        i0 = (walk.begin - begin) * ROWS
+        i0 = (work.begin - begin) * ROWS
         for t in range(first, inner):
-            pending = step(t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, part, C, True)
+            pending = process_tile(t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, group, C, True)
         for t in range(inner, end):
-            pending = step(t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, part, C, False)
+            pending = process_tile(
+                t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, opt, group, C, False
+            )
     dk, dv, last = pending
     if last >= 0:
-        dk = warpgroup_mma(left, ring.q.index(last % C.STAGES).reshape([ROWS, C.D]), dk, is_async=True)
+        dk = warpgroup_mma(ds_buffer, ring.q.index(last % C.STAGES).reshape([ROWS, C.D]), dk, is_async=True)
         dk = warpgroup_mma_wait(0, deps=[dk])
-    keys.store((dk * tiles.number(opt.scale, gl.float32)).to(ring.k.dtype))  # keys and values are not needed any more
+    # the buffers of keys and values are free now
+    keys.store((dk * tiles.number(opt.scale, gl.float32)).to(ring.k.dtype))
     values.store(dv.to(ring.k.dtype))
     fence_async_shared()
-    copy_out(blocks.dk, [walk.b, walk.g, j0, 0], ring.k.index(part))
-    copy_out(blocks.dv, [walk.b, walk.g, j0, 0], ring.v.index(part))
+    async_store(blocks.dk, [work.b, work.g, j0, 0], ring.k.index(group))
+    async_store(blocks.dv, [work.b, work.g, j0, 0], ring.v.index(group))
     tma.store_wait(0)
 
 
 @gluon.jit
 def backward_hopper(k, v, q, do, shift, delta, inverse, slopes, dk, dv, opt, C: gl.constexpr):
-    """The first ten are tensor descriptors; without 1/Z or scratch None."""
+    """Computes dk, dv and, if `slopes` is not None, stores ds. The first ten arguments are tensor descriptors."""
     TYPE: gl.constexpr = q.dtype
-    PARTS: gl.constexpr = C.PARTS
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
     STAGES: gl.constexpr = C.STAGES
     NUMBERS: gl.constexpr = C.NUMBERS
     blocks = Blocks(k, v, q, do, shift, delta, inverse, slopes, dk, dv)
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, KEYS, C.D], k.layout),
-        gl.allocate_shared_memory(TYPE, [PARTS, 1, 1, KEYS, C.D], v.layout),
+        gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, 1, KEYS, C.D], k.layout),
+        gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, 1, KEYS, C.D], v.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, ROWS, C.D], q.layout),
         gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, ROWS, C.D], do.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES * NUMBERS, 1, ROWS], shift.layout),
-        gl.allocate_shared_memory(TYPE, [PARTS, 1, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 3)),
-        barriers(PARTS, 1),
-        barriers(STAGES, 1),
-        barriers(STAGES, PARTS),
+        gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, KEYS, ROWS], gl.NVMMASharedLayout(128, 16, 3)),
+        make_barriers(WARPGROUPS, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, WARPGROUPS),
     )
     fence_async_shared()
     gl.warp_specialize(
         [
             (consume, (blocks, ring, opt, 0, C)),
             (consume, (blocks, ring, opt, 1, C)),
-            (fetch, (blocks, ring, opt, C)),
+            (produce, (blocks, ring, opt, C)),
         ],
         [4, 1],
         [C.REGISTERS, 24],

@@ -1,4 +1,4 @@
-"""The end of a block of rows on Hopper: what the keys' forms say of it, o / Z, its state and its sums."""
+"""The end of one block of rows in `forward_hopper`: moments from the keys, o / Z, row state and raw sums."""
 
 from __future__ import annotations
 
@@ -15,121 +15,133 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard._backends.gpu.attention import tiles
-from regard._backends.gpu.attention.hopper import warpgroup
-from regard._backends.gpu.attention.hopper.ring import form_of
-from regard._backends.gpu.attention.hopper.warpgroup import ROWS
-from regard._backends.gpu.attention.online import ending, frame_of
+from regard._backends.gpu.attention.hopper.finish_statistics import RowIndex
+from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
+from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
+from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
-MOST = gl.constexpr(2.0**40)  # that the weights of a row may sum to in a shift which stays
-
-copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+MAX_SUM = gl.constexpr(2.0**40)  # of a row's weights in a fixed shift
 
 
-class Place(NamedTuple):
-    """Which rows: what `ending` asks of a scene."""
-
-    b: Any
-    h: Any
-    i: Any
-
-
-class Told(NamedTuple):
-    """And what of its sums."""
+class RowState(NamedTuple):
+    """The sums that `online.join_sink` reads."""
 
     shift: Any
     z: Any
 
 
-class Targets(NamedTuple):
-    """Where results go."""
+class Outputs(NamedTuple):
+    """Where a block's results are stored, and the key moments it reads."""
 
     o: Any
     shifts: Any
     sums: Any
-    rough: Any  # [9, B, H, M]: `forward_statistics.Rough`
-    forms: Any  # `moments.Forms`, to read
+    raw_sums: Any  # [9, B, H, M], see `forward_statistics`
+    moments: Any  # `key_moments.KeyMoments`
 
 
 @gluon.jit
-def form(q, ring, walk, targets, opt, C: gl.constexpr):
-    """(Σy, Σy², |q|²·Σ|k|²) over the keys whose forms follow the tiles in the ring."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
-    turned = warpgroup.zeros(C.D, S)
+def sum_key_moments(q, ring, work, outputs, opt, C: gl.constexpr):
+    """(Σy, Σy², |q|²·Σ|k|²) over the keys whose moments follow the tiles in the ring."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.PANEL, 16])
+    product = zeros(C.PANEL, S)
     for c in gl.static_range(3):
-        t = walk.end + c * C.D // C.BN
+        t = work.end + c * C.PANEL // C.BN
         stage = t % C.STAGES
         mbarrier.wait(ring.k_full.index(stage), (t // C.STAGES) & 1)
-        keys = ring.k.index(stage).reshape([C.BN, C.D]).slice(c * C.D % C.BN, C.D).permute((1, 0))
-        turned = warpgroup_mma(q, keys, turned, use_acc=c > 0, is_async=True)
-        turned = warpgroup_mma_wait(0, deps=[turned])
-        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.D % C.BN == 0 or c == 2)
-    wide = q.load(S).to(gl.float32)
-    head, part = form_of(walk, opt, C)
+        keys = ring.k.index(stage).reshape([C.BN, C.PANEL]).slice(c * C.PANEL % C.BN, C.PANEL).permute((1, 0))
+        product = warpgroup_mma(q, keys, product, use_acc=c > 0, is_async=True)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.PANEL % C.BN == 0 or c == 2)
+    q_rows = q.load(S).to(gl.float32)
+    head, prefix = moments_index(work, opt, C)
     at = head
-    if C.SPAN > 0:
-        at = head * (gl.cdiv(gl.minimum(opt.queries, opt.keys), C.SPAN) - 1) + part
-    center = gl.load(targets.forms.sums + at * C.D + gl.arange(0, C.D, gl.SliceLayout(0, S)))
-    one = gl.sum(wide * gl.expand_dims(center, 0), 1)
-    two = gl.sum(wide * turned, 1)
-    reach = gl.sum(wide * wide, 1) * gl.load(targets.forms.lengths + at)
-    if C.SPAN > 0:
-        some = walk.before > 0
-        one, two, reach = gl.where(some, one, 0.0), gl.where(some, two, 0.0), gl.where(some, reach, 0.0)
-    return one, two, reach
+    if C.MOMENT_SPAN > 0:
+        at = head * (gl.cdiv(gl.minimum(opt.queries, opt.keys), C.MOMENT_SPAN) - 1) + prefix
+    key_sum = gl.load(outputs.moments.sums + at * C.PANEL + gl.arange(0, C.PANEL, gl.SliceLayout(0, S)))
+    sum_y = gl.sum(q_rows * gl.expand_dims(key_sum, 0), 1)
+    sum_y2 = gl.sum(q_rows * product, 1)
+    magnitude = gl.sum(q_rows * q_rows, 1) * gl.load(outputs.moments.lengths + at)
+    if C.MOMENT_SPAN > 0:
+        any_key = work.before > 0
+        sum_y = gl.where(any_key, sum_y, 0.0)
+        sum_y2 = gl.where(any_key, sum_y2, 0.0)
+        magnitude = gl.where(any_key, magnitude, 0.0)
+    return sum_y, sum_y2, magnitude
 
 
 @gluon.jit
-def finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.constexpr):
-    """o / Z and the row's state; its sums for `forward_statistics`, whose code would not fit beside the loop's."""
+def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
+    """Stores o / Z, the row state and the raw sums.
+
+    A kernel of its own (`forward_statistics`) finishes them because its code would not fit beside the loop.
+    """
     F: gl.constexpr = C.F
     NEED: gl.constexpr = C.NEED
     inside = i < opt.queries
-    top = whole(gl.max(r.top, 1), i)
-    behind = whole(gl.max(r.shift, 1), i)
-    shift = behind
-    if F.family == "ratio" and F.shift != "none" and not C.STILL:
-        shift = frame_of(top, a * LOG2E, F)
-    offset = behind - shift
-    fade = gl.exp2(offset)
-    bare = whole(gl.sum(r.z, 1), i)
-    z = bare * fade
-    outer, _, inverse, total = ending(Told(shift, z), Place(walk.b, walk.h, i), inside, opt, C)
-    if C.STILL:
-        total = gl.where(bare <= MOST, total, float("nan"))
-    o = o * gl.expand_dims(gl.convert_layout(inverse * fade, gl.SliceLayout(1, o.type.layout)), 1)
-    q.store(o.to(ring.v.dtype))  # q is not needed any more
-    fence_async_shared()
-    at = walk.round % 2 * C.PARTS + part
-    copy_out(targets.o, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q.index(at))
-    row = (tiles.wide(walk.b) * opt.heads + walk.h) * opt.queries + i
+    top = to_rows(gl.max(r.top, 1), i)
+    loop_shift = to_rows(gl.max(r.shift, 1), i)
+    shift = loop_shift
+    if F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT:
+        shift = find_shift(top, a * LOG2E, F)
+    offset = loop_shift - shift
+    factor = gl.exp2(offset)
+    loop_z = to_rows(gl.sum(r.z, 1), i)
+    z = loop_z * factor
+    outer, _, inverse, total = join_sink(RowState(shift, z), RowIndex(work.b, work.h, i), inside, opt, C)
+    if C.FIXED_SHIFT:
+        total = gl.where(loop_z <= MAX_SUM, total, float("nan"))
     natural = outer * LN2
-    gl.store(targets.shifts + row, natural, mask=inside)
-    gl.store(targets.sums + row, total * gl.exp2(outer - natural * LOG2E), mask=inside)
+    if (opt.left is not None) or (opt.lengths is not None):
+        first, last = tiles.interval(i, opt, work.keys)
+        empty = first >= last
+        inverse, natural, total = (
+            gl.where(empty, 0.0, inverse),
+            gl.where(empty, 0.0, natural),
+            gl.where(empty, 0.0, total),
+        )
+        factor, outer = gl.where(empty, 0.0, factor), gl.where(empty, 0.0, outer)
+    o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
+    at = work.round % 2 * C.WARPGROUPS + group
+    parts = split_columns(o, C.E // C.PANEL)
+    O_PANELS: gl.constexpr = C.O_PANELS
+    for c in gl.static_range(O_PANELS):  # q is no longer needed
+        ring.q.index(at * C.PANELS + c).reshape([ROWS, C.PANEL]).store(parts[c].to(ring.v.dtype))
+    fence_async_shared()
+    for c in gl.static_range(O_PANELS):
+        target = [work.b, work.h, work.i0 + group * ROWS, c * C.PANEL]
+        async_store(outputs.o, target, ring.q.index(at * C.PANELS + c))
+    row = (tiles.wide(work.b) * opt.heads + work.h) * opt.queries + i
+    gl.store(outputs.shifts + row, natural, mask=inside)
+    gl.store(outputs.sums + row, total * gl.exp2(outer - natural * LOG2E), mask=inside)
     if NEED.top:
         rows = blocks // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
-        to = targets.rough + row
+        to = outputs.raw_sums + row
         gl.store(to, top, mask=inside)
         gl.store(to + rows, z, mask=inside)
         if NEED.distance:
-            gl.store(to + 2 * rows, whole(gl.sum(r.distance, 1), i) * fade, mask=inside)
+            gl.store(to + 2 * rows, to_rows(gl.sum(r.distance, 1), i) * factor, mask=inside)
         if NEED.moments:
-            gl.store(to + 3 * rows, whole(gl.sum(r.mean, 1), i) + whole(formed[0], i), mask=inside)
-            gl.store(to + 4 * rows, whole(gl.sum(r.m2, 1), i) + whole(formed[1], i), mask=inside)
-            gl.store(to + 5 * rows, whole(formed[2], i), mask=inside)
+            gl.store(to + 3 * rows, to_rows(gl.sum(r.mean, 1), i) + to_rows(key_sums[0], i), mask=inside)
+            gl.store(to + 4 * rows, to_rows(gl.sum(r.m2, 1), i) + to_rows(key_sums[1], i), mask=inside)
+            gl.store(to + 5 * rows, to_rows(key_sums[2], i), mask=inside)
         if NEED.log_u:
-            gl.store(to + 6 * rows, (whole(gl.sum(r.log_u, 1), i) + offset * bare) * fade, mask=inside)
+            gl.store(to + 6 * rows, (to_rows(gl.sum(r.log_u, 1), i) + offset * loop_z) * factor, mask=inside)
         if NEED.square:
-            gl.store(to + 7 * rows, whole(gl.sum(r.square, 1), i) * (fade * fade), mask=inside)
+            gl.store(to + 7 * rows, to_rows(gl.sum(r.square, 1), i) * (factor * factor), mask=inside)
         if NEED.first:
-            lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
-            gl.store(to + 8 * rows, whole(gl.sum(gl.where(lane == 0, r.first, 0.0), 1), i), mask=inside)
+            first_y = r.first
+            if opt.left is None:
+                lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
+                first_y = gl.where(lane == 0, r.first, 0.0)
+            gl.store(to + 8 * rows, to_rows(gl.sum(first_y, 1), i), mask=inside)
     tma.store_wait(0)
-    if C.AHEAD:
+    if C.PERSISTENT:
         mbarrier.arrive(ring.q_free.index(at), count=1)
 
 
 @gluon.jit
-def whole(x, i):
-    """A number per row as i has them."""
+def to_rows(x, i):
+    """One number per row in the layout of i."""
     return gl.convert_layout(x, i.type.layout)

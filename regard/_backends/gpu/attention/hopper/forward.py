@@ -1,14 +1,14 @@
-"""o = Σ_j u_j·v_j / Z on Hopper, in Gluon: warpgroups of 64 queries each, and a warp that fetches for all.
+"""o = Σ_j u_j·v_j / Z in Gluon for Hopper: consumer warpgroups of 64 queries each, and one producer warp.
 
-While one warpgroup weighs its scores, the tensor cores multiply for another, and within a warpgroup q·kᵀ of the next
-tile runs beside p·v of the last:
+While one warpgroup weighs its scores, the tensor cores multiply for another. Within a warpgroup q·kᵀ of one tile
+overlaps with p·v of the tile before:
 
-    fetch    k, v → ring of shared memory
-    each     s = q·kᵀ (tile t), o += p·v (tile t − 1)         the latter in pieces,
-             u of s, sums                                     between which a piece of s each is weighed
-             o ·= fade, p = u                                 once its own p·v is done
+    producer    k, v → ring buffer
+    consumer    s = q·kᵀ (tile t), o += p·v (tile t − 1)      p·v in SPLITS parts,
+                u of s, sums                                  between which one split of s each is weighed
+                o ·= factor, p = u                            after p·v has ended
 
-A warpgroup stands still while it hands over a product that the tensor cores cannot take in yet: hence the pieces.
+The splits exist because a warpgroup stalls while it issues a product that the tensor cores cannot accept yet.
 """
 
 from __future__ import annotations
@@ -23,188 +23,240 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard._backends.gpu.attention import tiles
-from regard._backends.gpu.attention.hopper import ptx, warpgroup
-from regard._backends.gpu.attention.hopper.epilogue import Targets, finish, form
+from regard._backends.gpu.attention.hopper import ptx, row_sums
+from regard._backends.gpu.attention.hopper.epilogue import Outputs, sum_key_moments, write_block
+from regard._backends.gpu.attention.hopper.fragment import ROWS, split_keys, zeros
 from regard._backends.gpu.attention.hopper.ring import (
     Ring,
-    barriers,
-    fetch,
-    pass_by,
-    ready,
-    rounds_of,
-    start_of,
-    walk_of,
+    count_rounds,
+    first_key,
+    get_work,
+    make_barriers,
+    produce,
+    skip_tiles,
+    wait_for_keys,
 )
-from regard._backends.gpu.attention.hopper.warpgroup import ROWS
 from regard._backends.gpu.attention.tiles import LOG2E
 
 
 @gluon.jit
-def score(t, q, ring, C: gl.constexpr):
-    """s = q·kᵀ of tile t, under way."""
+def start_scores(t, at, ring, C: gl.constexpr):
+    """Issues s = q·kᵀ of step t, panel by panel of their columns; `at` is the number of q's buffers."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    keys = ring.k.index(t % C.STAGES).reshape([C.BN, C.D]).permute((1, 0))
-    return warpgroup_mma(q, keys, warpgroup.zeros(C.BN, S), use_acc=False, is_async=True)
+    PANELS: gl.constexpr = C.PANELS
+    s = zeros(C.BN, S)
+    for c in gl.static_range(PANELS):
+        q = ring.q.index(at * PANELS + c).reshape([ROWS, C.PANEL])
+        keys = ring.k.index(t % C.STAGES * PANELS + c).reshape([C.BN, C.PANEL])
+        if c + 1 == PANELS and C.LAST < C.PANEL:
+            q = q.slice(0, C.LAST, 1)
+            keys = keys.slice(0, C.LAST, 1)
+        s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
 
 
 @gluon.jit
-def mix(c: gl.constexpr, o, p, values, C: gl.constexpr):
-    """o + p·v of piece c, under way."""
-    WIDTH: gl.constexpr = C.BN // C.PIECES
+def start_output(c: gl.constexpr, o, p, values, C: gl.constexpr):
+    """Issues o + p·v of split c."""
+    WIDTH: gl.constexpr = C.BN // C.SPLITS
     return warpgroup_mma(p[c], values.slice(c * WIDTH, WIDTH), o, is_async=True)
 
 
 @gluon.jit
-def step(t, o, p, r, q, ring, walk, i, a, theta, part: gl.constexpr, C: gl.constexpr):
-    """Tile t is scored and weighed while o takes tile t − 1."""
+def process_tile(
+    t, o, p, r, at, ring, work, i, first, last, a, theta, opt, group: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
+):
+    """(o, p, r) after step t: scores and weighs its tile while o takes the tile before."""
     F: gl.constexpr = C.F
-    PIECES: gl.constexpr = C.PIECES
-    FOLLOWS: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.STILL
+    SPLITS: gl.constexpr = C.SPLITS
+    MOVES: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
-    s = score(t, q, ring, C)
+    values = ring.v.index(before).reshape([C.BN, C.E])
+    if (opt.left is not None) or (opt.lengths is not None):  # before the scores: no branch while a product runs
+        mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
+        clear_hidden(values, first_key(t - 1, work, C), work, opt, C)
+    s = start_scores(t, at, ring, C)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
-    values = ring.v.index(before).reshape([C.BN, C.D])
-    o = mix(0, o, p, values, C)
+    o = start_output(0, o, p, values, C)
     s = warpgroup_mma_wait(1, deps=[s])
-    start = start_of(t, walk, C)
-    fade, r = warpgroup.raised(s, r, a * LOG2E, start, C, C.STILL)
-    way = warpgroup.manner(s, r, a, theta, ring.v.dtype, C)
-    y = warpgroup.pieces(s, PIECES)
-    sums = warpgroup.blank(r)
-    near = True
-    if C.SPAN > 0:
-        near = start >= walk.before
-    new = ()
-    for c in gl.static_range(PIECES):
-        if c + 1 < PIECES:
-            o = mix(c + 1, o, p, values, C)
-        if F.log_odds is not None:
-            u, sums = warpgroup.weigh_odds(y[c], sums, a, theta, way, ring.v.dtype, C)
+    start = first_key(t, work, C)
+    s = row_sums.cap_scores(s, opt)
+    if EDGE:
+        s = row_sums.mask_keys(s, first, last, start, opt)
+    factor, r = row_sums.update_shift(s, r, a * LOG2E, first, start, opt, C, C.FIXED_SHIFT, EDGE)
+    method = row_sums.choose_method(s, r, a, theta, ring.v.dtype, C)
+    y = split_keys(s, SPLITS)
+    sums = row_sums.empty_tile(r)
+    needs_moments = True
+    if C.MOMENT_SPAN > 0:
+        needs_moments = start >= work.before
+    weights = ()
+    for c in gl.static_range(SPLITS):
+        if c + 1 < SPLITS:
+            o = start_output(c + 1, o, p, values, C)
+        if F.log_odds is not None and not EDGE:
+            u, sums = row_sums.weigh_sigmoid(y[c], sums, a, theta, method, ring.v.dtype, C)
         else:
-            u, sums = warpgroup.weigh(
-                y[c], r, sums, i, a, theta, start, walk.i0 + part * ROWS, near, c * (C.BN // PIECES), C, False
+            u, sums = row_sums.weigh_split(
+                y[c], r, sums, i, a, theta, start, work.i0 + group * ROWS, needs_moments, c * (C.BN // SPLITS), C, EDGE
             )
-        new = new + (u,)  # noqa: RUF005 (Triton knows no star)
-    r = warpgroup.joined(r, sums, i, start, walk.i0 + part * ROWS, C, False)
-    ready(t + 1, ring, walk, C)  # before the wait below: its branches, too, keep that wait in its place
-    if PIECES == 1:
+        weights = weights + (u,)  # noqa: RUF005 (Triton has no star)
+    r = row_sums.add_tile(r, sums, i, start, work.i0 + group * ROWS, C, EDGE)
+    wait_for_keys(t + 1, ring, work, C)  # its branches keep the compiler from moving the wait below
+    if SPLITS == 1:
         o, _ = warpgroup_mma_wait(0, deps=[o, p[0]])
-    elif PIECES == 2:
+    elif SPLITS == 2:
         o, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1]])
     else:
         o, _, _, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1], p[2], p[3]])
     p = ()
-    for c in gl.static_range(PIECES):
-        p = p + (operand(new[c], ring, C),)  # noqa: RUF005
+    for c in gl.static_range(SPLITS):
+        p = p + (to_operand(weights[c], ring, C),)  # noqa: RUF005
     mbarrier.arrive(ring.free.index(stage), count=1)
-    if FOLLOWS:
-        o = ptx.faded(o, fade)
+    if MOVES:
+        o = ptx.rescale(o, factor)
     return o, p, r
 
 
 @gluon.jit
-def operand(u, ring, C: gl.constexpr):
-    """Weights in 16 bits, as the tensor cores take them."""
-    F: gl.constexpr = C.F
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
-    return gl.convert_layout(ptx.rounded(u, ring.v.dtype, F, C.PARTS == 3 and C.PIECES == 1), LAYOUT)
+def clear_hidden(values, start, work, opt, C: gl.constexpr):
+    """Zeroes the values of keys that no row of the block sees, because 0·NaN is NaN.
+
+    Both warpgroups may do so at once: they write the same numbers.
+    """
+    lowest, _ = tiles.interval(work.i0, opt, work.keys)
+    _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
+    if (start < lowest) | (start + C.BN > highest):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
+        STEPS: gl.constexpr = C.BN // 16
+        for c in gl.static_range(STEPS):
+            rows = values.slice(c * 16, 16)
+            j = start + c * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            visible = gl.expand_dims((j >= lowest) & (j < highest), 1)
+            rows.store(gl.where(visible, rows.load(LAYOUT), 0.0))
+        fence_async_shared()
 
 
 @gluon.jit
-def consume(targets, ring, opt, blocks, part: gl.constexpr, C: gl.constexpr):
-    if C.AHEAD:
+def to_operand(u, ring, C: gl.constexpr):
+    """u in 16 bits, in the layout of a tensor core's first operand."""
+    F: gl.constexpr = C.F
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.E, 16]), 2)
+    return gl.convert_layout(ptx.round_weights(u, ring.v.dtype, F, C.WARPGROUPS == 3 and C.SPLITS == 1), LAYOUT)
+
+
+@gluon.jit
+def consume(outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
+    """One consumer warpgroup: its 64 queries of every block that this program takes."""
+    if C.PERSISTENT:
         base = 0
-        for round in range(rounds_of(blocks, C)):
-            walk = walk_of(round, base, opt, C)
-            consume_block(targets, ring, walk, opt, blocks, part, C)
-            base = walk.end + C.FORMS
+        for round in range(count_rounds(blocks, C)):
+            work = get_work(round, base, opt, C)
+            process_block(outputs, ring, work, opt, blocks, group, C)
+            base = work.end + C.MOMENT_TILES
     else:
-        consume_block(targets, ring, walk_of(0, 0, opt, C), opt, blocks, part, C)
+        process_block(outputs, ring, get_work(0, 0, opt, C), opt, blocks, group, C)
 
 
 @gluon.jit
-def consume_block(targets, ring, walk, opt, blocks, part: gl.constexpr, C: gl.constexpr):
+def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
+    """Computes and stores one warpgroup's 64 rows of a block."""
     F: gl.constexpr = C.F
-    PIECES: gl.constexpr = C.PIECES
-    WIDTH: gl.constexpr = C.BN // C.PIECES
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
-    r0 = walk.i0 + part * ROWS
-    i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, PIECE))
-    last = i * 0 + opt.keys
-    begin = walk.base
-    if C.BEHIND:
+    SPLITS: gl.constexpr = C.SPLITS
+    WIDTH: gl.constexpr = C.BN // C.SPLITS
+    SPLIT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.E, 16])
+    r0 = work.i0 + group * ROWS
+    i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, SPLIT))
+    first = i * 0
+    last = i * 0 + work.keys
+    begin = work.base
+    if C.CAUSAL:
         last = gl.minimum(i + 1, last)
+        if opt.left is not None:
+            first = gl.maximum(i - opt.left, 0)
         if C.BM > C.BN:
-            begin = walk.base + gl.maximum(walk.count - 1 - r0 // C.BN, 0)
-            pass_by(walk.base, begin, ring, C)
+            begin = work.base + gl.maximum(work.low + work.count - 1 - r0 // C.BN, 0)
+            skip_tiles(work.base, begin, ring, C)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
-        a = 1.0 / tiles.rows_of(opt.temperature, walk.b, walk.h, i, i < opt.queries, 1.0).to(gl.float32)
-    a = a * tiles.number(opt.scale, gl.float32)
+        a = 1.0 / tiles.load_rows(opt.temperature, work.b, work.h, i, i < opt.queries, 1.0).to(gl.float32)
+    if opt.cap is None:
+        a = a * tiles.number(opt.scale, gl.float32)
     theta = tiles.number(opt.theta, gl.float32)
-    r = warpgroup.nothing(WIDTH, PIECE, F)
-    lanes = r.z + gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, r.z.type.layout)), 1)
-    at = walk.round % 2 * C.PARTS + part
-    q = ring.q.index(at).reshape([ROWS, C.D])
-    mbarrier.wait(ring.q_full.index(at), (walk.round // 2) & 1)
-    ready(begin, ring, walk, C)
-    s = warpgroup_mma_wait(0, deps=[score(begin, q, ring, C)])
+    r = row_sums.empty_rows(WIDTH, SPLIT, F)
+    a_lanes = r.z + gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, r.z.type.layout)), 1)
+    at = work.round % 2 * C.WARPGROUPS + group
+    mbarrier.wait(ring.q_full.index(at), (work.round // 2) & 1)
+    wait_for_keys(begin, ring, work, C)
+    s = warpgroup_mma_wait(0, deps=[start_scores(begin, at, ring, C)])
     mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
-    start = start_of(begin, walk, C)
-    if not C.OWN:
-        s = warpgroup.shown(s, last, start)
-    _, r = warpgroup.raised(s, r, lanes * LOG2E, start, C, False)
-    y = warpgroup.pieces(s, PIECES)
-    sums = warpgroup.blank(r)
+    start = first_key(begin, work, C)
+    s = row_sums.cap_scores(s, opt)
+    if not C.DIAGONAL_FIRST:
+        s = row_sums.mask_keys(s, first, last, start, opt)
+    _, r = row_sums.update_shift(s, r, a_lanes * LOG2E, first, start, opt, C, False, True)
+    y = split_keys(s, SPLITS)
+    sums = row_sums.empty_tile(r)
     p = ()
-    for c in gl.static_range(PIECES):
-        u, sums = warpgroup.weigh(y[c], r, sums, i, lanes, theta, start, r0, True, c * WIDTH, C, True)
-        p = p + (operand(u, ring, C),)  # noqa: RUF005
-    r = warpgroup.joined(r, sums, i, start, r0, C, True)
-    o = warpgroup.zeros(C.D, OUT)
-    ready(begin + 1, ring, walk, C)
-    for t in range(begin + 1, walk.end):
-        o, p, r = step(t, o, p, r, q, ring, walk, i, lanes, theta, part, C)
-    end = walk.end - 1
+    for c in gl.static_range(SPLITS):
+        u, sums = row_sums.weigh_split(y[c], r, sums, i, a_lanes, theta, start, r0, True, c * WIDTH, C, True)
+        p = p + (to_operand(u, ring, C),)  # noqa: RUF005
+    r = row_sums.add_tile(r, sums, i, start, r0, C, True)
+    o = zeros(C.E, OUT)
+    wait_for_keys(begin + 1, ring, work, C)
+    edge = work.end
+    if opt.left is not None:  # the last tiles hold the first keys of this warpgroup's rows
+        edge = work.end - (gl.maximum(r0 + ROWS - 1 - opt.left, 0) // C.BN + 1 - work.low)
+        edge = gl.maximum(edge, begin + 1)
+    for t in range(begin + 1, edge):
+        o, p, r = process_tile(t, o, p, r, at, ring, work, i, first, last, a_lanes, theta, opt, group, C, False)
+    if opt.left is not None:
+        for t in range(edge, work.end):
+            o, p, r = process_tile(t, o, p, r, at, ring, work, i, first, last, a_lanes, theta, opt, group, C, True)
+    end = work.end - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
-    values = ring.v.index(end % C.STAGES).reshape([C.BN, C.D])
-    for c in gl.static_range(PIECES):
-        o = mix(c, o, p, values, C)
+    values = ring.v.index(end % C.STAGES).reshape([C.BN, C.E])
+    if (opt.left is not None) or (opt.lengths is not None):
+        clear_hidden(values, first_key(end, work, C), work, opt, C)
+    for c in gl.static_range(SPLITS):
+        o = start_output(c, o, p, values, C)
     none = a * 0.0
-    formed = (none, none, none)
-    if C.SPAN != 0:
-        formed = form(q, ring, walk, targets, opt, C)
+    key_sums = (none, none, none)
+    if C.MOMENT_SPAN != 0:
+        key_sums = sum_key_moments(ring.q.index(at).reshape([ROWS, C.PANEL]), ring, work, outputs, opt, C)
     o = warpgroup_mma_wait(0, deps=[o])
-    finish(formed, o, r, q, i, a, targets, ring, walk, opt, blocks, part, C)
+    write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
 
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, form_blocks, shifts, sums, rough, forms, opt, blocks, C: gl.constexpr
+    q_blocks, k_blocks, v_blocks, o_blocks, moment_blocks, shifts, sums, raw_sums, moments, opt, blocks, C: gl.constexpr
 ):  # fmt: skip
+    """Computes o, the row state and, for statistics, the raw sums that `forward_statistics` finishes."""
     TYPE: gl.constexpr = q_blocks.dtype
-    PARTS: gl.constexpr = C.PARTS
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
     STAGES: gl.constexpr = C.STAGES
-    QUERIES: gl.constexpr = 2 * C.PARTS if C.AHEAD else C.PARTS
+    PANELS: gl.constexpr = C.PANELS
+    QUERIES: gl.constexpr = 2 * C.WARPGROUPS if C.PERSISTENT else C.WARPGROUPS
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [QUERIES, 1, 1, ROWS, C.D], q_blocks.layout),
-        gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], k_blocks.layout),
-        gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], v_blocks.layout),
-        barriers(QUERIES, 1),
-        barriers(QUERIES, 1),
-        barriers(STAGES, 1),
-        barriers(STAGES, 1),
-        barriers(STAGES, PARTS),
+        gl.allocate_shared_memory(TYPE, [QUERIES * PANELS, 1, 1, ROWS, C.PANEL], q_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [STAGES * PANELS, 1, 1, C.BN, C.PANEL], k_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.E], v_blocks.layout),
+        make_barriers(QUERIES, 1),
+        make_barriers(QUERIES, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, WARPGROUPS),
     )
     fence_async_shared()
-    targets = Targets(o_blocks, shifts, sums, rough, forms)
-    if PARTS == 2:
+    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments)
+    if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (targets, ring, opt, blocks, 0, C)),
-                (consume, (targets, ring, opt, blocks, 1, C)),
-                (fetch, (q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C)),
+                (consume, (outputs, ring, opt, blocks, 0, C)),
+                (consume, (outputs, ring, opt, blocks, 1, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C)),
             ],
             [4, 1],
             [C.REGISTERS, 24],
@@ -212,10 +264,10 @@ def forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (consume, (targets, ring, opt, blocks, 0, C)),
-                (consume, (targets, ring, opt, blocks, 1, C)),
-                (consume, (targets, ring, opt, blocks, 2, C)),
-                (fetch, (q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C)),
+                (consume, (outputs, ring, opt, blocks, 0, C)),
+                (consume, (outputs, ring, opt, blocks, 1, C)),
+                (consume, (outputs, ring, opt, blocks, 2, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],

@@ -1,8 +1,10 @@
-"""Launch of the Hopper kernel: which calls it takes, its descriptors, and the second look at rows that need one."""
+"""Launch of `forward_hopper`: the calls it takes, its tiles, grid and tensor descriptors."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -10,182 +12,234 @@ import triton.language as tl
 
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
-from regard._backends.gpu.attention.config import reachable
 from regard._backends.gpu.attention.hopper import key_moments
+from regard._backends.gpu.attention.limits import GLUON_TYPES, find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
+from regard._core.device import sm_count
 from regard._core.problem import Problem
 from regard.normalizers._language import speak
 
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from regard._backends.gpu.attention.hopper.ring import ForwardConfig
+
 ROWS = 64  # queries of one warpgroup
-KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# (keys per tile, their pieces, warpgroups, stages of the ring, registers of their threads), by head width
-TWO = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
-FOUR = {64: (128, 1, 2, 4, 240)}  # stages
-THREE = {64: (128, 1, 3, 3, 160)}  # warpgroups
-IN_PIECES = {64: (128, 4, 3, 3, 160)}
-SHORT = 6144  # keys
-LARGE = 2**29  # scores
-LAZY = {torch.bfloat16: 40.0, torch.float16: 8.0}  # powers of two that a weight may exceed 1 by
+# (keys per tile, splits, warpgroups, stages of the ring, registers of a consumer's thread) by head width
+TWO_GROUPS = {64: (128, 1, 2, 3, 240), 128: (128, 1, 2, 2, 240)}
+FOUR_STAGES = {64: (128, 1, 2, 4, 240)}
+THREE_GROUPS = {64: (128, 1, 3, 3, 160)}
+SPLIT_TILES = {64: (128, 4, 3, 3, 160)}
+MAX_PERSISTENT_KEYS = 6144
+MIN_FIXED_SHIFT_SCORES = 2**29
+MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
+SHARED_MEMORY = 224 * 1024  # for the tiles of one program
+WIDTHS = (64, 128, 256)  # columns of v in shared memory
+SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
 
-def takes(p: Problem) -> bool:
-    """Does this call run on the Hopper kernel?"""
-    left, right = p.reach
-    return (
-        p.q.is_cuda
-        and p.q.dtype in KINDS
-        and p.q.shape[-1] in TWO
-        and p.v.shape[-1] == p.q.shape[-1]
-        and suits(p)
-        and p.scale > 0
-        and left is None
-        and right in (None, 0)
-        and all(x is None for x in (p.softcap, p.bias, p.mask, p.key_lengths))
-        and p.dropout_p == 0.0
-        and p.first_query == 0
-        and p.q.shape[-2] >= ROWS
-        and capable(p.q.device)
-        and all(map(reachable, (p.q, p.k, p.v)))
-    )
+class Panels(NamedTuple):
+    """How the columns of a head lie in shared memory; names as in `ForwardConfig`."""
+
+    PANEL: int
+    PANELS: int
+    LAST: int
+    E: int
+    O_PANELS: int
 
 
-def suits(p: Problem) -> bool:
-    """Statistics of exp(s − m) maps; the others without. Unshifted maps may exceed what float16 holds.
+def supports(p: Problem) -> str | None:
+    """Say why the Hopper kernel cannot take a call, or None."""
+    if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
+        return reason
+    (d, e), (left, right) = (p.q.shape[-1], p.v.shape[-1]), p.reach
+    if d % 8 or e % 8 or max(d, e) > WIDTHS[-1]:
+        return f"head widths {d} and {e} (multiples of 8 up to {WIDTHS[-1]} only)"
+    if triton.cdiv(e, WIDTHS[0]) > triton.cdiv(d, WIDTHS[0]):
+        return f"values of width {e}, wider than keys of {d}"
+    if p.scale <= 0:
+        return "a scale that is not positive"
+    if right not in (None, 0) or (left is not None and (right is None or left < 0)):
+        return "a window (causal ones only)"
+    if reason := find_option(p, "bias", "mask"):
+        return reason
+    if p.first_query:
+        return "a part of a sequence"
+    if p.q.shape[-2] < ROWS:
+        return f"{p.q.shape[-2]} queries ({ROWS} at least)"
+    return find_layout_obstacle(p.q, p.k, p.v)
 
-    Shared reciprocals give no weight below 2⁻⁶³: maps that may have no larger ones are left to others.
-    """
+
+def _find_normalizer_obstacle(p: Problem) -> str | None:
     if p.choice.family == "ratio" and p.choice.exponential:
-        return True
-    if p.choice.family == "threshold":
-        return False
+        return None
+    if p.stats:
+        return f"statistics of {p.choice.spec} (softmax and softmax1 only)"
     if p.choice.family == "pointwise" and p.choice.log_odds is not None:
-        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:
-            return False
-    bounded = p.choice.family == "pointwise" or p.choice.shift != "none"
-    return not p.stats and (bounded or p.q.dtype == torch.bfloat16)
+        if speak(p.choice.log_odds)(0.0, p.choice.theta or 0.0) > 30.0:  # shared reciprocals: no weight below 2⁻⁶³
+            return f"normaliser {p.choice.spec}, whose weights may all be below 2⁻⁶³"
+    if p.choice.family == "ratio" and p.choice.shift == "none" and p.q.dtype == torch.float16:
+        return f"normaliser {p.choice.spec} in float16, which may overflow"
+    return None
 
 
-@cache
-def capable(device: torch.device) -> bool:
-    """Hopper itself (no other chip has its warpgroups), and a Triton whose Gluon was tried."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if torch.version.hip is not None:  # ROCm calls some of its chips 9.0 too
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (3, 6)
+def forward(
+    p: Problem, o: torch.Tensor, shift: torch.Tensor, z: torch.Tensor, options: Options, kind: Hashable
+) -> torch.Tensor | None:
+    """Fills o, shift and z; returns the raw sums that statistics are finished from, if any are wanted.
 
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def forward(p: Problem, o, shift, z, options, kind, statistics_of) -> None:
-    """Fill o, shift and z. `statistics_of(rough)` makes statistics of the sums that `rough` holds.
-
-    Where the shift is `still`, z is NaN in rows that are to be done again.
+    With a fixed shift, z is NaN in rows that overflowed.
     """
     from regard._backends.gpu.attention.hopper.forward import forward_hopper
 
-    C = shape_of(p)
-    blocks, programs = programs_of(p, C.BM)
+    C = make_config(p)
+    blocks, programs = plan_programs(p, C.BM)
     k, v = p.k, p.v
-    if C.BEHIND and k.shape[-2] > p.q.shape[-2]:  # what no query sees may hold NaN: it is not read
+    if C.CAUSAL and k.shape[-2] > p.q.shape[-2]:  # hidden keys may hold NaN: they are not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
-    rough = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
-    blocked = described(p.q, ROWS), described(k, C.BN), described(v, C.BN), described(o, ROWS)
-    forms, form_blocks = None, None
-    if C.SPAN != 0:
-        forms = key_moments.forms_of(p, C.SPAN)
-        form_blocks = described(forms.products, C.BN)
-    arguments = *blocked, form_blocks, shift, z, rough, forms, options, blocks
+    raw_sums = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
+    descriptors = (
+        describe_rows(p.q, ROWS, C.PANEL),
+        describe_rows(k, C.BN, C.PANEL),
+        describe_rows(v, C.BN, C.E),
+        describe_rows(o, ROWS, C.PANEL),
+    )
+    moments, moment_blocks = None, None
+    if C.MOMENT_SPAN != 0:
+        moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
+        moment_blocks = describe_rows(moments.products, C.BN)
+    arguments = *descriptors, moment_blocks, shift, z, raw_sums, moments, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
-    if p.stats:
-        statistics_of(rough)
+    return raw_sums
 
 
-def shape_of(p: Problem):
-    from regard._backends.gpu.attention.hopper.ring import Shape
+def make_config(p: Problem) -> ForwardConfig:
+    """The constants that `forward_hopper` is compiled with for this call."""
+    from regard._backends.gpu.attention.hopper.ring import ForwardConfig
 
-    d, behind = p.q.shape[-1], p.reach[1] is not None
-    keys, pieces, parts, stages, registers = blocks_of(p)
+    causal, panels = p.reach[1] is not None, choose_panels(p.q.shape[-1], p.v.shape[-1])
+    keys, splits, groups, stages, registers = choose_tiles(p)
     need = statistics.needs(p.stats, p.choice, False)
-    span = key_moments.span_of(p) if need.moments else 0
-    blocks, programs = programs_of(p, ROWS * parts)
-    own = need.distance and not behind and parts == 2 and p.k.shape[-2] % keys == 0
-    return Shape(
+    span = key_moments.moment_span(p) if need.moments else 0
+    blocks, programs = plan_programs(p, ROWS * groups)
+    whole = p.k.shape[-2] % keys == 0 and p.key_lengths is None
+    diagonal_first = need.distance and not causal and groups == 2 and whole
+    return ForwardConfig(
         F=bundle.of(p.choice),
         NEED=need,
-        BEHIND=behind,
-        D=d,
-        BM=ROWS * parts,
+        CAUSAL=causal,
+        **panels._asdict(),
+        BM=ROWS * groups,
         BN=keys,
-        PARTS=parts,
+        WARPGROUPS=groups,
         STAGES=stages,
         REGISTERS=registers,
-        PIECES=pieces,
-        OWN=own,
-        AHEAD=programs < blocks,
-        FORMS=triton.cdiv(3 * d, keys) if span else 0,
-        SPAN=span,
-        LAZY=LAZY[p.q.dtype],
-        STILL=still(p),
+        SPLITS=splits,
+        DIAGONAL_FIRST=diagonal_first,
+        PERSISTENT=programs < blocks,
+        MOMENT_TILES=triton.cdiv(3 * panels.PANEL, keys) if span else 0,
+        MOMENT_SPAN=span,
+        SLACK=SLACK[p.q.dtype],
+        FIXED_SHIFT=has_fixed_shift(p),
         ACC=tl.float32,
     )
 
 
-def still(p: Problem) -> bool:
-    """Does the shift stay where the first tile sets it? Then tiles need no maximum.
+def has_fixed_shift(p: Problem) -> bool:
+    """True if the shift stays where the first tile sets it, so that later tiles need no maximum.
 
-    Rows whose weights outgrow that are done again, which costs a launch even if there are none. Not with statistics:
-    they want the maximum all the same, and are asked of models whose rows may be sharp.
+    Rows whose weights outgrow it are recomputed, which costs a launch even if there are none. Not with statistics: they
+    need the maximum all the same, and are asked of models whose rows may be sharp.
     """
     batch, heads, queries, _ = p.q.shape
-    framed = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    return framed and not p.stats and batch * heads * queries * p.k.shape[-2] >= LARGE
+    shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
+    return shifted and not p.stats and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
 
 
-def programs_of(p: Problem, rows: int) -> tuple[int, int]:
-    """(blocks of queries, programs): one for each, or one for each multiprocessor, which fetches ahead.
+def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
+    """(blocks of queries, programs): one program per block, or one per SM that takes many blocks.
 
-    The latter where rows are short, the programs' shares nearly equal and registers left.
+    The latter if rows are short, the programs' work is nearly equal and registers are left.
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
-    heads, behind = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
-    places, shares = processors(p.q.device), heads * blocks // 2 if behind else heads * blocks
-    even = shares >= 4 * places and triton.cdiv(shares, places) * places <= 1.04 * shares
-    crowded = rows > 2 * ROWS and not behind and not (still(p) or bundle.of(p.choice).exponential)
-    if p.k.shape[-2] > SHORT or (behind and heads % 2) or not even or crowded:
-        places = heads * blocks
-    return heads * blocks, places
+    heads, causal = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
+    programs, units = sm_count(p.q.device), heads * blocks // 2 if causal else heads * blocks
+    even = units >= 4 * programs and triton.cdiv(units, programs) * programs <= 1.04 * units
+    short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
+    if p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
+        programs = heads * blocks
+    keys, _, _, stages, _ = choose_tiles(p)
+    if shared_bytes(p, keys, stages, 2 * rows) > SHARED_MEMORY:  # two blocks of queries do not fit
+        programs = heads * blocks
+    return heads * blocks, programs
 
 
-def blocks_of(p: Problem) -> tuple[int, int, int, int, int]:
-    """What was fastest on an H200."""
-    F = bundle.of(p.choice)
-    table = FOUR if p.stats else TWO
-    if not p.stats and F.family == "ratio" and F.exponential and not still(p):
-        table = IN_PIECES
+def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
+    """(keys per tile, splits, warpgroups, stages, registers): the fastest on an H200."""
+    F, panels = bundle.of(p.choice), choose_panels(p.q.shape[-1], p.v.shape[-1])
+    columns = panels.PANEL * panels.PANELS
+    if columns != panels.E or columns not in TWO_GROUPS:
+        fitting = [
+            (keys, 1, 2, stages, 240)
+            for keys in ((128, 64) if panels.E <= 128 else (64,))
+            for stages in (3, 2)
+            if shared_bytes(p, keys, stages, 2 * ROWS) <= SHARED_MEMORY
+        ]
+        return fitting[0]
+    table = FOUR_STAGES if p.stats else TWO_GROUPS
+    takes_registers = p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None
+    if takes_registers or wastes_rows(p.q.shape[-2]):
+        return table.get(columns, TWO_GROUPS[columns])
+    if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
+        table = SPLIT_TILES
     elif not p.stats and (F.log_odds is not None or F.signed is not None or F.exponential):
-        table = THREE
-    return table.get(p.q.shape[-1], TWO[p.q.shape[-1]])
+        table = THREE_GROUPS
+    return table.get(columns, TWO_GROUPS[columns])
 
 
-def described(x: torch.Tensor, rows: int):
-    """Blocks [rows, D] of x for the bulk copy engine, laid out in shared memory as the tensor cores read them."""
-    return descriptor(x, (1, 1, rows, x.shape[-1]))
-
-
-def descriptor(x: torch.Tensor, block: tuple[int, ...]):
-    """Blocks of any shape; float32 ones, which no product reads, as they lie in memory."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout_of(block, x.dtype))
+def wastes_rows(queries: int) -> bool:
+    """True if blocks of three warpgroups would compute many more rows than blocks of two."""
+    three, two = (triton.cdiv(queries, groups * ROWS) * groups for groups in (3, 2))
+    return three > MAX_WASTE * two
 
 
 @cache
-def layout_of(block: tuple[int, ...], dtype: torch.dtype):
+def choose_panels(d: int, e: int) -> Panels:
+    """Panels of heads of width d and values of width e: one buffer if they fill it, otherwise 64 columns each."""
+    width = next(width for width in WIDTHS if width >= e)
+    if d == e == width:
+        return Panels(width, 1, width, width, 1)
+    panel = WIDTHS[0]
+    panels = triton.cdiv(d, panel)
+    last = max(16, triton.next_power_of_2(d - (panels - 1) * panel))
+    return Panels(panel, panels, last, width, triton.cdiv(e, panel))
+
+
+def shared_bytes(p: Problem, keys: int, stages: int, queries: int) -> int:
+    """Shared memory that the tiles of one program take."""
+    panels = choose_panels(p.q.shape[-1], p.v.shape[-1])
+    columns = panels.PANEL * panels.PANELS
+    return p.q.element_size() * (queries * columns + stages * keys * (columns + panels.E))
+
+
+def describe_rows(x: torch.Tensor, rows: int, width: int | None = None) -> TensorDescriptor:
+    """Tensor descriptor of x in blocks of `rows` rows and `width` columns, by default all; more are loaded as zeros."""
+    return make_descriptor(x, (1, 1, rows, x.shape[-1] if width is None else width))
+
+
+def make_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Tensor descriptor of x in blocks of the given shape."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Shared-memory layout of a block: swizzled for the tensor cores, linear for float32."""
     from triton.experimental.gluon import language as gl
 
     if dtype == torch.float32:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, KINDS[dtype]))
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, GLUON_TYPES[dtype]))

@@ -1,13 +1,13 @@
-"""p = 1/(1 + 2⁻ˣ) of a thread's scores, x = y·b + g, by one special function each where that is exact enough.
+"""p = 1/(1 + 2⁻ˣ) of a thread's scores, x = y·b + g, with one special function per score where that is exact enough.
 
-    tanh      ½ + ½·tanh(x·ln 2/2), wrong by 4e-6 at most, however small p is: rows whose weights are not all small
-    series    e − e² of e = 2ˣ, wrong by e² ≤ 2⁻¹⁰ of p (float16: 2⁻¹²): tiles without a larger e, as a bias of −log n
-              leaves them
-    quotient  one reciprocal for four weights, always right
+    tanh        ½ + ½·tanh(x·ln 2/2), absolute error 4e-6: for rows whose weights are not all small
+    series      e − e² with e = 2ˣ, relative error e² ≤ 2⁻¹⁰ (float16: 2⁻¹²): for tiles without a larger e, as a bias
+                of −log n leaves them
+    reciprocal  one reciprocal for four weights, exact for every score
 
-A warp takes one of them for a tile. A row's `margin` is the weight of every eighth key (in its first tile of all),
-less 2⁻¹⁰ (float16: 2⁻⁸) for each key weighed by tanh. While it is not negative, the errors are below 2⁻¹¹ (2⁻¹³) of all
-weight if those keys are like the others, and below 2⁻⁸ (2⁻¹⁰) whatever the others are.
+A warp takes one method per tile. A row's `margin` is the weight of every eighth key (in its first tile of every key),
+less 2⁻¹⁰ (float16: 2⁻⁸) for each key weighed by tanh. While the margin is not negative, the errors are below 2⁻¹¹
+(2⁻¹³) of the row's weight if the other keys are alike, and below 2⁻⁸ (2⁻¹⁰) in any case.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from regard._backends.gpu.attention.hopper.ptx import first_octet, per_lane
+from regard._backends.gpu.attention.hopper.fragment import first_octet, per_lane
 
 HALF_LN2 = gl.constexpr(0.34657359027997264)
-QUOTIENT, TANH, SERIES = (gl.constexpr(k) for k in range(3))
+RECIPROCAL, TANH, SERIES = (gl.constexpr(k) for k in range(3))
 
 
 @gluon.constexpr_function
-def inverting(n):
-    """$k = 1/(1 + $k) of a thread's n numbers ≥ 0, of two rows by turns of two: one reciprocal for four of a row.
+def reciprocal_code(n):
+    """PTX for 1/(1 + a) of a thread's n numbers a ≥ 0, with one reciprocal for four numbers of a row.
 
     With a′ = min((1 + a)·2⁻⁶³, 1), where the multiply-add saturates by itself, neither a′b′ nor (a′b′·2⁶³)·(c′d′·2⁶³)
-    leaves float32's range. So no weight comes below 2⁻⁶³; a NaN makes its whole four NaN, or its neighbour's.
+    leaves float32's range. No weight is below 2⁻⁶³; a NaN may make all four NaN.
     """
     code = ".reg .b32 x, y, r;" + "".join(f" fma.rn.sat.f32 ${k}, ${k}, 0f20000000, 0f20000000;" for k in range(n))
     for k in range(0, n, 8):
@@ -40,94 +40,100 @@ def inverting(n):
 
 
 @gluon.constexpr_function
-def in_place(n):
+def in_place_constraints(n):
+    """Constraints of n registers that are read and overwritten."""
     return ",".join(["=r"] * n + [str(k) for k in range(n)])
 
 
 @gluon.jit
-def quotient(odds):
+def reciprocal(odds):
     """1/(1 + odds) of cells [M, N/8, 4, 2]."""
     N: gl.constexpr = odds.shape[0] * odds.shape[1] * 8 // 128
-    return gl.inline_asm_elementwise(inverting(N), in_place(N), [odds], gl.float32, True, N)
+    return gl.inline_asm_elementwise(reciprocal_code(N), in_place_constraints(N), [odds], gl.float32, True, N)
 
 
 @gluon.constexpr_function
-def price(n, half):
-    """What a row's margin loses where n/2 keys of it are weighed by tanh."""
+def tanh_cost(n, half):
+    """Loss of a row's margin if n/2 of its keys are weighed by tanh."""
     return n / 2.0 * (2.0**-8 if half else 2.0**-10)
 
 
 @gluon.constexpr_function
-def choosing(n, half):
-    """How a warp weighs its tile, into every $k: n scores of a thread, then as many b, g and margins."""
+def method_code(n, half):
+    """PTX that writes the warp's method into n numbers. In: n scores of a thread, then n each of b, g and margins."""
     y, b, g, margin = (n * k for k in (1, 2, 3, 4))
     code = f".reg .pred p; .reg .b32 m, u, v; .reg .f32 x; mov.b32 m, {TANH.value};"
-    code += f" setp.ge.f32 p, ${margin}, {price(n, half)}; setp.ge.and.f32 p, ${margin + 2}, {price(n, half)}, p;"
+    cost = tanh_cost(n, half)
+    code += f" setp.ge.f32 p, ${margin}, {cost}; setp.ge.and.f32 p, ${margin + 2}, {cost}, p;"
     code += " vote.sync.all.pred p, p, -1; @p bra.uni DONE;"
-    for name, row in (("u", 0), ("v", 2)):  # as integers, so that three compare at once; of negative ones none is met
+    for name, row in (("u", 0), ("v", 2)):  # integers compare three at once; 0 is below no score that matters
         code += f" mov.b32 {name}, 0;"
         code += "".join(f" max.s32 {name}, {name}, ${y + k};" for k in range(n) if k % 4 // 2 * 2 == row)
     small = -6.0 if half else -5.0
     code += f" fma.rn.f32 x, u, ${b}, ${g}; setp.le.f32 p, x, {small};"
     code += f" fma.rn.f32 x, v, ${b + 2}, ${g}; setp.le.and.f32 p, x, {small}, p;"
-    code += f" vote.sync.all.pred p, p, -1; selp.b32 m, {SERIES.value}, {QUOTIENT.value}, p; DONE:"
+    code += f" vote.sync.all.pred p, p, -1; selp.b32 m, {SERIES.value}, {RECIPROCAL.value}, p; DONE:"
     return "{ " + code + "".join(f" mov.b32 ${k}, m;" for k in range(n)) + " }"
 
 
 @gluon.constexpr_function
-def choosing_registers(n):
+def method_constraints(n):
+    """Constraints of `method_code`."""
     return ",".join(["=&r"] * n + ["r"] * (4 * n))
 
 
 @gluon.jit
-def manner(y, b, g, margin, HALF: gl.constexpr):
-    """Which of the three for a tile y [M, N/8, 4, 2]; b and margin are [M, 4], and so is the answer."""
+def choose_method(y, b, g, margin, HALF: gl.constexpr):
+    """Method for a tile y [M, N/8, 4, 2], as [M, 4]; b and margin are [M, 4]."""
     N: gl.constexpr = y.shape[0] * y.shape[1] * 8 // 128
     LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, y.type.layout))
     y, b = gl.broadcast(y, per_lane(gl.convert_layout(b, LAYOUT)))
-    y, met = gl.broadcast(y, per_lane(gl.convert_layout(margin, LAYOUT)))
+    y, gained = gl.broadcast(y, per_lane(gl.convert_layout(margin, LAYOUT)))
     offset = gl.full(y.shape, g, gl.float32, y.type.layout)
-    way = gl.inline_asm_elementwise(choosing(N, HALF), choosing_registers(N), [y, b, offset, met], gl.int32, True, N)
-    way, _ = gl.split(first_octet(way))
-    return gl.convert_layout(way, margin.type.layout)
+    method = gl.inline_asm_elementwise(
+        method_code(N, HALF), method_constraints(N), [y, b, offset, gained], gl.int32, True, N
+    )
+    method, _ = gl.split(first_octet(method))
+    return gl.convert_layout(method, margin.type.layout)
 
 
 @gluon.constexpr_function
-def weighing(n, half):
-    """$k: the weights of n scores; then in every register of a row what the margin gains by them."""
-    y, b, b_tanh, g, g_tanh, way = (n * k for k in range(2, 8))
+def weight_code(n, half):
+    """PTX for the weights of n scores; a second output of n registers holds the gain of each row's margin."""
+    y, b, b_tanh, g, g_tanh, method = (n * k for k in range(2, 8))
     row = [k % 4 // 2 * 2 for k in range(n)]
     power = [f" fma.rn.f32 ${k}, ${y + k}, ${b + row[k]}, ${g};" for k in range(n)]
-    met = "".join(f" add.f32 a{row[k]}, a{row[k]}, ${k};" for k in range(n) if k % 32 < 4)
+    gained = "".join(f" add.f32 a{row[k]}, a{row[k]}, ${k};" for k in range(n) if k % 32 < 4)
     code = ".reg .f32 a0, a2, x; .reg .pred p; mov.f32 a0, 0.0; mov.f32 a2, 0.0;"
-    code += f" setp.eq.s32 p, ${way}, {TANH.value}; @p bra.uni TANH;"
-    code += f" setp.eq.s32 p, ${way}, {SERIES.value}; @p bra.uni SERIES;"
+    code += f" setp.eq.s32 p, ${method}, {TANH.value}; @p bra.uni TANH;"
+    code += f" setp.eq.s32 p, ${method}, {SERIES.value}; @p bra.uni SERIES;"
     code += "".join(f"{power[k]} neg.f32 ${k}, ${k}; ex2.approx.ftz.f32 ${k}, ${k};" for k in range(n))
-    code += inverting(n) + met + " bra.uni DONE; SERIES:"
+    code += reciprocal_code(n) + gained + " bra.uni DONE; SERIES:"
     for k in range(n):
         code += f"{power[k]} ex2.approx.ftz.f32 ${k}, ${k}; neg.f32 x, ${k}; fma.rn.f32 ${k}, x, ${k}, ${k};"
-    code += f" bra.uni DONE; TANH: mov.f32 a0, {-price(n, half)}; mov.f32 a2, a0;"
+    code += f" bra.uni DONE; TANH: mov.f32 a0, {-tanh_cost(n, half)}; mov.f32 a2, a0;"
     for k in range(n):
         code += f" fma.rn.f32 ${k}, ${y + k}, ${b_tanh + row[k]}, ${g_tanh};"
         code += f" tanh.approx.f32 ${k}, ${k}; fma.rn.f32 ${k}, ${k}, 0.5, 0.5;"
-    return "{ " + code + met + " DONE:" + "".join(f" mov.f32 ${n + k}, a{row[k]};" for k in range(n)) + " }"
+    return "{ " + code + gained + " DONE:" + "".join(f" mov.f32 ${n + k}, a{row[k]};" for k in range(n)) + " }"
 
 
 @gluon.constexpr_function
-def weighing_registers(n):
+def weight_constraints(n):
+    """Constraints of `weight_code`."""
     return ",".join(["=&f"] * (2 * n) + ["f"] * (5 * n) + ["r"] * n)
 
 
 @gluon.jit
-def weighed(y, b, g, way, HALF: gl.constexpr):
-    """(p, what each row's margin gains [M, 4]) of a piece of a tile, y [M, N/8, 4, 2]."""
+def weigh(y, b, g, method, HALF: gl.constexpr):
+    """(p, gain of each row's margin [M, 4]) of one split y [M, N/8, 4, 2] of a tile."""
     N: gl.constexpr = y.shape[0] * y.shape[1] * 8 // 128
     y, b = gl.broadcast(y, per_lane(b))
-    y, way = gl.broadcast(y, per_lane(way))
+    y, method = gl.broadcast(y, per_lane(method))
     offset = gl.full(y.shape, g, gl.float32, y.type.layout)
-    numbers = [y, b, b * HALF_LN2, offset, offset * HALF_LN2, way]
-    p, met = gl.inline_asm_elementwise(
-        weighing(N, HALF), weighing_registers(N), numbers, (gl.float32, gl.float32), True, N
+    numbers = [y, b, b * HALF_LN2, offset, offset * HALF_LN2, method]
+    p, gained = gl.inline_asm_elementwise(
+        weight_code(N, HALF), weight_constraints(N), numbers, (gl.float32, gl.float32), True, N
     )  # fmt: skip
-    met, _ = gl.split(first_octet(met))
-    return p, met
+    gained, _ = gl.split(first_octet(gained))
+    return p, gained

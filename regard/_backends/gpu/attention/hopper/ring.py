@@ -1,8 +1,8 @@
-"""The ring of shared memory between the warp that fetches and the warpgroups that consume, on Hopper, in Gluon.
+"""The ring buffer between the producer warp and the consumer warpgroups, and the order of work, in Gluon for Hopper.
 
-Tiles of keys are walked from the last to the first, so that the one which a row sees in part comes first and alone
-carries masking code; where all rows see all keys they begin with the tile around the rows themselves, on whose two
-sides distances have different signs. After the tiles may come the keys' forms (`moments`).
+A block of queries visits its key tiles from the last to the first, so that the tile which causal rows see in part comes
+first and alone carries masking code. Where every row sees every key, it begins with the tile on the diagonal, where
+i − j changes its sign. After the tiles may follow the sums of k·kᵀ of `key_moments`.
 """
 
 from __future__ import annotations
@@ -13,61 +13,71 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from regard._backends.gpu.attention.hopper.warpgroup import ROWS
+from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.hopper.fragment import ROWS
 
-copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Triton 3.9, 3.6
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
-class Shape(NamedTuple):
-    """What the kernel is compiled for; names as in `tiles.Config`."""
+class ForwardConfig(NamedTuple):
+    """Compile-time constants of `forward_hopper`; F, NEED, BM, BN and ACC as in `tiles.Config`."""
 
     F: Any
     NEED: Any
-    BEHIND: bool
-    D: int
+    CAUSAL: bool  # otherwise every query sees every key
+    PANEL: int  # columns of one buffer of q, k or o
+    PANELS: int  # buffers of a tile of q or k
+    LAST: int  # columns of the last of them that are multiplied
+    E: int  # columns of v
+    O_PANELS: int  # buffers of o
     BM: int
     BN: int
-    PARTS: int  # warpgroups
+    WARPGROUPS: int  # consumers, 64 queries each
     STAGES: int  # of the ring
-    REGISTERS: int  # of a thread
-    PIECES: int  # of a tile: 1, 2 or 4
-    OWN: bool  # is the tile around the rows themselves the first?
-    AHEAD: bool  # does a program take many blocks of queries, and fetch the next one's tiles while one ends?
-    FORMS: int  # tiles of the ring that the keys' forms take
-    SPAN: int  # Σy and Σy² of the keys before the last multiple of it come from `moments`; −1: all, 0: none
-    LAZY: float  # powers of two by which a score may exceed its shift
-    STILL: bool  # does the shift stay where the first tile set it? Rows that outgrow it are marked
+    REGISTERS: int  # of a consumer's thread
+    SPLITS: int  # parts that a tile is weighed in: 1, 2 or 4
+    DIAGONAL_FIRST: bool  # full rows begin with the tile on the diagonal
+    PERSISTENT: bool  # one program per SM takes many blocks and loads the next one's tiles while one ends
+    MOMENT_TILES: int  # tiles of the ring that the key moments take
+    MOMENT_SPAN: int  # Σy and Σy² of keys before the last multiple of it come from `key_moments`; −1: all, 0: none
+    SLACK: float  # powers of two by which a score may exceed the shift
+    FIXED_SHIFT: bool  # the shift stays where the first tile puts it; rows that overflow get z = NaN
     ACC: Any
 
 
 class Ring(NamedTuple):
-    """Shared memory and its barriers: the copy engine sets `full`, the warpgroups `free`."""
+    """Shared-memory buffers and their barriers: copies complete `full`, consumers arrive at `free`."""
 
-    q: Any  # [PARTS, 1, 1, 64, D], where a program takes many blocks twice as many, for those by turns
-    k: Any  # [STAGES, 1, 1, N, D]
-    v: Any  # [STAGES, 1, 1, N, D]
+    q: Any  # [WARPGROUPS·PANELS, 1, 1, 64, PANEL]; PERSISTENT: twice as many, for two blocks in turn
+    k: Any  # [STAGES·PANELS, 1, 1, N, PANEL]
+    v: Any  # [STAGES, 1, 1, N, E]
     q_full: Any
     q_free: Any
     k_full: Any
     v_full: Any
-    free: Any  # by step t: the keys of tile t and the values of tile t − 1
+    free: Any  # at step t: keys of tile t and values of tile t − 1
 
 
-class Walk(NamedTuple):
-    """A block of queries, from i0 on, and the tiles they see: steps base, base + 1, … of the program."""
+class Work(NamedTuple):
+    """One block of queries and the key tiles it visits, as steps base … end − 1 of the program."""
 
     round: Any
     b: Any
     h: Any
-    i0: Any
-    count: Any
-    before: Any  # keys whose moments come from their forms
+    i0: Any  # first query
+    keys: Any  # of this batch entry
+    low: Any  # number of the first key tile
+    count: Any  # key tiles
+    before: Any  # keys whose moments come from `key_moments`
     base: Any
     end: Any
 
 
 @gluon.jit
-def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+def make_barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N barriers that wait for COUNT arrivals each."""
     ring = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(N):
         mbarrier.init(ring.index(at), count=COUNT)
@@ -75,112 +85,127 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def number_of(round, opt, C: gl.constexpr):
-    """The block of queries that this program takes in a round."""
+def block_number(round, opt, C: gl.constexpr):
+    """Number of the block of queries that this program takes in a round."""
     number = round * gl.num_programs(0) + gl.program_id(0)
-    if C.AHEAD and C.BEHIND:  # long and short rows by turns, of two heads at a time
+    if C.PERSISTENT and C.CAUSAL:  # long and short rows alternate, over two heads at a time
         row = gl.cdiv(opt.queries, C.BM)
         pair = round // 2 * gl.num_programs(0) + gl.program_id(0)
-        place = gl.where(round % 2 == 0, pair % row, 2 * row - 1 - pair % row)
-        number = (pair // row * 2 + place % 2) * row + place // 2
+        rank = gl.where(round % 2 == 0, pair % row, 2 * row - 1 - pair % row)
+        number = (pair // row * 2 + rank % 2) * row + rank // 2
     return number
 
 
 @gluon.jit
-def rounds_of(blocks, C: gl.constexpr):
-    """How many blocks of queries this program takes."""
-    each = 2 if C.BEHIND else 1
+def count_rounds(blocks, C: gl.constexpr):
+    """Number of blocks of queries that this program takes."""
+    each = 2 if C.CAUSAL else 1
     blocks = blocks // each
     programs = gl.num_programs(0)
     return each * (blocks // programs + gl.where(gl.program_id(0) < blocks % programs, 1, 0))
 
 
 @gluon.jit
-def walk_of(round, base, opt, C: gl.constexpr):
+def get_work(round, base, opt, C: gl.constexpr):
+    """Work of this program in a round, whose first step is `base`."""
     row = gl.cdiv(opt.queries, C.BM)
-    number = number_of(round, opt, C)
+    number = block_number(round, opt, C)
     i0 = (row - 1 - number % row) * C.BM  # the longest causal rows first
-    count = gl.cdiv(opt.keys, C.BN)
-    before = 0
-    if C.BEHIND:
-        count = gl.minimum(count, gl.cdiv(i0 + C.BM, C.BN))
-    if C.SPAN > 0:
-        before = gl.minimum(i0, opt.keys) // C.SPAN * C.SPAN
     head = number // row
-    return Walk(round, head // opt.heads, head % opt.heads, i0, count, before, base, base + count)
+    keys = tiles.key_count(opt, head // opt.heads)
+    count = gl.cdiv(keys, C.BN)
+    low = 0
+    before = 0
+    if C.CAUSAL:
+        count = gl.minimum(count, gl.cdiv(i0 + C.BM, C.BN))
+    if opt.left is not None:
+        low = gl.maximum(i0 - opt.left, 0) // C.BN
+    if (opt.left is not None) or (opt.lengths is not None):
+        count = gl.maximum(count - low, 1)  # of rows without visible keys one tile is masked
+    if C.MOMENT_SPAN > 0:
+        before = gl.minimum(i0, opt.keys) // C.MOMENT_SPAN * C.MOMENT_SPAN
+    return Work(round, head // opt.heads, head % opt.heads, i0, keys, low, count, before, base, base + count)
 
 
 @gluon.jit
-def start_of(t, walk, C: gl.constexpr):
-    """The first key of the tile of step t: from the last tile, or the rows' own one, down, and around."""
-    tile = walk.end - 1 - t
-    if C.OWN:
-        tile = gl.minimum(walk.i0 // C.BN, walk.count - 1) + walk.base - t
-        tile = gl.where(tile < 0, tile + walk.count, tile)
+def first_key(t, work, C: gl.constexpr):
+    """First key of step t's tile: descending from the last tile, or from the diagonal one with wrap-around."""
+    tile = work.low + work.end - 1 - t
+    if C.DIAGONAL_FIRST:
+        tile = gl.minimum(work.i0 // C.BN, work.count - 1) + work.base - t
+        tile = gl.where(tile < 0, tile + work.count, tile)
     return tile * C.BN
 
 
 @gluon.jit
-def form_of(walk, opt, C: gl.constexpr):
-    """Which of the forms: the key head, and the part of the keys where it ends."""
-    part = 0
-    if C.SPAN > 0:
-        part = gl.maximum(walk.before // C.SPAN - 1, 0)
-    return walk.b * (opt.heads // opt.group) + walk.h // opt.group, part
+def moments_index(work, opt, C: gl.constexpr):
+    """(key head, prefix of the keys) of the moments that this block needs."""
+    prefix = 0
+    if C.MOMENT_SPAN > 0:
+        prefix = gl.maximum(work.before // C.MOMENT_SPAN - 1, 0)
+    return work.b * (opt.heads // opt.group) + work.h // opt.group, prefix
 
 
 @gluon.jit
-def fetch(q_blocks, k_blocks, v_blocks, form_blocks, ring, opt, blocks, C: gl.constexpr):
-    if C.AHEAD:
+def produce(q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C: gl.constexpr):
+    """The producer warp: loads every tile that the consumers of this program need."""
+    if C.PERSISTENT:
         base = 0
-        for round in range(rounds_of(blocks, C)):
-            walk = walk_of(round, base, opt, C)
-            fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C)
-            base = walk.end + C.FORMS
+        for round in range(count_rounds(blocks, C)):
+            work = get_work(round, base, opt, C)
+            load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C)
+            base = work.end + C.MOMENT_TILES
     else:
-        fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk_of(0, 0, opt, C), opt, C)
+        load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, get_work(0, 0, opt, C), opt, C)
 
 
 @gluon.jit
-def fetch_block(q_blocks, k_blocks, v_blocks, form_blocks, ring, walk, opt, C: gl.constexpr):
-    PARTS: gl.constexpr = C.PARTS
-    FORMS: gl.constexpr = C.FORMS
-    g = walk.h // opt.group
-    for part in gl.static_range(PARTS):
-        at = walk.round % 2 * PARTS + part
-        if C.AHEAD:
-            mbarrier.wait(ring.q_free.index(at), ((walk.round // 2) & 1) ^ 1)
-        mbarrier.expect(ring.q_full.index(at), ROWS * C.D * 2)
-        copy_in(q_blocks, [walk.b, walk.h, walk.i0 + part * ROWS, 0], ring.q_full.index(at), ring.q.index(at))
-    for t in range(walk.base, walk.end):
+def load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C: gl.constexpr):
+    """Loads q, then k and v tile by tile, then the key moments of one block."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    PANELS: gl.constexpr = C.PANELS
+    MOMENT_TILES: gl.constexpr = C.MOMENT_TILES
+    g = work.h // opt.group
+    for group in gl.static_range(WARPGROUPS):
+        at = work.round % 2 * WARPGROUPS + group
+        if C.PERSISTENT:
+            mbarrier.wait(ring.q_free.index(at), ((work.round // 2) & 1) ^ 1)
+        full = ring.q_full.index(at)
+        mbarrier.expect(full, ROWS * C.PANEL * PANELS * 2)
+        for c in gl.static_range(PANELS):
+            source = [work.b, work.h, work.i0 + group * ROWS, c * C.PANEL]
+            async_load(q_blocks, source, full, ring.q.index(at * PANELS + c))
+    for t in range(work.base, work.end):
         stage, next_stage = t % C.STAGES, (t + 1) % C.STAGES
-        start = start_of(t, walk, C)
+        start = first_key(t, work, C)
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.k_full.index(stage), C.BN * C.D * 2)
-        copy_in(k_blocks, [walk.b, g, start, 0], ring.k_full.index(stage), ring.k.index(stage))
+        full = ring.k_full.index(stage)
+        mbarrier.expect(full, C.BN * C.PANEL * PANELS * 2)
+        for c in gl.static_range(PANELS):
+            async_load(k_blocks, [work.b, g, start, c * C.PANEL], full, ring.k.index(stage * PANELS + c))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.v_full.index(stage), C.BN * C.D * 2)
-        copy_in(v_blocks, [walk.b, g, start, 0], ring.v_full.index(stage), ring.v.index(stage))
-    for c in gl.static_range(FORMS):
-        t = walk.end + c
+        mbarrier.expect(ring.v_full.index(stage), C.BN * C.E * 2)
+        async_load(v_blocks, [work.b, g, start, 0], ring.v_full.index(stage), ring.v.index(stage))
+    for c in gl.static_range(MOMENT_TILES):
+        t = work.end + c
         stage, next_stage = t % C.STAGES, (t + 1) % C.STAGES
-        head, part = form_of(walk, opt, C)
+        head, prefix = moments_index(work, opt, C)
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.k_full.index(stage), C.BN * C.D * 2)
-        copy_in(form_blocks, [head, part, c * C.BN, 0], ring.k_full.index(stage), ring.k.index(stage))
+        mbarrier.expect(ring.k_full.index(stage), C.BN * C.PANEL * 2)
+        async_load(moment_blocks, [head, prefix, c * C.BN, 0], ring.k_full.index(stage), ring.k.index(stage))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
-        mbarrier.arrive(ring.v_full.index(stage), count=1)  # without values
+        mbarrier.arrive(ring.v_full.index(stage), count=1)  # no values belong to it
 
 
 @gluon.jit
-def ready(t, ring, walk, C: gl.constexpr):
-    """Wait for the keys of tile t."""
-    mbarrier.wait(ring.k_full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=t < walk.end)
+def wait_for_keys(t, ring, work, C: gl.constexpr):
+    """Waits for the keys of step t, unless it is past the end."""
+    mbarrier.wait(ring.k_full.index(t % C.STAGES), (t // C.STAGES) & 1, pred=t < work.end)
 
 
 @gluon.jit
-def pass_by(begin, end, ring, C: gl.constexpr):
-    """Give back the first tiles, which only later warpgroups see."""
+def skip_tiles(begin, end, ring, C: gl.constexpr):
+    """Releases tiles that only later warpgroups of the block see."""
     for t in range(begin, end):
         stage, phase = t % C.STAGES, (t // C.STAGES) & 1
         mbarrier.wait(ring.k_full.index(stage), phase)

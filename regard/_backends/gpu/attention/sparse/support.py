@@ -1,8 +1,8 @@
 """Σ g(γ·s − τ) = 1 on the lists of `candidates.py`: τ, the support and its statistics.
 
-With the lists at hand τ is exact, by more of the steps that gave the first level (`levels.py`). Two proofs are asked of
-a row: that its lists are whole, and that F(level) ≥ 1 (or level ≤ max − 1), so that no key below the level can have
-weight. Rows that fail are left to `forward_threshold`.
+More Newton steps from the bound (`bounds.py`) give the exact τ. A row is solved only if its lists did not overflow and
+F(bound) ≥ 1 (or bound ≤ max − 1), so that no key below the bound can have weight. Other rows are flagged for
+`forward_threshold`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import statistics, tiles
-from regard._backends.gpu.attention.sparse.bounds import step
+from regard._backends.gpu.attention.sparse.bounds import newton_step
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
-ROWS = tl.constexpr(8)  # of a program of `settle`
-FLAGGED = tl.constexpr(1)  # rows that succeed or fail together
-SLOTS = tl.constexpr(32)  # entries of a list that are at hand while τ is sought
-PART = tl.constexpr(16)  # that are weighed and stored together
+ROWS = tl.constexpr(8)  # of a program of `solve_support`
+FLAG_ROWS = tl.constexpr(1)  # rows per flag
+RESIDENT = tl.constexpr(32)  # entries of a list that stay in registers while τ is solved
+CHUNK = tl.constexpr(16)  # entries that are weighed and stored together
 
 
 @triton.jit
-def settle(
-    lists, counts, level, below, found, failed, shifts, sums, stats, block0, rows, opt,
+def solve_support(
+    lists, counts, bounds, below, supports, failed, shifts, sums, stats, block0, rows, opt,
     C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
-    CLOSE: tl.constexpr,
+    TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """τ and Σg′ of a few rows and their statistics; the support's (p, j) at the head of the lists, its size.
+    """Stores τ, Σg′ and the statistics of ROWS rows, the support's (p, j) at the start of their lists, and its size.
 
-    A thread has one list, four neighbours the four of a row: row numbers stand in all four, [LISTS].
+    A thread has one list, four neighbours the four of a row: a row's numbers are repeated four times, [4·ROWS].
     """
     pid = tl.program_id(0)
     c = tl.arange(0, 4 * ROWS)
@@ -42,7 +42,7 @@ def settle(
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     first, last = tiles.interval(i, opt, tiles.key_count(opt, b))
     n = tl.maximum(last - first, 0).to(C.ACC)
-    dead = n == 0.0
+    empty = n == 0.0
     theta = tiles.number(opt.theta, C.ACC)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     gain = a * C.F.gain(theta)
@@ -52,83 +52,87 @@ def settle(
         power = a * 0.0 + C.F.order
 
     count = tl.load(counts + pid * (4 * ROWS) + c, mask=inside, other=0)
-    where = lists + pid * ROWS // BLOCK * (4 * CAP * BLOCK) + pid * ROWS % BLOCK * 4 + c
+    first_entry = lists + pid * ROWS // BLOCK * (4 * CAP * BLOCK) + pid * ROWS % BLOCK * 4 + c
     longest = tl.max(count, 0)
-    near, _ = entries(where, count, 0, SLOTS, BLOCK)
-    top = tl.max(near, 1)
-    for start in range(SLOTS, longest, SLOTS):
-        top = tl.maximum(top, tl.max(entries(where, count, start, SLOTS, BLOCK)[0], 1))
-    top = highest_of(top)
-    x = scaled(near, top, gain)
+    first_x, _ = load_entries(first_entry, count, 0, RESIDENT, BLOCK)
+    top = tl.max(first_x, 1)
+    for start in range(RESIDENT, longest, RESIDENT):
+        top = tl.maximum(top, tl.max(load_entries(first_entry, count, start, RESIDENT, BLOCK)[0], 1))
+    top = row_max(top)
+    x = to_units(first_x, top, gain)
 
-    bound = tl.load(level + row, mask=inside, other=0.0)
+    bound = tl.load(bounds + row, mask=inside, other=0.0)
     tau = tl.maximum((bound - top) * gain, -1.0)
-    mass, fall = measure(x, where, count, longest, top, gain, tau, theta, C, BLOCK)
-    proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (highest_of(count) < FULL) & (top > HIDDEN)
-    tl.store(failed + row, tl.where(proved | dead, 0, 1), mask=inside)
-    turns = 0
-    while (tl.max(tl.where(inside & (mass - 1.0 > CLOSE), 1, 0), 0) > 0) & (turns < LIMIT):
-        tau += tl.maximum(step(mass, fall, power), 0.0)
-        mass, fall = measure(x, where, count, longest, top, gain, tau, theta, C, BLOCK)
-        turns += 1
-    tau += tl.maximum(step(mass, fall, power), 0.0)  # what is left of |Σp − 1| matters to rows that are nearly one-hot
-    tl.store(shifts + row, tl.where(dead, 0.0, top * gain + tau), mask=inside)
-    tl.store(sums + row, tl.where(dead, 0.0, fall * C.F.gain(theta)), mask=inside)
+    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, theta, C, BLOCK)
+    proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (row_max(count) < FULL) & (top > HIDDEN)
+    tl.store(failed + row, tl.where(proved | empty, 0, 1), mask=inside)
+    steps = 0
+    while (tl.max(tl.where(inside & (mass - 1.0 > TOLERANCE), 1, 0), 0) > 0) & (steps < LIMIT):
+        tau += tl.maximum(newton_step(mass, slope_sum, power), 0.0)
+        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, theta, C, BLOCK)
+        steps += 1
+    tau += tl.maximum(newton_step(mass, slope_sum, power), 0.0)  # the remaining |Σp − 1| matters to nearly one-hot rows
+    tl.store(shifts + row, tl.where(empty, 0.0, top * gain + tau), mask=inside)
+    tl.store(sums + row, tl.where(empty, 0.0, slope_sum * C.F.gain(theta)), mask=inside)
 
-    many = c * 0
+    support = c * 0
     zero = mass * 0.0
-    tally = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    totals = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
     inverse = 1.0 / tl.where(mass > 0.0, mass, 1.0)
-    home = where - (c & 3)
-    for start in range(0, longest, PART):
-        y, j = entries(where, count, start, PART, BLOCK)
-        t = tiles.positive_part(scaled(y, top, gain) - tau[:, None])
+    home = first_entry - (c & 3)
+    for start in range(0, longest, CHUNK):
+        y, j = load_entries(first_entry, count, start, CHUNK, BLOCK)
+        t = tiles.positive_part(to_units(y, top, gain) - tau[:, None])
         kept = tl.where(t > 0.0, 1, 0)
-        before, all_kept = places(tl.sum(kept, 1))
-        at = tl.cumsum(kept, 1) - 1 + (many + before)[:, None]
-        many += all_kept
-        tl.debug_barrier()  # every thread has read its part of the lists; none of the next part is overwritten
+        before, all_kept = offsets(tl.sum(kept, 1))
+        at = tl.cumsum(kept, 1) - 1 + (support + before)[:, None]
+        support += all_kept
+        tl.debug_barrier()  # all threads have read this chunk; the stores below do not reach the next one
         p = (C.F.weigh(t, theta) * inverse[:, None]).to(tl.int32, bitcast=True)
         to = home[:, None] + ((at >> 2) * (4 * BLOCK) + (at & 3))
         tl.store(to, p.to(tl.uint32, bitcast=True).to(tl.int64) | (tiles.wide(j) << 32), mask=t > 0.0)
         if C.NEED.top:
-            there = start + tl.arange(0, PART)[None, :] < count[:, None]
-            tally = counted(tally, y, j, t, there, top, a, i, first, theta, C)
-    tl.store(found + pid * ROWS + c // 4, many)
+            valid = start + tl.arange(0, CHUNK)[None, :] < count[:, None]
+            totals = add_statistics(totals, y, j, t, valid, top, a, i, first, theta, C)
+    tl.store(supports + pid * ROWS + c // 4, support)
     if C.NEED.top:
-        report(tally, top, tau, mass, n, dead, a, bound, below, pid * ROWS + c // 4, stats, row, rows, first, inside,
-               theta, opt, C)  # fmt: skip
+        slot = pid * ROWS + c // 4
+        write_statistics(
+            totals, top, tau, mass, n, empty, a, bound, below, slot, stats, row, rows, first, inside, theta, opt, C
+        )
 
 
 @triton.jit
-def entries(where, count, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """(y, j), each [LISTS, SIZE]; y is HIDDEN where a list has ended."""
+def load_entries(first_entry, count, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(y, j), each [4·ROWS, SIZE]; y is HIDDEN where a list has ended."""
     at = start + tl.arange(0, SIZE)[None, :]
-    here = tl.multiple_of(where[:, None] + at * (4 * BLOCK), [8, 8])  # said to be no more: one list to a thread
-    both = tl.load(here, mask=at < count[:, None], other=0xF1800000)  # −2¹⁰⁰, 0
+    # the hint claims no wider contiguity, so that a thread gets one list
+    pointers = tl.multiple_of(first_entry[:, None] + at * (4 * BLOCK), [8, 8])
+    both = tl.load(pointers, mask=at < count[:, None], other=0xF1800000)  # −2¹⁰⁰, 0
     return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
 
 
 @triton.jit
-def scaled(y, top, gain):
+def to_units(y, top, gain):
     """γ·(s − max)."""
     return (y - top[:, None]) * gain[:, None]
 
 
 @triton.jit
-def measure(x, where, count, longest, top, gain, tau, theta, C: tl.constexpr, BLOCK: tl.constexpr):
-    """(F, |F′|) at τ. The first entries are at hand; a list is seldom longer."""
-    mass, fall = measured(x, tau, theta, C)
-    for start in range(SLOTS, longest, SLOTS):
-        more = scaled(entries(where, count, start, SLOTS, BLOCK)[0], top, gain)
-        more_mass, more_fall = measured(more, tau, theta, C)
+def evaluate(x, first_entry, count, longest, top, gain, tau, theta, C: tl.constexpr, BLOCK: tl.constexpr):
+    """(F, |F′|) of a row at τ. x are the first entries; longer lists, which are rare, are loaded again."""
+    mass, slope_sum = evaluate_entries(x, tau, theta, C)
+    for start in range(RESIDENT, longest, RESIDENT):
+        more = to_units(load_entries(first_entry, count, start, RESIDENT, BLOCK)[0], top, gain)
+        more_mass, more_slope = evaluate_entries(more, tau, theta, C)
         mass += more_mass
-        fall += more_fall
-    return sum_of(mass), sum_of(fall) / C.F.gain(theta)
+        slope_sum += more_slope
+    return row_sum(mass), row_sum(slope_sum) / C.F.gain(theta)
 
 
 @triton.jit
-def measured(x, tau, theta, C: tl.constexpr):
+def evaluate_entries(x, tau, theta, C: tl.constexpr):
+    """(Σ g, Σ g′) over the entries x of each list."""
     t = tiles.positive_part(x - tau[:, None])
     slope = C.F.slope(t, theta)
     if C.F.order == 0:
@@ -137,102 +141,105 @@ def measured(x, tau, theta, C: tl.constexpr):
 
 
 @triton.jit
-def spread(x):
-    """A number per row in each of its four lists, [ROWS] → [LISTS]."""
+def repeat_row(x):
+    """x [ROWS] repeated for each of a row's four lists, [4·ROWS]."""
     return tl.reshape(tl.broadcast_to(x[:, None], [ROWS, 4]), [4 * ROWS])
 
 
 @triton.jit
-def sum_of(x):
-    """Σ over a row's four lists, in each of them."""
-    return spread(tl.sum(tl.reshape(x, [ROWS, 4]), 1))
+def row_sum(x):
+    """Σ over a row's four lists, repeated for each."""
+    return repeat_row(tl.sum(tl.reshape(x, [ROWS, 4]), 1))
 
 
 @triton.jit
-def highest_of(x):
-    return spread(tl.max(tl.reshape(x, [ROWS, 4]), 1))
+def row_max(x):
+    """Maximum over a row's four lists, repeated for each."""
+    return repeat_row(tl.max(tl.reshape(x, [ROWS, 4]), 1))
 
 
 @triton.jit
-def places(many):
-    """(how many the row's lists to the left have, how many all four have)."""
-    each = tl.reshape(many, [ROWS, 4])
-    return tl.reshape(tl.cumsum(each, 1) - each, [4 * ROWS]), spread(tl.sum(each, 1))
+def offsets(support):
+    """(entries in the row's earlier lists, entries in all four)."""
+    each = tl.reshape(support, [ROWS, 4])
+    return tl.reshape(tl.cumsum(each, 1) - each, [4 * ROWS]), repeat_row(tl.sum(each, 1))
 
 
 @triton.jit
-def counted(tally, y, j, t, there, top, a, i, first, theta, C: tl.constexpr):
-    """The sums that statistics take, with these entries; the maximum stays out of those of `lesser` keys."""
-    ties, su, log_u, square, slope, cross, far, support, opening, rest, one, two = tally
+def add_statistics(totals, y, j, t, valid, top, a, i, first, theta, C: tl.constexpr):
+    """totals + these entries; those of keys `below_max` exclude the maximum."""
+    ties, su, log_u, square, slope, cross, distance, support, first_u, exp_sum, sum_y, sum_y2 = totals
     off = y - top[:, None]
-    u = tl.where(there, C.F.weigh(t, theta), 0.0)
-    lesser = there & (off != 0.0)
-    under = tl.where(lesser, u, 0.0)
-    lower = tl.where(lesser & (t > 0.0), C.F.slope(t, theta), 0.0)
-    ties += tl.sum(tl.where(there & (off == 0.0), 1.0, 0.0), 1)
-    su += tl.sum(under, 1)
-    log_u += tl.sum(under * statistics.log2_or_0(under), 1)
-    square += tl.sum(under * under, 1)
-    slope += tl.sum(lower, 1)
-    cross += tl.sum(lower * lower, 1)
-    far += tl.sum(u * tl.abs(i[:, None] - j).to(C.ACC), 1)
+    u = tl.where(valid, C.F.weigh(t, theta), 0.0)
+    below_max = valid & (off != 0.0)
+    u_below = tl.where(below_max, u, 0.0)
+    slope_below = tl.where(below_max & (t > 0.0), C.F.slope(t, theta), 0.0)
+    ties += tl.sum(tl.where(valid & (off == 0.0), 1.0, 0.0), 1)
+    su += tl.sum(u_below, 1)
+    log_u += tl.sum(u_below * statistics.log2_or_0(u_below), 1)
+    square += tl.sum(u_below * u_below, 1)
+    slope += tl.sum(slope_below, 1)
+    cross += tl.sum(slope_below * slope_below, 1)
+    distance += tl.sum(u * tl.abs(i[:, None] - j).to(C.ACC), 1)
     support += tl.sum(tl.where(u > 0.0, 1.0, 0.0), 1)
-    opening += tl.sum(tl.where(j == first[:, None], u, 0.0), 1)
+    first_u += tl.sum(tl.where(j == first[:, None], u, 0.0), 1)
     if C.NEED.lse:
-        rest += tl.sum(tl.where(lesser, tl.exp2(off * (a * LOG2E)[:, None]), 0.0), 1)
+        exp_sum += tl.sum(tl.where(below_max, tl.exp2(off * (a * LOG2E)[:, None]), 0.0), 1)
     if C.NEED.moments:
-        one += tl.sum(tl.where(there, off, 0.0), 1)
-        two += tl.sum(tl.where(there, off * off, 0.0), 1)
-    return ties, su, log_u, square, slope, cross, far, support, opening, rest, one, two
+        sum_y += tl.sum(tl.where(valid, off, 0.0), 1)
+        sum_y2 += tl.sum(tl.where(valid, off * off, 0.0), 1)
+    return ties, su, log_u, square, slope, cross, distance, support, first_u, exp_sum, sum_y, sum_y2
 
 
 @triton.jit
-def report(
-    tally, top, tau, z, n, dead, a, bound, below, held, stats, row, rows, first, inside, theta, opt, C: tl.constexpr
+def write_statistics(
+    totals, top, tau, z, n, empty, a, bound, below, slot, stats, row, rows, first, inside, theta, opt, C: tl.constexpr
 ):
-    """The statistics of the rows from the sums over their lists; what keys below the level add comes in `below`."""
-    ties, su, log_u, square, slope, cross, far, support, opening, rest, one, two = tally
+    """Stores the statistics from the sums over the lists and, for keys that are not listed, `below`."""
+    ties, su, log_u, square, slope, cross, distance, support, first_u, exp_sum, sum_y, sum_y2 = totals
     zero = z * 0.0
     lse = zero
     pivot = top
     mean = zero
     m2 = zero
-    all_here = bound == -float("inf")
-    ties = sum_of(ties)
+    all_listed = bound == -float("inf")
+    ties = row_sum(ties)
     if C.NEED.lse:
-        drop = tl.exp2(tl.minimum((bound - top) * (a * LOG2E), 0.0))
-        lse = top * a + tl.log(ties + sum_of(rest) + tl.where(all_here, 0.0, below_of(below, held, 2) * drop))
+        factor = tl.exp2(tl.minimum((bound - top) * (a * LOG2E), 0.0))
+        lse = top * a + tl.log(ties + row_sum(exp_sum) + tl.where(all_listed, 0.0, load_below(below, slot, 2) * factor))
     if C.NEED.moments:
-        pivot = tl.where(all_here, top, bound)
-        mean = tl.where(all_here, sum_of(one), below_of(below, held, 0))
-        m2 = tl.where(all_here, sum_of(two), below_of(below, held, 1))
+        pivot = tl.where(all_listed, top, bound)
+        mean = tl.where(all_listed, row_sum(sum_y), load_below(below, slot, 0))
+        m2 = tl.where(all_listed, row_sum(sum_y2), load_below(below, slot, 1))
     t1 = tiles.positive_part(-tau)
     u1, d1 = C.F.weigh(t1, theta), C.F.slope(t1, theta)
-    inverse = tl.where(dead, 0.0, 1.0 / tl.where(z == 0.0, 1.0, z))
-    r = Sums(top, tau, z, ties, sum_of(su), zero, sum_of(log_u), sum_of(square), sum_of(slope), sum_of(cross), zero,
-             sum_of(far), sum_of(support), n, first, zero, pivot, mean, m2)  # fmt: skip
+    inverse = tl.where(empty, 0.0, 1.0 / tl.where(z == 0.0, 1.0, z))
+    r = Sums(
+        top, tau, z, ties, row_sum(su), zero, row_sum(log_u), row_sum(square), row_sum(slope), row_sum(cross), zero,
+        row_sum(distance), row_sum(support), n, first, zero, pivot, mean, m2,
+    )  # fmt: skip
     statistics.finish(
-        stats, row, inside, dead, r, a, n, u1, u1, d1, d1 * d1, sum_of(opening), zero, inverse, lse, opt, C, rows
+        stats, row, inside, empty, r, a, n, u1, u1, d1, d1 * d1, row_sum(first_u), zero, inverse, lse, opt, C, rows
     )
 
 
 @triton.jit
-def below_of(below, held, WHICH: tl.constexpr):
-    """One of the three sums over all keys that `candidates` left, a part for each list."""
-    return sum_of(tl.load(below + (held * 3 + WHICH) * 4 + tl.arange(0, 4 * ROWS) % 4))
+def load_below(below, slot, WHICH: tl.constexpr):
+    """One of the three sums that `list_candidates` stored in `below`."""
+    return row_sum(tl.load(below + (slot * 3 + WHICH) * 4 + tl.arange(0, 4 * ROWS) % 4))
 
 
 @triton.jit
-def served(failed, head, start, size, BM: tl.constexpr, ROWS: tl.constexpr):
-    """Have the lists served all of these BM rows, flagged ROWS at a time?"""
+def are_solved(failed, head, start, size, BM: tl.constexpr, ROWS: tl.constexpr):
+    """True if all of these BM rows were solved from their lists; one flag covers ROWS rows."""
     groups = tl.cdiv(size, ROWS)
     at = start // ROWS + tl.arange(0, BM // ROWS)
     return tl.max(tl.load(failed + tiles.wide(head) * groups + at, mask=at < groups, other=0), 0) == 0
 
 
 @triton.jit
-def queries_served(failed, opt, BM: tl.constexpr, ROWS: tl.constexpr):
-    """The same of the block of queries that `sweeps.scene_of` gives this program."""
+def are_queries_solved(failed, opt, BM: tl.constexpr, ROWS: tl.constexpr):
+    """True if the block of queries of this program (`key_loop.load_query_block`) was solved from its lists."""
     blocks = tl.cdiv(opt.queries, BM)
     pid = tl.program_id(0)
-    return served(failed, pid // blocks, (blocks - 1 - pid % blocks) * BM, opt.queries, BM, ROWS)
+    return are_solved(failed, pid // blocks, (blocks - 1 - pid % blocks) * BM, opt.queries, BM, ROWS)

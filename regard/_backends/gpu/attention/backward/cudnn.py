@@ -1,0 +1,70 @@
+"""Backward of plain softmax attention by cuDNN, from the row state that any of our forwards leaves.
+
+cuDNN recomputes the weights from q, k and the logsumexp of each row, which is shift + log z. So a call with statistics,
+or one whose forward is ours because it is faster, has cuDNN's backward all the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._core.device import has_bulk_copies
+from regard._core.problem import Forward, Gradients, Problem, Upstream
+
+WIDEST = 256  # head width
+
+
+def why_not(p: Problem, has_statistics: bool) -> str | None:
+    """None, or why cuDNN cannot compute the backward of this problem."""
+    if not p.q.is_cuda or not has_bulk_copies(p.q.device):
+        return "no Hopper or later GPU"
+    if p.q.element_size() != 2:
+        return f"{p.q.dtype}"
+    if p.choice.name != "softmax":
+        return f"normalizer {p.choice.spec}"
+    if has_statistics:
+        return "gradients of statistics"
+    options = p.softcap, p.bias, p.mask, p.temperature, p.sink, p.key_lengths, p.left, p.right
+    if any(option is not None for option in options) or p.dropout_p or p.first_query or p.scale <= 0:
+        return "options other than causal order and scale"
+    if p.causal and p.q.shape[2] != p.k.shape[2]:
+        return "causal order over another number of keys"
+    if p.q.shape[-1] % 8 or p.v.shape[-1] % 8 or max(p.q.shape[-1], p.v.shape[-1]) > WIDEST:
+        return f"head width {max(p.q.shape[-1], p.v.shape[-1])} (multiples of 8 up to {WIDEST})"
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms"
+    return None
+
+
+def supports(call: BackwardCall) -> str | None:
+    """None, or why cuDNN cannot compute this backward call."""
+    return why_not(call.problem, call.flags["STATS_GRAD"])
+
+
+def run(call: BackwardCall) -> None:
+    """Replace the gradients to fill by those that cuDNN computes."""
+    found = backward(call.problem, call.forward, Upstream(call.do))
+    call.grads.q, call.grads.k, call.grads.v = found.q, found.k, found.v
+
+
+def backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
+    """Compute dq, dk and dv by cuDNN."""
+    lse = torch.add(forward.shift, torch.log(forward.z)).unsqueeze(-1)  # [B, H, M, 1]
+    seed = _unused_seed(p.q.device)
+    do = upstream.o if upstream.o.stride(-1) == 1 else upstream.o.contiguous()
+    m, n = p.q.shape[2], p.k.shape[2]
+    options = seed, seed, None, None, None, m, n, 0.0, p.causal
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        do, p.q, p.k, p.v, forward.o, lse, *options, scale=p.scale
+    )
+    return Gradients(*found)
+
+
+@cache
+def _unused_seed(device: torch.device) -> Tensor:
+    """A philox state for calls without dropout, which nobody reads."""
+    return torch.zeros((), dtype=torch.int64, device=device)

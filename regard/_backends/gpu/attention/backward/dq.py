@@ -1,0 +1,44 @@
+"""Host side of the backward kernels that find ds twice: dq over the keys, then dk and dv over the queries."""
+
+from __future__ import annotations
+
+from regard._backends.gpu.attention.backward import dkv
+from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
+from regard._backends.gpu.attention.sparse import launch as sparse
+from regard._backends.gpu.launcher import launch
+
+
+def supports_sparse(call: BackwardCall) -> str | None:
+    """Say why lists of candidates cannot give these gradients."""
+    if call.grads.temperature is not None:
+        return "a gradient of the temperature"
+    if call.flags["STATS_GRAD"]:
+        return "gradients of statistics"
+    return sparse.supports(call.problem, "backward")
+
+
+def run_sparse(call: BackwardCall) -> None:
+    """Fill dq, dk and dv from lists of candidates; the blocks whose lists failed are swept."""
+    _sweep_twice(call, with_lists=True)
+
+
+def run_two_sweeps(call: BackwardCall) -> None:
+    """Fill dq, finding δ on the way, then dk and dv."""
+    _sweep_twice(call, with_lists=False)
+
+
+def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
+    p, forward, do, rows, grads, flags = call
+    opt, key = options(p), call.key
+    inputs = view(p.q), view(p.k), view(p.v), view(do)
+    config, how = config_of(p, "backward_dq", **flags)
+    failed = iter((None, None))  # blocks of queries, then of keys, that are left to the sweeps; None: all
+    if with_lists:
+        outputs = view(grads.q), view(grads.k), view(grads.v)
+        failed = sparse.backward(p, key, inputs, forward.shift, forward.z, outputs, rows.delta, opt, config)
+    queries = view(forward.o), inputs[3], view(grads.q), grads.temperature, forward.shift, forward.z, rows
+    arguments = *inputs[:3], *describe_keys(p, config), *queries, next(failed), opt
+    launch(key, backward_dq, count_blocks(p, config), arguments, (config,), **how)
+    dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags)

@@ -1,0 +1,96 @@
+"""Host side of the forward kernels: each `run_*` fills o, row state and statistics of one call."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from regard._backends.gpu.attention import decode
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
+from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
+from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
+from regard._backends.gpu.attention.hopper.recompute_overflow import forward_overflow
+from regard._backends.gpu.attention.online import forward_online
+from regard._backends.gpu.attention.sparse import launch as sparse
+from regard._backends.gpu.attention.threshold import forward_threshold
+from regard._backends.gpu.attention.tiles import Options
+from regard._backends.gpu.launcher import launch, launch_key
+from regard._core.problem import Forward, Problem
+
+# The threshold solver by dtype: most steps; for maps t² what keys that cross the threshold in the last step may add to
+# |Σp − 1|; for other maps |Σp − 1| before the last step. Statistics are float32 and take its bounds.
+SOLVER = {
+    torch.float64: (64, 1e-14, 1e-9),
+    torch.float32: (40, 1e-6, 3e-6),
+    torch.float16: (40, 3e-3, 1e-4),
+    torch.bfloat16: (40, 3e-3, 1e-4),
+}
+
+
+def run_decode(p: Problem, result: Forward) -> None:
+    """Fill `result` of few queries over many keys."""
+    config, how = config_of(p, "forward_decode")
+    inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
+    decode.forward(p, inputs, describe_keys(p, config), outputs, options(p), config, how)
+
+
+def run_hopper(p: Problem, result: Forward) -> None:
+    """Fill `result` by the Gluon kernel, then recompute the rows that overflowed or lost precision."""
+    opt, key = options(p), launch_key(p, result.o)
+    sums = hopper.forward(p, result.o, result.shift, result.z, opt, key)
+    if p.stats:
+        finish_statistics(p, sums, result.stats, opt, key)
+    if hopper.has_fixed_shift(p):
+        recompute_overflow(p, result, opt, key)
+
+
+def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
+    """Recompute the rows whose weights outgrew the fixed shift; their Z is NaN."""
+    config, how = config_of(p, "forward_online")
+    blocks_per_program = 4
+    programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
+    outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()
+    arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, opt
+    launch(key, forward_overflow, programs, arguments, (config, blocks_per_program), **how)
+
+
+def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: Options, key) -> None:
+    """Turn the Gluon kernel's sums into statistics and recompute the imprecise rows."""
+    config, how = config_of(p, "forward_imprecise")
+    rows, blocks_per_program = p.q.shape[:-1].numel(), 8
+    launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, opt), (config, ROWS))
+    if not (config.NEED.shares or config.NEED.moments):
+        return
+    programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
+    arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), sums, stats, rows, opt
+    launch(key, forward_imprecise, programs, arguments, (config, blocks_per_program), **how)
+
+
+def run_sparse_threshold(p: Problem, result: Forward) -> None:
+    """Fill `result` from lists of the candidate keys; rows whose lists failed are swept."""
+    _solve_threshold(p, result, with_lists=True)
+
+
+def run_threshold(p: Problem, result: Forward) -> None:
+    """Fill `result` of a threshold map by sweeps over the keys."""
+    _solve_threshold(p, result, with_lists=False)
+
+
+def _solve_threshold(p: Problem, result: Forward, with_lists: bool) -> None:
+    opt, key = options(p), launch_key(p, result.o)
+    config, how = config_of(p, "forward_threshold")
+    steps, square, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
+    inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
+    failed = sparse.forward(p, key, inputs, *outputs, opt, config, steps) if with_lists else None
+    arguments = *inputs, *describe_keys(p, config), *outputs, failed, opt
+    constants = config, steps, square if p.choice.order == 2 else other
+    launch(key, forward_threshold, count_blocks(p, config), arguments, constants, **how)
+
+
+def run_online(p: Problem, result: Forward) -> None:
+    """Fill `result` of a ratio or pointwise map in one sweep over the keys."""
+    config, how = config_of(p, "forward_online")
+    outputs = view(result.o), result.shift, result.z, result.stats
+    arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, options(p)
+    launch(launch_key(p, result.o), forward_online, count_blocks(p, config), arguments, (config,), **how)

@@ -1,0 +1,50 @@
+"""Reasons why a kernel cannot take a call, in plain words: what every `supports` function is made of."""
+
+from __future__ import annotations
+
+import torch
+
+from regard._core.device import has_bulk_copies, supports_gluon
+from regard._core.problem import Problem
+
+OPTIONS = {
+    "softcap": "a soft cap",
+    "bias": "a bias",
+    "mask": "a dense mask",
+    "temperature": "a temperature per query",
+    "key_lengths": "key lengths",
+}
+GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def find_option(p: Problem, *names: str) -> str | None:
+    """Name the first of these options that the call has; dropout counts as one always."""
+    for name in names:
+        if getattr(p, name) is not None:
+            return OPTIONS[name]
+    return "dropout" if p.dropout_p > 0.0 else None
+
+
+def find_gluon_obstacle(p: Problem) -> str | None:
+    """Say why no Gluon kernel can take the call: its device or its dtype."""
+    if not p.q.is_cuda:
+        return "tensors not on a GPU"
+    if p.q.dtype not in GLUON_TYPES:
+        return f"{str(p.q.dtype).removeprefix('torch.')} (bfloat16 and float16 only)"
+    return None if supports_gluon(p.q.device) else "no Hopper GPU with Triton 3.6 or later"
+
+
+def find_layout_obstacle(*tensors: torch.Tensor) -> str | None:
+    """Say why bulk copies cannot read these tensors."""
+    return None if all(map(is_bulk_readable, tensors)) else "strides or addresses that are no multiples of 16 bytes"
+
+
+def is_bulk_readable(x: torch.Tensor) -> bool:
+    """True if a tensor descriptor may describe x: contiguous columns, other strides and the address 16-byte aligned."""
+    steps = (x.element_size() * stride for stride in x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def can_bulk_copy(*tensors: torch.Tensor) -> bool:
+    """True if the GPU has bulk copies and they can read all these tensors."""
+    return has_bulk_copies(tensors[0].device) and all(map(is_bulk_readable, tensors))

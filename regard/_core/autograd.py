@@ -1,0 +1,86 @@
+"""Gradients of fused attention: the autograd function of eager calls, and what it shares with the custom op.
+
+    forward    backend.forward(problem)                     → o, row state, statistics
+    backward   backend.backward(problem, forward, upstream) → dq, dk, dv, dbias, dtemperature, dsink
+
+With `create_graph=True` the gradients come from the float64 reference instead, block by block, and have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
+from regard.statistics import DIFFERENTIABLE
+
+LEARNED = {"bias": 3, "temperature": 5, "sink": 6}  # optional inputs that may have gradients: places in TENSORS
+
+
+class FusedAttention(torch.autograd.Function):
+    """(o, statistics [S, B, H, M]) of a problem; the tensors in the order of `TENSORS`, options not expanded."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, backend: ModuleType, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        result = backend.forward(problem)
+        ctx.save_for_backward(*tensors, result.o, result.shift, result.z, result.stats)
+        ctx.options, ctx.backend = problem.without_tensors(), backend
+        ctx.set_materialize_grads(False)
+        if not problem.choice.softmax_family:
+            ctx.mark_non_differentiable(result.stats)
+        return result.o, result.stats
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dstats: Tensor | None) -> tuple:  # type: ignore[override]
+        kept = ctx.saved_tensors  # once: checkpointing recomputes at each look
+        tensors, saved = kept[: len(TENSORS)], Forward(*kept[len(TENSORS) :])
+        needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
+        problem = ctx.options.with_tensors(tensors)
+        wants = [name for name, place in LEARNED.items() if needs[place]]
+        upstream = make_upstream(problem, torch.zeros_like(saved.o) if do is None else do, dstats, wants)
+        grads = ctx.backend.backward(problem, saved, upstream)
+        found: list[Tensor | None] = [None] * len(TENSORS)
+        found[:3] = grads.q, grads.k, grads.v
+        for name in wants:
+            found[LEARNED[name]] = fit_gradient(grads, name, tensors[LEARNED[name]])
+        return None, None, *found
+
+
+def make_upstream(problem: Problem, do: Tensor, dstats: Tensor | None, wants: Sequence[str]) -> Upstream:
+    """What backward receives: gradients of o and of the differentiable statistics, and which inputs want one."""
+    given = {}
+    if dstats is not None:
+        given = {name: dstats[problem.stats.index(name)] for name in DIFFERENTIABLE if name in problem.stats}
+    return Upstream(do, given, "bias" in wants, "temperature" in wants, "sink" in wants)
+
+
+def fit_gradient(grads: Gradients, name: str, like: Tensor) -> Tensor:
+    """The gradient of an optional input, summed over what was broadcast."""
+    return getattr(grads, name).sum_to_size(like.shape).to(like.dtype).clone()
+
+
+def differentiable_gradients(
+    options: Problem, tensors: Sequence[Tensor | None], needs: Sequence[bool], do: Tensor | None, dstats: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the nine tensors as a graph that has gradients itself, by the float64 reference."""
+    from regard import reference
+
+    own = [None if x is None else x.view_as(x) for x in tensors]  # one may be made of another: each counts for itself
+    problem = options.with_tensors(own)
+    out, stats = reference.of_problem(problem)
+    pairs = [(out, do)]
+    if dstats is not None:
+        pairs += [(stats[at], dstats[at]) for at, name in enumerate(problem.stats) if name in DIFFERENTIABLE]
+    pairs = [(x, upstream.to(x.dtype)) for x, upstream in pairs if upstream is not None and x.requires_grad]
+    if not pairs:
+        return tuple(torch.zeros_like(x) if needed else None for x, needed in zip(own, needs, strict=True))
+    outputs, upstreams = zip(*pairs, strict=True)
+    asked = [x for x, needed in zip(own, needs, strict=True) if needed]
+    found = iter(torch.autograd.grad(outputs, asked, upstreams, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in needs)

@@ -1,0 +1,128 @@
+"""Plans: a call whose kind was seen before goes from one dictionary look-up to its kernel.
+
+Checking sixteen arguments and choosing a path costs more than a small kernel runs. All of it follows from the options
+and from the shapes, dtypes and device of q, k and v, so that its result is kept under these as a key. Only calls
+without tensors among their options are kept, and only where nothing records or rewrites calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from regard import normalizers, statistics
+from regard._core.autograd import FusedAttention
+from regard._core.device import has_bulk_copies
+from regard._core.double_backward import differentiable_twice
+from regard._core.execute import restore_nan
+from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
+from regard._core.options import AttentionOptions
+from regard._core.prepare import Call
+from regard._core.problem import Problem
+from regard.statistics import Statistics
+
+Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
+MOST = 1024  # kinds of calls that are kept
+NUMBER = (float, int, type(None))
+cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+plans: dict[Hashable, Plan] = {}
+
+
+def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
+    """What a plan is kept under; None for a call that has no plan."""
+    _, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, stats, backend = options
+    if not (
+        type(q) is type(k) is type(v) is Tensor
+        and options.attn_mask is options.sink is options.key_lengths is None
+        and type(causal) is type(gqa) is bool
+        and type(dropout_p) in NUMBER
+        and (type(scale) in NUMBER or type(scale) is str)
+        and type(temperature) in NUMBER
+        and type(softcap) in NUMBER
+        and type(normalizer) is str
+        and (type(stats) is bool or type(stats) is tuple or type(stats) is str)
+        and is_plain_eager()
+        and q.layout is k.layout is v.layout is torch.strided
+    ):
+        return None
+    device = q.device
+    if device.type not in ("cpu", "cuda"):
+        return None
+    if torch.is_autocast_enabled(device.type) and q.dtype != torch.get_autocast_dtype(device.type):
+        return None
+    window = tuple(window) if type(window) is list else window
+    same = q.dtype is k.dtype is v.dtype and device == k.device == v.device
+    shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    scalars = causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend
+    return (shapes, q.dtype, device, dropout_p, *scalars, normalizers.generation()) if same else None
+
+
+def keep_plan(key: Hashable, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Keep a plan for calls like this one, if one can be made."""
+    plan = make_plan(q, k, v, call)
+    if plan is not None:
+        if len(plans) >= MOST:
+            plans.clear()
+        plans[key] = plan
+
+
+def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
+    """The plan of a call whose tensors are used as they came; None where something would have to be done to them."""
+    problem = call.problem
+    same = all(given.shape == used.shape for given, used in ((q, problem.q), (k, problem.k), (v, problem.v)))
+    if not same or problem.q.dtype != call.dtype or call.policy is not None or call.temperature is not None:
+        return None
+    if problem.dropout_p or not q.numel() or not k.numel() or not v.numel():
+        return None
+    if call.path.backend == "torch":
+        cut = problem.causal and k.shape[2] > q.shape[2]
+        return None if cut or call.wanted is not None else _torch_plan(problem)
+    if call.path.backend in ("cpu", "triton") and (problem.choice.merges or not problem.stats):
+        module = backend_module(ATTENTION, call.path.backend)
+        return partial(_run_fused, problem.without_tensors(), module, call.wanted)
+    return None
+
+
+def _torch_plan(problem: Problem) -> Plan:
+    options = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=problem.q.shape[1] != problem.k.shape[1])
+    plain = partial(scaled_dot_product_attention, **options)
+    attend: Callable[..., Tensor] = plain
+    few = problem.k.shape[2] < 16 and problem.q.device.type == "cpu"
+    if problem.q.is_cuda and has_bulk_copies(problem.q.device):
+        given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, options["enable_gqa"])
+        if can_use_cudnn_attention(given):
+            attend = partial(_attend_by_cudnn, problem.causal, problem.scale)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(q, k, v)
+        if out.requires_grad:
+            out = differentiable_twice(out, (q, k, v), plain)
+        return restore_nan(out, q, k) if few else out
+
+    return run
+
+
+def _attend_by_cudnn(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """cuDNN's attention without the 40 µs that `sdpa_kernel` takes to prefer it."""
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return cudnn_attention(q, k, v, None, records, 0.0, causal, False, scale=scale)[0]
+
+
+def _run_fused(options: Problem, module, wanted: tuple[str, ...] | None, q: Tensor, k: Tensor, v: Tensor):
+    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    order = statistics.with_gradient_inputs(options.stats, options.choice) if records else options.stats
+    problem = replace(options, q=q, k=k, v=v, stats=order)
+    if records:
+        out, stacked = FusedAttention.apply(problem, module, q, k, v, None, None, None, None, None, None)
+    else:
+        result = module.forward(problem)
+        out, stacked = result.o, result.stats
+    if wanted is None:
+        return out
+    return out, Statistics.of_stacked(stacked, order, wanted, options.choice)

@@ -1,0 +1,124 @@
+"""From the arguments of `regard.attention` to a checked `Call`: tensors brought to [B, H, M, D], options resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard import normalizers, statistics
+from regard._core.dispatch import Path, choose
+from regard._core.dtypes import accumulator
+from regard._core.options import AttentionOptions
+from regard._core.problem import Problem
+from regard._core.rows.validation import check_flag
+from regard._core.validation import (
+    broadcast_leading,
+    cast_for_autocast,
+    check_dropout,
+    check_key_lengths,
+    check_mask,
+    check_scale_tensor,
+    check_sink,
+    check_softcap,
+    check_temperature,
+    check_tensors,
+    check_window,
+    divide_scale,
+    repeat_heads,
+    split_policy,
+    split_scale,
+)
+from regard.masks import resolve_causal_bias
+from regard.scores import resolve_scale
+
+
+@dataclass(slots=True)
+class Call:
+    """One checked call: its problem, the tensors that gradients flow to, and what the caller gets back."""
+
+    problem: Problem
+    bias: Tensor | None  # 4-dim, not expanded; likewise mask, temperature (3-dim) and sink (3-dim)
+    mask: Tensor | None
+    temperature: Tensor | None
+    sink: Tensor | None
+    policy: object | None  # a temperature policy that has not been asked yet
+    queries: Tensor  # [B, H, M, D] before any scale per head: what a policy reads
+    wanted: tuple[str, ...] | None  # statistics to return; None returns the output alone
+    lead: tuple[int, ...]  # leading dims of the output, (…, H)
+    dtype: torch.dtype  # of the output
+    path: Path
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """The nine tensors of the problem in the order of `problem.TENSORS`, options not expanded."""
+        p = self.problem
+        return p.q, p.k, p.v, self.bias, self.mask, self.temperature, self.sink, p.key_lengths, p.seed
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
+    """Check every argument, resolve the options and choose the path of a call."""
+    wanted = statistics.requested(options.return_stats)
+    choice = normalizers.get(options.normalizer).simplest
+    check_tensors(q, k, v)
+    rank = max(q.ndim, k.ndim, v.ndim)
+    q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
+    attn_mask, is_causal = resolve_causal_bias(options.attn_mask, options.is_causal, q.device)
+    q, k, v, attn_mask = cast_for_autocast(q, k, v, attn_mask)
+    dtype = q.dtype
+    dropout_p = check_dropout(options.dropout_p, wanted)
+    is_causal, enable_gqa = check_flag(is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
+    if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
+        k, v = repeat_heads(k, "k", q), repeat_heads(v, "v", q)
+    lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, options.key_lengths, options.sink)
+    queries, keys = q.shape[-2], k.shape[-2]
+    q = q.expand(*lead, *q.shape[-2:]).reshape(batch, heads, *q.shape[-2:])
+    kv_lead = lead if heads == 1 else (*lead[:-1], kv_heads)
+    k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
+    bias = mask = None
+    if attn_mask is not None:
+        shaped = check_mask(attn_mask, lead, batch, heads, queries, keys, q)
+        bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
+    left, right = check_window(options.window)
+    softcap = check_softcap(options.softcap)
+    policy, value, is_learned = split_policy(options.temperature)
+    number, temperature = check_temperature(value, lead, batch, heads, queries, q, is_learned=is_learned)
+    scale, unscaled = resolve_scale(options.scale, q.shape[-1]), q
+    if isinstance(scale, Tensor):
+        per_head, scale = check_scale_tensor(scale, heads, q), 1.0
+        if q.dtype in (torch.float32, torch.float64):
+            q = q * per_head
+        elif softcap is None and bias is None and options.backend != "torch":  # q·scale would be rounded to 16 bits
+            factor, own = split_scale(per_head)
+            q, own = q * factor.to(q.dtype), own.reshape(1, -1, 1)
+            number, temperature = 1.0, own * number if temperature is None else own * temperature
+        else:
+            q, k, v = q.float() * per_head, k.float(), v.float()
+    if number != 1.0:
+        if softcap is None and bias is None:
+            scale = divide_scale(scale, number)
+        else:
+            temperature = q.new_full((1, 1, 1), number, dtype=accumulator(q.dtype))
+    sink = check_sink(options.sink, choice, heads, lead, batch, queries, q)
+    full = (batch, heads, queries, keys)
+    problem = Problem(
+        q=q,
+        k=k,
+        v=v,
+        choice=choice,
+        scale=scale,
+        softcap=softcap,
+        bias=None if bias is None else bias.expand(full),
+        mask=None if mask is None else mask.expand(full),
+        temperature=None if temperature is None else temperature.expand(full[:3]),
+        sink=None if sink is None else sink.expand(full[:3]),
+        key_lengths=check_key_lengths(options.key_lengths, batch, keys, q),
+        causal=is_causal,
+        left=left,
+        right=right,
+        dropout_p=dropout_p,
+        stats=wanted or (),
+    )
+    path = choose(problem, policy, options.backend)
+    return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path)

@@ -1,0 +1,213 @@
+"""Norms of one call: difference of two outputs, logit variance predicted from q and k, ranges of v, output columns."""
+
+from __future__ import annotations
+
+import numbers
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.capture.call import Call
+from regard.health.measurement.side_stream import fetch_to_host
+from regard.health.readings.layer_reading import LayerReading, parts_of
+from regard.nn.projections import output_weight
+from regard.scores import resolve_scale
+
+if TYPE_CHECKING:
+    from regard.health.measurement.recorder import Layer
+
+SAMPLED_ROWS = 64  # of a long call, on which the outputs are compared
+SAMPLED_KEYS = 1024  # rows and keys whose norms are taken, at least
+NOTHING = 1e-6  # of the layer's largest output column: what counts as 0
+# largest relative difference of one head's rebuilt output, as the square root of the sums of squares
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+GPU_FLOAT32 = 5e-3  # products in TF32
+NOT_FINITE = "its output is not finite"
+
+Range = tuple[Tensor, Tensor]  # the least and the largest value over the keys, [B, G, E] each
+
+
+def coarsest_dtype(*tensors: Tensor) -> torch.dtype:
+    """Returns the dtype with the fewest digits that a call goes through, autocast's included."""
+    dtypes = {x.dtype for x in tensors}
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
+        dtypes.add(torch.get_autocast_dtype(kind))
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the relative difference above which a layer is not measured."""
+    return GPU_FLOAT32 if (dtype, device.type) == (torch.float32, "cuda") else TOLERANCE[dtype]
+
+
+def sampled_rows(q: Tensor) -> Tensor:
+    """Returns the indices of 64 rows spread over a long call."""
+    return _spread_evenly(q.shape[2], SAMPLED_ROWS, q.device)
+
+
+@lru_cache(maxsize=8)
+def _spread_evenly(length: int, count: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, length - 1, count).round().long().to(device)
+
+
+def relative_difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
+    """Returns ‖own − rebuilt‖/‖own‖ per head [H], both [B, H, M, E], on the rows [B, M] that count."""
+    own = own[: len(rebuilt)].detach()
+    if own.is_cuda and 0 < own.shape[2] <= SAMPLED_ROWS:
+        from regard.health.measurement import gpu_norms
+
+        return gpu_norms.relative_difference(own, rebuilt, rows)
+    own, rebuilt = own.float(), rebuilt.float()
+    if rows is not None:
+        hidden = ~rows[:, None, :, None]
+        own, rebuilt = own.masked_fill(hidden, 0.0), rebuilt.masked_fill(hidden, 0.0)
+    size = own.square().sum((0, 2, 3)).sqrt()
+    difference = (own - rebuilt).square().sum((0, 2, 3)).sqrt()
+    return difference / torch.where(size > 0, size, 1.0)
+
+
+def explain_difference(difference: float, limit: float) -> str | None:
+    """Returns why a relative difference is too large, None if it is not."""
+    if difference != difference:
+        return NOT_FINITE
+    if difference > limit:
+        return f"the output rebuilt from the weights differs by {difference:.2g} from the model's own (limit {limit:g})"
+    return None
+
+
+def add_predicted_variance(reading: LayerReading, call: Call, rows: Tensor | None) -> None:
+    """Adds the logit variance that norms predict for one call, over the rows [B, M] that count, to a reading.
+
+    scale²·E‖q/T‖²·E‖k − k̄‖²/d per head: the variance if queries and keys had independent directions. In self-attention
+    the keys of rows that do not count are left out too.
+    """
+    scale, temperature = resolve_scale(call.options.get("scale"), call.q.shape[-1]), _temperature(call)
+    if isinstance(temperature, numbers.Real):
+        scale = scale / temperature
+    if not call.q.is_cuda or isinstance(scale, Tensor) or isinstance(temperature, Tensor):
+        reading.add_prediction(predicted_variance(call, rows, scale), rows)
+        return
+    from regard.health.measurement import gpu_norms
+
+    parts = parts_of(reading.heads)
+    gpu_norms.add_predicted_variance(
+        reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows, _strides(call),
+        _are_rows_keys(call, rows), scale,
+    )  # fmt: skip
+
+
+def _temperature(call: Call) -> Any:
+    """Returns a number or a tensor; a policy that measures the rows first is passed through."""
+    given = call.options.get("temperature")
+    return getattr(given, "value", given)
+
+
+def _strides(call: Call) -> tuple[int, int]:
+    return max(1, call.q.shape[2] // SAMPLED_KEYS), max(1, call.k.shape[2] // SAMPLED_KEYS)
+
+
+def _are_rows_keys(call: Call, rows: Tensor | None) -> bool:
+    return rows is not None and rows.shape[1] == call.k.shape[2]
+
+
+def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:
+    """Returns the predicted logit variance of one call per head, [H]."""
+    every_q, every_k = _strides(call)
+    q, k = call.q.detach()[:, :, ::every_q].float(), call.k.detach()[:, :, ::every_k].float()
+    norm = q.square().sum(-1)  # [B, H, M]
+    temperature = _temperature(call)
+    if isinstance(temperature, Tensor):
+        per_row = temperature.detach().to(q).expand(*call.q.shape[:3], 1)
+        norm = norm / per_row[:, :, ::every_q, 0].square()
+    if rows is None:
+        q_norm = norm.mean((0, 2))
+    else:
+        counted = rows[:, ::every_q]
+        q_norm = norm.masked_fill(~counted[:, None], 0.0).sum((0, 2)) / counted.sum().clamp_min(1)
+    if rows is not None and _are_rows_keys(call, rows):
+        weight = rows[:, None, ::every_k, None].float()
+        count = weight.sum(2, keepdim=True).clamp_min(1)
+        k = k - (k * weight).sum(2, keepdim=True) / count
+        k_norm = ((k * weight).square().sum((2, 3)) / count[..., 0, 0]).mean(0)
+    else:
+        k_norm = (k - k.mean(2, keepdim=True)).square().sum(-1).mean((0, 2))
+    k_norm = k_norm.repeat_interleave(q_norm.shape[0] // k_norm.shape[0])
+    return scale**2 * q_norm * k_norm / q.shape[-1]
+
+
+def value_range(v: Tensor) -> Range:
+    """Returns the least and the largest value over the keys of [B, G, N, E], without waiting for the device."""
+    v = v.detach()[:, :, :: max(1, v.shape[2] // SAMPLED_KEYS)]
+    return v.amin(2), v.amax(2)  # on a CPU torch's aminmax takes 3 to 15 times as long
+
+
+def value_spreads(ranges: Sequence[Sequence[Range]], heads: Sequence[int]) -> list[list[tuple[float, float]]]:
+    """Returns (spread, size) per layer and query head, over the ranges of the layer's calls.
+
+    spread = max (max_j v_j − min_j v_j) and size = max |v|, over sequences and channels. Calls of one shape are fetched
+    with one wait for the device.
+
+    >>> from regard.health.measurement.norms import value_range, value_spreads
+    >>> v = torch.tensor([[0.0, 5.0, 2.0], [1.0, 1.0, 1.0]])[None, :, :, None]  # two heads of three keys
+    >>> value_spreads([[value_range(v)]], heads=[4])
+    [[(5.0, 5.0), (5.0, 5.0), (0.0, 1.0), (0.0, 1.0)]]
+    """
+    calls = list(chain.from_iterable(ranges))
+    alike = len({(low.device, low.dtype, low.shape) for low, _ in calls}) == 1
+    groups = [calls] if alike else [[call] for call in calls]
+    fetched = iter([spreads for group in groups for spreads in _fetch_spreads(group)])
+    found = []
+    for own, count in zip(ranges, heads, strict=True):
+        per_call = [next(fetched) for _ in own]  # [calls][G]
+        per_group = [tuple(map(max, zip(*group, strict=True))) for group in zip(*per_call, strict=True)]
+        found.append([spread for spread in per_group for _ in range(count // len(per_group))])
+    return found
+
+
+def _fetch_spreads(calls: Sequence[Range]) -> list[list[tuple[float, float]]]:
+    """Returns (spread, size) per call and key head."""
+    low, high = torch.stack([torch.stack(side) for side in zip(*calls, strict=True)]).cpu().double()  # [calls, B, G, E]
+    spread, size = (high - low).amax((1, 3)).tolist(), torch.maximum(high, -low).amax((1, 3)).tolist()
+    return [list(zip(*call, strict=True)) for call in zip(spread, size, strict=True)]
+
+
+class OutputColumns:
+    """Finds heads that nothing reads, because their columns of the output projection are 0."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._columns: dict[str, Tensor | None] = {}
+
+    def compute(self, layers: Iterable[Layer]) -> None:
+        """Starts the norms of the layers' columns without waiting; each projection is read once."""
+        for layer in layers:
+            if layer.reason is None and layer.name not in self._columns:
+                self._columns[layer.name] = self._largest(layer)
+
+    def find_unread(self, layers: Sequence[Layer]) -> None:
+        """Stores in each layer the heads whose columns are 0, with one wait for all of them.
+
+        Modules that are called several times are left out: differential attention mixes the columns of two calls.
+        """
+        calls = Counter(layer.name for layer in layers)
+        once = [layer for layer in layers if layer.reading is not None and calls[layer.name] == 1]
+        self.compute(once)
+        known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
+        for (layer, _), columns in zip(known, fetch_to_host([columns for _, columns in known]), strict=True):
+            largest = columns.view(layer.heads, -1).amax(1)
+            layer.unread = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
+
+    def _largest(self, layer: Layer) -> Tensor | None:
+        """Returns the largest entry of each column, [H·E]; None if the projection is not found or has another width."""
+        if layer.name not in self._modules:
+            return None
+        weight = output_weight(self._modules[layer.name], self._modules.get(layer.name.rpartition(".")[0]))
+        if weight is None or weight.shape[1] != layer.heads * layer.value_dim:
+            return None
+        return torch.linalg.vector_norm(weight.detach(), torch.inf, dim=0)

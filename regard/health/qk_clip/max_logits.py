@@ -1,0 +1,184 @@
+"""Records the largest logits of a model's training forwards as they run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard._core.attention import attention
+from regard.health.capture.call import NESTED, UNDER_VMAP, Call
+from regard.health.capture.interception import Interception, as_written, close_scope, open_scope
+from regard.health.qk_clip.ranks import RankReduction
+from regard.nn import MultiheadAttention
+from regard.nn.projections import bounded_scores_reason
+
+
+class MaxLogits:
+    """Observes the training forwards of a model: the largest logit of every head since `take` was last called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        remove_copied_hooks(model)
+        self.largest: dict[str, Tensor] = {}  # layer -> [H]
+        self.shapes: dict[str, tuple[int, int]] = {}  # layer -> query heads and their width
+        self.unseen: dict[str, str] = {}  # layer -> why its logits cannot be read
+        self.forwards = 0
+        self._ranks = RankReduction()
+        self._version: int | None = None  # of the weights, at the end of the last `qk_clip`
+        self._scope: contextlib.AbstractContextManager | None = None
+        self.regard_modules = {
+            name: weakref.ref(module)
+            for name, module in as_written(model).named_modules()
+            if isinstance(module, MultiheadAttention)
+        }
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin_forward, prepend=True),
+            model.register_forward_hook(self._end_forward, always_call=True),
+        ]
+
+    def __getstate__(self) -> dict:
+        """In a copy of the model, or in a file of it, the hooks record nothing until `qk_clip` is called for that."""
+        return {"_hooks": []}
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        close_scope(self._scope)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._ask_modules(False)
+
+    def _ask_modules(self, asked: bool) -> None:
+        for reference in self.regard_modules.values():
+            module = reference()
+            if module is not None:
+                module._is_clipped = asked
+
+    def read_modules(self) -> None:
+        """Adds the training calls that `regard.nn` modules remember and that were not observed."""
+        close_scope(self._scope)  # of a forward that Ctrl-C ended
+        self._ask_modules(True)
+        for name, module in self.regard_modules.items():
+            for thread in list(getattr(module(), "_last", ())):
+                self._read_module(name, thread)
+
+    def _read_module(self, name: str, thread: int) -> bool:
+        module = self.regard_modules[name]() if name in self.regard_modules else None
+        last = None if module is None else module._last.pop(thread, None)
+        if last is None:
+            return False
+        q, k, scale, options = last
+        self._add(name, q, k, scale=scale, **options)
+        return True
+
+    def mark_weights(self, model: nn.Module) -> None:
+        """Remembers the weights' version, to tell later whether a step was made."""
+        self._version = weights_version(model)
+
+    def _complaint(self, model: nn.Module) -> str | None:
+        """Returns what is wrong if steps or forwards were made and no attention was seen in them."""
+        stepped = self._version is not None and self._version != weights_version(model)
+        if self.largest or self.unseen or not (self.forwards or stepped):
+            return None
+        if self.regard_modules and all(bounded_scores_reason(module()) for module in self.regard_modules.values()):
+            return None  # `skipped` says so
+        seen = (
+            "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"
+        )
+        return f"since the last call for this model, it saw {seen}"
+
+    def take(self, model: nn.Module, group: Any) -> dict[str, Tensor]:
+        """Returns layer → largest logits [H], the same on every rank, and forgets them; no wait for a GPU.
+
+        Attention that is missed on one rank alone (layer drop) is not missed; what all ranks miss is raised at the next
+        call.
+        """
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        complaint = self._complaint(model)
+        if complaint is not None and not is_distributed:
+            raise _nothing_seen(complaint)
+        if self._ranks.saw_nothing():
+            raise _nothing_seen("before the last call for this model, no rank saw an attention call")
+        found, self.largest, self.forwards = self.largest, {}, 0
+        if not is_distributed:
+            return found
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        reduced, late = self._ranks.reduce(found, self.shapes, group, device, complaint is not None)
+        if complaint is not None and not reduced:
+            raise _nothing_seen(complaint)
+        for name in late:
+            self._add_largest(name, found[name])
+        return reduced
+
+    def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
+        output = run_original()
+        if call.obstacle in (UNDER_VMAP, NESTED):
+            self.unseen[name] = call.obstacle
+            return output
+        if self._read_module(name, threading.get_ident()):  # the call itself has its temperature in the scale
+            return output
+        names = ("scale", "window", "key_lengths")
+        options = {key: call.options[key] for key in names if call.options.get(key) is not None}
+        self._add(name, call.q.detach(), call.k.detach(), attn_mask=call.mask, is_causal=call.causal, **options)
+        return output
+
+    def _add(self, name: str, q: Tensor, k: Tensor, attn_mask: Tensor | None = None, **options: Any) -> None:
+        """Adds the largest logit per head of one call, [B, H, M, D] with [B, G, N, D]."""
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            attn_mask = attn_mask != -math.inf
+        with torch.no_grad():
+            if q.numel() and k.numel():
+                stats = attention(q, k, k, attn_mask, enable_gqa=True, return_stats=("max_logit",), **options)[1]
+                largest = stats.max_logit.amax((0, 2)).float()
+            else:  # an empty batch has no logits, and counts as seen
+                largest = q.new_full((q.shape[1],), -math.inf, dtype=torch.float32)
+        self.shapes[name] = q.shape[1], q.shape[-1]
+        self._add_largest(name, largest)
+
+    def _add_largest(self, name: str, largest: Tensor) -> None:
+        known = self.largest.get(name, largest)
+        self.largest[name] = torch.maximum(known, largest.to(known.device))
+
+    def _begin_forward(self, module: nn.Module, inputs: tuple) -> None:
+        if torch.compiler.is_compiling() or not self._hooks:
+            return
+        close_scope(self._scope)  # of a forward that Ctrl-C ended
+        if module.training and torch.is_grad_enabled():
+            self.forwards += 1
+            self._scope = Interception(module, observe=self).in_forward()
+            open_scope(self._scope)
+
+    def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
+        if self._hooks and not torch.compiler.is_compiling():
+            close_scope(self._scope)
+            self._scope = None
+
+
+def remove_copied_hooks(model: nn.Module) -> None:
+    """Removes the hooks that a copy of an observed model, or one loaded from a file, has brought along."""
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for at in [at for at, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), MaxLogits)]:
+            del hooks[at]
+            model._forward_hooks_always_called.pop(at, None)
+
+
+def _nothing_seen(complaint: str) -> ValueError:
+    return ValueError(
+        f"qk_clip: {complaint}. It captures regard.nn, torch's nn.MultiheadAttention and scaled_dot_product_attention, "
+        "and attention layers of transformers, in forwards of the module that it is given. If torch.compile returned "
+        "the module that runs, pass that; a module compiled in place, or called in parts, works with regard.nn alone"
+    )
+
+
+def weights_version(model: nn.Module) -> int:
+    """Returns a number that changes when the weights are written to."""
+    return sum(parameter._version for parameter in model.parameters())
+
+
+OBSERVERS: weakref.WeakKeyDictionary[nn.Module, MaxLogits] = weakref.WeakKeyDictionary()

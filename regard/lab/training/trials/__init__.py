@@ -1,0 +1,1 @@
+"""The models that experiments train, with their data and readings."""

@@ -1,0 +1,41 @@
+"""Variants, presets and the loss figure of experiments over d_k: a character model of width 256 with 256/d_k heads.
+
+Parameters and tokens are equal; only d_k (16, 64 or 256) varies.
+
+>>> from regard.lab.training.trials import head_dims
+>>> head_dims.variants({"dot": lambda d: {"score": "dot"}})["dot-d64"]
+{'heads': 4, 'attention': {'score': 'dot'}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from regard.lab.figure import Figure
+from regard.lab.training.experiment import Preset
+from regard.lab.training.results import describe_means, final_bands
+
+WIDTH = 256
+DIMS = (16, 64, 256)
+
+
+def variants(kinds: Mapping[str, Callable[[int], dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return "KIND-dD" → options; a kind maps d_k to the attention's options."""
+    return {f"{kind}-d{d}": {"heads": WIDTH // d, "attention": of(d)} for kind, of in kinds.items() for d in DIMS}
+
+
+def preset(steps: int, every: int, layers: int, length: int, batch: int, rows: int, **others) -> Preset:
+    """Return a preset with batches of `batch` rows of `length` characters; an evaluation reads `rows` rows."""
+    sizes = {"layers": layers, "width": WIDTH, "length": length, "batch": batch, "validation": rows * length}
+    return Preset(steps, every, sizes, **others)
+
+
+FULL = preset(500, 100, layers=2, length=128, batch=16, rows=64)  # of `scale` and `normalizers`: one model, one budget
+
+
+def loss_figure(result: dict, kinds: Iterable[str]) -> Figure:
+    """Draw the validation loss of each kind against d_k."""
+    loss = {kind: final_bands(result, {d: f"{kind}-d{d}" for d in DIMS}) for kind in kinds}
+    words = f"Validation loss at d_k 16, 64 and 256 with 95 % intervals over seeds: {describe_means(loss)}."
+    return Figure("bands", "d_k", "validation loss", loss, log_x=True, alt=words)

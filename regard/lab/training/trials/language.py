@@ -1,0 +1,104 @@
+"""`LanguageModel`, a character language model with configurable attention, and `LanguageTrial`.
+
+>>> from regard.lab.training.trials.language import LanguageModel
+>>> model = LanguageModel(layers=1, heads=2, width=16, length=8, attention={"normalizer": "entmax15"})
+>>> logits, stats = model(torch.zeros(3, 8, dtype=torch.int64), stats=("entropy",))
+>>> logits.shape, stats[0].entropy.shape
+(torch.Size([3, 8, 97]), torch.Size([3, 2, 8]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.health.models.tiny import CHARACTERS
+from regard.lab.training.experiment import Setting, Trial
+from regard.lab.training.trials import sharpness, text
+from regard.nn import MultiheadAttention
+from regard.statistics import Statistics
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, attention: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.attention = MultiheadAttention(width, heads, bias=False, **attention)
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, stats: tuple[str, ...] = ()) -> tuple[Tensor, Statistics | None]:
+        attended = self.attention(self.before_attention(x), is_causal=True, return_stats=stats or False)
+        attended, measured = attended if stats else (attended, None)
+        x = x + attended
+        return x + self.mlp(self.before_mlp(x)), measured
+
+
+class LanguageModel(nn.Module):
+    """Next-character logits [B, L, 97]. Queries and keys start with unit variance, so q·k has variance d_k.
+
+    `attention` holds options of `regard.nn.MultiheadAttention`: score, normalizer, temperature, softcap, sink, dropout.
+    """
+
+    def __init__(self, layers: int, heads: int, width: int, length: int, attention: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.token = nn.Embedding(len(CHARACTERS), width)
+        self.position = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(CHARACTERS), bias=False)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.5)
+        nn.init.normal_(self.head.weight, std=0.5 * width**-0.5)
+
+    def forward(self, ids: Tensor, stats: tuple[str, ...] = ()):
+        """Return logits, or (logits, one `Statistics` per layer) if `stats` names any."""
+        x = self.token(ids) + self.position.weight[: ids.shape[-1]]
+        measured = []
+        for block in self.blocks:
+            x, found = block(x, stats)
+            measured.append(found)
+        logits = self.head(self.norm(x))
+        return (logits, measured) if stats else logits
+
+
+class LanguageTrial(Trial):
+    """Trains a `LanguageModel`.
+
+    Options: layers, heads, width, length, batch, attention; rate, the highest learning rate; validation, how many
+    characters an evaluation reads, the same ones each time.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        options = setting.options
+        self.setting, self.length, self.size = setting, options["length"], options["batch"]
+        self.rate, self.validation = options.get("rate", Trial.rate), options.get("validation", 16_384)
+        sizes = {name: options[name] for name in ("layers", "heads", "width", "length")}
+        self.model = LanguageModel(**sizes, attention=options.get("attention", {})).to(setting.device)
+        self.train, self.validation_text = (part.to(setting.device) for part in text.split_text(setting.data))
+
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        return (text.draw_windows(self.train, self.size, self.length, self.setting.generator(step)),)
+
+    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        (ids,) = batch
+        return F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the validation loss in nats per character and the readings of `sharpness`."""
+        loss, measured = self._measure()
+        return {"loss": loss, **sharpness.readings(measured)}
+
+    def finish(self) -> dict[str, Any]:
+        return {"heads": sharpness.head_table(self._measure()[1])}
+
+    def _measure(self) -> tuple[float, list[Statistics]]:
+        generator = torch.Generator().manual_seed(0)
+        ids = text.draw_windows(self.validation_text, max(1, self.validation // self.length), self.length, generator)
+        logits, measured = self.model(ids[:, :-1], stats=sharpness.WANTED)
+        return float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())), measured

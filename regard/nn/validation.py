@@ -1,0 +1,63 @@
+"""Checks of the arguments of `MultiheadAttention`, each an error that names the argument."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from torch import Tensor
+
+from regard import normalizers
+from regard.scores import is_finite
+
+SCORES = ("scaled_dot", "dot", "additive", "cosine")
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ValueError if a size is not an int ≥ 1, or heads do not divide; kdim and vdim may be None."""
+    for name, size in sizes.items():
+        if size is None and name in ("kdim", "vdim"):
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
+    if sizes["embed_dim"] % sizes["num_heads"]:
+        raise ValueError(f"embed_dim ({sizes['embed_dim']}) must be a multiple of num_heads ({sizes['num_heads']})")
+    if sizes["num_heads"] % sizes["kv_heads"]:
+        raise ValueError(f"num_heads ({sizes['num_heads']}) must be a multiple of kv_heads ({sizes['kv_heads']})")
+
+
+def check_options(score: str, normalizer: str, dropout: float, softcap: float | None, sink: bool) -> None:
+    """Raise ValueError if an option of the constructor cannot be used."""
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
+    if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must lie in [0, 1), got {dropout!r}")
+    number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
+    if softcap is not None and not (number and is_finite(softcap) and float(softcap) > 0):
+        raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    choice = normalizers.get(normalizer)
+    if sink and not choice.softmax_family:
+        raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int]) -> None:
+    """Raise an error unless query, key and value are (B, L, width) with fitting B and L."""
+    for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 3 or x.shape[-1] != width:
+            raise ValueError(f"{name} must have shape (B, L, {width}), got {tuple(x.shape)}")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name} must have the batch of query ({query.shape[0]}), got {x.shape[0]}")
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(f"key and value must have the same length, got {key.shape[1]} and {value.shape[1]}")
+
+
+def check_cache(cache: Any, shape: tuple[int | str, ...]) -> tuple[Tensor, Tensor]:
+    """Return the cache; raise an error unless both tensors have the shape (B, G, "N", D)."""
+    if not (isinstance(cache, tuple) and len(cache) == 2 and all(isinstance(x, Tensor) for x in cache)):
+        raise TypeError(f"cache must be True, None or the Cache that the last call returned, got {cache!r}")
+    for name, x in zip("kv", cache, strict=True):
+        if x.ndim != 4 or (x.shape[0], x.shape[1], "N", x.shape[3]) != shape:
+            raise ValueError(f"cache.{name} must have shape ({', '.join(map(str, shape))}), got {tuple(x.shape)}")
+    return cache

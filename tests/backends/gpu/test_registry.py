@@ -1,0 +1,107 @@
+"""The table of attention kernels: which kernel a call takes, why others were passed over, and its page in the docs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from regard import normalizers
+from regard._backends.gpu.attention import limits, registry
+from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.backward.slopes import State
+from regard._core import device
+from regard._core.problem import Forward, Gradients, Problem
+
+STATISTICS = "statistics of sigmoid (softmax and softmax1 only)"
+OVERFLOW = "normaliser relu in float16, which may overflow"
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch):
+    """An H200, whose fake tensors lie at address 0."""
+    device.clear()
+    monkeypatch.setattr("triton.__version__", "3.6.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(shared_memory_per_block_optin=232448, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(limits, "is_bulk_readable", lambda x: True)
+    with FakeTensorMode():
+        yield
+    device.clear()
+
+
+def call_of(name="softmax", m=4096, n=4096, d=128, e=None, dtype=torch.bfloat16, **options) -> Problem:
+    q, k = (torch.empty(1, 16, size, d, dtype=dtype, device="cuda:0") for size in (m, n))
+    v = torch.empty(1, 16, n, e or d, dtype=dtype, device="cuda:0")
+    return Problem(q, k, v, normalizers.get(name), **dict(scale=0.1) | options)
+
+
+def backward_of(problem: Problem, temperature=False, statistics=False) -> BackwardCall:
+    row = torch.empty(problem.q.shape[:-1], device="cuda:0")
+    grads = Gradients(problem.q, problem.k, problem.v, temperature=row if temperature else None)
+    forward = Forward(problem.q, row, row, row.unsqueeze(0))
+    flags = dict(STATS_GRAD=statistics, TEMPERATURE_GRAD=temperature, Z_IN_SHIFT=False)
+    return BackwardCall(problem, forward, problem.q, State(row, None, row, None, None, None), grads, flags)
+
+
+@pytest.mark.parametrize(
+    ("call", "kernel", "passed"),
+    [
+        (dict(m=1), "decode", {}),
+        (dict(), "hopper", {"decode": "4096 queries (16 at most)"}),
+        (dict(m=1, n=100), "online", {"decode": "100 keys (2048 at least)", "hopper": "1 queries (64 at least)"}),
+        (dict(d=80), "online", {"hopper": "head width 80 (64 and 128 only)"}),
+        (dict(e=64), "online", {"hopper": "values of width 64 beside keys of 128"}),
+        (dict(softcap=30.0), "online", {"hopper": "a soft cap"}),
+        (dict(left=64), "online", {"hopper": "a window"}),
+        (dict(dropout_p=0.1), "online", {"hopper": "dropout"}),
+        (dict(scale=-1.0), "online", {"hopper": "a scale that is not positive"}),
+        (dict(dtype=torch.float32), "online", {"hopper": "float32 (bfloat16 and float16 only)"}),
+        (dict(name="sigmoid"), "hopper", {}),
+        (dict(name="sigmoid", stats=("entropy",)), "online", {"hopper": STATISTICS}),
+        (dict(name="relu", dtype=torch.float16), "online", {"hopper": OVERFLOW}),
+        (dict(name="entmax15"), "sparse threshold", {}),
+        (dict(name="entmax15", n=2000), "threshold", {"sparse threshold": "2000 visible keys (3072 at least)"}),
+        (dict(name="entmax15", m=1), "threshold", {"sparse threshold": "1 queries (128 at least)"}),
+    ],
+)  # fmt: skip
+def test_the_kernel_of_a_call(call, kernel, passed):
+    problem = call_of(**call)
+    assert registry.choose(problem).name == kernel
+    reasons = dict(registry.explain(problem))
+    assert passed.items() <= reasons.items() and kernel not in reasons
+    assert registry.describe(problem).startswith(f"{kernel}: ")
+    assert all(f"not {name}: {reason}" in registry.describe(problem) for name, reason in reasons.items())
+
+
+@pytest.mark.parametrize(
+    ("call", "asked", "kernel"),
+    [
+        (dict(), dict(), "stored ds"),
+        (dict(), dict(statistics=True), "stored ds"),
+        (dict(), dict(temperature=True), "two sweeps"),
+        (dict(d=64), dict(), "two sweeps"),
+        (dict(m=1000), dict(), "two sweeps"),
+        (dict(left=64), dict(), "two sweeps"),
+        (dict(name="entmax15", n=16384), dict(), "sparse"),
+        (dict(name="entmax15", n=16384), dict(temperature=True), "two sweeps"),
+        (dict(name="entmax15", n=16384), dict(statistics=True), "two sweeps"),
+        (dict(name="entmax15"), dict(), "two sweeps"),
+    ],
+)
+def test_the_backward_kernel_of_a_call(call, asked, kernel):
+    assert registry.choose_backward(backward_of(call_of(**call), **asked)).name == kernel
+
+
+def test_other_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert dict(registry.explain(call_of()))["hopper"] == "no Hopper GPU with Triton 3.6 or later"
+
+
+def test_the_page_is_current():
+    assert registry.PAGE.read_text() == registry.render(), "run python -m regard._backends.gpu.attention.registry"

@@ -1,6 +1,6 @@
 """Attention over a part of the keys on the CPU: what `regard.parallel` computes on each rank before parts are merged.
 
-Blocks, products and row kernels are those of `launch.py`. `regard.parallel.torch_engine` has the same functions in torch;
+Blocks, products and row kernels are those of `launch.py`; `regard.parallel.torch_engine` has these functions in torch;
 `regard._core.problem` says what `Part` and `Whole` hold.
 """
 

@@ -226,6 +226,21 @@ def test_inference_mode_with_an_additive_mask():
     assert report.heads[0].statistics["visible_keys"].max == 13
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda model: regard.examine(model, [torch.zeros(1, 2)]),
+        regard.Monitor,
+        regard.qk_clip,
+        lambda model: regard.using(model, scale=1.0),
+    ],
+    ids=["examine", "Monitor", "qk_clip", "using"],
+)
+def test_data_parallel_is_refused(start):
+    with pytest.raises(ValueError, match=r"^model is nn\.DataParallel, .* use DistributedDataParallel$"):
+        start(nn.DataParallel(nn.Linear(2, 2)))
+
+
 def test_weights_on_the_meta_device_are_refused():
     with pytest.raises(ValueError, match="meta device"):
         regard.examine(Att().to("meta"), [torch.randn(1, 9, 32)])

@@ -378,8 +378,3 @@ def test_what_would_watch_nothing_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         regard.Monitor(model, **wrong)
     assert not model._forward_pre_hooks
-
-
-def test_data_parallel_is_refused():
-    with pytest.raises(TypeError, match="use DistributedDataParallel"):
-        regard.Monitor(nn.DataParallel(layer()))

@@ -88,3 +88,11 @@ def test_findings_of_one_kind_are_added_and_gaps_are_told(tmp_path, capsys, data
     assert "(layers not measured: 1)" in out
     assert r"(nothing was measured; not finished: KeyboardInterrupt\x1b[2J)" in out
     assert "(nothing was measured; not finished: KeyboardInterrupt" in (tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_the_number_of_most_changed_heads_reaches_the_page(count, tmp_path, capsys, data):
+    path = written(tmp_path / "a.json", data)
+    assert main(["compare", str(path), str(path), "--heads", str(count), "--out", "both.html"]) == 0
+    for text, start in ((capsys.readouterr().out, "0·"), ((tmp_path / "both.html").read_text(), "<tr><th>0·")):
+        assert text.count(f"{start}0") + text.count(f"{start}1") == count

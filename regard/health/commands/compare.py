@@ -24,7 +24,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         comparison = compare(options.a, options.b)
         if options.out is not None:
-            comparison.save(options.out)
+            comparison.save(options.out, options.heads)
     except ValueError as error:
         print_error("compare", str(error))
         return 1

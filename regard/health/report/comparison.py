@@ -126,11 +126,11 @@ class Comparison:
             print(file=file)
             table.show(file)
 
-    def save(self, path: str | os.PathLike) -> Path:
-        """Write both reports side by side as one .html file."""
+    def save(self, path: str | os.PathLike, heads: int = 5) -> Path:
+        """Write both reports side by side as one .html file, with the `heads` most changed heads."""
         if Path(path).suffix.lower() not in (".html", ".htm"):
             raise ValueError(f"path must end in .html, got {str(path)!r}")
-        return files.write(path, self._page())
+        return files.write(path, self._page(heads))
 
     def _page(self, heads: int = 5) -> str:
         from regard.health.report.page.comparison_page import render

@@ -154,7 +154,7 @@ def examine(
             f"torch.compile returned, examine that){_hint_at_missed(modules)}"
         )
     with recorder.on_side_stream():
-        columns.find_unread(layers)
+        columns.find_unused_heads(layers)
         how = describe_measurement(model, parameters, layers, done, time.perf_counter() - started)
         return _make_report(title or _title(model), modules, layers, changes, how, failure)
 

@@ -213,7 +213,7 @@ class Monitor:
             rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
         if rows:
             self._log(rows)
-        elif any(layer.blind):
+        elif any(layer.empty_rows):
             self.unmeasured[layer.label] = SEES_NOTHING
         return rows
 

@@ -14,12 +14,12 @@ REPORTED_BY_MASK = {"behind", "after"}  # mask patterns with one such row, which
 def find_in_layers(layers: Layers) -> list[Finding]:
     found = []
     for layer in layers:
-        if layer.reading is None or not any(layer.blind) or layer.odd & REPORTED_BY_MASK:
+        if layer.reading is None or not any(layer.empty_rows) or layer.anomalies & REPORTED_BY_MASK:
             continue
         seeing = layer.reading.cpu().count[ROW["visible_keys"]].tolist()
-        for head, (blind, others) in enumerate(zip(layer.blind, seeing, strict=True)):
-            if blind:
-                found.append((HeadPlace(layer.name, layer.index, head), blind / (blind + others)))
+        for head, (empty, others) in enumerate(zip(layer.empty_rows, seeing, strict=True)):
+            if empty:
+                found.append((HeadPlace(layer.name, layer.index, head), empty / (empty + others)))
     return make_finding(
         KIND,
         "warning",

@@ -86,6 +86,6 @@ def _find_zero_columns(layers: Layers) -> tuple[list, list]:
     """Heads that the output projection ignores: (single heads, all heads of a layer)."""
     found: tuple[list, list] = ([], [])
     for layer in layers:
-        whole_layer = len(layer.unread) == layer.heads
-        found[whole_layer].extend((HeadPlace(layer.name, layer.index, head), 0.0) for head in layer.unread)
+        whole_layer = len(layer.unused_heads) == layer.heads
+        found[whole_layer].extend((HeadPlace(layer.name, layer.index, head), 0.0) for head in layer.unused_heads)
     return found

@@ -7,14 +7,14 @@ checking `self.training` gives different outputs at every call.
 from regard.health.findings._finding import Finding, Layers, make_finding, places_in
 
 KIND = "dropout in evaluation"
-DROPS = "drops"  # the entry of `Layer.odd` that the recorder sets
+DROPS = "drops"  # the entry of `Layer.anomalies` that the recorder sets
 
 
 def find_in_layers(layers: Layers) -> list[Finding]:
     return make_finding(
         KIND,
         "warning",
-        places_in(layer for layer in layers if DROPS in layer.odd),
+        places_in(layer for layer in layers if DROPS in layer.anomalies),
         "Weights are dropped at random in evaluation mode. The statistics describe the weights before dropout; the "
         "inputs of later layers are affected by it.",
         "dropout_p > 0 in a call of a module in evaluation mode",

@@ -1,6 +1,6 @@
 """Suspicious masks: padding that is visible, a causal mask shifted, inverted or transposed, a mask that hides nothing.
 
-`Layer.odd` names the patterns that were seen in a layer's masks; the table below says what each means.
+`Layer.anomalies` names the patterns that were seen in a layer's masks; the table below says what each means.
 """
 
 from typing import NamedTuple
@@ -91,7 +91,7 @@ PATTERNS = {
 def find_in_layers(layers: Layers) -> list[Finding]:
     found = []
     for name, pattern in PATTERNS.items():
-        affected = [layer for layer in layers if name in layer.odd and layer.reading is not None]
+        affected = [layer for layer in layers if name in layer.anomalies and layer.reading is not None]
         kind, severity, *texts = pattern
         found += make_finding(kind, severity, places_in(affected), *texts)
     return found

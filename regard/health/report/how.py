@@ -35,7 +35,7 @@ def describe_measurement(
     sampled = any(layer.sampled for layer in measured)
     rows = f"on {norms.SAMPLED_ROWS} rows of each call" if sampled else "on every counted row"
     together = [layer.name for layer in measured if layer.together]
-    folded = [layer.name or type(model).__name__ for layer in measured if layer.folded]
+    three_dims = [layer.name or type(model).__name__ for layer in measured if layer.three_dims]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     edges = ", ".join(f"{what} below {histogram.least(name):.2g}" for what, name in FIRST_BINS.items())
     return dict(
@@ -53,7 +53,7 @@ def describe_measurement(
         ),
         counted="rows of padding queries and rows without a visible key are not counted",
         **({"used_too_often_to_be_layers_each": together} if together else {}),
-        **({"three_dims": dict(layers=folded, means=THREE_DIMS)} if folded else {}),
+        **({"three_dims": dict(layers=three_dims, means=THREE_DIMS)} if three_dims else {}),
         quantiles="from histograms of 512 fixed bins, accurate to one bin width; a value in the first bin is only "
         f"known to be below its edge: {edges}",
         versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),

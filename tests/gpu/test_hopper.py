@@ -37,6 +37,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(hopper, "torch", Poisoned())
     monkeypatch.setattr(key_moments, "torch", Poisoned())
+    monkeypatch.setattr(attention, "SMALL", 0)  # no tapes, which would not see what a test patches
 
 
 def make_taken(seed, name="softmax", **options):

@@ -1,4 +1,4 @@
-"""The Hopper forward on other widths, with soft caps, windows, key lengths and short rows, against the float64 oracle."""
+"""The Hopper forward on other widths, soft caps, windows, key lengths and short rows, against the float64 oracle."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from regard._core.execute import restore_nan
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
-from regard._core.problem import Problem
+from regard._core.problem import Kind, Problem
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
@@ -86,7 +86,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
         return None if cut or call.wanted is not None else _torch_plan(problem)
     if call.path.backend in ("cpu", "triton") and (problem.choice.merges or not problem.stats):
         module = backend_module(ATTENTION, call.path.backend)
-        options = replace(problem.without_tensors(), kind=object())
+        options = replace(problem.without_tensors(), kind=Kind())
         rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
         return partial(_run_fused, options, rest, module, call.wanted)
     return None

@@ -73,6 +73,7 @@ def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
         and type(temperature) in (float, int)
         and 1e-6 < temperature < 1e6
         and type(scores) is Tensor
+        and scores.ndim > 0
         and scores.numel() > 0
         and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention

@@ -112,7 +112,7 @@ def test_statistics_of_maps_whose_sums_do_not_tell_them(record, monkeypatch):
     if record.fused:
         problem = Problem(q, k, v, choice, 1.0, stats=("entropy",))
         with pytest.raises(ValueError, match="cannot be merged over ranks"):
-            plan.choose(problem, None)
+            plan.choose_engine(problem, None)
 
 
 def test_every_statistic_stands_in_every_table():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,12 +94,13 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
 
 
 def _torch_plan(problem: Problem) -> Plan:
-    options = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=problem.q.shape[1] != problem.k.shape[1])
+    grouped = problem.q.shape[1] != problem.k.shape[1]
+    options: dict[str, Any] = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
     plain = partial(scaled_dot_product_attention, **options)
     attend: Callable[..., Tensor] = plain
     few = problem.k.shape[2] < 16 and problem.q.device.type == "cpu"
     if problem.q.is_cuda and has_bulk_copies(problem.q.device):
-        given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, options["enable_gqa"])
+        given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, grouped)
         if can_use_cudnn_attention(given):
             attend = partial(_attend_by_cudnn, problem.causal, problem.scale)
 

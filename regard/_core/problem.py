@@ -71,7 +71,7 @@ class Problem:
 
     def block(self, first: int, last: int) -> Problem:
         """The problem of queries first … last − 1 alone; the caller keeps track of their positions."""
-        rows = {"q": self.q[:, :, first:last]}
+        rows: dict[str, Any] = {"q": self.q[:, :, first:last]}
         for name in ("bias", "mask", "temperature", "sink"):
             whole = getattr(self, name)
             rows[name] = None if whole is None else whole[:, :, first:last]
@@ -79,9 +79,10 @@ class Problem:
 
     def without_tensors(self) -> Problem:
         """The options alone: what autograd keeps beside the tensors that it saves."""
-        return replace(self, **dict.fromkeys(TENSORS))
+        nothing: dict[str, Any] = dict.fromkeys(TENSORS)
+        return replace(self, **nothing)
 
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Problem:
+    def with_tensors(self, tensors: Sequence[Any]) -> Problem:
         """The options with tensors in the order of `TENSORS`; bias, mask, temperature and sink are expanded here."""
         q, k, v, bias, mask, temperature, sink, key_lengths, seed = tensors
         rows = q.shape[:3]

@@ -261,7 +261,7 @@ def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) ->
     swapped = call
     for one in active:
         if one.swap is not None:
-            swapped = one.send_receive(swapped)
+            swapped = one.swap(swapped)
     if swapped is not call:
         run = partial(_run_swapped, swapped)
     if any(is_vmapped(x) for x in (call.q, call.k, call.v, call.mask)):

@@ -55,7 +55,8 @@ def attention(
     True
     >>> torch.distributed.destroy_process_group()
 
-    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys (docs/scale.md).
+    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys
+    (docs/developers/parallel.md).
     The ranks compare types, shapes and options first; an error of one rank is raised on all. If a rank dies or stalls,
     the call ends on every other rank with a `RankError`, at the latest after the group's timeout.
 

@@ -154,6 +154,6 @@ def test_a_planted_kernel_is_not_run(tmp_path, monkeypatch):
     from regard._backends.cpu.jit import compile
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = compile._stored("regard_kernel_x", "right = 1\n")
+    path = compile._store_source("regard_kernel_x", "right = 1\n")
     path.write_text("wrong = 1\n", encoding="utf-8")
-    assert compile._stored("regard_kernel_x", "right = 1\n").read_text(encoding="utf-8") == "right = 1\n"
+    assert compile._store_source("regard_kernel_x", "right = 1\n").read_text(encoding="utf-8") == "right = 1\n"

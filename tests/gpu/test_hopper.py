@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_data import Poisoned, check_forward, make
+from attention_data import Poisoned, check_backward, check_forward, make
 
 import regard
 from regard import reference, statistics
@@ -281,24 +281,96 @@ def test_heads_side_by_side():
     assert registry.choose(problem).name == "hopper" and torch.equal(truth.o, attention.forward(problem).o)
 
 
+WIDTHS = ((8, 8), (40, 40), (72, 72), (80, 80), (96, 96), (112, 112), (128, 64), (192, 128), (200, 136), (256, 256))
+
+
+@pytest.mark.parametrize(("d", "e"), WIDTHS)
+def test_other_widths(d, e):
+    """Columns beyond a head's width are loaded as zeros and not stored."""
+    for seed, (causal, stats) in enumerate(((True, statistics.NAMES), (False, statistics.NAMES), (True, ()))):
+        sizes = SHAPES[seed % 2]
+        problem = make_taken(seed, d=d, e=e, causal=causal, sharp=(1.0, 12.0)[seed % 2], stats=stats, **sizes)
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softpick", "relu"])
+@pytest.mark.parametrize(("d", "e"), [(80, 80), (192, 128), (256, 256)])
+def test_other_maps_of_other_widths(name, d, e):
+    check_forward(attention, make_taken(31, name, d=d, e=e, causal=True, stats=(), **SHAPES[0]), slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_soft_cap(d, softcap, stats):
+    for seed, sharp in enumerate((0.05, 1.0, 40.0)):
+        options = dict(causal=seed != 1, softcap=softcap, stats=stats, temperature=seed == 1)
+        problem = make_taken(seed, d=d, e=d, sharp=sharp, **options, **SHAPES[seed % 2])
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("left", [0, 5, 127, 128, 300])
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (128, 128), (256, 256)])
+def test_windows(d, e, left, stats):
+    """Causal windows, also where the last queries see no key; hidden values may be NaN."""
+    for seed, sizes in enumerate((SHAPES[0], SHAPES[1], SHAPES[2])):
+        problem = make_taken(seed, d=d, e=e, causal=True, left=left, sharp=2.0, stats=stats, **sizes)
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softpick", "softmax1"])
+def test_windows_of_other_maps(name):
+    for lengths in (False, True):
+        options = dict(causal=True, left=200, stats=(), lengths=lengths)
+        check_forward(attention, make_taken(32, name, d=64, e=64, **options, **SHAPES[0]), slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("options", [dict(), dict(causal=True), dict(causal=True, left=150)], ids=str)
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (80, 80), (192, 128)])
+def test_key_lengths(d, e, options, stats):
+    """Lengths of zero, half, all and more keys; what lies beyond them may be NaN."""
+    for m, n in ((777, 777), (300, 1001)):
+        problem = make_taken(33, b=4, h=4, g=2, m=m, n=n, d=d, e=e, lengths=True, sharp=2.0, stats=stats, **options)
+        clean = check_forward(attention, problem, slack=2.0)
+        check_backward(attention, problem, clean, slack=2.0)
+        for entry, length in enumerate(problem.key_lengths.tolist()):
+            problem.k[entry, :, length:] = math.nan
+            problem.v[entry, :, length:] = math.nan
+        dirty = attention.forward(problem)
+        assert all(torch.equal(getattr(clean, x), getattr(dirty, x)) for x in ("o", "shift", "z", "stats"))
+
+
+def test_a_nan_before_every_window_stays_hidden():
+    problem = make_taken(34, b=1, h=4, g=2, m=1000, n=1000, d=128, e=128, causal=True, left=100, stats=())
+    clean = attention.forward(problem).o
+    problem.v[:, :, :400] = math.nan
+    assert torch.equal(clean[:, :, 640:], attention.forward(problem).o[:, :, 640:])
+
+
+@pytest.mark.parametrize("queries", [64, 197])
+def test_short_rows(queries):
+    """Blocks of two warpgroups where three would compute many rows that do not exist."""
+    for stats in (statistics.NAMES, ()):
+        problem = make_taken(35, b=2, h=4, g=4, m=queries, n=queries, d=64, e=64, stats=stats)
+        assert hopper.make_config(problem).BM == 128
+        check_forward(attention, problem, slack=2.0)
+
+
 def test_what_it_leaves_to_others():
     sizes = dict(SHAPES[0], d=64, e=64, dtype=torch.bfloat16, device="cuda")
-    for options in (
-        dict(left=5),
-        dict(mask=True),
-        dict(bias="b"),
-        dict(softcap=2.0),
-        dict(lengths=True),
-        dict(dropout=0.1),
-    ):
-        assert registry.choose(make(19, **sizes, **options)).name != "hopper"
-    assert registry.choose(make(19, "sigmoid", **sizes, stats=statistics.NAMES)).name != "hopper"
+    for options in (dict(left=5), dict(left=5, right=3), dict(mask=True), dict(bias="b"), dict(dropout=0.1)):
+        assert hopper.supports(make(19, **sizes, **options)) is not None
+    for widths in (dict(d=60), dict(d=264, e=264), dict(e=128)):
+        assert hopper.supports(make(19, **sizes | widths)) is not None
+    assert hopper.supports(make(19, "sigmoid", **sizes, stats=statistics.NAMES)) is not None
     assert registry.choose(make(19, "entmax15", **sizes)).name != "hopper"
-    assert registry.choose(make(19, **sizes | dict(d=96))).name != "hopper"
-    assert registry.choose(dataclasses.replace(make(19, **sizes), scale=-1.0)).name != "hopper"
+    assert hopper.supports(dataclasses.replace(make(19, **sizes), scale=-1.0)) is not None
 
 
 def test_the_path_says_so():
     q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     assert regard.attention_path(q, q, q, is_causal=True, return_stats=True).reason.endswith("in Hopper's warpgroups")
-    assert "warpgroups" not in regard.attention_path(q, q, q, is_causal=True, softcap=3.0).reason
+    assert regard.attention_path(q, q, q, is_causal=True, softcap=3.0).reason.endswith("in Hopper's warpgroups")
+    assert "warpgroups" not in regard.attention_path(q, q, q, window=(5, 5), softcap=3.0).reason

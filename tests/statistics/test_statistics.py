@@ -118,7 +118,7 @@ def test_statistics_of_maps_whose_sums_do_not_tell_them(record, monkeypatch):
 def test_every_statistic_stands_in_every_table():
     """One that was forgotten would be made of sums that nobody gathered, or be missing from reports without a word."""
     known = set(statistics.NAMES)
-    assert set(attention_kernels.MADE_OF) == known
+    assert set(attention_kernels.REQUIRED_SUMS) == known
     assert set(histogram.LAYOUT) == set(data.MEANING) == known | {"entropy_ratio", "gain_ratio"}
 
 

@@ -1,10 +1,10 @@
-"""work(first, last) over all rows, on the threads that torch itself would use.
+"""Runs a function over ranges of rows on the threads that torch itself would use.
 
-Pieces are taken from one counter, so a slow or busy core never holds up the rest, and kernels release the interpreter
-lock. The threads are those of torch's own OpenMP team wherever that can be found: they are awake when torch has just
-used them, and two teams do not fight for the same cores. Elsewhere, and after a fork, which an OpenMP team does not
-survive, a pool of Python threads does the same. numba's threading layers are left alone: one is not safe to call from
-two threads, the other not after a fork.
+Ranges are taken from one counter, so a slow core never holds up the rest; kernels release the interpreter lock. The
+threads are those of torch's OpenMP team wherever that can be found: they are awake when torch has just used them, and
+two teams do not compete for the same cores. Elsewhere, and after a fork, which an OpenMP team does not survive, the
+threads of `tasks` are used. numba's threading layers are not: one cannot be called from two threads, the other not
+after a fork.
 """
 
 from __future__ import annotations
@@ -15,58 +15,58 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from regard._backends.cpu.tasks import run_tasks
+
 SMALL = 32_768  # units of work below which waking a thread costs more than it saves
-PIECES = 4  # per thread
+RANGES = 4  # per thread
 
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _here = threading.local()
-_forked = False
-_pool: ThreadPoolExecutor | None = None
-_size = 0
-_lock = threading.Lock()
+_is_forked = False
 
 
-def over_rows(work: Callable[[int, int], None], rows: int, cost: float = 1.0, piece: int | None = None) -> None:
-    """Call work(first, last) on pieces that cover range(rows), several at a time; returns when all is done.
+def run_row_ranges(work: Callable[[int, int], None], rows: int, cost: float = 1.0) -> None:
+    """Calls work(first, last) on ranges that cover range(rows), several at a time; returns when all are done.
 
     cost: roughly how many entries one row touches; small problems run on the calling thread alone.
-    piece: rows per piece; by default an even share, cut in four.
     """
-    threads = 1 if getattr(_here, "helping", False) else min(torch.get_num_threads(), rows)
-    if threads <= 1 or rows * cost < SMALL:
+    if rows * cost < SMALL:
         if rows > 0:
             work(0, rows)
         return
-    piece = piece or max(1, -(-rows // (threads * PIECES)))
+    threads = 1 if getattr(_here, "is_busy", False) else min(torch.get_num_threads(), rows)
+    if threads <= 1:
+        work(0, rows)
+        return
+    size = -(-rows // (threads * RANGES))
     counter = itertools.count()  # next() is atomic
 
-    def share() -> None:
-        _here.helping = True  # a call made from inside stays on its thread
+    def run_ranges() -> None:
+        _here.is_busy = True  # a call made from inside runs on its own thread
         try:
-            while (first := next(counter) * piece) < rows:
-                work(first, min(first + piece, rows))
+            while (first := next(counter) * size) < rows:
+                work(first, min(first + size, rows))
         finally:
-            _here.helping = False
+            _here.is_busy = False
 
-    parallel = None if _forked else _openmp()
+    parallel = None if _is_forked else _find_openmp()
     if parallel is None:
-        _on_pool(share, threads)
+        run_tasks(range(threads), lambda _thread, _own: run_ranges())
     else:
-        _on_team(parallel, share, threads)
+        _run_on_team(parallel, run_ranges, threads)
 
 
-def _on_team(parallel: Callable, share: Callable[[], None], threads: int) -> None:
+def _run_on_team(parallel: Callable, run_ranges: Callable[[], None], threads: int) -> None:
     failures: list[BaseException] = []
     returned: list[int] = []  # the threads that came to the end
 
     def body(_: int | None) -> None:
-        try:  # a signal's exception on the way in is printed and dropped by ctypes: then the end is not reached
-            share()
+        try:  # ctypes prints and drops an exception that a signal raises before this line: the end is not reached then
+            run_ranges()
             returned.append(threading.get_ident())
         except BaseException as failure:  # nothing may unwind through OpenMP; raised again below
             failures.append(failure)
@@ -78,21 +78,8 @@ def _on_team(parallel: Callable, share: Callable[[], None], threads: int) -> Non
         raise KeyboardInterrupt
 
 
-def _on_pool(share: Callable[[], None], threads: int) -> None:
-    pool = _executor(threads - 1)
-    helpers = [pool.submit(share) for _ in range(threads - 1)]
-    try:
-        share()
-    finally:
-        waiting = [helper for helper in helpers if not helper.cancel()]  # those that started
-        for helper in waiting:
-            helper.exception()
-    for helper in waiting:
-        helper.result()
-
-
 @functools.cache
-def _openmp() -> Callable | None:
+def _find_openmp() -> Callable | None:
     """GOMP_parallel(body, data, threads, flags) of the OpenMP library that this process has loaded, if there is one."""
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
@@ -111,18 +98,10 @@ def _openmp() -> Callable | None:
     return parallel
 
 
-def _executor(size: int) -> ThreadPoolExecutor:
-    global _pool, _size
-    with _lock:
-        if _pool is None or _size < size:
-            _pool, _size = ThreadPoolExecutor(size, thread_name_prefix="regard"), size
-        return _pool
-
-
-def _forget() -> None:
-    global _forked, _pool, _size, _lock
-    _forked, _pool, _size, _lock = True, None, 0, threading.Lock()  # threads do not survive a fork
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_note_fork)

@@ -1,4 +1,4 @@
-"""How the CPU attention goes about it: strides, blocks, pieces, threads, the caller's modes, memory. Answers stay."""
+"""Results of the CPU attention do not depend on strides, blocks, parts, threads or the caller's modes."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ import torch
 from random_problems import close, draw, oracle
 
 from regard import normalizers
-from regard._backends.cpu import cores
+from regard._backends.cpu import tasks
 from regard._backends.cpu.attention import blocks as attention_blocks
 from regard._backends.cpu.attention import launch as attention
 from regard._core.problem import Problem, Upstream
@@ -59,7 +59,7 @@ def test_more_blocks_than_one(monkeypatch, m):
         monkeypatch.setattr(attention_blocks, "SMALL", 0)
         monkeypatch.setattr(attention.Blocks.__init__, "__defaults__", ((True, True, True), 1))
         blocks = attention.Blocks(given)
-        assert blocks.parts > 1 and len(list(blocks.of(blocks.tasks[0][0]))) > 1
+        assert blocks.parts > 1 and len(list(blocks.blocks_of(blocks.tasks[0][0]))) > 1
         result = attention.forward(given)
         gradients = attention.backward(given, result, upstream)
         close(result.o, o, 1e-10, "o")
@@ -69,8 +69,8 @@ def test_more_blocks_than_one(monkeypatch, m):
             close(getattr(gradients, name), gradient, 1e-9, f"d{name}")
 
 
-def test_pieces_count_positions_of_the_whole_sequence():
-    """Causal order, window, distance and dropout; the weights of sigmoid do not know of one another, so pieces add."""
+def test_parts_count_positions_of_the_whole_sequence():
+    """Causal order, window, distance and dropout; sigmoid's weights are independent, so parts add."""
     generator = torch.Generator().manual_seed(6)
     q, k, v, do = (torch.randn(1, 2, 30, 4, generator=generator, dtype=torch.float64) for _ in range(4))
     options = dict(causal=True, left=9, dropout_p=0.3, seed=torch.tensor([12345]), stats=("mass", "distance"))
@@ -81,9 +81,9 @@ def test_pieces_count_positions_of_the_whole_sequence():
     for i in (slice(0, 11), slice(11, 30)):
         for j in (slice(0, 7), slice(7, 19), slice(19, 30)):
             at = dict(first_query=i.start, first_key=j.start, queries=30)
-            piece = dataclasses.replace(whole, q=q[:, :, i], k=k[:, :, j], v=v[:, :, j], **at)
-            part = attention.forward(piece)
-            slopes = attention.backward(piece, part, Upstream(do[:, :, i]))
+            cut = dataclasses.replace(whole, q=q[:, :, i], k=k[:, :, j], v=v[:, :, j], **at)
+            part = attention.forward(cut)
+            slopes = attention.backward(cut, part, Upstream(do[:, :, i]))
             o[:, :, i] += part.o
             dq[:, :, i] += slopes.q
             dk[:, :, j] += slopes.k
@@ -130,7 +130,7 @@ def test_a_failure_in_one_task_reaches_the_caller():
         done.append(item)
 
     with pytest.raises(RuntimeError, match="task 3"):
-        cores.each(range(10_000), work)
+        tasks.run_tasks(range(10_000), work)
     assert len(done) < 10_000
 
 

@@ -29,7 +29,7 @@ THRESHOLD = [name for name in normalizers.names() if normalizers.get(name).famil
 
 
 def poisoned(monkeypatch) -> None:
-    """Fresh memory is NaN, so that an entry nobody wrote shows."""
+    """Fills fresh memory with NaN, so that an entry that no kernel wrote shows."""
     for name in ("empty", "empty_like"):
         plain = getattr(torch, name)
 
@@ -211,7 +211,7 @@ def test_alpha_per_row():
     torch.testing.assert_close(p[5], rows.forward(s[5:], normalizers.get("sparsemax"))[0][0], rtol=0, atol=1e-12)
 
 
-def test_many_threads_at_once_and_pieces_of_any_size():
+def test_many_threads_at_once_and_splits_of_any_size():
     choice = normalizers.get("entmax15")
     s = [scores(700, 100, torch.float32, seed) for seed in range(8)]
     alone = [rows.forward(x, choice)[0] for x in s]
@@ -222,10 +222,10 @@ def test_many_threads_at_once_and_pieces_of_any_size():
 
 
 @pytest.mark.parametrize("threads", ["OpenMP team", "pool"])
-def test_over_rows_covers_every_row_once_and_passes_errors_on(threads, monkeypatch):
+def test_run_row_ranges_covers_every_row_once_and_passes_errors_on(threads, monkeypatch):
     if threads == "pool":
-        monkeypatch.setattr(_threads, "_openmp", lambda: None)
-    elif _threads._openmp() is None:
+        monkeypatch.setattr(_threads, "_find_openmp", lambda: None)
+    elif _threads._find_openmp() is None:
         pytest.skip("no OpenMP library is loaded")
     seen, lock = torch.zeros(1001, dtype=torch.int64), threading.Lock()
 
@@ -233,19 +233,21 @@ def test_over_rows_covers_every_row_once_and_passes_errors_on(threads, monkeypat
         with lock:
             seen[first:last] += 1
 
-    _threads.over_rows(count, 1001, cost=1e6, piece=13)
+    _threads.run_row_ranges(count, 1001, cost=1e6)
     assert (seen == 1).all()
     with pytest.raises(ZeroDivisionError):
-        _threads.over_rows(lambda first, last: 1 // 0, 1001, cost=1e6)
-    _threads.over_rows(lambda first, last: _threads.over_rows(count, 1001, cost=1e6), 2, cost=1e6)  # from inside
+        _threads.run_row_ranges(lambda first, last: 1 // 0, 1001, cost=1e6)
+    _threads.run_row_ranges(
+        lambda first, last: _threads.run_row_ranges(count, 1001, cost=1e6), 2, cost=1e6
+    )  # from inside
     assert (seen == 3).all()
 
 
 def test_an_interrupt_that_ctypes_drops_is_raised():
-    """A signal at the door of the callback: the calling thread never comes to the end of its share."""
+    """A signal before the callback's first line: the calling thread never reaches the end of its ranges."""
     with pytest.raises(KeyboardInterrupt):
-        _threads._on_team(lambda body, *_: None, lambda: None, 2)
-    _threads._on_team(lambda body, *_: body(None), lambda: None, 2)
+        _threads._run_on_team(lambda body, *_: None, lambda: None, 2)
+    _threads._run_on_team(lambda body, *_: body(None), lambda: None, 2)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -272,7 +274,7 @@ SECOND_PROCESS = """
     choice = normalizers.get("softmax")
     p = rows.forward(torch.zeros(2, 4), choice)[0]
     assert (p == 0.25).all()
-    print(sum(rows._kernel(choice.normalizer, "forward", torch.float32).stats.cache_hits.values()))
+    print(sum(rows._row_kernel(choice.normalizer, "forward", torch.float32).stats.cache_hits.values()))
 """
 
 
@@ -302,22 +304,22 @@ def test_without_numba_the_package_is_named(monkeypatch):
         compile.require_numba()
 
 
-def test_the_words_are_right_to_their_last_digits():
+def test_primitives_are_accurate_to_the_last_digits():
     from numba import njit
 
-    from regard._backends.cpu.jit import words
+    from regard._backends.cpu.jit import primitives as prim
 
     @njit
-    def speak(x, small, out):
+    def evaluate(x, small, out):
         for i in range(x.size):
-            out[0, i], out[1, i] = words.log(x[i]), words.log2(x[i])
-            out[2, i], out[3, i] = words.exp(small[i]), words.exp2(small[i])
-            out[4, i] = words.growth(small[i] / small.dtype.type(300.0))
+            out[0, i], out[1, i] = prim.log(x[i]), prim.log2(x[i])
+            out[2, i], out[3, i] = prim.exp(small[i]), prim.exp2(small[i])
+            out[4, i] = prim.growth(small[i] / small.dtype.type(300.0))
 
     x, small = np.geomspace(1e-37, 1e37, 999), np.linspace(-80.0, 80.0, 999)
     out = np.empty((5, 999), np.float32)
     x, small = x.astype(np.float32), small.astype(np.float32)
-    speak(x, small, out)
+    evaluate(x, small, out)
     wide, tiny = small.astype(np.float64), (small / np.float32(300.0)).astype(np.float64)
     right = np.log(x.astype(np.float64)), np.log2(x.astype(np.float64)), np.exp(wide), np.exp2(wide), np.expm1(tiny)
     for ours, theirs in zip(out, right, strict=True):

@@ -1,121 +1,160 @@
-"""One attention problem cut into query blocks, and the logits of a block: s = (cap(scale·q kᵀ) + bias) / temperature.
+"""Splits an attention problem into blocks of queries; s = (cap(scale·q kᵀ) + bias) / temperature of a block.
 
-A task is a run of query blocks of some key heads of one batch entry. Tasks are a function of the problem's shape
-alone, never of the number of cores, and each owns what it writes: the same inputs give the same bits on any machine
-load. Each core works whole tasks, its BLAS on one thread, so that no product ever waits for another core.
+A task is a run of query blocks of some key heads. Tasks depend on the problem's shape alone, never on the number of
+threads, and each writes to memory of its own: equal inputs give equal bits under any load. Each thread runs whole
+tasks with a single-threaded BLAS. A small problem is one block.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from regard._backends.cpu import cores
+from regard._backends.cpu.tasks import run_here, run_tasks
 from regard._core.problem import Problem
 
-SCORES = 1 << 19  # in one block, about; few enough for the cache, enough to make Python's share small
-ROWS, FEWEST = 128, 8  # so many rows even if that makes four times the scores; so few only if it must be
-TASKS = 16  # at least so many, where there is work for them: enough for the cores to share evenly
+SCORES = 1 << 19  # scores in a block, about: they stay in the cache, and Python's share is small
+ROWS, MIN_ROWS = 128, 8  # rows of a block: ROWS even at four times the scores, never fewer than MIN_ROWS
+TASKS = 16  # aimed at, for an even load on the threads
 PARTIAL_BYTES = 64 << 20  # what backward may spend on partial sums of dk and dv
-SMALL = 1 << 15  # scores in all, below which one core is enough
-FAR = 1 << 62
+SMALL = 1 << 16  # scores of the problem up to which it is one block on the calling thread
+FAR = 1 << 62  # no limit to the left or right
 
 
-@dataclass(frozen=True)
-class Task:
-    b: int
+class Task(NamedTuple):
+    """Queries i0 … i1 − 1 of the key heads g0 … g1 − 1 of the batch entries b0 … b1 − 1."""
+
+    b0: int
+    b1: int
     g0: int
     g1: int
     i0: int
     i1: int
-    part: int  # which of the parts that the queries of these heads are cut into
+    part: int  # which part of the queries of these heads
 
 
 class Block:
-    """Queries i0 … i1 − 1 of the key heads g0 … g1 − 1 of batch entry b, and the keys j0 … j1 − 1 that they see."""
+    """The queries of a task from i0 to i1 − 1, and the keys j0 … j1 − 1 that any of them can see."""
 
-    def __init__(self, task: Task, share: int, i0: int, i1: int, j0: int, j1: int):
-        groups, heads = task.g1 - task.g0, (task.g1 - task.g0) * share
-        self.b, self.i0, self.j0 = task.b, i0, j0
-        self.h0, self.queries = task.g0 * share, i1 - i0
-        self.heads = heads, i1 - i0  # how many heads and queries
-        self.count = heads * (i1 - i0)  # rows in all
-        self.shape = groups, share * (i1 - i0), j1 - j0  # of the scores, for BLAS: [key heads, rows of each, keys]
+    def __init__(self, blocks: Blocks, task: Task, i0: int, i1: int, j0: int, j1: int):
+        share, entries, groups = blocks.share, task.b1 - task.b0, task.g1 - task.g0
+        self.first_row = task.b0, task.g0 * share, i0
+        self.size = entries, groups * share, i1 - i0  # batch entries, heads, queries
+        self.count = entries * groups * share * (i1 - i0)
+        self.shape = entries * groups, share * (i1 - i0), j1 - j0  # of the scores, for BLAS
         self.keys = slice(j0, j1)
-        self.rows = task.b, slice(self.h0, self.h0 + heads), slice(i0, i1)  # its place in [B, H, M]
-        self.scores = *self.rows, self.keys  # its place in [B, H, M, N]
+        heads = slice(task.g0 * share, task.g1 * share)
+        self.rows = slice(task.b0, task.b1), heads, slice(i0, i1)  # its place in [B, H, M]
+        self.is_whole = self.size == blocks.rows_shape
+        self.has_all_keys = j1 - j0 == blocks.n
+        query, key = blocks.start
+        limits = [limit + key for limit in blocks.limits[task.b0 : task.b1]]
+        geometry = [i0 + query, i1 - i0, j0 + key, blocks.left, blocks.right, self.size[1] * (i1 - i0), *limits]
+        self.geometry = np.array(geometry)  # see `forward_rows.visible_columns`
 
-    def of(self, x: Tensor) -> Tensor:
-        """x, an entry or a row for each of the block's rows, as [heads, queries] or [heads, queries, …]."""
-        return x.view(self.heads) if x.ndim == 1 else x.view(*self.heads, x.shape[-1])
+    def take(self, x: Tensor) -> Tensor:
+        """The block's rows of x [B, H, M, …]."""
+        return x if self.is_whole else x[self.rows]
 
-    def flat(self, x: Tensor) -> np.ndarray:
-        """x [key heads, rows of each, n] as the rows of one matrix."""
-        return x.view(self.count, x.shape[-1]).numpy()
+    def take_keys(self, x: Tensor) -> Tensor:
+        """The block's keys of x [g, N, C]."""
+        return x if self.has_all_keys else x[:, self.keys]
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """A view of x, one entry or one row per row of the block, as [entries, heads, queries] or [..., C]."""
+        return x.view(self.size) if x.ndim == 1 else x.view(*self.size, x.shape[-1])
+
+    def row_array(self, x: Tensor) -> np.ndarray:
+        """The block's rows of x [..., B, H, M] as an array [..., rows], a copy where it must be."""
+        return (x if self.is_whole else x[..., *self.rows]).flatten(-3).numpy()
+
+    def row_output(self, x: Tensor) -> np.ndarray:
+        """An array [..., rows] for results of the block's rows: x [..., B, H, M] itself, or one for `store_rows`."""
+        own = x.numpy()
+        shape = *x.shape[:-3], self.count
+        return own.reshape(shape) if self.is_whole else np.empty(shape, own.dtype)
+
+    def store_rows(self, x: Tensor, array: np.ndarray) -> None:
+        """Copies what `row_output` returned to x, unless it is x."""
+        if not self.is_whole:
+            x[..., *self.rows] = torch.from_numpy(array).view(*x.shape[:-3], *self.size)
+
+    def as_matrix(self, x: Tensor) -> np.ndarray:
+        """A view of x [g, rows, n] as the rows of one matrix."""
+        return x.numpy().reshape(self.count, x.shape[-1])
 
 
 class Scratch:
-    """Buffers that one core uses again and again."""
+    """Named buffers that one thread reuses from block to block."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
         buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = self.buffers[name] = torch.empty(size, dtype=self.dtype)
-        return buffer[:size].view(shape)
+        if buffer is None or buffer.numel() < math.prod(shape):
+            buffer = self.buffers[name] = torch.empty(shape, dtype=self.dtype)
+            return buffer
+        return buffer.view(-1)[: math.prod(shape)].view(shape)
 
 
 class Blocks:
-    """The cut of a problem into tasks and blocks.
+    """The tasks and blocks of a problem.
 
-    owned: does every batch entry, head, part of the queries write to a place of its own? What does not shares a task
-    list, and so a core.
+    owned: whether every batch entry, head and part of the queries writes to memory of its own. Tasks that share
+    memory go into one list, which one thread runs in order.
 
     >>> import torch
     >>> from regard import normalizers
-    >>> from regard._backends.cpu.attention.blocks import Blocks
+    >>> from regard._backends.cpu.attention import blocks
     >>> from regard._core.problem import Problem
-    >>> x = torch.zeros(1, 1, 20, 4)
-    >>> blocks = Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=1)
-    >>> [(block.i0, block.keys.stop) for tasks in blocks.tasks for task in tasks for block in blocks.of(task)]
-    [(16, 20), (8, 16), (0, 8)]
+    >>> x = torch.zeros(1, 1, 300, 4)
+    >>> split = blocks.Blocks(Problem(x, x, x, normalizers.get("softmax"), 1.0, causal=True), scores=1 << 14)
+    >>> [(block.first_row[2], block.keys.stop) for task in split.tasks for block in split.blocks_of(task[0])]
+    [(256, 300), (128, 256), (0, 128)]
     """
 
     def __init__(self, problem: Problem, owned: Sequence[bool] = (True, True, True), scores: int = SCORES):
-        self.problem, self.dtype = problem, problem.accumulator
-        self.owned = owned
+        self.problem, self.dtype, self.owned = problem, problem.accumulator, owned
         self.batch, self.heads, self.queries, self.dim = problem.q.shape
         self.groups, self.n, self.value_dim = problem.v.shape[1:]
+        self.rows_shape = self.batch, self.heads, self.queries
         self.share = self.heads // self.groups if self.groups else 0  # query heads per key head
         left, right = problem.reach
         self.left = FAR if left is None else left
         self.right = FAR if right is None else right
         self.start = problem.first_query, problem.first_key
-        self.shift = problem.first_query - problem.first_key  # query i stands where key i + shift stands
-        ends = [self.n] * self.batch
+        self.offset = problem.first_query - problem.first_key  # query i is at the position of key i + offset
+        self.limits = [self.n] * self.batch
         if problem.key_lengths is not None:
             ends = [int(length) - problem.first_key for length in problem.key_lengths.tolist()]
-        self.limits = [min(max(end, 0), self.n) for end in ends]
-        self.width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most
-        rows = max(scores // self.width, min(ROWS, 4 * scores // self.width), FEWEST)
-        if self.width < self.n:
-            rows = min(rows, max(64, self.width))  # a window's block sees width + rows keys
+            self.limits = [min(max(end, 0), self.n) for end in ends]
+        width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most
+        total = self.batch * self.heads * self.queries
+        self.is_small = total * self.n <= min(SMALL, scores)
+        self.parts, self.tasks = 1, []
+        if self.is_small:
+            self.step = self.queries
+            if total:
+                self.tasks = [[Task(0, self.batch, 0, self.groups, 0, self.queries, 0)]]
+            return
+        rows = max(scores // width, min(ROWS, 4 * scores // width), MIN_ROWS)
+        if width < self.n:
+            rows = min(rows, max(64, width))  # a window's block sees width + rows keys
         self.step = max(1, min(self.queries, rows // max(self.share, 1)))
-        fit = rows // max(1, self.share * self.step)  # so many key heads at once, where whole heads are small
+        fit = rows // max(1, self.share * self.step)  # key heads at once, where whole heads are small
         self.together = max(1, min(self.groups, fit)) if self.queries <= self.step else 1
-        self.parts = self._parts()
-        self.tasks = self._tasks()
+        self.parts = self._count_parts()
+        if total:
+            self.tasks = self._make_tasks()
 
-    def _parts(self) -> int:
+    def _count_parts(self) -> int:
         owners = self.batch if self.owned[0] else 1
         owners *= math.ceil(self.groups / self.together) if self.owned[1] else 1
         steps = math.ceil(self.queries / self.step) if self.step else 1
@@ -123,10 +162,7 @@ class Blocks:
         affordable = PARTIAL_BYTES // (size * self.dtype.itemsize)
         return max(1, min(math.ceil(TASKS / max(1, owners)), steps, affordable))
 
-    def _tasks(self) -> list[list[Task]]:
-        """Tasks that write to the same place stand in one list: one core does them, in order."""
-        if not (self.batch and self.heads and self.queries):
-            return []
+    def _make_tasks(self) -> list[list[Task]]:
         steps = math.ceil(self.queries / self.step)
         cuts = [min(self.queries, self.step * (steps * part // self.parts)) for part in range(self.parts + 1)]
         cuts[-1] = self.queries
@@ -135,91 +171,94 @@ class Blocks:
             for b in range(self.batch):
                 for g in range(0, self.groups, self.together):
                     owner = tuple(place for place, own in zip((b, g, part), self.owned, strict=True) if own)
-                    task = Task(b, g, min(g + self.together, self.groups), cuts[part], cuts[part + 1], part)
-                    lists.setdefault(owner, []).append(task)
+                    end = min(g + self.together, self.groups)
+                    lists.setdefault(owner, []).append(Task(b, b + 1, g, end, cuts[part], cuts[part + 1], part))
         return list(lists.values())
 
-    def of(self, task: Task) -> Iterator[Block]:
+    def blocks_of(self, task: Task) -> Iterator[Block]:
+        """The blocks of a task, the last queries first."""
+        limit = max(self.limits[task.b0 : task.b1])
         for i0 in reversed(range(task.i0, task.i1, self.step)):
             i1 = min(i0 + self.step, task.i1)
-            j0 = min(max(0, i0 + self.shift - self.left), self.n)
-            j1 = max(j0, min(self.limits[task.b], i1 + self.shift + self.right))
-            yield Block(task, self.share, i0, i1, j0, j1)
+            j0 = min(max(0, i0 + self.offset - self.left), self.n)
+            j1 = max(j0, min(limit, i1 + self.offset + self.right))
+            yield Block(self, task, i0, i1, j0, j1)
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
-        """Do every task, on as many cores as torch uses."""
+        """Calls work(task, scratch) for every task, on as many threads as torch uses."""
 
-        def in_order(tasks: list[Task], own: dict) -> None:
+        def run_list(tasks: list[Task], own: dict) -> None:
             scratch = own.setdefault("scratch", Scratch(self.dtype))
             for task in tasks:
                 work(task, scratch)
 
-        size = self.batch * self.heads * self.queries * self.width
-        cores.each(self.tasks, in_order, 1 if size < SMALL else None)
+        (run_here if self.is_small else run_tasks)(self.tasks, run_list)
 
-    def geometry(self, block: Block) -> tuple[int, ...]:
-        """What a row kernel needs to know which keys each of its rows sees, in positions of the whole sequence."""
-        query, key = self.start
-        return block.i0 + query, block.queries, block.j0 + key, self.left, self.right, self.limits[block.b] + key
-
-    def wide(self, x: Tensor, block: Block) -> Tensor:
-        """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's type."""
-        return x[block.rows].to(self.dtype).reshape(*block.shape[:2], x.shape[-1])
+    def rows_of(self, x: Tensor, block: Block) -> Tensor:
+        """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's dtype."""
+        return block.take(x).to(self.dtype).reshape(*block.shape[:2], x.shape[-1])
 
     def keys_of(self, task: Task) -> tuple[Tensor, Tensor]:
-        """k and v of the task's heads, [g, N, D] and [g, N, E], in the accumulator's type.
+        """k and v of the task's heads, [g, N, D] and [g, N, E], in the accumulator's dtype.
 
-        Keys that nobody sees count as zeros: in a product 0 · NaN would be NaN. Intervals never reach such keys;
-        behind a mask or a bias they have to be looked for, if they are not finite.
+        Keys that no query sees count as zeros, because 0 · NaN in a product would be NaN. Blocks leave out keys
+        beyond causal order, window and length; those behind a mask or a bias, or beyond one length of several, are
+        looked for if they are not finite.
         """
         problem = self.problem
-        heads = task.b, slice(task.g0, task.g1)
-        k, v = (_straight(x[heads].to(self.dtype)) for x in (problem.k, problem.v))
-        if problem.mask is None and problem.bias is None:
+        k, v = self._heads_of(problem.k, task), self._heads_of(problem.v, task)
+        if problem.mask is None and problem.bias is None and (problem.key_lengths is None or not self.is_small):
             return k, v
-        odd = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
-        if not odd.any():
+        bad = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
+        if not bad.any():
             return k, v
-        places = odd.any(0).nonzero().squeeze(-1)
-        unseen = torch.zeros_like(odd)
-        unseen[:, places] = ~self._seen(task, places)
-        return k.masked_fill(unseen[..., None], 0.0), v.masked_fill(unseen[..., None], 0.0)
+        columns = bad.any(0).nonzero().squeeze(-1)
+        hidden = torch.zeros_like(bad)
+        hidden[:, columns] = ~self._is_visible(task, columns)
+        return k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0)
 
-    def _seen(self, task: Task, places: Tensor) -> Tensor:
-        """Does any query of its heads see the key? [g, len(places)]"""
-        problem = self.problem
-        step = max(1, 4 * SCORES // max(1, self.share * len(places)))
-        seen = torch.zeros(task.g1 - task.g0, len(places), dtype=torch.bool)
-        heads = slice(task.g0 * self.share, task.g1 * self.share)
+    def _heads_of(self, x: Tensor, task: Task) -> Tensor:
+        """The task's heads of x [B, G, N, C] as [g, N, C], with contiguous rows as BLAS wants them."""
+        if not self.is_small:
+            x = x[task.b0 : task.b1, task.g0 : task.g1]
+        x = x.to(self.dtype).flatten(0, 1)
+        _, stride, step = x.stride()
+        return x if step == 1 and stride >= x.shape[-1] else x.contiguous()
+
+    def _is_visible(self, task: Task, columns: Tensor) -> Tensor:
+        """Whether each of the keys `columns` is visible to any query of its heads, [g, len(columns)]."""
+        problem, entries, groups = self.problem, task.b1 - task.b0, task.g1 - task.g0
+        step = max(1, 4 * SCORES // max(1, entries * groups * self.share * len(columns)))
+        limits = torch.tensor(self.limits[task.b0 : task.b1])[:, None, None, None]
+        visible = torch.zeros(entries, groups, len(columns), dtype=torch.bool)
+        heads = slice(task.b0, task.b1), slice(task.g0 * self.share, task.g1 * self.share)
         for i0 in range(0, self.queries, step):
-            i = self.shift + torch.arange(i0, min(i0 + step, self.queries))[:, None]
-            reached = (places >= i - self.left) & (places <= i + self.right) & (places < self.limits[task.b])
-            here = task.b, heads, slice(i0, i0 + step)
+            i = self.offset + torch.arange(i0, min(i0 + step, self.queries))[:, None]
+            reached = (columns >= i - self.left) & (columns <= i + self.right) & (columns < limits)
+            here = *heads, slice(i0, i0 + step)
             if problem.mask is not None:
-                reached = reached & problem.mask[here][..., places]
+                reached = reached & problem.mask[here][..., columns]
             if problem.bias is not None:
-                reached = reached & (problem.bias[here][..., places] != -math.inf)
-            seen |= reached.reshape(len(seen), -1, len(places)).any(1)
-        return seen
+                reached = reached & (problem.bias[here][..., columns] != -math.inf)
+            reached = reached.expand(entries, groups * self.share, len(i), len(columns))
+            visible |= reached.reshape(entries, groups, -1, len(columns)).any(2)
+        return visible.flatten(0, 1)
 
-    def scores(self, block: Block, q: Tensor, k: Tensor, out: Tensor, capped: Tensor | None = None) -> None:
-        """out [g, rows, n] ← the logits of the block; what a mask or a bias hides is −inf. `capped` keeps cap(x)."""
+    def compute_logits(self, block: Block, q: Tensor, k: Tensor, out: Tensor, capped: Tensor | None = None) -> None:
+        """out [g, rows, n] ← the block's logits, −inf where a mask or bias hides a key; capped ← cap(x)."""
         problem = self.problem
-        torch.baddbmm(out, q, k[:, block.keys].mT, beta=0, alpha=problem.scale, out=out)
-        s = block.of(out)
+        torch.baddbmm(out, q, block.take_keys(k).mT, beta=0, alpha=problem.scale, out=out)
         if problem.softcap is not None:
-            s.div_(problem.softcap).tanh_().mul_(problem.softcap)
+            out.div_(problem.softcap).tanh_().mul_(problem.softcap)
             if capped is not None:
                 capped.copy_(out)
+        if problem.bias is None and problem.mask is None and problem.temperature is None:
+            return
+        s = out.view(*block.size, out.shape[-1])
         if problem.bias is not None:
-            bias = problem.bias[block.scores]
+            bias = block.take(problem.bias)[..., block.keys]
             s.add_(bias).masked_fill_(bias == -math.inf, -math.inf)
         if problem.mask is not None:
-            s.masked_fill_(~problem.mask[block.scores], -math.inf)
+            s.masked_fill_(~block.take(problem.mask)[..., block.keys], -math.inf)
         if problem.temperature is not None:
-            s.div_(problem.temperature[block.rows][..., None])
-
-
-def _straight(x: Tensor) -> Tensor:
-    """x with its last dimension laid out one after another, as BLAS wants it."""
-    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()
+            s.div_(block.take(problem.temperature)[..., None])

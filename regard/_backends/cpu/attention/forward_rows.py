@@ -1,10 +1,9 @@
-"""s ← u in place, for each row of a block of logits; p = u/Z, and the sums that statistics are made of.
+"""Forward row kernels: s ← u in place for each row of a block of logits, with the row state and the statistics' sums.
 
-The weights stay unnormalised: the caller scales the row of u·v by `inverse` = 1/Z instead. These are templates:
-`_compile.kernel` fills in `tile.…`, a normaliser's functions and flags that are known when compiling.
+The weights p = u/Z stay unnormalised: the caller multiplies the row of u·v by `inverse` = 1/Z. These are templates:
+`jit.compile.kernel` fills in `tile.…`, a normaliser's functions and flags that are constants of the compiled code.
 
-A block holds `rows` queries i0, i0 + 1, … of one or more heads below one another; its columns are the keys from j0
-on. Each row sees one interval of them, and in it −inf is hidden too. What a row does not see becomes 0.
+A row sees one interval of the block's columns; −inf inside it is hidden too. What a row does not see becomes 0.
 """
 
 from __future__ import annotations
@@ -13,31 +12,46 @@ import math
 
 import numpy as np
 
-from regard._backends.cpu.jit.compile import real, tile, words
-from regard._backends.cpu.rows.threshold import solve
+from regard._backends.cpu.jit.compile import prim, real, tile
+from regard._backends.cpu.threshold_solver import solve_row
 
 CHUNK = 2048  # entries summed in the row's own precision before the sum joins a float64
 
-# places of the fields of statistics.State
-N, TOP, TIES, MEAN, M2, FRAME, FIRST, FIRST_U, U, V, LOG_U, SQUARE, SLOPE, CROSS, LSE, DISTANCE, SUPPORT = range(17)
+# rows of `sums`: the fields of statistics.State, in order
+N, TOP, TIES, MEAN, M2, SHIFT, FIRST, FIRST_U, U, V, LOG_U, SQUARE, SLOPE, CROSS, LSE, DISTANCE, SUPPORT = range(17)
+FIELDS = 17
 
 
-def interval(i, j0, left, right, limit, n):
-    """The columns [first, last) that query i sees."""
-    first = min(max(i - left - j0, 0), n)
-    last = min(min(limit, i + right + 1) - j0, n)
-    return first, max(first, last)
+def visible_columns(geometry, r, n):
+    """(i, first, last): row r's query, and the columns [first, last) that it sees.
+
+    geometry: the first query's position, queries, the first key's position, how far a query sees to the left and to
+    the right, rows per batch entry, and for each entry the position after its last key.
+    """
+    i = geometry[0] + r % geometry[1]
+    limit = geometry[6 + r // geometry[5]]
+    first = min(max(i - geometry[3] - geometry[2], 0), n)
+    last = min(min(limit, i + geometry[4] + 1) - geometry[2], n)
+    return i, first, max(first, last)
 
 
-def blank(x, first, last):
+def fill_zeros(x, first, last):
     for j in range(first, last):
         x[j] = 0.0
 
 
-def maximum_of(x):
+def clip_row(s, r, first, last):
+    """Sets what row r does not see to 0; returns the rest of the row."""
+    x = s[r]
+    fill_zeros(x, 0, first)
+    fill_zeros(x, last, len(x))
+    return x[first:last]
+
+
+def row_maximum(x):
     top = real(-math.inf)
     for j in range(len(x)):
-        top = words.maximum(top, x[j])
+        top = prim.maximum(top, x[j])
     return top
 
 
@@ -48,80 +62,72 @@ def count_and_mean(x):
         chunk = x[start : start + CHUNK]
         some, part = real(0.0), real(0.0)
         for j in range(len(chunk)):
-            seen = chunk[j] > real(-math.inf)
-            some = words.accumulate(some, words.where(seen, 1.0, 0.0))
-            part = words.accumulate(part, words.where(seen, chunk[j], 0.0))
+            visible = chunk[j] > real(-math.inf)
+            some = prim.accumulate(some, prim.where(visible, 1.0, 0.0))
+            part = prim.accumulate(part, prim.where(visible, chunk[j], 0.0))
         n += some
         total += part
     return n, total / max(n, np.float64(1.0))
 
 
-def first_seen(x):
+def first_visible(x):
     for j in range(len(x)):
         if x[j] > real(-math.inf):
             return j
     return 0
 
 
-def without_weights(x, r, top, inverse, shift, z, sums):
-    """A row that sees no key (its maximum is −inf) weighs nothing; one with a NaN or an infinity is NaN throughout."""
+def write_weightless_row(x, r, top, inverse, shift, z, sums):
+    """An empty row (its maximum is −inf) has no weights; one with a NaN or +inf is NaN throughout."""
     value, n = real(0.0), 0
     if top != real(-math.inf):
         value = real(math.nan)
         for j in range(len(x)):
             n += x[j] != real(-math.inf)
-    blank(x, 0, len(x))
+    fill_zeros(x, 0, len(x))
     inverse[r], shift[r], z[r] = value, value, value
-    if tile.measured:
+    if tile.has_stats:
         sums[:, r] = value
         sums[N, r] = n
         sums[TOP, r] = top
 
 
-def opened(s, r, first, last):
-    """Blank what row r does not see; the rest of it."""
-    x = s[r]
-    blank(x, 0, first)
-    blank(x, last, len(x))
-    return x[first:last]
-
-
-def forward_exponential(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, shift, z, sums):
-    """u = exp(s − max): the softmax family. The maximum itself stays out of the sums; sink −inf is none."""
+def forward_exponential(s, geometry, parameter, sink, inverse, shift, z, sums):
+    """u = exp(s − max), the softmax family; the sums leave out the maximum. A sink of −inf is none."""
     for r in range(s.shape[0]):
-        i = i0 + r % rows
-        first, last = interval(i, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, first, last)
-        top = maximum_of(x)
+        i, first, last = visible_columns(geometry, r, s.shape[1])
+        x = clip_row(s, r, first, last)
+        top = row_maximum(x)
         if not (abs(top) < real(math.inf)):
-            without_weights(x, r, top, inverse, shift, z, sums)
+            write_weightless_row(x, r, top, inverse, shift, z, sums)
             continue
         n, mean, start = np.float64(0.0), np.float64(0.0), 0
-        if tile.measured:
+        if tile.has_stats:
             n, mean = count_and_mean(x)
-            start = first_seen(x)
-        centre, offset = real(mean), real(j0 + first - i)
-        total, below, log_u, square, ties, m2, distance = exponential_sums(x, top, centre, offset)
+            start = first_visible(x)
+        key = geometry[2] + first
+        total, below, log_u, square, ties, m2, distance = sum_exponentials(x, top, real(mean), real(key - i))
+        sink_logit = np.float64(sink[min(r, len(sink) - 1)])
         m = np.float64(top)
-        if tile.silent:
+        if tile.has_rest:
             m = max(m, np.float64(0.0))
-        m = max(m, np.float64(sink[r]))
+        m = max(m, sink_logit)
         ratio = math.exp(np.float64(top) - m)
-        rest = math.exp(np.float64(sink[r]) - m)
-        if tile.silent:
+        rest = math.exp(sink_logit - m)
+        if tile.has_rest:
             rest += tile.rest(real(math.exp(-m)))
         shift[r] = m
         z[r] = ratio * total + rest
         inverse[r] = ratio / (ratio * total + rest)
-        if tile.measured:
+        if tile.has_stats:
             sums[N, r], sums[TOP, r], sums[TIES, r], sums[MEAN, r], sums[M2, r] = n, top, ties, mean, m2
-            sums[FRAME, r], sums[FIRST, r], sums[FIRST_U, r] = top, j0 + first + start, x[start]
+            sums[SHIFT, r], sums[FIRST, r], sums[FIRST_U, r] = top, key + start, x[start]
             sums[U, r], sums[V, r], sums[SLOPE, r], sums[LSE, r] = below, below, below, below
             sums[LOG_U, r], sums[SQUARE, r], sums[CROSS, r] = log_u, square, square
             sums[DISTANCE, r], sums[SUPPORT, r] = distance, n
 
 
-def exponential_sums(x, top, mean, offset):
+def sum_exponentials(x, top, mean, offset):
     """x ← e = exp(x − top); (Σe, Σ'e, Σ'e·log e, Σ'e², ties, Σ(x − mean)², Σe·|i − j|), ' without the maximum."""
     zero = np.float64(0.0)
     total, log_u, square, ties, m2, distance = zero, zero, zero, zero, zero, zero
@@ -129,21 +135,21 @@ def exponential_sums(x, top, mean, offset):
         chunk, away = x[start : start + CHUNK], offset + real(start)
         total_, log_, square_, ties_, m2_, distance_ = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
         for j in range(len(chunk)):
-            d = words.maximum(chunk[j] - top, tile.lowest)
-            e = words.exp(d)
-            if tile.moments:
-                gap = words.where(chunk[j] > real(-math.inf), chunk[j] - mean, 0.0)
-                m2_ = words.accumulate(m2_, gap * gap)
-            if tile.travel:
-                distance_ = words.accumulate(distance_, e * abs(real(np.int32(j)) + away))
-            if tile.spread:
-                lower = words.where(d < 0.0, e, 0.0)
-                total_ = words.accumulate(total_, lower)
-                log_ = words.accumulate(log_, lower * d)
-                square_ = words.accumulate(square_, lower * lower)
-                ties_ = words.accumulate(ties_, words.where(d < 0.0, 0.0, 1.0))
+            d = prim.maximum(chunk[j] - top, tile.lowest)
+            e = prim.exp(d)
+            if tile.sums_logits:
+                gap = prim.where(chunk[j] > real(-math.inf), chunk[j] - mean, 0.0)
+                m2_ = prim.accumulate(m2_, gap * gap)
+            if tile.sums_distance:
+                distance_ = prim.accumulate(distance_, e * abs(real(np.int32(j)) + away))
+            if tile.sums_weights:
+                lower = prim.where(d < 0.0, e, 0.0)
+                total_ = prim.accumulate(total_, lower)
+                log_ = prim.accumulate(log_, lower * d)
+                square_ = prim.accumulate(square_, lower * lower)
+                ties_ = prim.accumulate(ties_, prim.where(d < 0.0, 0.0, 1.0))
             else:
-                total_ = words.accumulate(total_, e)
+                total_ = prim.accumulate(total_, e)
             chunk[j] = e
         total += total_
         log_u += log_
@@ -151,79 +157,73 @@ def exponential_sums(x, top, mean, offset):
         ties += ties_
         m2 += m2_
         distance += distance_
-    if tile.spread:
+    if tile.sums_weights:
         return total + ties, total, log_u, square, ties, m2, distance
     return total, total - 1.0, log_u, square, np.float64(1.0), m2, distance
 
 
-def forward_summed(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, shift, z, sums):
-    """The other ratios, p = u/Z with Z = Σv + rest, and the pointwise maps, where Z = 1."""
+def forward_general(s, geometry, parameter, sink, inverse, shift, z, sums):
+    """The other ratios, p = u/Z with Z = Σv + rest, and the pointwise normalisers, where Z = 1."""
     theta = real(parameter)
     for r in range(s.shape[0]):
-        i = i0 + r % rows
-        first, last = interval(i, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, first, last)
-        top = maximum_of(x)
+        i, first, last = visible_columns(geometry, r, s.shape[1])
+        x = clip_row(s, r, first, last)
+        top = row_maximum(x)
         if not (abs(top) < real(math.inf)):
-            without_weights(x, r, top, inverse, shift, z, sums)
+            write_weightless_row(x, r, top, inverse, shift, z, sums)
             continue
         m = real(0.0)
-        if tile.shifted:
-            m = words.maximum(top, tile.lowest_shift)
-        c = words.exp(-m)
-        total = general_row(x, r, top, m, c, theta, i, j0 + first, sums)
-        shift[r] = m
-        if tile.ratio:
+        if tile.is_shifted:
+            m = prim.maximum(top, tile.lowest_shift)
+        c = prim.exp(-m)
+        total = weigh_row(x, r, top, m, c, theta, i, geometry[2] + first, sums)
+        shift[r], z[r], inverse[r] = m, 0.0, 1.0
+        if tile.is_ratio:
             total += tile.rest(c)
             z[r] = total
-            boost = boosted(total)
-            inverse[r] = 1.0 / (boost * total) if total != 0.0 else 0.0
-            if boost != 1.0:
-                for j in range(len(x)):
-                    x[j] *= boost
-        else:
-            z[r] = 0.0
-            inverse[r] = 1.0
+            inverse[r] = finite_inverse(real(total))
 
 
-def boosted(z):
-    """A power of two for u and Z of logits next to 0, where 1/Z would overflow."""
-    return real(2.0**64) if z < real(2.0**-96) else real(1.0)
+def finite_inverse(z):
+    """1/z, at most the largest number; 0 for z = 0."""
+    return min(real(1.0) / z, real(tile.largest)) if z != real(0.0) else real(0.0)
 
 
-def general_row(x, r, top, m, c, theta, i, key, sums):
-    """x ← u, and its sums; Σv."""
+def weigh_row(x, r, top, m, c, theta, i, key, sums):
+    """x ← u and its sums; returns Σv."""
     n, mean, start = np.float64(0.0), np.float64(0.0), 0
-    if tile.measured:
+    if tile.has_stats:
         n, mean = count_and_mean(x)
-        start = first_seen(x)
+        start = first_visible(x)
     top_u, top_v = tile.weight(top, m, c, theta), tile.norm(top, m, c, theta)
     unit = real(1.0)
     if top_u > tile.smallest:
         unit = real(1.0) / top_u
-    row = general_sums(x, top, real(mean), m, c, theta, real(key - i), unit)
+    row = sum_weights(x, top, real(mean), m, c, theta, real(key - i), unit)
     u, v, log_u, square, slope, cross, lse, below, m2, distance, support = row
-    if tile.measured:
+    if tile.has_stats:
         ties = np.float64(1.0)
-        if tile.spread:
+        if tile.sums_weights:
             ties = n - below
         sums[N, r], sums[TOP, r], sums[TIES, r], sums[MEAN, r], sums[M2, r] = n, top, ties, mean, m2
-        sums[FRAME, r], sums[FIRST, r], sums[FIRST_U, r] = m, key + start, x[start]
+        sums[SHIFT, r], sums[FIRST, r], sums[FIRST_U, r] = m, key + start, x[start]
         sums[U, r], sums[V, r], sums[LOG_U, r], sums[SQUARE, r] = u, v, log_u, square
         sums[SLOPE, r], sums[CROSS, r], sums[LSE, r], sums[DISTANCE, r] = slope, cross, lse, distance
         sums[SUPPORT, r] = n
-        if tile.sparse:
+        if tile.is_sparse:
             sums[SUPPORT, r] = support
-        if not tile.spread:
-            sums[U, r], sums[V, r], sums[LSE, r] = u - top_u, v - top_v, lse - 1.0
-        if tile.spread:
+        if tile.sums_weights:
             v += ties * top_v
+        else:
+            sums[U, r], sums[V, r], sums[LSE, r] = u - top_u, v - top_v, lse - 1.0
     return v
 
 
-def general_sums(x, top, mean, m, c, theta, offset, unit):
-    """x ← u. With `spread` every sum but the last four leaves the maximum out. Squares are summed as those of unit·u,
-    which is at most about 1: of small or large weights they would leave the range of a float32."""
+def sum_weights(x, top, mean, m, c, theta, offset, unit):
+    """x ← u; returns its sums. With `sums_weights` all but the last four leave out the maximum.
+
+    Squares are those of unit·u ≤ about 1: squares of small or large weights would leave float32's range.
+    """
     zero = np.float64(0.0)
     u, v, log_u, square, slope, cross = zero, zero, zero, zero, zero, zero
     lse, below, m2, distance, support = zero, zero, zero, zero, zero
@@ -234,32 +234,32 @@ def general_sums(x, top, mean, m, c, theta, offset, unit):
         for j in range(len(chunk)):
             y = chunk[j]
             hidden = y == real(-math.inf)
-            weight = words.where(hidden, 0.0, tile.weight(y, m, c, theta))
-            norm = words.where(hidden, 0.0, tile.norm(y, m, c, theta))
-            if tile.moments:
-                gap = words.where(hidden, 0.0, y - mean)
-                m2_ = words.accumulate(m2_, gap * gap)
-            if tile.travel:
-                distance_ = words.accumulate(distance_, weight * abs(real(np.int32(j)) + away))
-            if tile.spread:
+            weight = prim.where(hidden, 0.0, tile.weight(y, m, c, theta))
+            norm = prim.where(hidden, 0.0, tile.norm(y, m, c, theta))
+            if tile.sums_logits:
+                gap = prim.where(hidden, 0.0, y - mean)
+                m2_ = prim.accumulate(m2_, gap * gap)
+            if tile.sums_distance:
+                distance_ = prim.accumulate(distance_, weight * abs(real(np.int32(j)) + away))
+            if tile.sums_weights:
                 lower = (y < top) & (not hidden)
-                support_ = words.accumulate(support_, words.where(hidden, 0.0, tile.weighs(y, m, c, theta)))
-                u_ = words.accumulate(u_, words.where(lower, weight, 0.0))
-                v_ = words.accumulate(v_, words.where(lower, norm, 0.0))
-                logarithm = words.log(words.maximum(weight, tile.smallest))
-                log_ = words.accumulate(log_, words.where(lower, weight * logarithm, 0.0))
+                support_ = prim.accumulate(support_, prim.where(hidden, 0.0, tile.has_weight(y, m, c, theta)))
+                u_ = prim.accumulate(u_, prim.where(lower, weight, 0.0))
+                v_ = prim.accumulate(v_, prim.where(lower, norm, 0.0))
+                logarithm = prim.log(prim.maximum(weight, tile.smallest))
+                log_ = prim.accumulate(log_, prim.where(lower, weight * logarithm, 0.0))
                 share = weight * unit
-                square_ = words.accumulate(square_, words.where(lower, share * share, 0.0))
-                slope_ = words.accumulate(slope_, words.where(lower, tile.rise(y, m, c, theta), 0.0))
-                cross_ = words.accumulate(cross_, words.where(lower, tile.cross(y, m, c, theta), 0.0))
-                below_ = words.accumulate(below_, words.where(lower, 1.0, 0.0))
-                if tile.lse:
-                    lse_ = words.accumulate(lse_, words.where(lower, words.exp(y - top), 0.0))
+                square_ = prim.accumulate(square_, prim.where(lower, share * share, 0.0))
+                slope_ = prim.accumulate(slope_, prim.where(lower, tile.weight_slope(y, m, c, theta), 0.0))
+                cross_ = prim.accumulate(cross_, prim.where(lower, tile.slope_product(y, m, c, theta), 0.0))
+                below_ = prim.accumulate(below_, prim.where(lower, 1.0, 0.0))
+                if tile.sums_exponentials:
+                    lse_ = prim.accumulate(lse_, prim.where(lower, prim.exp(y - top), 0.0))
             else:
-                u_ = words.accumulate(u_, weight)
-                v_ = words.accumulate(v_, norm)
-                if tile.lse:
-                    lse_ = words.accumulate(lse_, words.exp(y - top))
+                u_ = prim.accumulate(u_, weight)
+                v_ = prim.accumulate(v_, norm)
+                if tile.sums_exponentials:
+                    lse_ = prim.accumulate(lse_, prim.exp(y - top))
             chunk[j] = weight
         u += u_
         v += v_
@@ -275,32 +275,22 @@ def general_sums(x, top, mean, m, c, theta, offset, unit):
     return u, v, log_u, square, slope, cross, lse, below, m2, distance, support
 
 
-def forward_threshold(s, i0, rows, j0, left, right, limit, parameter, sink, inverse, shift, z, sums):
-    """p = value(max(gain·s − τ, 0)) with Σp = 1, solved on the entries within 1 of the maximum.
-
-    The shift among the sums is τ − gain·max.
-    """
+def forward_threshold(s, geometry, parameter, sink, inverse, shift, z, sums):
+    """p = value(max(gain·s − τ, 0)) with Σp = 1. The shift among the sums is τ − gain·max."""
     theta = real(parameter)
     gain = tile.gain(theta)
-    y = np.empty(s.shape[1] + tile.lanes, s.dtype)
     packed = np.empty(s.shape[1] + 2 * tile.lanes, s.dtype)
     for r in range(s.shape[0]):
-        i = i0 + r % rows
-        first, last = interval(i, j0, left, right, limit, s.shape[1])
-        x = opened(s, r, first, last)
-        top = maximum_of(x)
+        i, first, last = visible_columns(geometry, r, s.shape[1])
+        x = clip_row(s, r, first, last)
+        top = row_maximum(x)
         if not (abs(top) < real(math.inf)):
-            without_weights(x, r, top, inverse, shift, z, sums)
+            write_weightless_row(x, r, top, inverse, shift, z, sums)
             continue
-        for j in range(len(x)):
-            y[j] = x[j]
-        padded = (len(x) + tile.lanes - 1) // tile.lanes * tile.lanes
-        for j in range(len(x), padded):
-            y[j] = -math.inf
-        tau, _, total, slopes = solve(y, padded, top, gain, packed, theta, gain)
-        general_row(x, r, top, top, tau, theta, i, j0 + first, sums)
+        tau, _, total, slopes = solve_row(x, top, gain, packed, theta, gain)
+        weigh_row(x, r, top, top, tau, theta, i, geometry[2] + first, sums)
         shift[r] = gain * top + tau
         z[r] = slopes
         inverse[r] = 1.0 / total
-        if tile.measured:
-            sums[FRAME, r] = tau
+        if tile.has_stats:
+            sums[SHIFT, r] = tau

@@ -1,112 +1,115 @@
-"""Which compiled row kernel a problem needs: a template of its family, its normaliser's functions, and flags.
+"""Compiles the row kernels that a problem needs: a template of its family, its normaliser's functions, and flags.
 
 Flags are constants of the compiled code: a statistic that is not asked for costs nothing.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
 
 import numpy as np
-import torch
 
-from regard._backends.cpu.attention import backward_rows, forward_rows
-from regard._backends.cpu.attention import tiles as attention_tiles
-from regard._backends.cpu.jit.compile import kernel
-from regard.normalizers import Choice, Normalizer, Ratio, Threshold
+from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows
+from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel
+from regard.normalizers import Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
+from regard.statistics import NAMES
 
-MADE_OF = dict(  # statistic -> the sums it takes beside those that are always kept
+REQUIRED_SUMS = dict(  # statistic -> the sums it takes beside those that are always kept
     visible_keys=None,
     max_logit=None,
-    mean_logit="moments",
-    logit_variance="moments",
-    logsumexp="lse",
+    mean_logit="sums_logits",
+    logit_variance="sums_logits",
+    logsumexp="sums_exponentials",
     mass=None,
-    entropy="spread",
-    effective_keys="spread",
-    participation="spread",
+    entropy="sums_weights",
+    effective_keys="sums_weights",
+    participation="sums_weights",
     max_weight=None,
-    support="spread",
-    distance="travel",
+    support="sums_weights",
+    distance="sums_distance",
     first_key_mass=None,
-    gradient_gain="spread",
+    gradient_gain="sums_weights",
 )
-OWN = ["numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight"]
+FLAGS = ("sums_logits", "sums_weights", "sums_distance", "sums_exponentials")
+OWN = ("numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight")
+OF_FAMILY = ("weight", "norm", "weight_slope", "norm_slope", "slope_product", "has_weight")
 
 
-def forward(choice: Choice, stats: Iterable[str], dtype: torch.dtype) -> Callable:
+def statistics_flags(stats: Iterable[str]) -> dict[str, bool]:
+    """Which sums these statistics take, as flags of the templates."""
+    sums = {REQUIRED_SUMS[name] for name in stats}
+    return dict(has_stats=bool(sums), **{name: name in sums for name in FLAGS})
+
+
+@cache_by_normalizer
+def forward_kernel(normalizer: Normalizer, precision: str, stats: tuple[str, ...]) -> Callable:
     """The forward kernel that gathers what these statistics are made of."""
-    return _forward(choice.normalizer, _precision(dtype), **flags(stats))
-
-
-def flags(stats: Iterable[str]) -> dict[str, bool]:
-    """Which sums these statistics are made of."""
-    sums = {MADE_OF[name] for name in stats}
-    return dict(measured=bool(sums), **{name: name in sums for name in ("moments", "spread", "travel", "lse")})
-
-
-def backward(choice: Choice, dtype: torch.dtype, *, from_scores: bool, watched: bool) -> Callable:
-    """The backward kernel; `from_scores` keeps the scores to the end, `watched` adds the statistics' gradients."""
-    return _backward(choice.normalizer, _precision(dtype), from_scores, watched)
-
-
-@functools.cache
-def drop(dtype: torch.dtype) -> Callable:
-    return kernel(backward_rows.drop, {}, _precision(dtype))
-
-
-@functools.cache
-def _forward(normalizer: Normalizer, precision: str, **flags: bool) -> Callable:
+    template = forward_rows.forward_general
     if normalizer.family == "threshold":
         template = forward_rows.forward_threshold
-    else:
-        template = forward_rows.forward_exponential if _exponential(normalizer) else forward_rows.forward_summed
-    return kernel(template, {**tiles(normalizer, precision), **flags}, precision)
+    elif _is_exponential(normalizer):
+        template = forward_rows.forward_exponential
+    return template_kernel(normalizer, precision, template, **statistics_flags(stats))
 
 
-@functools.cache
-def _backward(normalizer: Normalizer, precision: str, from_scores: bool, watched: bool) -> Callable:
-    rows = backward_rows
-    template = rows.backward_from_scores if from_scores else rows.backward_from_weights
-    return kernel(template, {**tiles(normalizer, precision), "watched": watched}, precision)
+@cache_by_normalizer
+def finish_kernel(normalizer: Normalizer, stats: tuple[str, ...]) -> tuple[Callable, np.ndarray]:
+    """The kernel that turns sums into statistics, and its argument `wanted`."""
+    family = "exponential" if _is_exponential(normalizer) else normalizer.family
+    functions = dict(
+        sharpness=getattr(finish, f"{family}_sharpness"),
+        finish_shift=finish.threshold_finish_shift if family == "threshold" else finish.plain_finish_shift,
+    )
+    wanted = np.array([NAMES.index(name) for name in stats])
+    return template_kernel(normalizer, "float64", finish.finish_rows, **functions), wanted
 
 
-def tiles(normalizer: Normalizer, precision: str) -> dict:
-    """The functions (x, m, c, θ) that the templates call, and what they must know of the family."""
+@cache_by_normalizer
+def backward_kernel(normalizer: Normalizer, precision: str, from_logits: bool, stat_gradients: bool) -> Callable:
+    """The backward kernel; `from_logits` keeps the logits to the end, as the statistics' gradients need."""
+    template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
+    return template_kernel(normalizer, precision, template, stat_gradients=stat_gradients, is_part=False)
+
+
+def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:
+    """A template compiled with the normaliser's functions and these flags."""
+    return kernel(template, {**tile_functions(normalizer, precision), **flags}, precision)
+
+
+def tile_functions(normalizer: Normalizer, precision: str) -> dict[str, Any]:
+    """The functions (x, m, c, θ) that the templates call, and the constants that they know of the family."""
     family, limits = normalizer.family, np.finfo(precision)
-    shift = getattr(normalizer, "shift", "none")
+    is_threshold = family == "threshold"
+    shift, rest = getattr(normalizer, "shift", "none"), getattr(normalizer, "rest", nothing)
     found = dict(
-        ratio=family == "ratio",
-        coupled=family != "pointwise",
-        sparse=normalizer.sparse,
-        differs=isinstance(normalizer, Ratio) and normalizer.differs,
-        shifted=shift != "none",
+        is_ratio=family == "ratio",
+        is_coupled=family != "pointwise",
+        is_sparse=normalizer.sparse,
+        is_difference=isinstance(normalizer, Ratio) and normalizer.differs,
+        is_power=isinstance(normalizer, Threshold) and normalizer.is_power,
+        is_shifted=shift != "none",
         lowest_shift=0.0 if shift == "max0" else float("-inf"),
-        silent=isinstance(normalizer, Ratio) and normalizer.exponential and normalizer.rest is not nothing,
+        has_rest=_is_exponential(normalizer) and rest is not nothing,
         lowest=float(np.log(limits.tiny)) - 20.0,  # its exp is 0
         smallest=float(limits.tiny),
         largest=float(limits.max),
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
-        power=isinstance(normalizer, Threshold) and normalizer.is_power,
-        level=attention_tiles.threshold_level if family == "threshold" else attention_tiles.plain_level,
-        score=attention_tiles.threshold_score if family == "threshold" else attention_tiles.plain_level,
-        rest=getattr(normalizer, "rest", nothing),
+        rest=rest,
+        logit=families.threshold_logit if is_threshold else families.plain_logit,
+        row_shift=backward_rows.threshold_row_shift if is_threshold else backward_rows.plain_row_shift,
+        excess=families.threshold_excess,
     )
-    for name in ("weight", "norm", "rise", "fall", "cross", "weighs"):
-        found[name] = getattr(attention_tiles, f"{family}_{name}")
-    found["above"] = attention_tiles.threshold_above
+    for name in OF_FAMILY:
+        found[name] = getattr(families, f"{family}_{name}")
     for name in OWN:
         if getattr(normalizer, name, None) is not None:
             found[name] = getattr(normalizer, name)
     return found
 
 
-def _exponential(normalizer: Normalizer) -> bool:
+def _is_exponential(normalizer: Normalizer) -> bool:
     return isinstance(normalizer, Ratio) and normalizer.exponential
-
-
-def _precision(dtype: torch.dtype) -> str:
-    return "float64" if dtype == torch.float64 else "float32"

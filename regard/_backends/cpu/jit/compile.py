@@ -1,14 +1,15 @@
-"""From a template and a normaliser's tile functions to one compiled kernel, kept on disk between processes.
+"""Compiles a template with a normaliser's tile functions to one kernel, which stays on disk between processes.
 
-A template is an ordinary Python function that leaves three names open:
+A template is an ordinary Python function with three open names:
 
-    tile.numerator(e, s, c)    what was given to `kernel`: a tile function, a number, or the name of a word
-    words.exp(x)               the numba dialect, `regard._backends.cpu.jit.words`
+    tile.numerator(e, s, c)    what was given to `kernel`: a tile function, a number, or the name of a primitive
+    prim.exp(x)                the numba dialect of the tile language, `regard._backends.cpu.jit.primitives`
     real(x)                    float32 or float64; float literals become `real` too, so that nothing widens unasked
 
-`kernel` writes template, tile functions and everything they call as the text of one module and compiles that. numba
-caches by file, so the text lies in the user's cache folder under a name that carries its hash: editing a normaliser,
-a template or the dialect gives another file, never stale code. The text run is the one made here, not the one found.
+`kernel` writes the template, the tile functions and everything they call as the source of one module and compiles it.
+numba caches by file, so the source is stored in the user's cache folder under a name that has its hash: an edit of a
+normaliser, a template or a primitive gives another file, never stale code. What runs is the source made here, not the
+file found there.
 """
 
 from __future__ import annotations
@@ -26,21 +27,25 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
+from regard.normalizers import Normalizer
 from regard.normalizers._language import callees, plain, source
 
 tile: Any = None
-words: Any = None
+prim: Any = None
 real: Any = None
 
 _HEAD = """\
+# regard._backends.cpu.jit.primitives {hash}
 import math
 
 import numpy as np
 from numba import {real} as real, njit
 
-from regard._backends.cpu.jit import words
+from regard._backends.cpu.jit import primitives as prim
 
-tl = words
+tl = prim
 strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt={nrt})
 inner = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict)
 outer = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **strict)
@@ -51,11 +56,11 @@ _lock = threading.RLock()
 
 
 def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str, *, allocates: bool = True) -> Callable:
-    """The template with its tile functions (and numbers) filled in, compiled for precision "float32" or "float64".
+    """The template with its tile functions and constants filled in, compiled for precision "float32" or "float64".
 
-    Compiled at the first call for each set of argument types, or loaded from disk; releases the interpreter lock.
-    Calling it from several threads at once is safe. A template that creates no array may say so (allocates=False):
-    its slices then cost no reference counts, which matters when rows are short.
+    It is compiled at the first call for each set of argument types, or loaded from disk. It releases the interpreter
+    lock and may be called from several threads. With allocates=False, for a template that creates no array, slices
+    cost no reference counts, which matters when rows are short.
     """
     key = (template, precision, allocates, *sorted((name, plain(value)) for name, value in tiles.items()))
     found = _kernels.get(key)
@@ -63,22 +68,40 @@ def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str, *, 
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                module = _module(template, text(template, tiles, precision, allocates))
+                module = _load_module(template, module_source(template, tiles, precision, allocates))
                 found = _kernels[key] = getattr(module, template.__name__)
     return found
 
 
-def text(template: FunctionType, tiles: Mapping[str, Any], precision: str, allocates: bool = True) -> str:
-    """The module that `kernel` compiles, as text."""
+def cache_by_normalizer(make: Callable) -> Callable:
+    """Caches make(normalizer, *key) by the normaliser's identity, because hashing the record takes too long."""
+    made: dict[tuple, tuple[Normalizer, Any]] = {}
+
+    @functools.wraps(make)
+    def cached(normalizer: Normalizer, *key: Any) -> Any:
+        found = made.get((id(normalizer), *key))
+        if found is None:  # the normaliser is kept, so that no other can have its id
+            found = made[id(normalizer), *key] = normalizer, make(normalizer, *key)
+        return found[1]
+
+    return cached
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """The precision that a dtype is computed in: "float64" or "float32"."""
+    return "float64" if dtype == torch.float64 else "float32"
+
+
+def module_source(template: FunctionType, tiles: Mapping[str, Any], precision: str, allocates: bool = True) -> str:
+    """The source of the module that `kernel` compiles."""
     writer = _Writer(tiles)
     writer.add(template, template.__name__, "@outer")
-    dialect = hashlib.sha256(_dialect().encode()).hexdigest()[:16]
-    body = "\n\n".join(writer.parts)
-    return f"# regard._backends.cpu.jit.words {dialect}\n{_HEAD.format(real=precision, nrt=allocates)}\n{body}\n"
+    head = _HEAD.format(hash=_primitives_hash(), real=precision, nrt=allocates)
+    return "\n\n".join([head, *writer.parts]) + "\n"
 
 
 class _Writer:
-    """Collects functions, callees first, with open names bound and literals made `real`."""
+    """Collects the source of functions, callees first, with open names bound and literals made `real`."""
 
     def __init__(self, tiles: Mapping[str, Any]) -> None:
         self.tiles = tiles
@@ -91,13 +114,15 @@ class _Writer:
             return self.names[body]
         self.names[body] = name
         tree = ast.parse(source(function))
-        tree = _Bind(self, body, is_tile).visit(tree)
+        tree = _Binder(self, body, is_tile).visit(tree)
         tree.body[0].name = name
         self.parts.append(f"{decorator}\n{ast.unparse(ast.fix_missing_locations(tree))}")
         return name
 
 
-class _Bind(ast.NodeTransformer):
+class _Binder(ast.NodeTransformer):
+    """Replaces the open names of one function by what they stand for."""
+
     def __init__(self, writer: _Writer, function: FunctionType, is_tile: bool) -> None:
         self.writer = writer
         self.scope = function.__globals__
@@ -119,7 +144,7 @@ class _Bind(ast.NodeTransformer):
             return self.generic_visit(node)
         value = self.writer.tiles[node.attr]
         if isinstance(value, str):
-            return ast.Attribute(ast.Name("words", ast.Load()), value, ast.Load())
+            return ast.Attribute(ast.Name("prim", ast.Load()), value, ast.Load())
         if isinstance(value, (bool, int, float)):
             return self.visit_Constant(ast.Constant(value))
         of_template = plain(value).__module__.startswith("regard._backends.cpu.")  # a part of the template that varies
@@ -136,7 +161,7 @@ class _Bind(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        return _real(node.value) if isinstance(node.value, float) else node
+        return _real_call(node.value) if isinstance(node.value, float) else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         node = self.generic_visit(node)
@@ -144,7 +169,7 @@ class _Bind(ast.NodeTransformer):
             for side in ("left", "right"):
                 constant = getattr(node, side)
                 if isinstance(constant, ast.Constant) and type(constant.value) is int:
-                    setattr(node, side, _real(float(constant.value)))
+                    setattr(node, side, _real_call(float(constant.value)))
         return node
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
@@ -154,21 +179,22 @@ class _Bind(ast.NodeTransformer):
         return node
 
 
-def _real(value: float) -> ast.Call:
+def _real_call(value: float) -> ast.Call:
     number = repr(value) if math.isfinite(value) else str(value).replace("inf", "math.inf").replace("nan", "math.nan")
     return ast.Call(ast.Name("real", ast.Load()), [ast.parse(number, mode="eval").body], [])
 
 
 @functools.cache
-def _dialect() -> str:
-    names = "words.py", "intrinsics.py", "vectors.py"
-    return "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in names)
+def _primitives_hash() -> str:
+    names = "primitives.py", "intrinsics.py", "vectors.py"
+    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in names)
+    return hashlib.sha256(sources).hexdigest()[:16]
 
 
-def _module(template: FunctionType, content: str) -> ModuleType:
+def _load_module(template: FunctionType, content: str) -> ModuleType:
     require_numba()
     name = f"regard_kernel_{template.__name__}_{hashlib.sha256(content.encode()).hexdigest()[:24]}"
-    path = _stored(name, content)
+    path = _store_source(name, content)
     module = ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module  # numba looks it up by name when it loads from disk
@@ -177,16 +203,16 @@ def _module(template: FunctionType, content: str) -> ModuleType:
 
 
 def require_numba() -> None:
-    """Say what is missing, if it is."""
+    """Raises an ImportError that names the package if numba is missing."""
     try:
         import numba  # noqa: F401
     except ImportError as missing:
         raise ImportError(f"regard computes on the CPU with numba ({missing}): pip install numba") from None
 
 
-def _stored(name: str, content: str) -> Path:
-    """A file that holds exactly `content`, in the cache folder: numba keeps its machine code beside it."""
-    for folder in (cache_folder, _private_folder):
+def _store_source(name: str, content: str) -> Path:
+    """Writes `content` to a file in the cache folder, beside which numba keeps the machine code."""
+    for folder in (cache_folder, _temporary_folder):
         try:
             path = folder() / f"{name}.py"
             if not path.is_file() or path.read_text(encoding="utf-8") != content:
@@ -196,16 +222,16 @@ def _stored(name: str, content: str) -> Path:
             return path
         except OSError:
             continue
-    raise OSError(f"no folder to keep compiled kernels in: neither {_wanted_folder()} nor a temporary one is writable")
+    raise OSError(f"no folder to keep compiled kernels in: neither {_default_folder()} nor a temporary one is writable")
 
 
-def _wanted_folder() -> Path:
+def _default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard"
 
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept, for their owner alone: $XDG_CACHE_HOME/regard or ~/.cache/regard."""
-    folder = _wanted_folder()
+    folder = _default_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
@@ -215,10 +241,10 @@ def cache_folder() -> Path:
     return folder
 
 
+def _temporary_folder() -> Path:
+    return Path(_temporary_directory().name)
+
+
 @functools.cache
-def _temporary() -> tempfile.TemporaryDirectory:
+def _temporary_directory() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="regard-")
-
-
-def _private_folder() -> Path:
-    return Path(_temporary().name)

@@ -1,4 +1,4 @@
-"""Single LLVM instructions as words: no branch, no call, and the order of additions told where it is free."""
+"""Primitives that are one LLVM instruction: no branch, no call; sums in any order."""
 
 from __future__ import annotations
 

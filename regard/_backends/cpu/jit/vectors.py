@@ -1,4 +1,4 @@
-"""Words for whole vectors: pack the entries above a bound together, and work on sixteen interleaved rows at once.
+"""Primitives on whole vectors: packing the entries above a bound, and sixteen interleaved rows at once.
 
 LLVM finds vectors in plain loops by itself; these are the patterns that it does not find.
 """
@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-def _pack(context, builder, kind, values, kept, out, count):
+def _append_kept(context, builder, kind, values, kept, out, count):
     """Write the kept lanes of `values` side by side at out[count:]; returns the new count."""
     lanes = values.type.count
     element = "f" if isinstance(values.type.element, (ir.FloatType, ir.DoubleType)) else "i"
@@ -24,13 +24,14 @@ def _pack(context, builder, kind, values, kept, out, count):
     return builder.add(count, builder.zext(number, count.type))
 
 
-def _spread(builder, value, lanes):
+def _splat(builder, value, lanes):
+    """A vector with `value` in every lane."""
     vector = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes))
 
 
-def _block(context, builder, kind, array, start):
+def _load_vector(context, builder, kind, array, start):
     """The vector x[start:start + L], 512 bits."""
     vector = ir.VectorType(context.get_value_type(kind.dtype), 512 // kind.dtype.bitwidth)
     place = builder.gep(context.make_array(kind)(context, builder, array).data, [start])
@@ -45,10 +46,10 @@ def compress(typing, x, start, shift, bound, out, count):
     """
 
     def build(context, builder, signature, args):
-        row = _block(context, builder, x, args[0], args[1])
-        row = builder.fsub(row, _spread(builder, args[2], row.type.count))
-        kept = builder.fcmp_ordered(">", row, _spread(builder, args[3], row.type.count))
-        return _pack(context, builder, out, row, kept, args[4], args[5])
+        row = _load_vector(context, builder, x, args[0], args[1])
+        row = builder.fsub(row, _splat(builder, args[2], row.type.count))
+        kept = builder.fcmp_ordered(">", row, _splat(builder, args[3], row.type.count))
+        return _append_kept(context, builder, out, row, kept, args[4], args[5])
 
     index = types.intp
     return index(x, index, x.dtype, x.dtype, out, index), build
@@ -59,34 +60,32 @@ def compress_index(typing, x, start, bound, out, count):
     """Append to out[count:] the indices, as `bits`, of those of x[start:start + L] that exceed bound; the new count."""
 
     def build(context, builder, signature, args):
-        row = _block(context, builder, x, args[0], args[1])
+        row = _load_vector(context, builder, x, args[0], args[1])
         lanes, whole = row.type.count, ir.IntType(x.dtype.bitwidth)
-        kept = builder.fcmp_ordered(">", row, _spread(builder, args[2], lanes))
+        kept = builder.fcmp_ordered(">", row, _splat(builder, args[2], lanes))
         start = builder.trunc(args[1], whole) if whole.width < 64 else args[1]
         offsets = ir.Constant(ir.VectorType(whole, lanes), list(range(lanes)))
-        indices = builder.add(_spread(builder, start, lanes), offsets)
-        return _pack(context, builder, out, indices, kept, args[3], args[4])
+        indices = builder.add(_splat(builder, start, lanes), offsets)
+        return _append_kept(context, builder, out, indices, kept, args[3], args[4])
 
     index = types.intp
     return index(x, index, x.dtype, out, index), build
 
 
-SIDE = 16  # rows side by side in the two words below
-
-
+SIDE = 16  # rows in one vector
 UNROLL = 4  # chains of dependent additions that run beside each other
 
 
-def _side_by_side(context, builder, kind, x, n, totals, step, join, change=None):
+def _fold_rows(context, builder, kind, x, n, totals, step, merge, change=None):
     """Fold step(totals, entry) over the n entries of SIDE interleaved rows; the totals stay in registers.
 
-    Every UNROLL-th entry goes to the same totals; `join` makes one of two. `change` replaces an entry first, for good.
+    Every UNROLL-th entry goes to the same totals; `merge` makes one of two. `change` replaces an entry first, for good.
     """
     vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
     data = context.make_array(kind)(context, builder, x).data
     chains = [[cgutils.alloca_once_value(builder, total) for total in totals] for _ in range(UNROLL)]
 
-    def take(places, index):
+    def add_entry(places, index):
         place = builder.gep(data, [builder.mul(index, ir.Constant(n.type, SIDE))])
         place = builder.bitcast(place, vector.as_pointer())
         entry = builder.load(place, align=4)
@@ -100,17 +99,17 @@ def _side_by_side(context, builder, kind, x, n, totals, step, join, change=None)
     whole = builder.mul(builder.sdiv(n, unroll), unroll)
     with cgutils.for_range_slice(builder, ir.Constant(n.type, 0), whole, unroll) as (index, _):
         for k, places in enumerate(chains):
-            take(places, builder.add(index, ir.Constant(n.type, k)))
+            add_entry(places, builder.add(index, ir.Constant(n.type, k)))
     with cgutils.for_range_slice(builder, whole, n, ir.Constant(n.type, 1)) as (index, _):
-        take(chains[0], index)
+        add_entry(chains[0], index)
     found = [[builder.load(place) for place in places] for places in chains]
     while len(found) > 1:
-        found = [join(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
+        found = [merge(a, b) for a, b in zip(found[::2], found[1::2], strict=True)]
     return found[0]
 
 
-def _lanes(context, builder, kind, array, row):
-    """Where row `row` of SIDE entries lies in an array, as a vector."""
+def _row_pointer(context, builder, kind, array, row):
+    """A pointer to row `row` of SIDE entries of an array, as a vector."""
     vector = ir.VectorType(context.get_value_type(kind.dtype), SIDE)
     data = context.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [ir.Constant(ir.IntType(64), row * SIDE)]), vector.as_pointer())
@@ -124,7 +123,7 @@ def _vector_call(builder, name, kind, values):
 
 @intrinsic
 def side_interleave(typing, x, start, n, out):
-    """out[j·SIDE + l] ← x[start + l·n + j] for the columns j in whole blocks of SIDE; the caller sees to the rest."""
+    """out[j·SIDE + l] ← x[start + l·n + j] for the columns j in whole blocks of SIDE; no others."""
 
     def build(context, builder, signature, args):
         array, start, n, target = args
@@ -173,11 +172,11 @@ def side_maximum(typing, x, n, out):
         def step(totals, entry):
             return [_vector_call(builder, "llvm.maximum", x.dtype, [totals[0], entry])]
 
-        def join(a, b):
+        def merge(a, b):
             return step(a, b[0])
 
-        (top,) = _side_by_side(context, builder, x, args[0], args[1], [low], step, join)
-        builder.store(top, _lanes(context, builder, out, args[2], 0), align=4)
+        (top,) = _fold_rows(context, builder, x, args[0], args[1], [low], step, merge)
+        builder.store(top, _row_pointer(context, builder, out, args[2], 0), align=4)
         return context.get_dummy_value()
 
     return types.void(x, types.intp, out), build
@@ -196,12 +195,12 @@ def _moments(context, builder, kind, array, n, level, order, out, change=None):
             more.append(_vector_call(builder, "llvm.fma", kind.dtype, [t, t, totals[2]]))
         return [builder.select(above, new, old) for new, old in zip(more, totals, strict=True)]  # masked additions
 
-    def join(a, b):
+    def merge(a, b):
         return [builder.fadd(left, right) for left, right in zip(a, b, strict=True)]
 
-    totals = _side_by_side(context, builder, kind, array, n, [zero] * (order + 1), step, join, change)
+    totals = _fold_rows(context, builder, kind, array, n, [zero] * (order + 1), step, merge, change)
     for row, total in enumerate(totals):
-        builder.store(total, _lanes(context, builder, kind, out, row), align=4)
+        builder.store(total, _row_pointer(context, builder, kind, out, row), align=4)
     return context.get_dummy_value()
 
 
@@ -212,7 +211,7 @@ def side_moments(typing, x, n, tau, order, out):
         return None
 
     def build(context, builder, signature, args):
-        level = builder.load(_lanes(context, builder, tau, args[2], 0), align=4)
+        level = builder.load(_row_pointer(context, builder, tau, args[2], 0), align=4)
         return _moments(context, builder, x, args[0], args[1], level, order.literal_value, args[4])
 
     return types.void(x, types.intp, tau, order, out), build
@@ -225,8 +224,8 @@ def side_begin(typing, x, n, top, factor, order, out):
         return None
 
     def build(context, builder, signature, args):
-        highest = builder.load(_lanes(context, builder, top, args[2], 0), align=4)
-        scale, level = _spread(builder, args[3], SIDE), ir.Constant(highest.type, [-1.0] * SIDE)
+        highest = builder.load(_row_pointer(context, builder, top, args[2], 0), align=4)
+        scale, level = _splat(builder, args[3], SIDE), ir.Constant(highest.type, [-1.0] * SIDE)
 
         def change(entry):
             return builder.fmul(builder.fsub(entry, highest), scale)

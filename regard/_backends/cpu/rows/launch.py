@@ -1,13 +1,13 @@
-"""Rows on the CPU: p = normaliser(scale · s), and ds = scale·(a·dp − b·δ) with δ = Σ c·dp, each row in one go.
+"""Rows on the CPU: p = normaliser(scale · s), and ds = scale·(a·dp − b·δ) with δ = Σ c·dp.
 
 >>> import torch
 >>> from regard import normalizers
->>> from regard._backends.cpu.rows import launch as rows
+>>> from regard._backends.cpu.rows import launch
 >>> s = torch.tensor([[-2.0, 0.0, 0.5]])
->>> p, state = rows.forward(s, normalizers.get("sparsemax"))
+>>> p, state = launch.forward(s, normalizers.get("sparsemax"))
 >>> p
 tensor([[0.0000, 0.2500, 0.7500]])
->>> rows.backward(torch.tensor([[0.0, 1.0, 0.0]]), p, state, normalizers.get("sparsemax"))[:, 1:]
+>>> launch.backward(torch.tensor([[0.0, 1.0, 0.0]]), p, state, normalizers.get("sparsemax"))[:, 1:]
 tensor([[ 0.5000, -0.5000]])
 """
 
@@ -16,37 +16,33 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from regard._backends.cpu.jit.compile import kernel
-from regard._backends.cpu.rows import pointwise as rows_pointwise
-from regard._backends.cpu.rows import ratio as rows_ratio
-from regard._backends.cpu.rows import threshold as rows_threshold
+from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
+from regard._backends.cpu.rows import pointwise, ratio, threshold
 from regard._backends.cpu.rows.row_io import storage_tiles
-from regard._backends.cpu.threads import over_rows
+from regard._backends.cpu.threads import run_row_ranges
 from regard.normalizers import Choice, Normalizer
 
-SCRATCH, PADDING, LEAST = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
+SCRATCH, PADDING, MIN_WIDTH = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
 _HALF = (torch.bfloat16, torch.float16)
-_NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu").numpy()
-_FAMILIES = {"pointwise": rows_pointwise, "ratio": rows_ratio, "threshold": rows_threshold}
+_NO_MASK = np.empty(0, np.bool_), 0, False
+_FAMILIES = {"pointwise": pointwise, "ratio": ratio, "threshold": threshold}
 
 
-def forward(s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0):
+def forward(
+    s: Tensor, choice: Choice, theta: Tensor | None = None, mask: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """(p, state): p [R, N] in s's dtype, state [2, R] = (shift, z) as `regard._core.problem.Forward` says.
 
-    s: [R, N], float64, float32, bfloat16 or float16; the 16-bit types are computed in float32.
+    s: [R, N], float64, float32, bfloat16 or float16; the 16-bit dtypes are computed in float32.
     theta: one parameter per row, [R]; None takes the choice's own. mask: bool [R, N], any strides, True = visible.
     """
     p = torch.empty_like(s, memory_format=torch.contiguous_format)
-    state = torch.zeros((2, s.shape[0]), dtype=_accumulator(s))
-    if s.numel():
-        run = _kernel(choice.normalizer, "forward", s.dtype)
-        hidden = _mask(mask, s)
-        numbers = _theta(choice, theta, state)
-        arrays = _array(s), _array(p), _array(state)
-        _run(run, *s.shape, state.dtype, *arrays, *numbers, *hidden, scale)
+    state = torch.zeros((2, s.shape[0]), dtype=torch.float64 if s.dtype == torch.float64 else torch.float32)
+    _run(choice, "forward", (s, p), state, theta, mask, scale)
     return p, state
 
 
@@ -61,60 +57,62 @@ def backward(
 ) -> Tensor:
     """ds = scale·(a·dp − b·δ), [R, N]; saved is p where the choice has `slope_of_weight`, else s."""
     ds = torch.empty_like(saved, memory_format=torch.contiguous_format)
-    if ds.numel():
-        known = "of_scores" if choice.slope_of_weight is None else "of_weights"
-        run = _kernel(choice.normalizer, f"backward_{known}", saved.dtype)
-        hidden = _mask(mask, saved)
-        numbers = _theta(choice, theta, state)
-        arrays = _array(dp.to(saved.dtype)), _array(saved), _array(ds), _array(state)
-        _run(run, *ds.shape, state.dtype, *arrays, *numbers, *hidden, scale)
+    job = "backward_of_scores" if choice.slope_of_weight is None else "backward_of_weights"
+    _run(choice, job, (dp.to(saved.dtype), saved, ds), state, theta, mask, scale)
     return ds
 
 
-def _run(compiled: Callable, rows: int, columns: int, dtype: torch.dtype, *arguments) -> None:
+def _run(
+    choice: Choice,
+    job: str,
+    matrices: tuple[Tensor, ...],
+    state: Tensor,
+    theta: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+) -> None:
+    rows, columns = matrices[0].shape
+    if not rows or not columns:
+        return
+    compiled = _row_kernel(choice.normalizer, job, matrices[0].dtype)
+    parameters = _parameter(choice.theta or 0.0, state.dtype), 0  # row i has parameters[i·step]
+    if theta is not None:
+        parameters = _as_array(theta.to(state.dtype)), 1
+    arrays = *map(_as_array, matrices), _as_array(state)
+    visible = _NO_MASK if mask is None else _mask_array(mask)
+    width = max(columns + PADDING, MIN_WIDTH)
+
     def work(first: int, last: int) -> None:
-        scratch = torch.empty((SCRATCH, max(columns + PADDING, LEAST)), dtype=dtype).numpy()
-        compiled(*arguments, scratch, first, last)
+        scratch = np.empty((SCRATCH, width), arrays[-1].dtype)
+        compiled(*arrays, *parameters, *visible, scale, scratch, first, last)
 
-    over_rows(work, rows, columns)
+    run_row_ranges(work, rows, columns)
 
 
-@functools.cache
-def _kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
-    family = _FAMILIES[normalizer.family]
-    precision = "float64" if dtype == torch.float64 else "float32"
-    tiles = {**family.tiles(normalizer, dtype), **storage_tiles(dtype), "index": f"index_{precision}"}
-    tiles["lanes"] = 8 if precision == "float64" else 16
+@cache_by_normalizer
+def _row_kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
+    family, precision = _FAMILIES[normalizer.family], precision_of(dtype)
+    lanes = 8 if precision == "float64" else 16
+    tiles = {**family.tile_functions(normalizer), **storage_tiles(dtype), "index": f"index_{precision}", "lanes": lanes}
     return kernel(getattr(family, job), tiles, precision, allocates=False)
 
 
-def _accumulator(s: Tensor) -> torch.dtype:
-    return torch.float64 if s.dtype == torch.float64 else torch.float32
-
-
-def _array(x: Tensor):
-    x = x.detach().contiguous()
+def _as_array(x: Tensor) -> np.ndarray:
+    if x.requires_grad:
+        x = x.detach()
+    x = x.contiguous()
     return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()
 
 
-def _theta(choice: Choice, theta: Tensor | None, state: Tensor):
-    """(numbers, step): row i has numbers[i·step]."""
-    if theta is not None:
-        return _array(theta.to(state.dtype)), 1
-    return _number(choice.theta or 0.0, state.dtype), 0
-
-
 @functools.lru_cache(maxsize=256)
-def _number(value: float, dtype: torch.dtype):
-    return _array(torch.tensor([value], dtype=dtype))
+def _parameter(value: float, dtype: torch.dtype) -> np.ndarray:
+    return np.array([value], precision_of(dtype))
 
 
-def _mask(mask: Tensor | None, s: Tensor):
-    """(entries, step, masked): row i sees entries[i·step:][:N], a flat view wherever the columns lie side by side."""
-    if mask is None:
-        return _NO_MASK, 0, False
-    rows, columns = s.shape
+def _mask_array(mask: Tensor) -> tuple[np.ndarray, int, bool]:
+    """(entries, step, masked): row i sees entries[i·step:][:N], a flat view wherever the columns are adjacent."""
+    rows, columns = mask.shape
     if columns > 1 and mask.stride(1) != 1:
         mask = mask.contiguous()
     step = mask.stride(0) if rows > 1 else 0
-    return _array(mask.as_strided(((rows - 1) * step + columns,), (1,))), step, True
+    return _as_array(mask.as_strided(((rows - 1) * step + columns,), (1,))), step, True

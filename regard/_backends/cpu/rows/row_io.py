@@ -1,13 +1,23 @@
-"""What the row kernels of every family share: reading a row, and writing one that is all the same."""
+"""Reads and writes rows for the row kernels of every family."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from regard._backends.cpu.jit.compile import real, tile, words
+from regard._backends.cpu.jit.compile import prim, real, tile
 
 CHUNK = 4096  # summed in the working precision; chunks are added up in float64
 INF, NAN = float("inf"), float("nan")
+
+
+def storage_tiles(dtype: torch.dtype) -> dict[str, Any]:
+    """How rows of a dtype are read and written; `is_direct`: stored in the working precision, so used in place."""
+    storage = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(dtype)
+    if storage is None:
+        return dict(is_direct=True, widen="same", narrow="same")
+    return dict(is_direct=False, widen=f"widen_{storage}", narrow=f"narrow_{storage}")
 
 
 def load(s, x, mask, masked):
@@ -18,87 +28,67 @@ def load(s, x, mask, masked):
     top = -INF
     if masked:
         for j in range(x.size):
-            y = words.where(mask[j], tile.widen(s[j]), -INF)
+            y = prim.where(mask[j], tile.widen(s[j]), -INF)
             x[j] = y
-            top = words.maximum(top, y)
+            top = prim.maximum(top, y)
     else:
         for j in range(x.size):
             y = tile.widen(s[j])
             x[j] = y
-            top = words.maximum(top, y)
+            top = prim.maximum(top, y)
     return top
 
 
-def read_loaded(s, x, mask, masked):
-    """(scores, their maximum), not yet scaled."""
+def read(s, x, mask, masked):
+    """(scores, their maximum): s itself, or x loaded from it."""
+    if tile.is_direct:
+        if not masked:
+            top = -INF
+            for j in range(s.size):
+                top = prim.maximum(top, s[j])
+            return s, top
     top = load(s, x, mask, masked)
     return x, top
 
 
-def read_direct(s, x, mask, masked):
-    """The same without a copy, where the scores are stored in the working precision and all visible."""
-    if masked:
-        top = load(s, x, mask, masked)
-        return x, top
-    top = -INF
-    for j in range(s.size):
-        top = words.maximum(top, s[j])
-    return s, top
-
-
-def again_loaded(s, x, mask, masked):
+def read_again(s, x, mask, masked):
     """The scores, where their maximum is known already."""
+    if tile.is_direct:
+        if not masked:
+            return s
     load(s, x, mask, masked)
     return x
 
 
-def again_direct(s, x, mask, masked):
-    if masked:
-        load(s, x, mask, masked)
-        return x
-    return s
-
-
-def read_gradient_loaded(dp, g, mask, masked):
-    load_gradient(dp, g, mask, masked)
-    return g
-
-
-def read_gradient_direct(dp, g, mask, masked):
-    if masked:
-        load_gradient(dp, g, mask, masked)
-        return g
-    return dp
-
-
-def work_loaded(row, x):
-    """Where intermediate values may lie: beside the result row, or in it."""
-    return x
-
-
-def work_direct(row, x):
-    return row
-
-
-def scale_loaded(row, x, high, low):
-    """row ← (high + low)·x."""
-    for j in range(row.size):
-        row[j] = tile.narrow(x[j] * high + x[j] * low)
-
-
-def scale_direct(row, x, high, low):
-    for j in range(row.size):
-        row[j] = row[j] * high + row[j] * low
-
-
-def load_gradient(dp, g, mask, masked):
-    """g ← dp where visible, else 0: what is hidden cannot leak, not even as NaN."""
+def read_gradient(dp, g, mask, masked):
+    """dp where visible, else 0: what is hidden cannot leak, not even as NaN."""
+    if tile.is_direct:
+        if not masked:
+            return dp
     if masked:
         for j in range(g.size):
-            g[j] = words.where(mask[j], tile.widen(dp[j]), 0.0)
+            g[j] = prim.where(mask[j], tile.widen(dp[j]), 0.0)
     else:
         for j in range(g.size):
             g[j] = tile.widen(dp[j])
+    return g
+
+
+def work_row(row, x):
+    """Where intermediate values are kept: in the result row, or in x."""
+    if tile.is_direct:
+        return row
+    return x
+
+
+def scale_row(row, x, high, low):
+    """row ← (high + low)·x, where x is what `work_row` returned."""
+    if tile.is_direct:  # x is row, which LLVM does not see: it would not make vectors
+        for j in range(row.size):
+            row[j] = row[j] * high + row[j] * low
+    else:
+        for j in range(row.size):
+            row[j] = tile.narrow(x[j] * high + x[j] * low)
 
 
 def fill(row, value):
@@ -106,41 +96,17 @@ def fill(row, value):
         row[j] = tile.narrow(real(value))
 
 
-def nothing_or_nan(top):
+def weightless_value(top):
     """What a row without a finite maximum consists of: 0 if it is empty (−inf), else NaN."""
     return 0.0 if top == -INF else NAN
 
 
-def positions(x, bound, found):
-    """Where x exceeds bound, as `bits` in `found`; returns how many."""
+def find_above(x, bound, found):
+    """found ← the indices, as bits, where x exceeds bound; returns how many."""
     size, whole = 0, x.size // tile.lanes * tile.lanes
     for j in range(0, whole, tile.lanes):
-        size = words.compress_index(x, j, bound, found, size)
+        size = prim.compress_index(x, j, bound, found, size)
     for j in range(whole, x.size):
-        found[size] = words.from_bits(tile.index(j))
+        found[size] = prim.from_bits(tile.index(j))
         size += 1 if x[j] > bound else 0
     return size
-
-
-def storage_tiles(dtype):
-    """How rows of a dtype are read and written."""
-    storage = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(dtype)
-    if storage is None:
-        return dict(
-            widen="same",
-            narrow="same",
-            read=read_direct,
-            again=again_direct,
-            read_gradient=read_gradient_direct,
-            work=work_direct,
-            scale=scale_direct,
-        )
-    return dict(
-        widen=f"widen_{storage}",
-        narrow=f"narrow_{storage}",
-        read=read_loaded,
-        again=again_loaded,
-        read_gradient=read_gradient_loaded,
-        work=work_loaded,
-        scale=scale_loaded,
-    )

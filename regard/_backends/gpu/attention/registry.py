@@ -48,8 +48,8 @@ KERNELS = (
         name="hopper",
         summary="Gluon warpgroups",
         families=("ratio", "pointwise"),
-        limits="Hopper; bfloat16, float16; heads of 64 or 128; statistics of softmax and softmax1 only; of the options "
-        "causal order, temperature and sink only",
+        limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
+        "queries; statistics of softmax and softmax1 only; no mask, bias or dropout, windows in causal order only",
         supports=hopper.supports,
         run=forward.run_hopper,
     ),

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.finish_statistics import RowIndex
-from regard._backends.gpu.attention.hopper.fragment import ROWS, zeros
+from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
 from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
@@ -44,22 +44,22 @@ class Outputs(NamedTuple):
 @gluon.jit
 def sum_key_moments(q, ring, work, outputs, opt, C: gl.constexpr):
     """(Σy, Σy², |q|²·Σ|k|²) over the keys whose moments follow the tiles in the ring."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
-    product = zeros(C.D, S)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.PANEL, 16])
+    product = zeros(C.PANEL, S)
     for c in gl.static_range(3):
-        t = work.end + c * C.D // C.BN
+        t = work.end + c * C.PANEL // C.BN
         stage = t % C.STAGES
         mbarrier.wait(ring.k_full.index(stage), (t // C.STAGES) & 1)
-        keys = ring.k.index(stage).reshape([C.BN, C.D]).slice(c * C.D % C.BN, C.D).permute((1, 0))
+        keys = ring.k.index(stage).reshape([C.BN, C.PANEL]).slice(c * C.PANEL % C.BN, C.PANEL).permute((1, 0))
         product = warpgroup_mma(q, keys, product, use_acc=c > 0, is_async=True)
         product = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.D % C.BN == 0 or c == 2)
+        mbarrier.arrive(ring.free.index(stage), count=1, pred=(c + 1) * C.PANEL % C.BN == 0 or c == 2)
     q_rows = q.load(S).to(gl.float32)
     head, prefix = moments_index(work, opt, C)
     at = head
     if C.MOMENT_SPAN > 0:
         at = head * (gl.cdiv(gl.minimum(opt.queries, opt.keys), C.MOMENT_SPAN) - 1) + prefix
-    key_sum = gl.load(outputs.moments.sums + at * C.D + gl.arange(0, C.D, gl.SliceLayout(0, S)))
+    key_sum = gl.load(outputs.moments.sums + at * C.PANEL + gl.arange(0, C.PANEL, gl.SliceLayout(0, S)))
     sum_y = gl.sum(q_rows * gl.expand_dims(key_sum, 0), 1)
     sum_y2 = gl.sum(q_rows * product, 1)
     magnitude = gl.sum(q_rows * q_rows, 1) * gl.load(outputs.moments.lengths + at)
@@ -72,7 +72,7 @@ def sum_key_moments(q, ring, work, outputs, opt, C: gl.constexpr):
 
 
 @gluon.jit
-def write_block(key_sums, o, r, q, i, a, outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
+def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     """Stores o / Z, the row state and the raw sums.
 
     A kernel of its own (`forward_statistics`) finishes them because its code would not fit beside the loop.
@@ -92,13 +92,27 @@ def write_block(key_sums, o, r, q, i, a, outputs, ring, work, opt, blocks, group
     outer, _, inverse, total = join_sink(RowState(shift, z), RowIndex(work.b, work.h, i), inside, opt, C)
     if C.FIXED_SHIFT:
         total = gl.where(loop_z <= MAX_SUM, total, float("nan"))
-    o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
-    q.store(o.to(ring.v.dtype))  # q is no longer needed
-    fence_async_shared()
-    at = work.round % 2 * C.WARPGROUPS + group
-    async_store(outputs.o, [work.b, work.h, work.i0 + group * ROWS, 0], ring.q.index(at))
-    row = (tiles.wide(work.b) * opt.heads + work.h) * opt.queries + i
     natural = outer * LN2
+    if (opt.left is not None) or (opt.lengths is not None):
+        first, last = tiles.interval(i, opt, work.keys)
+        empty = first >= last
+        inverse, natural, total = (
+            gl.where(empty, 0.0, inverse),
+            gl.where(empty, 0.0, natural),
+            gl.where(empty, 0.0, total),
+        )
+        factor, outer = gl.where(empty, 0.0, factor), gl.where(empty, 0.0, outer)
+    o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
+    at = work.round % 2 * C.WARPGROUPS + group
+    parts = split_columns(o, C.E // C.PANEL)
+    O_PANELS: gl.constexpr = C.O_PANELS
+    for c in gl.static_range(O_PANELS):  # q is no longer needed
+        ring.q.index(at * C.PANELS + c).reshape([ROWS, C.PANEL]).store(parts[c].to(ring.v.dtype))
+    fence_async_shared()
+    for c in gl.static_range(O_PANELS):
+        target = [work.b, work.h, work.i0 + group * ROWS, c * C.PANEL]
+        async_store(outputs.o, target, ring.q.index(at * C.PANELS + c))
+    row = (tiles.wide(work.b) * opt.heads + work.h) * opt.queries + i
     gl.store(outputs.shifts + row, natural, mask=inside)
     gl.store(outputs.sums + row, total * gl.exp2(outer - natural * LOG2E), mask=inside)
     if NEED.top:
@@ -117,8 +131,11 @@ def write_block(key_sums, o, r, q, i, a, outputs, ring, work, opt, blocks, group
         if NEED.square:
             gl.store(to + 7 * rows, to_rows(gl.sum(r.square, 1), i) * (factor * factor), mask=inside)
         if NEED.first:
-            lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
-            gl.store(to + 8 * rows, to_rows(gl.sum(gl.where(lane == 0, r.first, 0.0), 1), i), mask=inside)
+            first_y = r.first
+            if opt.left is None:
+                lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
+                first_y = gl.where(lane == 0, r.first, 0.0)
+            gl.store(to + 8 * rows, to_rows(gl.sum(first_y, 1), i), mask=inside)
     tma.store_wait(0)
     if C.PERSISTENT:
         mbarrier.arrive(ring.q_free.index(at), count=1)

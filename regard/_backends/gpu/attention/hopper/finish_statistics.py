@@ -43,9 +43,10 @@ def forward_statistics(raw_sums, stats, rows, opt, C: tl.constexpr, N: tl.conste
     i = (row % opt.queries).to(tl.int32)
     head = (row // opt.queries).to(tl.int32)
     index = RowIndex(head // opt.heads, head % opt.heads, i)
-    n = tl.minimum(i + 1, opt.keys) if C.CAUSAL else i * 0 + opt.keys
-    n = n.to(tl.float32)
-    a = tiles.row_factor(index.b, index.h, i, opt, tl.float32, True)
+    first, last = tiles.interval(i, opt, tiles.key_count(opt, index.b))
+    n = tl.maximum(last - first, 0).to(tl.float32)
+    empty = n == 0.0
+    a = tiles.row_factor(index.b, index.h, i, opt, tl.float32, C.LINEAR)
     b2 = a * LOG2E
     top = tl.load(raw_sums + row, mask=inside, other=0.0)
     z = tl.load(raw_sums + rows + row, mask=inside, other=1.0)
@@ -71,12 +72,12 @@ def forward_statistics(raw_sums, stats, rows, opt, C: tl.constexpr, N: tl.conste
     )  # fmt: skip
     outer, rest, inverse, total = join_sink(r, index, inside, opt, C)
     lse = outer * LN2 + tl.log(total)
-    statistics.finish(stats, row, inside, i < 0, r, a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows)
-    imprecise = su < 0.0156 + 6e-4 * tl.abs(shift)  # as in forward_online.completed
+    statistics.finish(stats, row, inside, empty, r, a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows)
+    imprecise = (empty == 0) & (su < 0.0156 + 6e-4 * tl.abs(shift))  # as in forward_online.completed
     if C.NEED.moments:
-        mean_y = mean / n
+        mean_y = mean / tl.maximum(n, 1.0)
         spread = m2 - mean * mean_y
         precise = (mean * mean_y <= 256.0 * spread) & (magnitude <= 8192.0 * spread)
-        imprecise = imprecise | ((precise == 0) & (z == z))
+        imprecise = imprecise | ((precise == 0) & (empty == 0) & (z == z))
         tl.store(raw_sums + 3 * rows + row, mean_y, mask=inside & imprecise)
     tl.store(raw_sums + row, tl.where(imprecise, top, float("inf")), mask=inside)

@@ -40,11 +40,19 @@ from regard._backends.gpu.attention.tiles import LOG2E
 
 
 @gluon.jit
-def start_scores(t, q, ring, C: gl.constexpr):
-    """Issues s = q·kᵀ of step t."""
+def start_scores(t, at, ring, C: gl.constexpr):
+    """Issues s = q·kᵀ of step t, panel by panel of their columns; `at` is the number of q's buffers."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    keys = ring.k.index(t % C.STAGES).reshape([C.BN, C.D]).permute((1, 0))
-    return warpgroup_mma(q, keys, zeros(C.BN, S), use_acc=False, is_async=True)
+    PANELS: gl.constexpr = C.PANELS
+    s = zeros(C.BN, S)
+    for c in gl.static_range(PANELS):
+        q = ring.q.index(at * PANELS + c).reshape([ROWS, C.PANEL])
+        keys = ring.k.index(t % C.STAGES * PANELS + c).reshape([C.BN, C.PANEL])
+        if c + 1 == PANELS and C.LAST < C.PANEL:
+            q = q.slice(0, C.LAST, 1)
+            keys = keys.slice(0, C.LAST, 1)
+        s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    return s
 
 
 @gluon.jit
@@ -55,19 +63,27 @@ def start_output(c: gl.constexpr, o, p, values, C: gl.constexpr):
 
 
 @gluon.jit
-def process_tile(t, o, p, r, q, ring, work, i, a, theta, group: gl.constexpr, C: gl.constexpr):
+def process_tile(
+    t, o, p, r, at, ring, work, i, first, last, a, theta, opt, group: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
+):
     """(o, p, r) after step t: scores and weighs its tile while o takes the tile before."""
     F: gl.constexpr = C.F
     SPLITS: gl.constexpr = C.SPLITS
     MOVES: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
-    s = start_scores(t, q, ring, C)
+    values = ring.v.index(before).reshape([C.BN, C.E])
+    if (opt.left is not None) or (opt.lengths is not None):  # before the scores: no branch while a product runs
+        mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
+        clear_hidden(values, first_key(t - 1, work, C), work, opt, C)
+    s = start_scores(t, at, ring, C)
     mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
-    values = ring.v.index(before).reshape([C.BN, C.D])
     o = start_output(0, o, p, values, C)
     s = warpgroup_mma_wait(1, deps=[s])
     start = first_key(t, work, C)
-    factor, r = row_sums.update_shift(s, r, a * LOG2E, start, C, C.FIXED_SHIFT)
+    s = row_sums.cap_scores(s, opt)
+    if EDGE:
+        s = row_sums.mask_keys(s, first, last, start, opt)
+    factor, r = row_sums.update_shift(s, r, a * LOG2E, first, start, opt, C, C.FIXED_SHIFT, EDGE)
     method = row_sums.choose_method(s, r, a, theta, ring.v.dtype, C)
     y = split_keys(s, SPLITS)
     sums = row_sums.empty_tile(r)
@@ -78,14 +94,14 @@ def process_tile(t, o, p, r, q, ring, work, i, a, theta, group: gl.constexpr, C:
     for c in gl.static_range(SPLITS):
         if c + 1 < SPLITS:
             o = start_output(c + 1, o, p, values, C)
-        if F.log_odds is not None:
+        if F.log_odds is not None and not EDGE:
             u, sums = row_sums.weigh_sigmoid(y[c], sums, a, theta, method, ring.v.dtype, C)
         else:
             u, sums = row_sums.weigh_split(
-                y[c], r, sums, i, a, theta, start, work.i0 + group * ROWS, needs_moments, c * (C.BN // SPLITS), C, False
+                y[c], r, sums, i, a, theta, start, work.i0 + group * ROWS, needs_moments, c * (C.BN // SPLITS), C, EDGE
             )
         weights = weights + (u,)  # noqa: RUF005 (Triton has no star)
-    r = row_sums.add_tile(r, sums, i, start, work.i0 + group * ROWS, C, False)
+    r = row_sums.add_tile(r, sums, i, start, work.i0 + group * ROWS, C, EDGE)
     wait_for_keys(t + 1, ring, work, C)  # its branches keep the compiler from moving the wait below
     if SPLITS == 1:
         o, _ = warpgroup_mma_wait(0, deps=[o, p[0]])
@@ -103,10 +119,29 @@ def process_tile(t, o, p, r, q, ring, work, i, a, theta, group: gl.constexpr, C:
 
 
 @gluon.jit
+def clear_hidden(values, start, work, opt, C: gl.constexpr):
+    """Zeroes the values of keys that no row of the block sees, because 0·NaN is NaN.
+
+    Both warpgroups may do so at once: they write the same numbers.
+    """
+    lowest, _ = tiles.interval(work.i0, opt, work.keys)
+    _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
+    if (start < lowest) | (start + C.BN > highest):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
+        STEPS: gl.constexpr = C.BN // 16
+        for c in gl.static_range(STEPS):
+            rows = values.slice(c * 16, 16)
+            j = start + c * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            visible = gl.expand_dims((j >= lowest) & (j < highest), 1)
+            rows.store(gl.where(visible, rows.load(LAYOUT), 0.0))
+        fence_async_shared()
+
+
+@gluon.jit
 def to_operand(u, ring, C: gl.constexpr):
     """u in 16 bits, in the layout of a tensor core's first operand."""
     F: gl.constexpr = C.F
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16]), 2)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.E, 16]), 2)
     return gl.convert_layout(ptx.round_weights(u, ring.v.dtype, F, C.WARPGROUPS == 3 and C.SPLITS == 1), LAYOUT)
 
 
@@ -130,33 +165,37 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     SPLITS: gl.constexpr = C.SPLITS
     WIDTH: gl.constexpr = C.BN // C.SPLITS
     SPLIT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.E, 16])
     r0 = work.i0 + group * ROWS
     i = r0 + gl.arange(0, ROWS, gl.SliceLayout(1, SPLIT))
-    last = i * 0 + opt.keys
+    first = i * 0
+    last = i * 0 + work.keys
     begin = work.base
     if C.CAUSAL:
         last = gl.minimum(i + 1, last)
+        if opt.left is not None:
+            first = gl.maximum(i - opt.left, 0)
         if C.BM > C.BN:
-            begin = work.base + gl.maximum(work.count - 1 - r0 // C.BN, 0)
+            begin = work.base + gl.maximum(work.low + work.count - 1 - r0 // C.BN, 0)
             skip_tiles(work.base, begin, ring, C)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
         a = 1.0 / tiles.load_rows(opt.temperature, work.b, work.h, i, i < opt.queries, 1.0).to(gl.float32)
-    a = a * tiles.number(opt.scale, gl.float32)
+    if opt.cap is None:
+        a = a * tiles.number(opt.scale, gl.float32)
     theta = tiles.number(opt.theta, gl.float32)
     r = row_sums.empty_rows(WIDTH, SPLIT, F)
     a_lanes = r.z + gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, r.z.type.layout)), 1)
     at = work.round % 2 * C.WARPGROUPS + group
-    q = ring.q.index(at).reshape([ROWS, C.D])
     mbarrier.wait(ring.q_full.index(at), (work.round // 2) & 1)
     wait_for_keys(begin, ring, work, C)
-    s = warpgroup_mma_wait(0, deps=[start_scores(begin, q, ring, C)])
+    s = warpgroup_mma_wait(0, deps=[start_scores(begin, at, ring, C)])
     mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
     start = first_key(begin, work, C)
+    s = row_sums.cap_scores(s, opt)
     if not C.DIAGONAL_FIRST:
-        s = row_sums.mask_keys(s, last, start)
-    _, r = row_sums.update_shift(s, r, a_lanes * LOG2E, start, C, False)
+        s = row_sums.mask_keys(s, first, last, start, opt)
+    _, r = row_sums.update_shift(s, r, a_lanes * LOG2E, first, start, opt, C, False, True)
     y = split_keys(s, SPLITS)
     sums = row_sums.empty_tile(r)
     p = ()
@@ -164,21 +203,30 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
         u, sums = row_sums.weigh_split(y[c], r, sums, i, a_lanes, theta, start, r0, True, c * WIDTH, C, True)
         p = p + (to_operand(u, ring, C),)  # noqa: RUF005
     r = row_sums.add_tile(r, sums, i, start, r0, C, True)
-    o = zeros(C.D, OUT)
+    o = zeros(C.E, OUT)
     wait_for_keys(begin + 1, ring, work, C)
-    for t in range(begin + 1, work.end):
-        o, p, r = process_tile(t, o, p, r, q, ring, work, i, a_lanes, theta, group, C)
+    edge = work.end
+    if opt.left is not None:  # the last tiles hold the first keys of this warpgroup's rows
+        edge = work.end - (gl.maximum(r0 + ROWS - 1 - opt.left, 0) // C.BN + 1 - work.low)
+        edge = gl.maximum(edge, begin + 1)
+    for t in range(begin + 1, edge):
+        o, p, r = process_tile(t, o, p, r, at, ring, work, i, first, last, a_lanes, theta, opt, group, C, False)
+    if opt.left is not None:
+        for t in range(edge, work.end):
+            o, p, r = process_tile(t, o, p, r, at, ring, work, i, first, last, a_lanes, theta, opt, group, C, True)
     end = work.end - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
-    values = ring.v.index(end % C.STAGES).reshape([C.BN, C.D])
+    values = ring.v.index(end % C.STAGES).reshape([C.BN, C.E])
+    if (opt.left is not None) or (opt.lengths is not None):
+        clear_hidden(values, first_key(end, work, C), work, opt, C)
     for c in gl.static_range(SPLITS):
         o = start_output(c, o, p, values, C)
     none = a * 0.0
     key_sums = (none, none, none)
     if C.MOMENT_SPAN != 0:
-        key_sums = sum_key_moments(q, ring, work, outputs, opt, C)
+        key_sums = sum_key_moments(ring.q.index(at).reshape([ROWS, C.PANEL]), ring, work, outputs, opt, C)
     o = warpgroup_mma_wait(0, deps=[o])
-    write_block(key_sums, o, r, q, i, a, outputs, ring, work, opt, blocks, group, C)
+    write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group, C)
 
 
 @gluon.jit
@@ -189,11 +237,12 @@ def forward_hopper(
     TYPE: gl.constexpr = q_blocks.dtype
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     STAGES: gl.constexpr = C.STAGES
+    PANELS: gl.constexpr = C.PANELS
     QUERIES: gl.constexpr = 2 * C.WARPGROUPS if C.PERSISTENT else C.WARPGROUPS
     ring = Ring(
-        gl.allocate_shared_memory(TYPE, [QUERIES, 1, 1, ROWS, C.D], q_blocks.layout),
-        gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], k_blocks.layout),
-        gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.D], v_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [QUERIES * PANELS, 1, 1, ROWS, C.PANEL], q_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [STAGES * PANELS, 1, 1, C.BN, C.PANEL], k_blocks.layout),
+        gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, C.E], v_blocks.layout),
         make_barriers(QUERIES, 1),
         make_barriers(QUERIES, 1),
         make_barriers(STAGES, 1),

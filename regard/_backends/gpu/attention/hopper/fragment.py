@@ -79,9 +79,20 @@ def split_keys(s, N: gl.constexpr):
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, s.shape[1], 16])
         parts = (cells(gl.convert_layout(s, LAYOUT)),)
     else:
-        half = gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2])
-        lower, upper = gl.split(gl.permute(half, [0, 2, 1]))
+        lower, upper = split_columns(s, 2)
         parts = split_keys(lower, N // 2) + split_keys(upper, N // 2)
+    return parts
+
+
+@gluon.jit
+def split_columns(x, N: gl.constexpr):
+    """The columns of x [M, columns] in N equal parts."""
+    if N == 1:
+        parts = (x,)
+    else:
+        half = gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])
+        lower, upper = gl.split(gl.permute(half, [0, 2, 1]))
+        parts = split_columns(lower, N // 2) + split_columns(upper, N // 2)
     return parts
 
 

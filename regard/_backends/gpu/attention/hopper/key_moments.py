@@ -36,8 +36,12 @@ class KeyMoments(NamedTuple):
 
 def moment_span(p: Problem) -> int:
     """Keys whose moments come from here: −1 all, 0 none, otherwise those before the last multiple of the number."""
-    causal, keys = p.reach[1] is not None, min(p.q.shape[-2], p.k.shape[-2])
-    if p.q.dtype != torch.bfloat16 or keys < (MIN_CAUSAL_KEYS[p.q.shape[-1]] if causal else MIN_KEYS):
+    causal, keys, width = p.reach[1] is not None, min(p.q.shape[-2], p.k.shape[-2]), p.q.shape[-1]
+    if width not in MIN_CAUSAL_KEYS or p.v.shape[-1] != width or p.q.dtype != torch.bfloat16:
+        return 0
+    if p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None:
+        return 0
+    if keys < (MIN_CAUSAL_KEYS[width] if causal else MIN_KEYS):
         return 0
     return SPAN << ((keys - 1) // (PARTS * SPAN)).bit_length() if causal else -1
 

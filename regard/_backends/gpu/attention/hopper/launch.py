@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -33,23 +33,36 @@ THREE_GROUPS = {64: (128, 1, 3, 3, 160)}
 SPLIT_TILES = {64: (128, 4, 3, 3, 160)}
 MAX_PERSISTENT_KEYS = 6144
 MIN_FIXED_SHIFT_SCORES = 2**29
+MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
+SHARED_MEMORY = 224 * 1024  # for the tiles of one program
+WIDTHS = (64, 128, 256)  # columns of v in shared memory
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
+
+
+class Panels(NamedTuple):
+    """How the columns of a head lie in shared memory; names as in `ForwardConfig`."""
+
+    PANEL: int
+    PANELS: int
+    LAST: int
+    E: int
+    O_PANELS: int
 
 
 def supports(p: Problem) -> str | None:
     """Say why the Hopper kernel cannot take a call, or None."""
     if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
         return reason
-    d, e = p.q.shape[-1], p.v.shape[-1]
-    if d not in TWO_GROUPS:
-        return f"head width {d} ({' and '.join(map(str, TWO_GROUPS))} only)"
-    if e != d:
-        return f"values of width {e} beside keys of {d}"
+    (d, e), (left, right) = (p.q.shape[-1], p.v.shape[-1]), p.reach
+    if d % 8 or e % 8 or max(d, e) > WIDTHS[-1]:
+        return f"head widths {d} and {e} (multiples of 8 up to {WIDTHS[-1]} only)"
+    if triton.cdiv(e, WIDTHS[0]) > triton.cdiv(d, WIDTHS[0]):
+        return f"values of width {e}, wider than keys of {d}"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if p.reach not in ((None, None), (None, 0)):
-        return "a window"
-    if reason := find_option(p, "softcap", "bias", "mask", "key_lengths"):
+    if right not in (None, 0) or (left is not None and (right is None or left < 0)):
+        return "a window (causal ones only)"
+    if reason := find_option(p, "bias", "mask"):
         return reason
     if p.first_query:
         return "a part of a sequence"
@@ -86,7 +99,12 @@ def forward(
     if C.CAUSAL and k.shape[-2] > p.q.shape[-2]:  # hidden keys may hold NaN: they are not read
         k, v = k[:, :, : p.q.shape[-2]], v[:, :, : p.q.shape[-2]]
     raw_sums = torch.empty(9, *shift.shape, dtype=torch.float32, device=o.device) if p.stats else None
-    descriptors = describe_rows(p.q, ROWS), describe_rows(k, C.BN), describe_rows(v, C.BN), describe_rows(o, ROWS)
+    descriptors = (
+        describe_rows(p.q, ROWS, C.PANEL),
+        describe_rows(k, C.BN, C.PANEL),
+        describe_rows(v, C.BN, C.E),
+        describe_rows(o, ROWS, C.PANEL),
+    )
     moments, moment_blocks = None, None
     if C.MOMENT_SPAN != 0:
         moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
@@ -100,17 +118,18 @@ def make_config(p: Problem) -> ForwardConfig:
     """The constants that `forward_hopper` is compiled with for this call."""
     from regard._backends.gpu.attention.hopper.ring import ForwardConfig
 
-    d, causal = p.q.shape[-1], p.reach[1] is not None
+    causal, panels = p.reach[1] is not None, choose_panels(p.q.shape[-1], p.v.shape[-1])
     keys, splits, groups, stages, registers = choose_tiles(p)
     need = statistics.needs(p.stats, p.choice, False)
     span = key_moments.moment_span(p) if need.moments else 0
     blocks, programs = plan_programs(p, ROWS * groups)
-    diagonal_first = need.distance and not causal and groups == 2 and p.k.shape[-2] % keys == 0
+    whole = p.k.shape[-2] % keys == 0 and p.key_lengths is None
+    diagonal_first = need.distance and not causal and groups == 2 and whole
     return ForwardConfig(
         F=bundle.of(p.choice),
         NEED=need,
         CAUSAL=causal,
-        D=d,
+        **panels._asdict(),
         BM=ROWS * groups,
         BN=keys,
         WARPGROUPS=groups,
@@ -119,7 +138,7 @@ def make_config(p: Problem) -> ForwardConfig:
         SPLITS=splits,
         DIAGONAL_FIRST=diagonal_first,
         PERSISTENT=programs < blocks,
-        MOMENT_TILES=triton.cdiv(3 * d, keys) if span else 0,
+        MOMENT_TILES=triton.cdiv(3 * panels.PANEL, keys) if span else 0,
         MOMENT_SPAN=span,
         SLACK=SLACK[p.q.dtype],
         FIXED_SHIFT=has_fixed_shift(p),
@@ -150,23 +169,63 @@ def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
     short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
     if p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
         programs = heads * blocks
+    keys, _, _, stages, _ = choose_tiles(p)
+    if shared_bytes(p, keys, stages, 2 * rows) > SHARED_MEMORY:  # two blocks of queries do not fit
+        programs = heads * blocks
     return heads * blocks, programs
 
 
 def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
     """(keys per tile, splits, warpgroups, stages, registers): the fastest on an H200."""
-    F = bundle.of(p.choice)
+    F, panels = bundle.of(p.choice), choose_panels(p.q.shape[-1], p.v.shape[-1])
+    columns = panels.PANEL * panels.PANELS
+    if columns != panels.E or columns not in TWO_GROUPS:
+        fitting = [
+            (keys, 1, 2, stages, 240)
+            for keys in ((128, 64) if panels.E <= 128 else (64,))
+            for stages in (3, 2)
+            if shared_bytes(p, keys, stages, 2 * ROWS) <= SHARED_MEMORY
+        ]
+        return fitting[0]
     table = FOUR_STAGES if p.stats else TWO_GROUPS
+    takes_registers = p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None
+    if takes_registers or wastes_rows(p.q.shape[-2]):
+        return table.get(columns, TWO_GROUPS[columns])
     if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
         table = SPLIT_TILES
     elif not p.stats and (F.log_odds is not None or F.signed is not None or F.exponential):
         table = THREE_GROUPS
-    return table.get(p.q.shape[-1], TWO_GROUPS[p.q.shape[-1]])
+    return table.get(columns, TWO_GROUPS[columns])
 
 
-def describe_rows(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Tensor descriptor of x in blocks of `rows` whole rows."""
-    return make_descriptor(x, (1, 1, rows, x.shape[-1]))
+def wastes_rows(queries: int) -> bool:
+    """True if blocks of three warpgroups would compute many more rows than blocks of two."""
+    three, two = (triton.cdiv(queries, groups * ROWS) * groups for groups in (3, 2))
+    return three > MAX_WASTE * two
+
+
+@cache
+def choose_panels(d: int, e: int) -> Panels:
+    """Panels of heads of width d and values of width e: one buffer if they fill it, otherwise 64 columns each."""
+    width = next(width for width in WIDTHS if width >= e)
+    if d == e == width:
+        return Panels(width, 1, width, width, 1)
+    panel = WIDTHS[0]
+    panels = triton.cdiv(d, panel)
+    last = max(16, triton.next_power_of_2(d - (panels - 1) * panel))
+    return Panels(panel, panels, last, width, triton.cdiv(e, panel))
+
+
+def shared_bytes(p: Problem, keys: int, stages: int, queries: int) -> int:
+    """Shared memory that the tiles of one program take."""
+    panels = choose_panels(p.q.shape[-1], p.v.shape[-1])
+    columns = panels.PANEL * panels.PANELS
+    return p.q.element_size() * (queries * columns + stages * keys * (columns + panels.E))
+
+
+def describe_rows(x: torch.Tensor, rows: int, width: int | None = None) -> TensorDescriptor:
+    """Tensor descriptor of x in blocks of `rows` rows and `width` columns, by default all; more are loaded as zeros."""
+    return make_descriptor(x, (1, 1, rows, x.shape[-1] if width is None else width))
 
 
 def make_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:

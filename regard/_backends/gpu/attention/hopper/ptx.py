@@ -82,6 +82,12 @@ def row_max(y):
     return y
 
 
+@gluon.jit
+def reciprocal(x):
+    """1/x, to one unit in the last place."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
 @gluon.constexpr_function
 def rescale_code(n):
     """PTX that multiplies a thread's n numbers by a factor per row, unless every factor in the warp is 1."""

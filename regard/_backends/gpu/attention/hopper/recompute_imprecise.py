@@ -26,7 +26,10 @@ def sum_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Adds one key tile to the sums, as `key_loop.sweep` calls it."""
     su, sl, sq, ties, mean, m2, top, pivot = state
     _, _, y, seen, _ = key_loop.score_tile(scene, start, opt, C, EDGE)
-    below = y < (top - TIE * tl.abs(top))[:, None]
+    margin = TIE * tl.abs(top)
+    if opt.cap is not None:
+        margin += 8 * TIE * tiles.number(opt.cap, C.ACC)
+    below = y < (top - margin)[:, None]
     su, sl, sq, ties = sum_below_max(su, sl, sq, ties, below, top, y, seen, scene, C)
     if C.NEED.moments:
         d = tl.where(seen, y - pivot[:, None], 0.0)

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.fragment import ROWS
 
 # Triton 3.9, 3.6
@@ -26,7 +27,11 @@ class ForwardConfig(NamedTuple):
     F: Any
     NEED: Any
     CAUSAL: bool  # otherwise every query sees every key
-    D: int
+    PANEL: int  # columns of one buffer of q, k or o
+    PANELS: int  # buffers of a tile of q or k
+    LAST: int  # columns of the last of them that are multiplied
+    E: int  # columns of v
+    O_PANELS: int  # buffers of o
     BM: int
     BN: int
     WARPGROUPS: int  # consumers, 64 queries each
@@ -45,9 +50,9 @@ class ForwardConfig(NamedTuple):
 class Ring(NamedTuple):
     """Shared-memory buffers and their barriers: copies complete `full`, consumers arrive at `free`."""
 
-    q: Any  # [WARPGROUPS, 1, 1, 64, D]; PERSISTENT: twice as many, for two blocks in turn
-    k: Any  # [STAGES, 1, 1, N, D]
-    v: Any  # [STAGES, 1, 1, N, D]
+    q: Any  # [WARPGROUPS·PANELS, 1, 1, 64, PANEL]; PERSISTENT: twice as many, for two blocks in turn
+    k: Any  # [STAGES·PANELS, 1, 1, N, PANEL]
+    v: Any  # [STAGES, 1, 1, N, E]
     q_full: Any
     q_free: Any
     k_full: Any
@@ -62,6 +67,8 @@ class Work(NamedTuple):
     b: Any
     h: Any
     i0: Any  # first query
+    keys: Any  # of this batch entry
+    low: Any  # number of the first key tile
     count: Any  # key tiles
     before: Any  # keys whose moments come from `key_moments`
     base: Any
@@ -104,20 +111,26 @@ def get_work(round, base, opt, C: gl.constexpr):
     row = gl.cdiv(opt.queries, C.BM)
     number = block_number(round, opt, C)
     i0 = (row - 1 - number % row) * C.BM  # the longest causal rows first
-    count = gl.cdiv(opt.keys, C.BN)
+    head = number // row
+    keys = tiles.key_count(opt, head // opt.heads)
+    count = gl.cdiv(keys, C.BN)
+    low = 0
     before = 0
     if C.CAUSAL:
         count = gl.minimum(count, gl.cdiv(i0 + C.BM, C.BN))
+    if opt.left is not None:
+        low = gl.maximum(i0 - opt.left, 0) // C.BN
+    if (opt.left is not None) or (opt.lengths is not None):
+        count = gl.maximum(count - low, 1)  # of rows without visible keys one tile is masked
     if C.MOMENT_SPAN > 0:
         before = gl.minimum(i0, opt.keys) // C.MOMENT_SPAN * C.MOMENT_SPAN
-    head = number // row
-    return Work(round, head // opt.heads, head % opt.heads, i0, count, before, base, base + count)
+    return Work(round, head // opt.heads, head % opt.heads, i0, keys, low, count, before, base, base + count)
 
 
 @gluon.jit
 def first_key(t, work, C: gl.constexpr):
     """First key of step t's tile: descending from the last tile, or from the diagonal one with wrap-around."""
-    tile = work.end - 1 - t
+    tile = work.low + work.end - 1 - t
     if C.DIAGONAL_FIRST:
         tile = gl.minimum(work.i0 // C.BN, work.count - 1) + work.base - t
         tile = gl.where(tile < 0, tile + work.count, tile)
@@ -150,29 +163,35 @@ def produce(q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C: g
 def load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C: gl.constexpr):
     """Loads q, then k and v tile by tile, then the key moments of one block."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    PANELS: gl.constexpr = C.PANELS
     MOMENT_TILES: gl.constexpr = C.MOMENT_TILES
     g = work.h // opt.group
     for group in gl.static_range(WARPGROUPS):
         at = work.round % 2 * WARPGROUPS + group
         if C.PERSISTENT:
             mbarrier.wait(ring.q_free.index(at), ((work.round // 2) & 1) ^ 1)
-        mbarrier.expect(ring.q_full.index(at), ROWS * C.D * 2)
-        async_load(q_blocks, [work.b, work.h, work.i0 + group * ROWS, 0], ring.q_full.index(at), ring.q.index(at))
+        full = ring.q_full.index(at)
+        mbarrier.expect(full, ROWS * C.PANEL * PANELS * 2)
+        for c in gl.static_range(PANELS):
+            source = [work.b, work.h, work.i0 + group * ROWS, c * C.PANEL]
+            async_load(q_blocks, source, full, ring.q.index(at * PANELS + c))
     for t in range(work.base, work.end):
         stage, next_stage = t % C.STAGES, (t + 1) % C.STAGES
         start = first_key(t, work, C)
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.k_full.index(stage), C.BN * C.D * 2)
-        async_load(k_blocks, [work.b, g, start, 0], ring.k_full.index(stage), ring.k.index(stage))
+        full = ring.k_full.index(stage)
+        mbarrier.expect(full, C.BN * C.PANEL * PANELS * 2)
+        for c in gl.static_range(PANELS):
+            async_load(k_blocks, [work.b, g, start, c * C.PANEL], full, ring.k.index(stage * PANELS + c))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.v_full.index(stage), C.BN * C.D * 2)
+        mbarrier.expect(ring.v_full.index(stage), C.BN * C.E * 2)
         async_load(v_blocks, [work.b, g, start, 0], ring.v_full.index(stage), ring.v.index(stage))
     for c in gl.static_range(MOMENT_TILES):
         t = work.end + c
         stage, next_stage = t % C.STAGES, (t + 1) % C.STAGES
         head, prefix = moments_index(work, opt, C)
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.k_full.index(stage), C.BN * C.D * 2)
+        mbarrier.expect(ring.k_full.index(stage), C.BN * C.PANEL * 2)
         async_load(moment_blocks, [head, prefix, c * C.BN, 0], ring.k_full.index(stage), ring.k.index(stage))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
         mbarrier.arrive(ring.v_full.index(stage), count=1)  # no values belong to it

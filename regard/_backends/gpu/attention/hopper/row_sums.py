@@ -28,7 +28,7 @@ from regard._backends.gpu.attention.hopper.fragment import (
     per_row,
     zeros,
 )
-from regard._backends.gpu.attention.hopper.ptx import row_max, shift_code, shift_constraints
+from regard._backends.gpu.attention.hopper.ptx import reciprocal, row_max, shift_code, shift_constraints
 from regard._backends.gpu.attention.online import find_shift, terms
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
@@ -44,7 +44,7 @@ class RowSums(NamedTuple):
     distance: Any
     mean: Any  # Σ y
     m2: Any  # Σ y²
-    first: Any  # lane 0: y of the first key, once its tile was processed
+    first: Any  # y of the first key, once its tile was processed; in lane 0, with a window in any one lane
 
 
 class TileSums(NamedTuple):
@@ -68,14 +68,27 @@ def empty_rows(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
 
 
 @gluon.jit
-def mask_keys(s, last, start):
-    """Scores of the tile at key `start`, with HIDDEN for keys from `last` on."""
+def mask_keys(s, first, last, start, opt):
+    """Scores of the tile at key `start`, with HIDDEN for keys outside first ≤ j < last."""
     y = cells(s)
-    return gl.reshape(gl.where(octet_start(y) < per_row(last - start, y) - key_in_octet(y), y, HIDDEN), s.shape)
+    visible = octet_start(y) < per_row(last - start, y) - key_in_octet(y)
+    if opt.left is not None:
+        visible = visible & (octet_start(y) >= per_row(first - start, y) - key_in_octet(y))
+    return gl.reshape(gl.where(visible, y, HIDDEN), s.shape)
 
 
 @gluon.jit
-def update_shift(s, r, b2, start, C: gl.constexpr, FIXED_SHIFT: gl.constexpr):
+def cap_scores(s, opt):
+    """c·tanh(scale·s/c) of the products s, as c − 2c/(1 + exp(2·scale·s/c)); tanh.approx would be wrong by 2⁻¹¹."""
+    if opt.cap is not None:
+        cap = tiles.number(opt.cap, gl.float32)
+        e = gl.exp2(s * (tiles.number(opt.scale, gl.float32) * (2.0 * LOG2E) / cap))
+        s = reciprocal(1.0 + e) * (-2.0 * cap) + cap
+    return s
+
+
+@gluon.jit
+def update_shift(s, r, b2, first_key, start, opt, C: gl.constexpr, FIXED_SHIFT: gl.constexpr, EDGE: gl.constexpr):
     """(rescaling factor, RowSums) for tile s: raises the shift where a score is too far above it."""
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
@@ -101,7 +114,11 @@ def update_shift(s, r, b2, start, C: gl.constexpr, FIXED_SHIFT: gl.constexpr):
                     (gl.float32, gl.float32, gl.float32), True, 2,
                 )  # fmt: skip
     first = r.first
-    if NEED.first:
+    if NEED.first and opt.left is not None:
+        if EDGE:  # every row's first key lies in such a tile
+            hit = octet_start(y) == per_row(first_key - start, y) - key_in_octet(y)
+            first += gl.convert_layout(accumulate(gl.where(hit, y, 0.0), first, True), first.type.layout)
+    elif NEED.first:
         first_y, _ = gl.split(first_octet(y))
         first = gl.where(start == 0, gl.convert_layout(first_y, first.type.layout), first)
     return factor, RowSums(top, shift, z, log_u, square, distance, r.mean, r.m2, first)

@@ -1,4 +1,4 @@
-"""Maps that are written into a file of one's own, of every family, in the CPU rows: found, compiled, and edited."""
+"""Normalisers from a user's file, of every family, in the CPU rows: discovered, compiled, edited."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ MIXED = """
 
 @contextlib.contextmanager
 def discovered(folder, name, text):
-    """A normaliser from a file, for a while."""
+    """Discovers a normaliser from a file; removes it on exit."""
     (folder / f"{name}.py").write_text(textwrap.dedent(text))
     try:
         normalizers.discover(folder)
@@ -174,7 +174,7 @@ def test_a_pointwise_map_whose_slope_needs_the_score(tmp_path):
         torch.testing.assert_close(ds[rest].double(), exact[1][rest], rtol=1e-4, atol=1e-5)
 
 
-def test_what_joins_a_ratio_of_ones_own_joins_once_where_keys_are_in_parts(tmp_path):
+def test_the_rest_of_a_users_ratio_joins_once_where_keys_are_in_parts(tmp_path):
     """The silent 1 beside two halves of the keys, which each rank's part leaves out."""
     q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(9))
     with discovered(tmp_path, "ninth", NINTH.format(power=1.0)) as choice:

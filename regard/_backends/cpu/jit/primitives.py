@@ -1,10 +1,9 @@
-"""The numba dialect of the tile language: `abs exp exp2 log log2 maximum minimum sqrt where`, and words for loops.
+"""The tile language in numba: `abs exp exp2 log log2 maximum minimum sqrt where`, and primitives for loops.
 
     exp(x) = 2ⁿ·P(r),   n = round(x / ln 2),   r = x − n·ln 2        straight-line code: no branch, no call
 
 so that LLVM turns a loop over a row into vectors. Additions keep the order in which they are written, except in
-`accumulate`, which says that a sum may be taken in any order: kernels can lean on s − m being exact and still sum
-sixteen lanes at once.
+`accumulate`, which allows any order: s − m stays exact, and sums still run on sixteen lanes at once.
 
 This module needs numba; only compiled kernels import it.
 """
@@ -81,7 +80,7 @@ def _narrow_bfloat16(x):
 
 def exp(x): ...
 def decay(x): ...  # exp(x) for x ≤ 0
-def growth(x): ...  # exp(x) − 1 for |x| ≤ ln 2 / 2, right to the last digits near 0
+def growth(x): ...  # exp(x) − 1 for |x| ≤ ln 2 / 2, accurate near 0
 def exp2(x): ...
 def log(x): ...
 def log2(x): ...
@@ -185,7 +184,7 @@ def _power_series32_body(r):
     def body(r):
         q = _curve32(r)
         high = E32[0] + E32[1] * r
-        return high + ((E32[1] * r - (high - E32[0])) + q)  # what rounding took from `high` comes back
+        return high + ((E32[1] * r - (high - E32[0])) + q)  # adds what rounding took from `high`
 
     return body
 

@@ -21,7 +21,7 @@ $(ENCODER): $(READY)  # a real pretrained encoder, 84 MB, that only the tests ne
 
 setup: $(READY)  ## the environment alone
 
-demo: $(READY)  ## look into two small Transformers, one of them ill
+demo: $(READY)  ## examine two small Transformers, one of them unhealthy
 	$(BIN)/regard demo
 
 test: $(ENCODER)  ## every test a machine without a GPU can run

@@ -59,6 +59,11 @@ def test_every_link_between_files_leads_to_a_file():
                 assert (path.parent / link).exists(), f"{path.name}: {link}"
 
 
+def test_the_citation_has_the_version():
+    text = (DOCS.parent / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {regard.__version__}\n" in text
+
+
 def test_the_statistics_page_defines_each():
     text = (DOCS / "statistics.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(\w+)` \|", text, flags=re.M) == list(regard.statistics.NAMES)

@@ -85,8 +85,8 @@ programs; `--seed 7` draws other numbers and gives the same verdicts.
 
 A claim is one file `regard/lab/claims/my_claim.py` that defines `claim = Claim(id="my-claim", …)`: its statement,
 its derivation in LaTeX, the rule in words, and `measure(sampler)`, which returns a `Finding`, a list of checks.
-Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the finding
-names, and those marked `.ours()` hold our own derivation to the measurement. Nothing else needs an edit.
+Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the
+finding names, and those marked `.ours()` compare our own derivation with the measurement. Nothing else needs an edit.
 """
 
 

@@ -8,8 +8,9 @@ without tensors among their options are kept, and only where nothing records or 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -85,7 +86,9 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
         return None if cut or call.wanted is not None else _torch_plan(problem)
     if call.path.backend in ("cpu", "triton") and (problem.choice.merges or not problem.stats):
         module = backend_module(ATTENTION, call.path.backend)
-        return partial(_run_fused, problem.without_tensors(), module, call.wanted)
+        options = replace(problem.without_tensors(), kind=object())
+        rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
+        return partial(_run_fused, options, rest, module, call.wanted)
     return None
 
 
@@ -114,11 +117,12 @@ def _attend_by_cudnn(causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor
     return cudnn_attention(q, k, v, None, records, 0.0, causal, False, scale=scale)[0]
 
 
-def _run_fused(options: Problem, module, wanted: tuple[str, ...] | None, q: Tensor, k: Tensor, v: Tensor):
-    records = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    order = statistics.with_gradient_inputs(options.stats, options.choice) if records else options.stats
-    problem = replace(options, q=q, k=k, v=v, stats=order)
-    if records:
+def _run_fused(
+    options: Problem, rest: tuple, module: ModuleType, wanted: tuple[str, ...] | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor | tuple[Tensor, Statistics]:
+    problem, order = Problem(q, k, v, *rest), options.stats
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        problem.stats = order = statistics.with_gradient_inputs(order, options.choice)
         out, stacked = FusedAttention.apply(problem, module, q, k, v, None, None, None, None, None, None)
     else:
         result = module.forward(problem)

@@ -47,6 +47,7 @@ class Problem:
     first_query: int = 0  # where q and k begin in the whole sequence, if they are pieces of it: causal order, window,
     first_key: int = 0  # key_lengths, distance and dropout count positions there
     queries: int | None = None  # of the whole sequence; None: q is whole
+    kind: object | None = None  # shared by problems of one plan: the same options, shapes, strides, dtypes and device
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

@@ -40,12 +40,20 @@ class Nested(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One torch op (`kernel` is None) or kernel launch, and the slots that its results go to."""
+    """One torch op or kernel launch, and the slots that its results go to."""
 
-    call: Any  # the op, or the compiled kernel with its grid
-    arguments: tuple
+    call: Callable
+    arguments: list  # with None where `filled` says what goes there
+    filled: list[tuple[int, Any]]
     options: dict
     results: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: Callable, arguments: Sequence, options: dict, results: tuple[int, ...]) -> Step:
+        """A step whose arguments hold slots here and there."""
+        places = [at for at, x in enumerate(arguments) if type(x) in (Slot, Nested)]
+        constants = [None if at in places else x for at, x in enumerate(arguments)]
+        return cls(call, constants, [(at, arguments[at]) for at in places], options, results)
 
 
 class Tape:
@@ -57,14 +65,19 @@ class Tape:
     def replay(self, inputs: Sequence[Tensor | None]) -> tuple:
         """Run the steps on other tensors of the same kind."""
         slots: list[Any] = [*inputs, *[None] * (self.slots - len(inputs))]
-        for call, arguments, options, results in self.steps:
-            found = call(*[_fill(x, slots) for x in arguments], **options)
-            if results:
-                if len(results) == 1:
-                    slots[results[0]] = found[0] if type(found) in (tuple, list) else found
-                else:
-                    for place, x in zip(results, found, strict=True):
-                        slots[place] = x
+        for call, arguments, filled, options, results in self.steps:
+            if filled:
+                arguments = arguments.copy()
+                for at, x in filled:
+                    arguments[at] = slots[x[0]] if type(x) is Slot else _fill(x, slots)
+            found = call(*arguments, **options) if options else call(*arguments)
+            if not results:
+                continue
+            if len(results) == 1:
+                slots[results[0]] = found[0] if type(found) in (tuple, list) else found
+            else:
+                for place, x in zip(results, found, strict=True):
+                    slots[place] = x
         return tuple([_fill(x, slots) for x in self.result])
 
 
@@ -85,25 +98,31 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[Step] = []
         self.kept = list(inputs)  # every tensor, so that no id is used twice
+        self.aliases: list[Tensor] = []
         self.places = {id(x): place for place, x in enumerate(inputs) if x is not None}
         self.launches, self.failed = 0, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        arguments = tuple(self.describe(x) for x in args)
+        arguments = [self.describe(x) for x in args]
         found = func(*args, **kwargs)
+        if func is torch.ops.aten.detach.default and id(args[0]) in self.places:  # the same tensor to a kernel
+            self.places[id(found)] = self.places[id(args[0])]
+            self.aliases.append(found)
+            return found
         results = found if isinstance(found, (tuple, list)) else (found,)
         if any(isinstance(x, Tensor) for x in kwargs.values()) or not all(isinstance(x, Tensor) for x in results):
             self.failed = True
         else:
-            self.steps.append(Step(func, arguments, kwargs, tuple(map(self.place_of, results))))
+            call = torch.empty if func is torch.ops.aten.empty.memory_format else func
+            self.steps.append(Step.of(call, arguments, kwargs, tuple(map(self.place_of, results))))
         return found
 
     def record_launch(self, compiled: Any, programs: int, arguments: tuple, constants: tuple) -> None:
         """Write down the launch of a compiled kernel."""
         self.launches += 1
         described = (*[self.describe(x) for x in arguments], *constants)
-        self.steps.append(Step(compiled[(programs, 1, 1)], described, {}, ()))
+        self.steps.append(Step.of(launcher.prepare(compiled, programs), described, {}, ()))
 
     def place_of(self, x: Tensor) -> int:
         """The slot of a tensor, a new one if it is new."""
@@ -139,6 +158,11 @@ class _Descriptor:
         return made
 
 
+def is_aligned(tensors: Sequence[Tensor | None]) -> Hashable:
+    """Which of the tensors begin at a multiple of 16 bytes."""
+    return tuple([None if x is None else x.data_ptr() % 16 == 0 for x in tensors])
+
+
 def key_of(tensors: Sequence[Tensor | None]) -> Hashable:
     """What a call's tensors are to a kernel: shapes, strides, dtypes, alignment."""
     return tuple(
@@ -146,9 +170,8 @@ def key_of(tensors: Sequence[Tensor | None]) -> Hashable:
     )
 
 
-def run(options: Hashable, inputs: Sequence[Tensor | None], compute: Callable[[], tuple]) -> tuple:
-    """compute(), or a replay of what it did for tensors of the same kind and the same options."""
-    key = options, key_of(inputs)
+def run(key: Hashable, inputs: Sequence[Tensor | None], compute: Callable[[], tuple]) -> tuple:
+    """compute(), or a replay of what it did under the same key, which covers options and `key_of(inputs)`."""
     tape = _tapes.get(key, UNSEEN)
     if type(tape) is Tape:
         return tape.replay(inputs)

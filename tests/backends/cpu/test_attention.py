@@ -136,7 +136,6 @@ HIDING = {
         dict(mask=torch.ones(8, 12, dtype=torch.bool).triu().expand(2, 4, 8, 12), causal=True),
         slice(8, None),
     ),
-    "lengths": (dict(key_lengths=torch.tensor([3, 6])), slice(6, None)),
     "bias": (dict(bias=torch.where(torch.arange(12) < 6, 0.0, -math.inf).expand(2, 4, 8, 12)), slice(6, None)),
 }
 
@@ -242,3 +241,17 @@ def test_dropout_is_philox():
     problem = Problem(q, k, v, normalizers.get("softmax"), 1.0, dropout_p=0.4, seed=seed)
     kept = attention.forward(problem).o > 0
     assert torch.equal(kept, philox.keep(seed, (2, 3, 5, 5), 0.4))
+
+
+def test_nan_beyond_a_shorter_length_stays_hidden():
+    """Both batch entries are in one block, whose keys reach to the longer length."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 4, 12, 4, generator=generator) for _ in range(3))
+    results = []
+    for poison in (0.0, math.nan):
+        k[0, :, 3:] = v[0, :, 3:] = poison
+        problem = Problem(q, k, v, normalizers.get("softmax"), 0.5, key_lengths=torch.tensor([3, 12]))
+        result = attention.forward(problem)
+        results.append((result.o, attention.backward(problem, result, Upstream(torch.ones_like(q))).q))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned) and clean.isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -37,7 +38,12 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
     with on_device_of(problem.q):
         if not _is_small(problem):
             return Forward(*compute())
-        return Forward(*tape.run(options_of(problem), (*tensors_of(problem), o), compute))
+        inputs = (*tensors_of(problem), o)
+        if problem.kind is not None and o is None:
+            key: Hashable = ("forward", problem.kind, problem.stats, tape.is_aligned(inputs[:3]))
+        else:
+            key = "forward", options_of(problem), tape.key_of(inputs)
+        return Forward(*tape.run(key, inputs, compute))
 
 
 def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
@@ -68,7 +74,8 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         wants = upstream.bias, upstream.temperature, upstream.sink, tuple(upstream.stats)
         saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
         inputs = (*tensors_of(problem), *saved)
-        return Gradients(*tape.run((options_of(problem), wants), inputs, compute))
+        key = "backward", options_of(problem), wants, tape.key_of(inputs)
+        return Gradients(*tape.run(key, inputs, compute))
 
 
 def _is_small(p: Problem) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core.problem import Problem
 
+FEW_SCORES = 2**19
 PAGE = Path(__file__).parents[4] / "docs" / "developers" / "kernels-table.md"
 
 
@@ -29,6 +31,12 @@ class Kernel(NamedTuple):
     supports: Callable[[Any], str | None]  # None, or why it cannot take the call
     run: Callable[..., None]
     needs_delta: bool = False  # backward: δ of every row is computed beforehand
+
+
+def _supports_hopper(problem: Problem) -> str | None:
+    """Say why the Hopper kernel cannot take a call, or should not: its statistics take three launches, `online` one."""
+    few = problem.stats and math.prod(problem.q.shape[:3]) * problem.k.shape[2] < FEW_SCORES
+    return hopper.supports(problem) or (f"statistics of fewer than {FEW_SCORES:,} scores" if few else None)
 
 
 def _support_all(call: Problem | BackwardCall) -> None:
@@ -50,7 +58,7 @@ KERNELS = (
         families=("ratio", "pointwise"),
         limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
         "queries; statistics of softmax and softmax1 only; no mask, bias or dropout, windows in causal order only",
-        supports=hopper.supports,
+        supports=_supports_hopper,
         run=forward.run_hopper,
     ),
     Kernel(

@@ -49,7 +49,8 @@ def forward(
     if not s.is_cuda or s.numel() > SMALL:
         return compute()
     with on_device_of(s):
-        return tape.run(("rows", choice, scale), (s, theta, mask), compute)
+        inputs = (s, theta, mask)
+        return tape.run(("rows", choice, scale, tape.key_of(inputs)), inputs, compute)
 
 
 def backward(
@@ -74,7 +75,8 @@ def backward(
     if not dp.is_cuda or dp.numel() > SMALL:
         return compute()[0]
     with on_device_of(dp):
-        return tape.run(("rows backward", choice, scale), (dp, saved, state, theta, mask), compute)[0]
+        inputs = (dp, saved, state, theta, mask)
+        return tape.run(("rows backward", choice, scale, tape.key_of(inputs)), inputs, compute)[0]
 
 
 def _check(s: Tensor, choice: Choice) -> Any:

@@ -3,8 +3,9 @@
     python benchmarks/h200_widths.py [CASE …]
 
 Each case is checked on small odd shapes with fresh random inputs and poisoned outputs (in parallel, which also
-compiles the kernels), then timed on its own shape in CUDA graphs: without statistics, with two, with all; beside them
-the plain Triton kernel (`online`, all statistics) and torch's sdpa (cuDNN first) where it can do the call.
+compiles the kernels), then timed on its own shape in CUDA graphs: without statistics, with two, with all, and heads of
+64 without statistics in blocks of two warpgroups; beside them the plain Triton kernel (`online`, all statistics) and
+torch's sdpa (cuDNN first) where it can do the call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import multiprocessing
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests" / "support")]
 
@@ -69,6 +71,7 @@ def check(name: str) -> str:
 
     for module in (attention, hopper, key_moments):
         module.torch = Poisoned()
+    attention.SMALL = 0  # no tapes, which would not see the patch below
     sizes, options = CASES[name]
     shape = dict(d=sizes["d"], e=sizes.get("e", sizes["d"]), causal=sizes.get("causal", False))
     begin = time.time()
@@ -84,6 +87,9 @@ def check(name: str) -> str:
                 check_forward(attention, problem, slack=2.0)
         for names in SETS.values():
             attention.forward(make_problem(sizes, options, names))
+        if sizes["d"] == 64:
+            with patch.object(hopper, "MAX_WASTE", 0.0):
+                attention.forward(make_problem(sizes, options, ()))
         torch.cuda.synchronize()
     except Exception as error:
         return f"FAILED {type(error).__name__}: {str(error)[-400:]}"
@@ -106,23 +112,34 @@ def sdpa_ms(problem) -> float:
     if problem.softcap is not None or problem.reach[0] is not None or problem.key_lengths is not None:
         return math.nan
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(order, set_priority=True):
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        return time_ms(lambda: sdpa(problem.q, problem.k, problem.v, is_causal=problem.causal, scale=problem.scale))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    try:
+        with sdpa_kernel(order, set_priority=True):
+            return time_ms(lambda: sdpa(problem.q, problem.k, problem.v, is_causal=problem.causal, scale=problem.scale))
+    except RuntimeError:
+        return math.nan
 
 
 def run_timings(name: str) -> list[float]:
-    """[plain, two, all statistics, online with all statistics, sdpa], ms."""
+    """[plain, two, all statistics, plain in blocks of two warpgroups, online with all statistics, sdpa], ms."""
     import torch
 
     from regard._backends.gpu.attention import forward as kernels
     from regard._backends.gpu.attention import launch as attention
+    from regard._backends.gpu.attention.hopper import launch as hopper
 
+    attention.SMALL = 0
     sizes, options = CASES[name]
     times = []
     for names in SETS.values():
         problem = make_problem(sizes, options, names)
         times.append(time_ms(lambda problem=problem: attention.forward(problem)))
+    two_groups = math.nan
+    if sizes["d"] == 64:
+        plain = make_problem(sizes, options, ())
+        with patch.object(hopper, "MAX_WASTE", 0.0):
+            two_groups = time_ms(lambda: attention.forward(plain))
+    times.append(two_groups)
     result = attention.forward(problem)
     spare = dataclasses.replace(result, o=torch.empty_like(result.o))
     times.append(time_ms(lambda: kernels.run_online(problem, spare)))
@@ -134,9 +151,9 @@ def main() -> None:
     names = [name for name in CASES if not sys.argv[1:] or name in sys.argv[1:]]
     with multiprocessing.get_context("spawn").Pool(min(12, len(names))) as pool:
         results = dict(zip(names, pool.map(check, names, chunksize=1), strict=True))
-    print(f"{'case':16} {'plain':>7} {'two':>7} {'all':>7} {'online':>7} {'sdpa':>7}   check")
+    print(f"{'case':16} {'plain':>7} {'two':>7} {'all':>7} {'2 wg':>7} {'online':>7} {'sdpa':>7}   check")
     for name in names:
-        times = run_timings(name) if results[name].startswith("ok") else [math.nan] * 5
+        times = run_timings(name) if results[name].startswith("ok") else [math.nan] * 6
         print(f"{name:16}", *(f"{ms:7.3f}" for ms in times), " ", results[name], flush=True)
 
 

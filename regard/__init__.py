@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str):
     """The names of health and what stands on it, imported when first asked for."""
-    if name in ("Monitor", "examine", "using"):
+    if name in ("Monitor", "compare", "examine", "using"):
         from regard import health
 
         return getattr(health, name)
@@ -57,6 +57,7 @@ __all__ = [
     "OnlineSoftmax",
     "attention",
     "attention_path",
+    "compare",
     "entmax",
     "entmax15",
     "examine",

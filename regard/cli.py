@@ -32,9 +32,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("regard.health.commands.demo", "examine two small Transformers, one of them unhealthy", "hf"),
-    "examine": Command("regard.health.commands.examine", "examine every attention head of a model", "hf"),
-    "compare": Command("regard.health.commands.compare", "compare two reports side by side", "report"),
+    "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy", "hf"),
+    "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
+    "compare": Command("regard.health.commands.compare", "list what differs between two reports", "report"),
     "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
     "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),
     "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser", "lab"),

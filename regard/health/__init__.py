@@ -1,8 +1,9 @@
-"""Health: look into every head of a model, say what is wrong, try the remedy, watch it while training."""
+"""Health: measure every attention head of a model, report problems, try remedies, watch training."""
 
 from regard.health.examine import examine
 from regard.health.monitor import AttentionWarning, Monitor
+from regard.health.report.comparison import Comparison, compare
 from regard.health.report.report import Report
 from regard.health.using import using
 
-__all__ = ["AttentionWarning", "Monitor", "Report", "examine", "using"]
+__all__ = ["AttentionWarning", "Comparison", "Monitor", "Report", "compare", "examine", "using"]

@@ -1,4 +1,4 @@
-"""Examine a model: run it as it runs, measure every attention head on the way, say what is wrong."""
+"""`examine`: run a model on batches, measure every attention head, report problems."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_
 from regard.health.measurement.recorder import Layer, Recorder, merge_uses
 from regard.health.readings.heads import heads_if, heads_of, layers_without_rows, read_early
 from regard.health.readings.histogram import LAYOUT
-from regard.health.report.report import Report, WhatIfReading, how_measured
-from regard.health.what_if import parse_all
+from regard.health.report.how import describe_measurement
+from regard.health.report.report import Report, WhatIfReading
+from regard.health.what_if import WhatIf, parse_all
 
 Modules = list[tuple[str, nn.Module]]
-# names of kernels that are not caught, or parts of them
-NOT_CAUGHT = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
-POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # how tables of learned positions are called
+# parts of the names of kernels that are not captured
+NOT_CAPTURED = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
+POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # names of learned position tables
 
 
 def examine(
@@ -38,10 +39,10 @@ def examine(
     title: str | None = None,
     progress: Callable[[int], None] | None = None,
     backend: str | None = None,
-    group=None,
+    group: Any = None,
     snapshot: str | os.PathLike | None = None,
 ) -> Report:
-    """Every attention head of `model` over `batches`: readings, findings and, per what-if, what they would be.
+    """Measure every attention head of `model` over `batches` and report readings, findings and what-ifs.
 
     >>> encoder = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
     >>> report = regard.examine(encoder, [torch.randn(2, 10, 32)], what_if=["temperature=2"])
@@ -53,29 +54,29 @@ def examine(
 
     Args:
         model: any nn.Module: a transformers model, torch's own layers, or anything that calls
-            `scaled_dot_product_attention`. It is run in evaluation mode without gradients, and left as it was.
-        batches: an iterable of batches: a mapping goes in as keywords, a tuple or list as arguments, a tensor as the
-            one argument; a function is called with the model (`lambda m: m.generate(ids)`).
+            `scaled_dot_product_attention`. It runs in evaluation mode without gradients and is not changed.
+        batches: an iterable of batches: a mapping is passed as keywords, a tuple or list as arguments, a tensor as the
+            only argument; a function is called with the model (`lambda m: m.generate(ids)`).
         what_if: changes to try on the same scores: "temperature=2", "scale=inverse", "qk_norm", "softcap=50",
             "normalizer=entmax15", "ssmax"; several joined by + are one change.
-        title: what to call the model in the report; None takes its own name.
-        progress: called with the number of batches done.
+        title: the model's name in the report; None for its own.
+        progress: called with the number of finished batches.
         backend: as in `regard.attention`.
-        group: ranks of `torch.distributed` that share the batches, True for all of them: every rank passes the same
-            batches, runs its own, and gets the same report as one process would.
-        snapshot: a file that the merged readings are written to now and then; if it is there, the examination goes on
-            after the last batch in it. It is removed at the end.
+        group: ranks of `torch.distributed` that share the batches, True for all: every rank passes the same batches,
+            runs its own, and returns the report that one process would.
+        snapshot: a file to which the merged readings are saved from time to time; if it exists, the examination resumes
+            after its last batch. It is removed at the end.
 
-    A batch that fails, or Ctrl-C, ends the examination: if anything was measured before, the report covers that and
-    `report.interrupted` says why it is not all.
+    A batch that fails, or Ctrl-C, ends the examination: if anything was measured, the report covers it and
+    `report.interrupted` gives the reason.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model is TorchScript, whose calls cannot be seen; pass the module that it was made of")
+        raise TypeError("model is TorchScript, whose calls cannot be captured; pass the module it was made from")
     changes = parse_all(what_if)
     if isinstance(batches, (str, bytes)):
-        raise TypeError("batches must be what the model is called with, got text; tokenize it, or run `regard examine`")
+        raise TypeError("batches must be the model's inputs, got text; tokenize it, or run `regard examine`")
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
@@ -93,36 +94,36 @@ def examine(
     interception = Interception(model, observe=recorder)
     modules = interception.modules
     if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None):
-        raise ValueError("model has weights on the meta device, which hold no numbers; load them first")
-    here = threading.get_ident()  # others may run the model beside
+        raise ValueError("model has weights on the meta device, which have no values; load them first")
+    here = threading.get_ident()  # other threads may run the model too
 
     def begin(*_) -> None:
         if not torch.compiler.is_compiling() and threading.get_ident() == here:
             recorder.begin()
 
-    opened = model.register_forward_pre_hook(begin, prepend=True)
-    started, done, size, failure = time.perf_counter(), 0, 0, None
+    hook = model.register_forward_pre_hook(begin, prepend=True)
+    started, done, parameters, failure = time.perf_counter(), 0, 0, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
-    pad = pad_of(model)
+    pad, room = pad_of(model), max_positions(model)
     columns = OutputColumns(dict(modules))
     try:
-        with _evaluating(model, modules), interception, torch.no_grad(), interception.torch_calls():
+        with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
                 if rounds is not None:
                     rounds.check_batch(done, batch)
                 if rounds is None or rounds.is_mine(done):
                     recorder.rows.padding = padding_of(batch, two_sided)
                     recorder.rows.inverted = bool(recorder.rows.padding) and is_inverted(batch, pad)
-                    recorder.begin()  # a function may run a part of the model, whose hook is not called
-                    _run(model, modules, batch, done)
-                    size = size or _size(modules)  # while a GPU is at work, and so
+                    recorder.begin()  # a function may run only a part of the model, without this hook
+                    _run(model, batch, done, room)
+                    parameters = parameters or _count_parameters(modules)  # while a GPU is busy
                     with recorder.on_side_stream():
                         columns.compute(recorder.layers.values())
                     if rounds is None:
                         read_early(recorder)
                     while recorder.finish_batch():
                         recorder.begin()
-                        _run(model, modules, batch, done)
+                        _run(model, batch, done, room)
                 done += 1
                 if rounds is not None:
                     rounds.end_batch(done - 1)
@@ -136,7 +137,7 @@ def examine(
         if rounds is not None:
             failure, done = rounds.fail(done, error)
     finally:
-        opened.remove()
+        hook.remove()
         forget_derived()
     layers = list(recorder.layers.values())
     if rounds is not None:
@@ -148,18 +149,19 @@ def examine(
         raise ValueError("batches is empty; there is nothing to examine")
     if not layers:
         raise ValueError(
-            f"no attention was found in {type(model).__name__}: nothing in it called scaled_dot_product_attention, "
-            "torch.nn.MultiheadAttention, regard.attention or a transformers attention function (if what torch.compile "
-            f"made of it was run, examine that){_by_hand(modules)}"
+            f"no attention was found in {type(model).__name__}: it did not call scaled_dot_product_attention, "
+            "torch.nn.MultiheadAttention, regard.attention or a transformers attention function (if you ran what "
+            f"torch.compile returned, examine that){_hint_at_missed(modules)}"
         )
     with recorder.on_side_stream():
-        columns.find_unread(layers)
-        return _report(model, modules, size, layers, changes, done, failure, time.perf_counter() - started, title)
+        columns.find_unused_heads(layers)
+        how = describe_measurement(model, parameters, layers, done, time.perf_counter() - started)
+        return _make_report(title or _title(model), modules, layers, changes, how, failure)
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module, modules: Modules) -> Iterator[None]:
-    """Puts the model into evaluation mode and back; one examination at a time, threads take turns."""
+def _evaluation_mode(model: nn.Module, modules: Modules) -> Iterator[None]:
+    """Evaluation mode inside the block; other threads wait until it ends."""
     with _ONE_AT_A_TIME:
         training = [module for _, module in modules if module.training]
         try:
@@ -174,44 +176,45 @@ def _evaluating(model: nn.Module, modules: Modules) -> Iterator[None]:
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def positions(model: nn.Module) -> int:
-    """How many positions the model has a learned embedding for; a very large number if it has none."""
-    return room_in(list(model.named_modules()))
-
-
-def room_in(modules: Modules) -> int:
+def max_positions(model: nn.Module) -> int:
+    """The number of positions with a learned embedding; a very large number if there are none."""
     tables = []
-    for name, module in modules:
+    for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS:
             first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             tables.append(module.num_embeddings - first)
     return min(tables, default=2**31)
 
 
-def _run(model: nn.Module, modules: Modules, batch: Any, number: int) -> None:
+def _run(model: nn.Module, batch: Any, number: int, room: int) -> None:
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         batch(model)
         return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
-    def moved(x):
+    def move(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
 
     if isinstance(batch, Mapping):
-        ids, room = batch.get("input_ids"), room_in(modules)
+        ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.shape[-1] > room:
             raise ValueError(
-                f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; cut it"
+                f"batch {number}: input_ids has {ids.shape[-1]} tokens, but the model has {room} positions; shorten it"
             )
-        model(**{key: moved(value) for key, value in batch.items()})
+        model(**{key: move(value) for key, value in batch.items()})
     elif isinstance(batch, (tuple, list)):
-        model(*map(moved, batch))
+        model(*map(move, batch))
     else:
-        model(moved(batch))
+        model(move(batch))
 
 
-def _report(
-    model, modules: Modules, size: int, layers: list[Layer], changes, done: int, failure, seconds: float, title
+def _make_report(
+    title: str,
+    modules: Modules,
+    layers: list[Layer],
+    changes: list[WhatIf],
+    how: dict[str, Any],
+    failure: BaseException | None,
 ) -> Report:
     heads = heads_of(layers)
     what_if = {}
@@ -221,59 +224,49 @@ def _report(
         what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
     unmeasured += layers_without_rows(layers, heads)
-    unmeasured += list(_silent(modules, layers).items())
+    unmeasured += _find_missed(modules, layers).items()
     interrupted = None
     if failure is not None:
-        said = str(failure).strip().splitlines()
-        interrupted = f"{type(failure).__name__}{f': {said[0]}' if said else ''} (after {done} whole batches)"
-    return Report(
-        title=title or _title(model),
-        heads=heads,
-        findings=findings.find_all(heads, layers),
-        unmeasured=unmeasured,
-        what_if=what_if,
-        how=how_measured(model, size, layers, done, seconds),
-        interrupted=interrupted,
-    )
+        message = str(failure).strip().splitlines()
+        reason = f"{type(failure).__name__}{f': {message[0]}' if message else ''}"
+        interrupted = f"{reason} (after {how['batches']} whole batches)"
+    return Report(title, heads, findings.find_all(heads, layers), unmeasured, what_if, how, interrupted)
 
 
-def _silent(modules: Modules, layers: list[Layer]) -> dict[str, str]:
-    """Modules that are attention by name, or by what they call, in which nothing was caught: and what is said of it."""
-    seen = {layer.name for layer in layers}
-    suspected = {kind: _suspected(kind) for kind in {type(module) for _, module in modules}}
-    names = {name: said for name, module in modules if (said := suspected[type(module)])}
+def _find_missed(modules: Modules, layers: list[Layer]) -> dict[str, str]:
+    """Modules that look like attention but in which no call was captured, with the reason."""
+    captured = {layer.name for layer in layers}
+    reasons = {kind: _why_attention(kind) for kind in {type(module) for _, module in modules}}
+    suspected = {name: reason for name, module in modules if (reason := reasons[type(module)])}
 
-    def related(name: str) -> bool:
-        return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in seen)
+    def is_related(name: str) -> bool:
+        return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in captured)
 
-    silent = [name for name in names if name and not related(name)]
-    return {name: names[name] for name in silent if not any(other.startswith(f"{name}.") for other in silent)}
+    missed = [name for name in suspected if name and not is_related(name)]
+    return {name: suspected[name] for name in missed if not any(other.startswith(f"{name}.") for other in missed)}
 
 
-def _suspected(kind: type[nn.Module]) -> str | None:
-    """Why a class should have called attention, if it should: its name, or the name of a kernel that is not caught."""
+def _why_attention(kind: type[nn.Module]) -> str | None:
+    """Why a class should have called attention: its name, or a kernel in its code that is not captured."""
     methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
-    called = {
-        name for method in methods for name in method.__code__.co_names if "." not in name
-    }  # no flash_attn.layers
-    kernel = next((name for name in sorted(called) if any(part in name for part in NOT_CAUGHT)), None)
+    names = {name for method in methods for name in method.__code__.co_names if "." not in name}  # not imports
+    kernel = next((name for name in sorted(names) if any(part in name for part in NOT_CAPTURED)), None)
     if kernel is not None:
-        return f"no attention call was seen in it; its code has {kernel}, which is not caught"
+        return f"no attention call was seen in it; its code has {kernel}, which is not captured"
     return "no attention call was seen in it" if kind.__name__.endswith(("Attention", "Attn")) else None
 
 
-def _by_hand(modules: Modules) -> str:
-    for name, said in _silent(modules, []).items():
-        kernel = said.partition("its code has ")[2]
-        return f"; {name!r} has {kernel}" if kernel else f"; by name {name!r} is attention, but computes it by hand"
+def _hint_at_missed(modules: Modules) -> str:
+    for name, reason in _find_missed(modules, []).items():
+        kernel = reason.partition("its code has ")[2]
+        return f"; {name!r} has {kernel}" if kernel else f"; {name!r} is named attention, but computes it by hand"
     return ""
 
 
-def _size(modules: Modules) -> int:
-    """How many parameters; shared ones once."""
-    return sum(
-        {id(p): p.numel() for _, module in modules for p in module._parameters.values() if p is not None}.values()
-    )
+def _count_parameters(modules: Modules) -> int:
+    """The number of parameters, shared ones counted once."""
+    parameters = (p for _, module in modules for p in module._parameters.values() if p is not None)
+    return sum({id(p): p.numel() for p in parameters}.values())
 
 
 def _title(model: nn.Module) -> str:

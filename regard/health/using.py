@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard import normalizers
 from regard.health.capture.call import Call
-from regard.health.capture.interception import Interception
+from regard.health.capture.interception import Interception, refuse_data_parallel
 from regard.health.what_if import WhatIf, with_qk_norm
 from regard.scores import resolve_scale
 from regard.temperature import unsized
@@ -63,6 +63,7 @@ class using:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        refuse_data_parallel(model)
         if isinstance(temperature, str):
             temperature = unsized(temperature)
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)

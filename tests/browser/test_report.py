@@ -99,7 +99,7 @@ def test_lists_and_findings_choose_heads_too(page, saved):
     chip = page.find_element(By.CSS_SELECTOR, "#findings .chip")
     chip.click()
     where = int(chip.get_attribute("data-layer")), int(chip.get_attribute("data-head"))
-    assert where[0] == 1  # the layer that was made ill
+    assert where[0] == 1  # the unhealthy layer
     assert_numbers(page, head_of(saved[1], *where))
     cell = page.find_element(By.CSS_SELECTOR, "rect.cell.chosen")
     assert (int(cell.get_attribute("data-layer")), int(cell.get_attribute("data-head"))) == where
@@ -213,7 +213,7 @@ def test_a_map_beyond_one_has_its_own_range_and_marks_that_can_be_seen(browser, 
     WebDriverWait(browser, 20).until(
         lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
     )
-    rings = browser.find_elements(By.CSS_SELECTOR, "circle.ill")
+    rings = browser.find_elements(By.CSS_SELECTOR, "circle.ring")
     assert {ring.value_of_css_property("stroke") for ring in rings} == {"rgb(31, 31, 78)"}  # on light cells
     assert browser.find_element(By.CSS_SELECTOR, "#histogram text:last-child").text == "100 %"
     Select(browser.find_element(By.ID, "statistic")).select_by_visible_text("gain ratio")

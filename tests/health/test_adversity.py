@@ -12,8 +12,8 @@ import regard
 from regard.health import AttentionWarning
 from regard.health.capture import interception
 from regard.health.capture.call import clean_mask
-from regard.health.examine import positions
-from regard.health.report.page import render
+from regard.health.examine import max_positions
+from regard.health.report.page.report_page import render
 
 
 class Att(nn.Module):
@@ -60,7 +60,7 @@ def test_nan_is_an_illness_and_no_clean_bill():
     assert (finding.kind, finding.severity) == ("not finite", "critical")
     assert finding.places[0] == (0, 0) and ("0", 0) in finding.heads
     page = render(report)
-    assert "in trouble" in page and "healthy" not in page.split("<main>")[1]
+    assert "critical findings" in page and "no problem found" not in page.split("<main>")[1]
     assert "8 heads have findings in layers 0 and 1: not finite (8)." in page
 
 
@@ -73,7 +73,7 @@ def test_nan_in_one_head_is_reported_that_head(length, tmp_path):
     (finding,) = report.findings
     assert regard.examine(model, batches, snapshot=tmp_path / "so far").findings == [finding]
     assert (finding.heads, finding.places) == ((("0", 2),), [(0, 2)])
-    assert "first in 0, there in 1 of its 4 heads." in finding.evidence
+    assert "the first is 0 (1 of its 4 heads)." in finding.evidence
     assert report.summary()[1] == "1 head has findings in layer 0: not finite (1)."
 
 
@@ -102,7 +102,7 @@ def test_a_model_in_part_unmeasured_is_not_called_healthy():
     report = regard.examine(model, [torch.randn(4, 40, 32)])
     assert report.findings == []
     assert [name for name, _ in report.unmeasured] == ["0"]
-    assert "healthy where measured" in render(report)
+    assert "no problem found where measured" in render(report)
 
 
 def test_findings_of_a_module_used_twice_name_the_use():
@@ -226,6 +226,21 @@ def test_inference_mode_with_an_additive_mask():
     assert report.heads[0].statistics["visible_keys"].max == 13
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda model: regard.examine(model, [torch.zeros(1, 2)]),
+        regard.Monitor,
+        regard.qk_clip,
+        lambda model: regard.using(model, scale=1.0),
+    ],
+    ids=["examine", "Monitor", "qk_clip", "using"],
+)
+def test_data_parallel_is_refused(start):
+    with pytest.raises(ValueError, match=r"^model is nn\.DataParallel, .* use DistributedDataParallel$"):
+        start(nn.DataParallel(nn.Linear(2, 2)))
+
+
 def test_weights_on_the_meta_device_are_refused():
     with pytest.raises(ValueError, match="meta device"):
         regard.examine(Att().to("meta"), [torch.randn(1, 9, 32)])
@@ -290,7 +305,7 @@ def test_compiled_models_are_examined_watched_and_led():
         assert not torch.equal(compiled(x), own)
     torch.testing.assert_close(compiled(x), own)
     inner = regard.Monitor(model.train(), every=1)
-    with pytest.warns(AttentionWarning, match="torch.compile made of it"):
+    with pytest.warns(AttentionWarning, match="what torch.compile returned"):
         compiled(x)
     inner.close()
     in_place = Att()
@@ -389,4 +404,4 @@ def test_positions_that_a_table_keeps_for_itself_are_not_offered():
     sizes = dict(max_position_embeddings=130, num_hidden_layers=1, num_attention_heads=1, hidden_size=16, vocab_size=30)
     for kind, room in (("Roberta", 128), ("Bert", 130), ("OPT", 130)):
         config = getattr(transformers, f"{kind}Config")(**sizes)
-        assert positions(transformers.AutoModel.from_config(config)) == room, kind
+        assert max_positions(transformers.AutoModel.from_config(config)) == room, kind

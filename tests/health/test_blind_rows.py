@@ -43,9 +43,9 @@ def additive(mask, hidden):
 def test_real_rows_that_see_no_key_are_a_finding(mask):
     model = Reader(mask)
     report, found = examined(model)
-    (told,) = found.values()
-    assert (told.kind, told.severity, told.measured, told.indices) == (KIND, "warning", (0.5, 0.5), (0, 0))
-    assert told.evidence.startswith("50 % of the rows") and report.unmeasured == []
+    (finding,) = found.values()
+    assert (finding.kind, finding.severity, finding.measured, finding.indices) == (KIND, "warning", (0.5, 0.5), (0, 0))
+    assert finding.evidence.startswith("50 % of the rows") and report.unmeasured == []
     expected = regard.reference.attention(model.x, model.x, model.x, return_stats=True)[2]
     for head in report.heads:
         assert head.statistics["entropy"].count == 3 * LENGTH / 2
@@ -96,8 +96,8 @@ def test_cross_attention_that_sees_nothing():
             return self.cross_attn(x, x[:, :5], x[:, :5], key_padding_mask=hidden, need_weights=False)[0]
 
     report = regard.examine(Cross(), [torch.randn(3, LENGTH, 8)])
-    (told,) = [one for one in report.findings if one.kind == KIND]
-    assert told.measured == pytest.approx((1 / 3, 1 / 3))
+    (finding,) = [one for one in report.findings if one.kind == KIND]
+    assert finding.measured == pytest.approx((1 / 3, 1 / 3))
 
 
 @pytest.mark.parametrize("hidden", [-1e9, -math.inf])
@@ -116,8 +116,8 @@ def test_a_long_call_goes_on_with_the_models_own_output_in_such_rows(hidden):
 def test_a_causal_mask_with_true_and_false_exchanged(hidden):
     mask = ~(~NOTHING).tril()
     _, found = examined(Reader(mask if hidden is None else additive(mask, hidden)))
-    (told,) = found.values()
-    assert (told.kind, told.severity, len(told.heads)) == ("mask inverted", "warning", 2)
+    (finding,) = found.values()
+    assert (finding.kind, finding.severity, len(finding.heads)) == ("mask inverted", "warning", 2)
 
 
 def test_a_monitor_writes_no_numbers_of_heads_that_see_nothing():
@@ -126,8 +126,8 @@ def test_a_monitor_writes_no_numbers_of_heads_that_see_nothing():
         model()
     assert [row["head"] for row in rows] == [0] and math.isfinite(rows[0]["max_logit"])
     model = Reader(NOTHING)
-    told = pytest.warns(regard.health.AttentionWarning, match="it is not watched: none of its queries sees a key")
-    with told, regard.Monitor(model, every=1, log=rows.append):
+    warns = pytest.warns(regard.health.AttentionWarning, match="not watched: none of its queries sees a key")
+    with warns, regard.Monitor(model, every=1, log=rows.append):
         model()
     assert len(rows) == 1
 
@@ -139,11 +139,11 @@ def test_batches_and_snapshots_add_up(tmp_path):
     batches = [torch.tensor(0), torch.tensor(1)]
     for options in ({}, dict(snapshot=tmp_path / "state")):
         report = regard.examine(model, batches, **options)
-        (told,) = [one for one in report.findings if one.kind == KIND]
-        assert told.measured == (0.25, 0.25) and report.heads[0].statistics["entropy"].count == 3 * LENGTH * 1.5
+        (finding,) = [one for one in report.findings if one.kind == KIND]
+        assert finding.measured == (0.25, 0.25) and report.heads[0].statistics["entropy"].count == 3 * LENGTH * 1.5
 
 
-def test_calls_of_three_dims_say_that_heads_cannot_be_told():
+def test_calls_of_three_dims_say_that_heads_are_not_separated():
     class Folded(nn.Module):
         def __init__(self, dims):
             super().__init__()
@@ -155,7 +155,7 @@ def test_calls_of_three_dims_say_that_heads_cannot_be_told():
             return F.scaled_dot_product_attention(x, x, x)
 
     x = torch.randn(3, LENGTH, 8)
-    told = regard.examine(Folded(3), [x])
-    assert len(told.heads) == 1 and told.how["three_dims"]["layers"] == ["Folded"]
-    assert "heads cannot be told from sequences" in told.how["three_dims"]["means"]
+    report = regard.examine(Folded(3), [x])
+    assert len(report.heads) == 1 and report.how["three_dims"]["layers"] == ["Folded"]
+    assert "does not separate heads from sequences" in report.how["three_dims"]["means"]
     assert "three_dims" not in regard.examine(Folded(4), [x]).how

@@ -160,7 +160,7 @@ def test_a_kernel_that_is_not_captured_is_reported():
     model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 24), Kernel(), Rotary())
     report = examine(model, [torch.randn(2, 20, 12)])
     assert [name for name, _ in report.unmeasured] == ["1"] and "flash_attn_func" in report.unmeasured[0][1]
-    with pytest.raises(ValueError, match="'0' has flash_attn_func, which is not caught"):
+    with pytest.raises(ValueError, match="'0' has flash_attn_func, which is not captured"):
         examine(nn.Sequential(Kernel()), [torch.randn(2, 20, 12)])
 
 

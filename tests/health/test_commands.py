@@ -7,7 +7,7 @@ import torch
 
 from regard.cli import main
 from regard.health.models import tiny
-from regard.health.models.inputs import sample
+from regard.health.models.inputs import sample_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,11 +46,11 @@ def test_examine_a_folder(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "8 heads in 2 attention layers" in out
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert len(told["heads"]) == 8
-    assert told["title"] == folder.name
-    assert told["how"]["batches"] > 1
-    assert list(told["what_if"]) == ["temperature=2"]
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert len(data["heads"]) == 8
+    assert data["title"] == folder.name
+    assert data["how"]["batches"] > 1
+    assert list(data["what_if"]) == ["temperature=2"]
 
 
 def test_examine_the_sample_and_standard_input(folder, tmp_path, capsys, monkeypatch):
@@ -99,7 +99,7 @@ def test_what_cannot_be_examined_is_told_in_a_line(folder, tmp_path, capsys):
     (tmp_path / "blank.txt").write_text("  \n ")
     refused(capsys, tmp_path / "empty", words="no config.json")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    refused(capsys, tmp_path / "empty", words="an adapter alone; merge it")
+    refused(capsys, tmp_path / "empty", words="only an adapter; merge it")
     refused(capsys, folder, "--text", "blank.txt", words="tokenises to nothing")
     refused(capsys, folder, "--text", "none.txt", words="cannot be read")
     refused(capsys, folder, "--length", 65, words="more than the model's 64 positions")
@@ -109,7 +109,7 @@ def test_what_cannot_be_examined_is_told_in_a_line(folder, tmp_path, capsys):
     assert refused(capsys, folder, "--out", "none/report.html", words="there is no folder") == 2
     assert refused(capsys, folder, "--batch", 0, words="--batch must be at least 1") == 2
     for seconds in (-5, "nan", 1e10):
-        assert refused(capsys, folder, "--timeout", seconds, words="--timeout must be seconds, more than 0") == 2
+        assert refused(capsys, folder, "--timeout", seconds, words="--timeout must be between 0 and 1e9 seconds") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["blank.txt", "empty"]
 
 
@@ -121,7 +121,7 @@ def test_pickled_weights_are_refused_unless_asked_for(folder, tmp_path, capsys):
             (pickled / path.name).write_bytes(path.read_bytes())
     model = transformers.AutoModel.from_pretrained(folder)
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
-    refused(capsys, pickled, words="in pickle, which can run any code")
+    refused(capsys, pickled, words="pickled weights, which can run any code")
     assert main(["examine", str(pickled), "--allow-pickle", "--length", "64", "--limit", "1"]) == 0
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_fails_midway_gives_what_it_has_and_says_so(tmp_path, capsy
 def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert main(["demo"]) == 0
     out = capsys.readouterr().out
-    assert "No head passed a threshold." in out
+    assert "No problem found in these" in out
     assert "scale off (warning), 16 heads" in out
     assert "collapsed (critical)" in out and "dying gradient (critical)" in out
     assert "what if qk_norm: no findings" in out
@@ -159,7 +159,7 @@ def test_checkpoints_load_and_know_their_options():
     for name, scale in (("tiny-scaled", "sqrt"), ("tiny-unscaled", "none")):
         model, notes = tiny.checkpoint(name)
         assert model.options["scale"] == scale
-        ids = tiny.batches(sample(), 128, 4)[0]
+        ids = tiny.batches(sample_text(), 128, 4)[0]
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         assert loss < 3.6  # far better than chance, 4.57, on text that it never saw

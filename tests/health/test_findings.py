@@ -9,7 +9,7 @@ from torch import nn
 
 import regard
 from regard.health import examine, findings
-from regard.health.findings.exploding_logits import limit
+from regard.health.findings.exploding_logits import critical_limit
 from regard.health.models.tiny import TinyLM, encode
 
 HEADS, LENGTH, WIDTH = 8, 64, 32
@@ -46,10 +46,10 @@ def test_no_findings_where_nothing_is_wrong():
 
 def test_every_kind_has_its_line_in_the_docs_and_its_test():
     here = Path(__file__)
-    told = (here.parents[2] / "docs" / "health.md").read_text()
+    docs = (here.parents[2] / "docs" / "health.md").read_text()
     tests = "".join(path.read_text() for path in here.parent.glob("test_*.py"))
     for kind in findings.kinds():
-        assert f"\n| {kind} | " in told and f'"{kind}"' in tests, kind
+        assert f"\n| {kind} | " in docs and f'"{kind}"' in tests, kind
 
 
 def test_the_finding_of_contributing_md():
@@ -81,12 +81,12 @@ def test_exploding_logits():
     assert found.severity == "warning"
     q[:, 5] *= 100.0
     assert kinds(q, k)["exploding logits"].severity == "critical"
-    assert limit("float16") == 1024
-    assert limit("bfloat16") == 128
-    assert limit("float32") == 1e4
+    assert critical_limit("float16") == 1024
+    assert critical_limit("bfloat16") == 128
+    assert critical_limit("float32") == 1e4
 
 
-def test_logits_whose_variance_overflows_are_told_without_a_warning_of_numpy():
+def test_logits_whose_variance_overflows_raise_no_numpy_warning():
     q, k = healthy()
     q[:, 1] *= 1e22
     assert kinds(q, k)["exploding logits"].heads == (("0", 1),)
@@ -153,9 +153,9 @@ def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
 @pytest.mark.parametrize(
     ("factor", "options", "words", "severity"),
     [
-        (6.0, {}, "too large a scale", "warning"),
-        (0.04, {}, "too small queries and keys", "note"),
-        (1.0, dict(scale=0.04 / WIDTH**0.5), "too small a scale", "warning"),
+        (6.0, {}, "the scale is too large", "warning"),
+        (0.04, {}, "queries and keys are too small", "note"),
+        (1.0, dict(scale=0.04 / WIDTH**0.5), "the scale is too small", "warning"),
     ],
 )
 def test_scale_off(factor, options, words, severity):
@@ -203,7 +203,7 @@ def test_all_layers_are_off_together_where_every_one_of_them_is():
     assert found(2.0, 6.0, 6.0) == found(6.0) == []
 
 
-def test_a_large_scale_with_variances_of_a_sound_model_is_asked_about():
+def test_a_large_scale_with_variances_of_a_healthy_model_is_a_note():
     """Heads of 32 as torch initialises them, weights of variance 1/3: 32/9 without 1/√d."""
     found = narrow(32, factor=3.6**0.5 / 32**0.5, scale=1.0)["scale off"]
     assert (found.severity, len(found.heads)) == ("note", HEADS) and "5.7/√d" in found.evidence
@@ -328,7 +328,7 @@ def test_one_head_far_off_scale_is_found_in_a_layer_that_is_not():
     assert kinds(q, k)["scale off"].heads == (("0", 2),)
 
 
-def test_a_head_on_the_other_side_is_not_told_as_its_layer_is():
+def test_a_head_on_the_other_side_is_not_reported_with_its_layer():
     q, k = healthy()
     q *= 0.01
     q[:, 3] *= 5000.0

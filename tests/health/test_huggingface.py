@@ -7,7 +7,7 @@ import torch
 
 import regard
 from regard.health import examine
-from regard.health.examine import positions
+from regard.health.examine import max_positions
 from regard.health.measurement import recorder
 
 transformers = pytest.importorskip("transformers")
@@ -128,7 +128,7 @@ def test_nothing_of_transformers_stays_changed():
 
 def test_a_batch_beyond_the_positions_is_reported():
     model = BertModel(BertConfig(**SMALL, max_position_embeddings=16))
-    assert positions(model) == 16
+    assert max_positions(model) == 16
     with pytest.raises(ValueError, match=r"batch 0: input_ids has 20 tokens, but the model has 16 positions"):
         examine(model, [dict(input_ids=torch.randint(1, 60, (1, 20)))])
 

@@ -8,7 +8,7 @@ import torch
 
 import regard
 from regard.cli import main
-from regard.health.models.inputs import signals
+from regard.health.models.inputs import make_signals
 from regard.health.models.loading import load
 
 transformers = pytest.importorskip("transformers")
@@ -28,9 +28,9 @@ def test_clip_is_examined_on_text_and_images(tmp_path, capsys):
     model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
     folder = save(model, tmp_path / "clip")
     assert main(["examine", str(folder), "--length", "16", "--limit", "1", "--out", "r.json"]) == 0
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert {head["layer"].split(".")[0] for head in told["heads"]} == {"text_model", "vision_model"}
-    assert "synthetic pixel_values" in told["how"]["input"]
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert {head["layer"].split(".")[0] for head in data["heads"]} == {"text_model", "vision_model"}
+    assert "synthetic pixel_values" in data["how"]["input"]
     capsys.readouterr()
     refused(capsys, "examine", folder, "--length", 65, words="more than the model's 64 positions")
 
@@ -47,7 +47,7 @@ def test_positions_kept_for_padding_are_not_offered(tmp_path, capsys):
 def test_spectrograms_films_and_oblong_images_have_their_shapes():
     def made(name, **config):
         model = SimpleNamespace(config=SimpleNamespace(**config), dtype=torch.float32, forward=lambda **_: None)
-        return tuple(signals(model, name, 2)[name].shape)
+        return tuple(make_signals(model, name, 2)[name].shape)
 
     assert made("pixel_values", image_size=[32, 48]) == (2, 3, 32, 48)
     assert made("pixel_values", image_size=16, num_frames=5, num_channels=1) == (2, 5, 1, 16, 16)
@@ -87,7 +87,7 @@ def test_a_whisper_with_few_positions_is_run_whole(tmp_path):
     )  # fmt: skip
     folder = save(transformers.WhisperModel(config), tmp_path / "whisper", tokenizer=False)
     assert main(["examine", str(folder), "--out", "r.json"]) == 0
-    told = json.loads((tmp_path / "r.json").read_text())
-    assert told["unmeasured"] == []
-    assert told["how"]["input"] == "synthetic input_features"
-    assert "too little to judge it finely" in told["how"]["caution"]
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert data["unmeasured"] == []
+    assert data["how"]["input"] == "synthetic input_features"
+    assert "too little to judge it" in data["how"]["caution"]

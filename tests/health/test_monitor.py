@@ -96,7 +96,7 @@ def test_a_layer_that_is_not_faithful_keeps_its_own_output(monkeypatch):
 
 
 def test_a_forward_that_raises_is_no_sample():
-    """And nothing is told of it: it may have raised before any attention."""
+    """And nothing is message of it: it may have raised before any attention."""
     model, rows = layer(), []
     with regard.Monitor(model, every=1, log=rows.append, budget=1.0) as monitor, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -148,8 +148,8 @@ def test_samples_that_the_budget_leaves_out_are_told_of_once():
     with regard.Monitor(model, every=1, budget=1e-9) as monitor, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         train(model, 30)
-    (told,) = (str(one.message) for one in seen)
-    assert told.startswith("the monitor: samples cost more than budget=1e-09 of the time: 20 of 22 were left out")
+    (message,) = (str(one.message) for one in seen)
+    assert message.startswith("Monitor skipped 20 of 22 samples to stay within budget=1e-09; warnings need 10 samples.")
     assert (monitor.samples, monitor.left_out) == (2, 28)
 
 
@@ -177,7 +177,7 @@ def test_a_log_that_fails_is_told_once_and_training_goes_on(way, tmp_path):
         pytest.skip("this system has no /dev/full")
     with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
         folder.rmdir()
-        with pytest.warns(AttentionWarning, match="the monitor's log: it failed at step 1") as seen:
+        with pytest.warns(AttentionWarning, match="The monitor's log failed at step 1") as seen:
             train(monitor.model, 3)
     assert len(seen) == 1 and monitor.samples == 3
 
@@ -221,8 +221,8 @@ def test_what_a_sample_does_not_have_is_no_number(tmp_path):
     for log in (rows.append, board, run, path):
         with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
             monitor.model(torch.randn(2, 1, 16))  # rows of one key have neither an entropy ratio nor a gain ratio
-    told = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
-    assert told["entropy_ratio"] is told["gain_ratio"] is None and told["max_weight"] == 1.0
+    message = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert message["entropy_ratio"] is message["gain_ratio"] is None and message["max_weight"] == 1.0
     assert math.isnan(rows[0]["entropy_ratio"]) and rows[0]["max_weight"] == 1.0
     assert run.logged[0][0].keys() == {name for name, _, _ in board.scalars}
     assert not any("ratio" in name for name, _, _ in [*board.scalars, *board.histograms])
@@ -246,11 +246,11 @@ def test_a_rising_logit_is_told_before_it_is_there():
             model(x)
             with torch.no_grad():
                 model.self_attn.in_proj_weight[:32] *= 1.25
-    told = [str(one.message) for one in seen if issubclass(one.category, AttentionWarning)]
-    assert any("largest logit" in text and "self_attn, head" in text for text in told)
+    message = [str(one.message) for one in seen if issubclass(one.category, AttentionWarning)]
+    assert any("largest logit" in text and "self_attn, head" in text for text in message)
     top = regard.examine(model, [x]).heads[0].statistics["max_logit"].max
     assert top < 100.0
-    assert len(told) == len(set(told))
+    assert len(message) == len(set(message))
 
 
 def test_steady_training_is_not_told_anything():
@@ -331,7 +331,7 @@ def test_lightning_brings_its_steps_and_its_end(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_whose_forward_the_trainer_does_not_call_is_told(tmp_path):
-    with pytest.warns(AttentionWarning, match="3 steps passed without a forward of it") as seen:
+    with pytest.warns(AttentionWarning, match="3 steps without a forward") as seen:
         _, rows = fitted(tmp_path, lambda task: task, max_steps=6)
     assert rows == [] and sum(issubclass(one.category, AttentionWarning) for one in seen) == 1
 

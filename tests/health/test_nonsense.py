@@ -14,8 +14,10 @@ import regard
 from regard.cli import main
 from regard.health.readings.heads import HeadReading
 from regard.health.readings.layer_reading import LayerReading
-from regard.health.report import files, page, terminal
-from regard.health.report.page import packed, render
+from regard.health.report import files, terminal
+from regard.health.report.page import report_page as page
+from regard.health.report.page.document import pack
+from regard.health.report.page.report_page import render
 from regard.health.report.report import WhatIfReading
 
 transformers = pytest.importorskip("transformers")
@@ -92,11 +94,11 @@ def test_folders_that_hold_no_whole_model(folder, tmp_path, capsys):
     large = copied(folder, tmp_path / "large")
     config = (large / "config.json").read_text().replace('"hidden_size": 32', '"hidden_size": 64')
     (large / "config.json").write_text(config)
-    refused(capsys, "examine", large, words="has shape [32] in its files, but its config.json asks for [64]")
+    refused(capsys, "examine", large, words="has shape [32] in its files, but config.json asks for [64]")
     refused(capsys, "examine", ":", words="write module:function")
     refused(capsys, "examine", "./nowhere", words="there is no folder './nowhere'")
     mute = copied(folder, tmp_path / "mute", leave=lambda name: "tok" in name or "vocab" in name)
-    refused(capsys, "examine", mute, words="the tokenizer knows no token but the special ones: its files are missing")
+    refused(capsys, "examine", mute, words="the tokenizer knows only special tokens: its files are missing")
     size = dict(vocab_size=512, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     t5 = save(transformers.T5Model(transformers.T5Config(**size)), tmp_path / "t5", tokenizer=False)
     refused(capsys, "examine", t5, words="50 % of the text's tokens are unknown to the tokenizer")  # ▁, unknown, ▁, …
@@ -118,7 +120,7 @@ def test_a_command_line_of_nonsense_is_refused_before_any_work(folder, tmp_path,
         (["--device", "meta"], "--device meta: "),
     ):
         refused(capsys, "examine", folder, *arguments, words=words, code=2)
-    refused(capsys, "examine", folder, "--length", 2, words="no room beside the tokenizer's 2 special tokens")
+    refused(capsys, "examine", folder, "--length", 2, words="no room for text beside the tokenizer's 2 special tokens")
     refused(capsys, "demo", "--out", "folder.html", words="is a folder", code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
 
@@ -186,10 +188,10 @@ def test_nothing_measured_is_said_and_drawn_nowhere(tmp_path, monkeypatch, capsy
     assert "nothing could be measured" in captured.err
     assert "there is no 'maps.png'" in captured.err
     assert not (tmp_path / "maps.png").exists()
-    assert "No head passed" not in captured.out
+    assert "No problem found" not in captured.out
     html = (tmp_path / "report.html").read_text()
-    assert "in trouble" in html
-    assert "healthy" not in html.split("<main>")[1].split("<script")[0]
+    assert "critical findings" in html
+    assert "no problem found" not in html.split("<main>")[1].split("<script")[0]
     assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["kind"] == "not finite"
 
 
@@ -206,25 +208,25 @@ def examined(rows):
 def test_no_findings_on_a_part_is_no_clean_bill(gap):
     report = examined(rows=24)
     assert report.findings == []
-    assert "No head passed a threshold." in report.summary()
-    assert ">healthy<" in render(report)
+    assert any(line.startswith("No problem found in these") for line in report.summary())
+    assert ">no problem found<" in render(report)
     part = replace(report, **{gap: [("other", "by hand")] if gap == "unmeasured" else "KeyboardInterrupt"})
-    assert "No head that was measured passed a threshold." in part.summary()
-    assert ">healthy<" not in render(part)
+    assert any(line.endswith("checks of the measured heads.") for line in part.summary())
+    assert ">no problem found<" not in render(part)
     nothing = replace(part, heads=[])
     assert nothing.summary()[0] == "Nothing was measured."
-    assert not any("threshold" in line for line in nothing.summary())
+    assert not any("No problem" in line for line in nothing.summary())
     assert ">not measured<" in render(nothing)
 
 
 def test_too_few_rows_to_judge_is_no_clean_bill():
     report = examined(rows=4)
     assert report.findings == []
-    assert any("rows and keys enough to be judged" in line for line in report.summary())
-    assert ">too little to judge by<" in render(report)
+    assert any(line.startswith("Too few rows or keys to judge any head") for line in report.summary())
+    assert ">too little data to judge<" in render(report)
     mixed = replace(report, heads=[*report.heads, *examined(rows=24).heads])
-    assert "No head passed a threshold. 2 heads had too few rows or keys to be judged." in mixed.summary()
-    assert ">healthy where measured<" in render(mixed)
+    assert any(line.endswith("checks. 2 heads had too few rows or keys to be judged.") for line in mixed.summary())
+    assert ">no problem found where measured<" in render(mixed)
 
 
 def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch, capsys):
@@ -257,7 +259,7 @@ def test_many_heads_with_what_ifs_make_a_small_page(monkeypatch):
     layers, heads, changes = 4, 32, 6  # a fortieth of a large model, in a fortieth of its room
     monkeypatch.setattr(page, "LIMIT", page.LIMIT // 40)
     tried = []
-    monkeypatch.setattr(page, "packed", lambda numbers: tried.append(packed(numbers)) or tried[-1])
+    monkeypatch.setattr(page, "pack", lambda numbers: tried.append(pack(numbers)) or tried[-1])
     torch.manual_seed(0)
 
     def readings():
@@ -279,8 +281,8 @@ def test_many_heads_with_what_ifs_make_a_small_page(monkeypatch):
     assert tried[-1] in html and len(tried[-1]) <= page.LIMIT
     assert max(map(len, tried)) < 1.5 * page.LIMIT  # what cannot fit is not tried
     assert len(html.encode()) - len(tried[-1]) < 500_000  # all that is not numbers
-    assert "Left out for so many heads: distributions and curves by position, all numbers but the means." in html
-    assert "9799 layers more" in html
+    assert "Left out, for size: distributions and curves by position, all numbers but the means." in html
+    assert "9799 more layers" in html
 
 
 def hostile():
@@ -305,8 +307,8 @@ def test_names_cannot_command_the_terminal_nor_break_a_file(tmp_path, capsys):
     assert r"red\x1b[31m\u202e\udc80" in out
     for character in "\x1b\x07\u202e\udc80":
         assert character not in out
-    told = json.loads(report.save(tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert told["title"] == report.title
+    data = json.loads(report.save(tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert data["title"] == report.title
     assert r"\udc80" in report.save(tmp_path / "r.html").read_text(encoding="utf-8")
     assert main(["compare", "r.json", "r.json"]) == 0
     assert "\x1b" not in capsys.readouterr().out

@@ -185,14 +185,6 @@ def test_layers_of_unusual_names_are_clipped_if_they_are_named():
     regard.qk_clip.stop(model)
 
 
-def test_data_parallel_is_refused():
-    model = nn.DataParallel(nn.Linear(2, 2))
-    model.device_ids = [0, 1]
-    for call in (regard.qk_clip, lambda model: regard.examine(model, [torch.zeros(1, 2)])):
-        with pytest.raises(ValueError, match=r"nn\.DataParallel over several devices"):
-            call(model)
-
-
 @pytest.mark.parametrize("frozen", ["q", "k"])
 def test_the_side_that_may_change_follows_by_itself(frozen):
     torch.manual_seed(0)

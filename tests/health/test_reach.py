@@ -57,7 +57,7 @@ def test_attention_under_vmap_is_reported_and_runs_on(mapping):
 
 def test_a_monitor_and_qk_clip_report_it_too():
     model = Two(MAPPINGS["batch"])
-    told = pytest.warns(regard.health.AttentionWarning, match=r"first: it is not watched: .* under torch\.vmap")
+    told = pytest.warns(regard.health.AttentionWarning, match=r"first: not watched: .* under torch\.vmap")
     with told, regard.Monitor(model, every=1) as monitor:
         model(X)
     assert monitor.unmeasured == {"first": UNDER_VMAP}

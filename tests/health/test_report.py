@@ -3,24 +3,27 @@
 import base64
 import gzip
 import hashlib
+import html
 import io
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from importlib import resources
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import regard
-from regard.health import examine
-from regard.health.commands import compare
+from regard.health import examine, findings
 from regard.health.findings import Finding
-from regard.health.report import files, page
-from regard.health.report.page import side_by_side
-from regard.health.report.report import WhatIfReading
+from regard.health.report import files
+from regard.health.report.comparison import count_findings, list_most_changed
+from regard.health.report.page import report_page as page
+from regard.health.report.report import Report, WhatIfReading
 
 
 def model(layers=2, sharp=1.0):
@@ -47,15 +50,15 @@ def numbers(html):
 def test_json_follows_its_schema(report, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads(resources.files("regard.health").joinpath("schema.json").read_text())
-    told = json.loads(report.save(tmp_path / "report.json").read_text())
-    jsonschema.Draft202012Validator(schema).validate(told)
-    assert told == json.loads(json.dumps(report.to_json()))
-    head, first = told["heads"][5], report.heads[5]
+    data = json.loads(report.save(tmp_path / "report.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(data)
+    assert data == json.loads(json.dumps(report.to_json()))
+    head, first = data["heads"][5], report.heads[5]
     assert (head["layer"], head["index"], head["head"]) == (first.layer, 1, 1)
     assert head["statistics"]["entropy"]["q50"] == first.statistics["entropy"].quantile(0.5)
     assert set(head["statistics"]) >= {*regard.statistics.NAMES, "entropy_ratio"}
-    assert told["findings"]
-    assert told["what_if"].keys() == {"temperature=2", "normalizer=sparsemax"}
+    assert data["findings"]
+    assert data["what_if"].keys() == {"temperature=2", "normalizer=sparsemax"}
 
 
 def test_a_report_says_itself_in_a_line(report):
@@ -79,12 +82,12 @@ def test_html_needs_nothing_and_admits_nothing(report):
 
 
 def test_html_holds_the_numbers(report):
-    told = numbers(page.render(report))
-    at = told["statistics"].index("entropy")
-    for head, shown in zip(report.heads, told["treatments"][0]["heads"], strict=True):
+    data = numbers(page.render(report))
+    at = data["statistics"].index("entropy")
+    for head, shown in zip(report.heads, data["treatments"][0]["heads"], strict=True):
         assert shown["numbers"][at][0] == pytest.approx(head.statistics["entropy"].mean, rel=1e-4)
         assert sum(shown["shapes"][at]) == pytest.approx(1000, abs=30)
-    assert [treatment["name"] for treatment in told["treatments"]] == [
+    assert [treatment["name"] for treatment in data["treatments"]] == [
         "as measured",
         "temperature=2",
         "normalizer=sparsemax",
@@ -170,10 +173,10 @@ def test_a_terminal_without_blocks_gets_digits():
     report.show(out)
     out.flush()
     lines = raw.getvalue().decode().splitlines()
-    assert "one digit per head, from 0 (0) to 1 (9); logits: the largest of the layer" in lines
-    (told,) = [line.split()[2] for line in lines if "layers.1.self_attn " in line]
+    assert "one digit per head, from 0 (0) to 1 (9); max logit: the layer's largest" in lines
+    (data,) = [line.split()[2] for line in lines if "layers.1.self_attn " in line]
     ratios = [head.statistics["entropy_ratio"].mean for head in report.heads if head.index == 1]
-    assert told == "".join(str(int(10 * ratio)) for ratio in ratios) and len(set(told)) > 1
+    assert data == "".join(str(int(10 * ratio)) for ratio in ratios) and len(set(data)) > 1
 
 
 def test_the_summary_names_what_was_found(report):
@@ -183,7 +186,7 @@ def test_the_summary_names_what_was_found(report):
         assert f"{kind} ({sum(len(one.heads) for one in report.findings if one.kind == kind)})" in said
     healthy = examine(model(sharp=2.0), [torch.randn(4, 24, 16)])
     assert healthy.findings == []
-    assert "No head passed a threshold." in healthy.summary()
+    assert f"No problem found in these {len(findings.kinds())} checks." in healthy.summary()
 
 
 def test_comparing_two_reports(report, tmp_path, capsys):
@@ -194,9 +197,9 @@ def test_comparing_two_reports(report, tmp_path, capsys):
     assert main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     means = [sum(h.statistics["entropy_ratio"].mean for h in one.heads[:4]) / 4 for one in (report, other)]
-    assert f"{means[0]:.3g} → {means[1]:.3g}" in out
+    assert f"{means[0]:.3g} → {means[1]:.3g}" in out and "Resolved in B: " in out
     assert "scale off" in out
-    assert len(compare.most_changed(report.to_json(), other.to_json(), 3).rows) == 3
+    assert len(list_most_changed(report.to_json(), other.to_json(), 3).rows) == 3
     for nonsense in (
         "[]",
         '{"heads": [1], "findings": [], "title": "x"}',
@@ -224,25 +227,24 @@ def test_two_reports_as_one_page(report, tmp_path, capsys):
     assert drawn["least"] == numbers(page.render(report))["least"]  # below which a quantile has no digits
     row = drawn["statistics"].index("entropy")
     expected = other.heads[1].statistics["entropy"].to_json()
-    told = dict(zip(drawn["keys"], drawn["reports"][1][1]["numbers"][row], strict=True))
-    assert told == pytest.approx({key: expected[key] for key in drawn["keys"]}, rel=1e-4)
+    data = dict(zip(drawn["keys"], drawn["reports"][1][1]["numbers"][row], strict=True))
+    assert data == pytest.approx({key: expected[key] for key in drawn["keys"]}, rel=1e-4)
     assert main(["compare", str(a), str(b), "--out", str(tmp_path)]) == 2
 
 
 def test_findings_of_one_kind_add_up(report):
     two = report.to_json()
     two["findings"] = [dict(kind="scale off", heads=[["a", 0]] * many) for many in (12, 1)]
-    assert compare.by_finding(two, two).rows == [["scale off", "13", "13"]]
-    assert "scale off (13)." in side_by_side.render(two, two, [])
+    assert count_findings(two, two).rows == [["scale off", "13", "13"]]
     found = Finding("scale off", "warning", (("0", 0),), "too large", "", "", indices=(0,))
     again = replace(found, severity="note", heads=(("0", 1), ("0", 2)), indices=(0, 0))
-    told = replace(report, findings=[found, again], what_if={"qk_norm": WhatIfReading(report.heads, [found, again])})
+    data = replace(report, findings=[found, again], what_if={"qk_norm": WhatIfReading(report.heads, [found, again])})
     shown = io.StringIO()
-    told.show(shown)
+    data.show(shown)
     assert "3 of 8 heads have findings in layer 0: scale off (3)." in shown.getvalue()
     assert "what if qk_norm: scale off (3)\n" in shown.getvalue()
     assert "scale off (warning), 1 head: 0·0" in shown.getvalue()
-    assert "<td>scale off (3)</td>" in page.render(told)
+    assert "<td>scale off (3)</td>" in page.render(data)
     assert "1 of 8 heads has findings in layer 0: scale off (1)." in replace(report, findings=[found]).summary()
 
 
@@ -250,7 +252,7 @@ def test_thousands_of_heads_keep_their_means(report, monkeypatch):
     monkeypatch.setattr(page, "LIMIT", 1)
     drawn = numbers(page.render(report))
     assert [treatment["name"] for treatment in drawn["treatments"]] == ["as measured"]
-    assert {len(told) for head in drawn["treatments"][0]["heads"] for told in head["numbers"]} == {1}
+    assert {len(data) for head in drawn["treatments"][0]["heads"] for data in head["numbers"]} == {1}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs permissions")
@@ -279,6 +281,68 @@ def test_an_interrupt_after_the_rename_is_told_as_itself(tmp_path, monkeypatch):
 def test_a_few_heads_that_cannot_be_judged_are_not_all(report):
     one, *others = report.heads
     few = replace(report, findings=[], unmeasured=[], heads=[replace(one, can_be_judged=False), *others])
-    assert few.summary()[-1] == "No head passed a threshold. 1 head had too few rows or keys to be judged."
+    assert few.summary()[-1].endswith("checks. 1 head had too few rows or keys to be judged.")
     none = replace(few, heads=[replace(head, can_be_judged=False) for head in report.heads])
-    assert none.summary()[-1].startswith("No head has rows and keys enough to be judged")
+    assert none.summary()[-1].startswith("Too few rows or keys to judge any head")
+
+
+def test_a_report_is_loaded_from_its_json(report, tmp_path):
+    path = report.save(tmp_path / "report.json")
+    loaded = Report.load(path)
+    assert loaded.is_loaded and not report.is_loaded
+    assert loaded.to_json() == json.loads(path.read_text())
+    assert loaded.findings == report.findings and loaded.unmeasured == report.unmeasured
+    spread, original = (one.heads[3].statistics["entropy"] for one in (loaded, report))
+    assert (spread.mean, spread.max, spread.quantile(0.95)) == (original.mean, original.max, original.quantile(0.95))
+    with pytest.raises(ValueError, match=r"share must be 0\.05, 0\.5 or 0\.95"):
+        spread.quantile(0.25)
+    assert "8 heads in 2 attention layers." in loaded.summary()
+    assert replace(loaded, findings=[]).summary()[-1] == "The file lists no findings."
+    out = io.StringIO()
+    loaded.show(out)
+    assert "layers.1.self_attn" in out.getvalue()
+    drawn, full = numbers(page.render(loaded)), numbers(page.render(report))
+    assert drawn["flagged"] == full["flagged"] and drawn["axes"][0] == []
+    at = drawn["statistics"].index("entropy")
+    mean = drawn["treatments"][2]["heads"][1]["numbers"][at][0]
+    assert mean == pytest.approx(report.what_if["normalizer=sparsemax"].heads[1].statistics["entropy"].mean, rel=1e-3)
+
+
+def test_files_that_are_no_whole_report_are_not_loaded(report, tmp_path):
+    (tmp_path / "part.json").write_text(json.dumps({**report.to_json(), "what_if": None}))
+    for path, words in (("part.json", "not a whole report"), ("none.json", "there is no file")):
+        with pytest.raises(ValueError, match=words):
+            Report.load(tmp_path / path)
+
+
+def test_a_frame_has_a_row_per_head(report, monkeypatch):
+    for package in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        report.to_frame()
+    monkeypatch.setitem(sys.modules, "polars", SimpleNamespace(DataFrame=list))
+    rows = report.to_frame()
+    assert len(rows) == len(report.heads)
+    assert rows[5]["entropy_ratio"] == report.heads[5].statistics["entropy_ratio"].mean
+    assert rows[5]["entropy_ratio_q95"] == report.heads[5].statistics["entropy_ratio"].quantile(0.95)
+    kinds = [finding.kind for finding in report.findings if (1, 1) in finding.places]
+    assert kinds and rows[5]["findings"] == ", ".join(kinds)
+
+
+def test_a_plot_is_a_map_of_one_statistic(report):
+    pytest.importorskip("matplotlib")
+    figure = report.plot("max_weight")
+    drawn = figure.axes[0].images[0].get_array()
+    assert drawn.shape == (2, 4)
+    assert drawn[1, 2] == pytest.approx(report.heads[6].statistics["max_weight"].mean)
+    flagged = {place for finding in report.findings for place in finding.places}
+    assert len(figure.axes[0].lines) == len(flagged)
+    with pytest.raises(ValueError, match="statistic must be one of"):
+        report.plot("sharpness")
+
+
+def test_a_notebook_shows_the_page_in_a_sandbox(report):
+    shown = report._repr_html_()
+    assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="')
+    inner = html.unescape(re.search(r'srcdoc="([^"]*)"', shown).group(1))
+    assert numbers(inner) == numbers(page.render(report))

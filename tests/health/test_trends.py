@@ -1,4 +1,4 @@
-"""regard.Monitor warns of heads that are ill, and of those on their way there, and not of sound ones."""
+"""regard.Monitor warns of heads that are unhealthy or about to be, and not of healthy ones."""
 
 import random
 import warnings
@@ -9,10 +9,10 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning
-from regard.health.watching.trends import SAMPLES, Trends, extended, ordered
+from regard.health.watching.trends import SAMPLES, Trends, extrapolate, is_rising
 
 
-def told_in_training(gain: float, rate: float, scale: float | None = None, steps: int = 30) -> list[str]:
+def warnings_in_training(gain: float, rate: float, scale: float | None = None, steps: int = 30) -> list[str]:
     """What a monitor says while a small model learns to add up what it has seen, noisily."""
 
     class Attention(nn.Module):
@@ -40,22 +40,22 @@ def told_in_training(gain: float, rate: float, scale: float | None = None, steps
     return [str(one.message) for one in seen if issubclass(one.category, AttentionWarning)]
 
 
-def test_heads_that_are_beyond_the_limits_from_the_start_are_told():
-    told = told_in_training(gain=3e3, rate=1e-3)
+def test_heads_that_are_beyond_the_limits_from_the_start_are_reported():
+    messages = warnings_in_training(gain=3e3, rate=1e-3)
     for kind in ("exploding logits", "collapsed", "dying gradient"):
-        texts = [text for text in told if f"{kind} in each of the last {SAMPLES} samples" in text]
+        texts = [text for text in messages if f"{kind} in each of the last {SAMPLES} samples" in text]
         assert texts and all(", head " in text for text in texts)
-    assert "1, head 0: exploding logits" in told[0] and "(3 more heads likewise)" in told[0]
+    assert "1, head 0: exploding logits" in messages[0] and "; also 3 more heads" in messages[0]
 
 
 @pytest.mark.parametrize(("gain", "rate", "scale"), [(1.0, 0.3, None), (4.0, 0.1, 1.0)])
-def test_noisy_ways_to_large_logits_are_told(gain, rate, scale):
-    assert any("largest logit" in text for text in told_in_training(gain, rate, scale))
+def test_noisy_rises_to_large_logits_are_reported(gain, rate, scale):
+    assert any("largest logit" in text for text in warnings_in_training(gain, rate, scale))
 
 
 @pytest.mark.parametrize("rate", [3e-3, 1e-2])
-def test_sound_trainings_are_told_nothing(rate):
-    assert told_in_training(gain=1.0, rate=rate) == []
+def test_healthy_trainings_get_no_warning(rate):
+    assert warnings_in_training(gain=1.0, rate=rate) == []
 
 
 def rows(tops, ratios=None):
@@ -65,45 +65,45 @@ def rows(tops, ratios=None):
     ]
 
 
-def told(rows):
+def warnings_for(rows):
     trends = Trends()
     return [text for row in rows for text in trends.add([row], [], {})]
 
 
-def test_a_way_may_have_a_few_steps_back():
+def test_a_trend_may_have_a_few_steps_back():
     rising = [20, 24, 23, 27, 29, 33, 31, 36, 40, 44]
-    assert told(rows(rising)) == ["a, head 0: its largest logit is 44 and on its way to 131 by step 225"]
-    assert told(rows(rising[::-1])) == told(rows(rising[5:] + rising[:5])) == []
-    assert told(rows([top / 4 for top in rising])) == []  # far from the limit: sound trainings begin so
-    assert told(rows([30 + top / 20 for top in rising])) == []  # hardly rising
+    assert warnings_for(rows(rising)) == ["a, head 0: largest logit 44, rising towards 131 by step 225"]
+    assert warnings_for(rows(rising[::-1])) == warnings_for(rows(rising[5:] + rising[:5])) == []
+    assert warnings_for(rows([top / 4 for top in rising])) == []  # far from the limit: healthy trainings begin so
+    assert warnings_for(rows([30 + top / 20 for top in rising])) == []  # hardly rising
     falling = [0.2, 0.19, 0.17, 0.18, 0.15, 0.14, 0.12, 0.11, 0.09, 0.08]
-    assert [text.split(" by")[0] for text in told(rows([1.0] * 10, falling))] == [
-        "a, head 0: its entropy ratio is 0.08 and on its way to 0"
+    assert [text.split(" by")[0] for text in warnings_for(rows([1.0] * 10, falling))] == [
+        "a, head 0: entropy ratio 0.08, falling towards 0"
     ]
-    assert told(rows([1.0] * 10, [2 * ratio for ratio in falling])) == []
+    assert warnings_for(rows([1.0] * 10, [2 * ratio for ratio in falling])) == []
 
 
-def test_a_way_is_told_when_it_has_come_near():
-    """Sound trainings begin with long, steep ways: not before a quarter of the largest logit, or twice the ratio."""
+def test_a_trend_is_reported_when_it_is_near_the_limit():
+    """Healthy trainings begin with long, steep trends too, so the last samples must be near the limit."""
     steep = [1.0, 3.0, 5.0, 7.0, 9.0, 12.0, 15.0, 18.0, 22.0, 24.0]
-    assert extended(range(10), steep, 45) > 100.0
-    assert told(rows(steep)) == [] and len(told(rows([top + 4.0 for top in steep]))) == 1
+    assert extrapolate(range(10), steep, 45) > 100.0
+    assert warnings_for(rows(steep)) == [] and len(warnings_for(rows([top + 4.0 for top in steep]))) == 1
     falling = [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.12, 0.11]
-    assert extended(range(10), falling, 45) < 0.05
-    assert told(rows([1.0] * 10, falling)) == []
-    assert len(told(rows([1.0] * 10, [ratio - 0.04 for ratio in falling]))) == 1
+    assert extrapolate(range(10), falling, 45) < 0.05
+    assert warnings_for(rows([1.0] * 10, falling)) == []
+    assert len(warnings_for(rows([1.0] * 10, [ratio - 0.04 for ratio in falling]))) == 1
 
 
-def test_scatter_is_no_way():
+def test_scatter_is_no_trend():
     draw = random.Random(0)
-    assert told(rows([draw.uniform(30.0, 60.0) for _ in range(300)])) == []
-    assert not ordered([1.0] * 10)
-    assert extended([0, 1, 2], [1.0, 2.0, 3.0], 10) == pytest.approx(11.0)
-    assert extended([5, 5], [1.0, 3.0], 9) == 2.0
+    assert warnings_for(rows([draw.uniform(30.0, 60.0) for _ in range(300)])) == []
+    assert not is_rising([1.0] * 10)
+    assert extrapolate([0, 1, 2], [1.0, 2.0, 3.0], 10) == pytest.approx(11.0)
+    assert extrapolate([5, 5], [1.0, 3.0], 9) == 2.0
 
 
-def test_an_illness_must_last():
-    """One sample in between that is sound, and the count begins again."""
+def test_a_problem_must_last():
+    """One sample in between that is healthy, and the count begins again."""
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_an_illness_must_last():
             model(x)
 
 
-def test_heads_that_are_sharp_by_trade_may_sharpen():
+def test_heads_that_are_sharp_by_design_may_sharpen():
     """Those that look at the token before, which findings exempt, too."""
 
     class Previous(nn.Module):
@@ -133,12 +133,12 @@ def test_heads_that_are_sharp_by_trade_may_sharpen():
 
     heads = regard.examine(Previous(), [torch.randn(2, 24, 8)]).heads
     falling = rows([1.0] * 10, [0.2, 0.19, 0.17, 0.18, 0.15, 0.14, 0.12, 0.11, 0.09, 0.08])
-    for seen, told_of in ((heads, 0), ([], 1)):
+    for seen, count in ((heads, 0), ([], 1)):
         trends = Trends()
-        assert sum(len(trends.add([row], seen, {heads[0].index: "a"})) for row in falling) == told_of
+        assert sum(len(trends.add([row], seen, {heads[0].index: "a"})) for row in falling) == count
 
 
-def test_a_head_without_values_is_told_of():
+def test_a_head_without_values_is_reported():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True, dropout=0.0)
     with torch.no_grad():
@@ -147,5 +147,5 @@ def test_a_head_without_values_is_told_of():
         warnings.simplefilter("always")
         for _ in range(SAMPLES + 2):
             layer(torch.randn(2, 24, 16))
-    (told,) = (str(one.message) for one in seen)
-    assert told.startswith("self_attn, head 0: dead in each of the last 10 samples; its values differ by 0")
+    (messages,) = (str(one.message) for one in seen)
+    assert messages.startswith("self_attn, head 0: dead in each of the last 10 samples (values differ by 0")

@@ -138,7 +138,7 @@ def test_what_was_compiled_runs_as_it_was_compiled_and_is_reported(before):
         compiled(x)
     with pytest.warns(UserWarning, match="intercepted no attention call"), regard.using(model, temperature=5.0):
         torch.testing.assert_close(compiled(x), own)
-    with pytest.raises(ValueError, match=r"what torch.compile made of it was run, examine that"):
+    with pytest.raises(ValueError, match=r"if you ran what torch\.compile returned, examine that"):
         regard.examine(model, lambda _: compiled(x))
     torch.testing.assert_close(compiled(x), own)
     assert interception.ACTIVE == interception.STATE.scopes == interception.STATE.stack == []

@@ -28,7 +28,7 @@ def test_a_bad_what_if_is_told_before_any_work():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ssmax+temperature=2", "sets temperature twice, for ssmax is one"),
+        ("ssmax+temperature=2", "sets temperature twice, because ssmax is one"),
         ("temperature=2+ssmax", "sets temperature twice"),
         ("temperature=2+temperature=3", "sets temperature twice"),
         ("scale=sqrt+qk_norm+scale=2", "sets scale twice"),

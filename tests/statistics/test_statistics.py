@@ -11,7 +11,7 @@ from regard import normalizers, statistics
 from regard._backends.cpu.attention import kernels as attention_kernels
 from regard._core.problem import Problem
 from regard.health.readings import histogram
-from regard.health.report.page import data
+from regard.health.report.page import payload
 from regard.normalizers import Normalizer, Pointwise, jit, tl
 from regard.parallel import plan
 from regard.statistics import of_scores, of_weights
@@ -112,14 +112,14 @@ def test_statistics_of_maps_whose_sums_do_not_tell_them(record, monkeypatch):
     if record.fused:
         problem = Problem(q, k, v, choice, 1.0, stats=("entropy",))
         with pytest.raises(ValueError, match="cannot be merged over ranks"):
-            plan.choose(problem, None)
+            plan.choose_engine(problem, None)
 
 
 def test_every_statistic_stands_in_every_table():
     """One that was forgotten would be made of sums that nobody gathered, or be missing from reports without a word."""
     known = set(statistics.NAMES)
     assert set(attention_kernels.REQUIRED_SUMS) == known
-    assert set(histogram.LAYOUT) == set(data.MEANING) == known | {"entropy_ratio", "gain_ratio"}
+    assert set(histogram.LAYOUT) == set(payload.MEANING) == known | {"entropy_ratio", "gain_ratio"}
 
 
 def test_statistics_are_a_tree_to_torch():

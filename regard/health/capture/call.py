@@ -39,7 +39,7 @@ class Call:
     cross: bool | None = None  # cross-attention? None: see `is_cross`
     sliceable: bool = True  # may `own` be asked for a few rows only?
     obstacle: str | None = None  # why it cannot be measured
-    folded: bool = False  # of three dims, which may hold heads among the sequences
+    three_dims: bool = False  # of three dims, which may hold heads among the sequences
     wants_weights: bool = False  # does the model want the weights as well?
     model_options: dict = field(default_factory=dict)  # what else the model passed to its attention function
     weights: list[Tensor] | None = None  # where `run` puts the weights, if they are wanted

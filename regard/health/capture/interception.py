@@ -31,9 +31,9 @@ def as_written(model: nn.Module) -> nn.Module:
 
 
 def refuse_data_parallel(model: nn.Module) -> None:
-    """Raises ValueError for `nn.DataParallel` over several devices, because it runs copies of the model."""
-    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-        raise ValueError("model is nn.DataParallel over several devices, which runs copies of it; pass model.module")
+    """Raises ValueError for `nn.DataParallel`, because it runs copies of the model."""
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("model is nn.DataParallel, which runs copies of it; use DistributedDataParallel")
 
 
 class ThreadState(threading.local):

@@ -94,7 +94,7 @@ def _capture_sdpa(
         options=dict(scale=scale),
         dropout=dropout_p,
         cross=cross,
-        folded=query.ndim == 3,
+        three_dims=query.ndim == 3,
         weights=weights,
     )
     return route(call, lambda: as_four_dims(run_original())).reshape(*query.shape[:-1], value.shape[-1])

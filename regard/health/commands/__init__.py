@@ -1,1 +1,1 @@
-"""regard demo | examine | compare."""
+"""The commands `regard demo`, `regard examine` and `regard compare`."""

@@ -1,45 +1,42 @@
-"""regard demo: two small language models, a healthy and a collapsed one, examined on the same text."""
+"""regard demo: examine two small language models on the same text, one of them trained without 1/√d_k."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
-from regard.health.commands.compare import by_finding, by_layer
-from regard.health.commands.outputs import check, complain, save
-from regard.health.commands.progress import counting
+from regard.health.commands.outputs import check_path, print_error, save_report
+from regard.health.commands.progress import show_progress
 from regard.health.examine import examine
-from regard.health.models.inputs import sample
+from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import batches, checkpoint
+from regard.health.report.comparison import compare
 
 SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k, at a high learning rate"))
 CHANGES = ["scale=sqrt", "qk_norm", "normalizer=entmax15"]
 
 
-def arguments(parser) -> None:
-    parser.add_argument(
-        "--out", metavar="PATH", type=Path, default=Path("report.html"), help="where the ill one's report goes"
-    )
+def arguments(parser: argparse.ArgumentParser) -> None:
+    help = "where the report of the unhealthy model goes (report.html)"
+    parser.add_argument("--out", metavar="PATH", type=Path, default=Path("report.html"), help=help)
 
 
-def main(options) -> int:
-    check(options, options.out, ".html")
+def main(options: argparse.Namespace) -> int:
+    check_path(options, options.out, ".html")
     reports = []
-    for name, what in SUBJECTS:
+    for name, description in SUBJECTS:
         model, notes = checkpoint(name)
-        texts = batches(sample(), model.options["length"], 8)
-        with counting(name, len(texts)) as advance:
-            report = examine(model, texts, CHANGES, title=f"{name}, {what}", progress=advance)
+        texts = batches(sample_text(), model.options["length"], 8)
+        with show_progress(name, len(texts)) as advance:
+            report = examine(model, texts, CHANGES, title=f"{name}, {description}", progress=advance)
         report.show()
         print(f"validation loss {notes['validation_loss']} after {notes['steps']} steps of training")
         reports.append(report)
-    healthy, ill = reports
-    print("\nA: with 1/√d_k    B: without")
-    by_layer(healthy.to_json(), ill.to_json()).show()
     print()
-    by_finding(healthy.to_json(), ill.to_json()).show()
-    _, failed = save(ill, [options.out])
+    compare(*reports).show()
+    _, failed = save_report(reports[1], [options.out])
     if failed:
-        complain("demo", *failed)
+        print_error("demo", *failed)
         return 1
-    print(f"\nthe report of the second one: {options.out.resolve()}")
+    print(f"\nthe report of the second model: {options.out.resolve()}")
     return 0

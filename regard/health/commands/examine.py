@@ -1,7 +1,8 @@
-"""regard examine MODEL: look into every attention head of a model, say what is wrong, write one HTML file."""
+"""regard examine MODEL: measure every attention head of a model, report problems, write one HTML file."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import traceback
 from contextlib import nullcontext
@@ -11,62 +12,69 @@ from pathlib import Path
 import torch
 
 import regard
-from regard.health.commands.outputs import check, complain, save
-from regard.health.commands.progress import counting
+from regard.health.commands.outputs import check_path, print_error, save_report
+from regard.health.commands.progress import show_progress
 from regard.health.examine import examine
-from regard.health.models.loading import load, one_line, told
+from regard.health.models.loading import describe_error, load, one_line
 from regard.health.report import files
+from regard.health.report.report import Report
 from regard.health.what_if import FORMS, parse_all
 from regard.parallel import torchrun
 
 PACKAGE = Path(regard.__file__).parent
-KINDS = (".html", ".json", ".png")
+SUFFIXES = (".html", ".json", ".png")
 
 
-def arguments(parser) -> None:
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, a hub name, or module:function that returns (model, batches)"
     )
     parser.add_argument(
-        "--text", metavar="FILE", help="text to run it on, - for standard input (default: a built-in sample)"
+        "--text", metavar="FILE", help="text to run the model on; - is standard input (default: a built-in sample)"
     )
     parser.add_argument(
-        "--what-if", metavar="CHANGE", action="append", default=[], help=f"try a change: {', '.join(FORMS)}"
+        "--what-if",
+        metavar="CHANGE",
+        action="append",
+        default=[],
+        help=f"try a change of the scores: {', '.join(FORMS)}",
     )
-    parser.add_argument("--length", type=int, help="tokens per sequence (256, or what the model has)")
+    parser.add_argument("--length", type=int, help="tokens per sequence (256, or the model's maximum)")
     parser.add_argument("--batch", type=int, default=4, help="sequences per batch (4)")
-    parser.add_argument("--limit", type=int, default=64, help="at most so many batches (64)")
+    parser.add_argument("--limit", type=int, default=64, help="largest number of batches (64)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights so")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights in this dtype")
     parser.add_argument(
-        "--out", metavar="PATH", type=Path, default=Path("report.html"), help="report.html; .json and .png too"
+        "--out",
+        metavar="PATH",
+        type=Path,
+        default=Path("report.html"),
+        help="output file: .html, .json or .png (report.html)",
     )
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write the JSON as well")
-    parser.add_argument("--png", metavar="PATH", type=Path, help="write the maps as a picture as well")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="also write the JSON")
+    parser.add_argument("--png", metavar="PATH", type=Path, help="also write the maps as a picture")
+    parser.add_argument("--snapshot", metavar="PATH", type=Path, help="save progress here; resume from it if it exists")
     parser.add_argument(
-        "--snapshot", metavar="PATH", type=Path, help="keep what was read so far here; go on from it if it is there"
+        "--timeout", type=float, default=600.0, help="seconds after which a silent rank counts as lost (600)"
     )
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds after which a rank that says nothing is lost (600)"
-    )
-    parser.add_argument("--allow-pickle", action="store_true", help="read weights in pickle, which can run any code")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
     parser.add_argument(
         "--allow-missing",
         action="store_true",
-        help="examine a model although some weights are random, not in its files",
+        help="examine a model whose files lack some weights (they are random)",
     )
 
 
-def main(options) -> int:
+def main(options: argparse.Namespace) -> int:
     for name in ("length", "batch", "limit"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     if not 0 < options.timeout < 1e9:
-        options.fail(f"--timeout must be seconds, more than 0 and less than 1e9, got {options.timeout:g}")
-    check(options, options.out, *KINDS)
+        options.fail(f"--timeout must be between 0 and 1e9 seconds, got {options.timeout:g}")
+    check_path(options, options.out, *SUFFIXES)
     for path, suffix in ((options.json, ".json"), (options.png, ".png")):
         if path is not None:
-            check(options, path, suffix)
+            check_path(options, path, suffix)
     _check_device(options)
     try:
         parse_all(options.what_if)
@@ -76,7 +84,7 @@ def main(options) -> int:
     try:
         subject = load(
             options.model,
-            _text(options),
+            _read_text(options),
             length=options.length,
             batch=options.batch,
             limit=options.limit,
@@ -85,8 +93,8 @@ def main(options) -> int:
             pickle=options.allow_pickle,
             missing=options.allow_missing,
         )
-        counter = counting("examining", subject.many) if torchrun.is_first_rank() else nullcontext()
-        with counter as advance:
+        progress = show_progress("examining", subject.batch_count) if torchrun.is_first_rank() else nullcontext()
+        with progress as advance:
             report = examine(
                 subject.model,
                 subject.batches,
@@ -96,55 +104,56 @@ def main(options) -> int:
                 group=ranks,
                 snapshot=options.snapshot,
             )
-    except Exception as error:  # whatever a model, its folder or its function throws: one line, no traceback
+    except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
-        complain("examine", one_line(error) if _is_ours(error) else f"{options.model!r} failed{on}: {told(error)}")
+        own = _is_from_regard(error)
+        print_error("examine", one_line(error) if own else f"{options.model!r} failed{on}: {describe_error(error)}")
         return 1
-    if not torchrun.is_first_rank():  # torchrun would end rank 0 at a status of 1, before the report is written
+    if not torchrun.is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
         return 0
     report = replace(report, how={**report.how, **subject.notes})
     wanted = [path for path in (options.out, options.json, options.png) if path is not None]
-    written, failed = save(report, wanted)  # before the view, which a closed pipe may end
+    written, failed = save_report(report, wanted)  # before printing, which a closed pipe may end
     report.show()
     for path in written:
         print(path)
     if "random_weights" in subject.notes:
-        complain("examine", subject.notes["random_weights"])
+        print_error("examine", subject.notes["random_weights"])
     return _status(report, failed)
 
 
-def _status(report, said: list[str]) -> int:
-    """The exit status, and in one line why it is not 0."""
+def _status(report: Report, errors: list[str]) -> int:
+    """The exit status; prints in one line why it is not 0."""
     if report.interrupted:
-        said = [f"not finished: {report.interrupted}; what was measured is in the report", *said]
+        errors = [f"not finished: {report.interrupted}; the report has what was measured", *errors]
     elif not report.heads:
-        said = ["nothing could be measured; the reasons are in the report", *said]
-    if said:
-        complain("examine", *said)
+        errors = ["nothing could be measured; the report has the reasons", *errors]
+    if errors:
+        print_error("examine", *errors)
     stopped = report.interrupted is not None and report.interrupted.startswith("KeyboardInterrupt")
-    return 130 if stopped else 1 if said else 0
+    return 130 if stopped else 1 if errors else 0
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Was it raised in this package, and not by the model?"""
+def _is_from_regard(error: BaseException) -> bool:
+    """True if this package raised the error, and not the model."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return Path(last[0].f_code.co_filename).is_relative_to(PACKAGE)
 
 
-def _check_device(options) -> None:
+def _check_device(options: argparse.Namespace) -> None:
     try:
         torch.zeros(1, device=options.device).item()
     except Exception as error:
         options.fail(f"--device {options.device}: {one_line(error)}")
 
 
-def _text(options) -> str | None:
+def _read_text(options: argparse.Namespace) -> str | None:
     if options.text is None:
         return None
     if options.text == "-":
         try:
             text = sys.stdin.read()
-            text.encode()  # bytes that are no UTF-8 come as lone surrogates, or not at all
+            text.encode()  # fails for bytes that are not UTF-8, which arrive as lone surrogates
         except UnicodeError:
             raise ValueError("standard input is not UTF-8 text") from None
         return text

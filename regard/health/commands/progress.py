@@ -1,14 +1,15 @@
-"""A bar in a terminal, silence in a pipe."""
+"""A progress bar in a terminal, nothing in a pipe."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def counting(what: str, total: int | None):
-    """`with counting("examining", 8) as advance: advance(3)` shows 3 of 8 done, on standard error; None: of any."""
+def show_progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """`with show_progress("examining", 8) as advance: advance(3)` shows 3 of 8 on standard error; None: unknown."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -16,5 +17,5 @@ def counting(what: str, total: int | None):
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(label, total=total)
         yield lambda done: bar.update(task, completed=done)

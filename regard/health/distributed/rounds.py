@@ -92,7 +92,7 @@ class Rounds:
         sent: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
         sent["layers"] = [_layer_to_dict(layer) for layer in self.recorder.layers.values()]
         for layer in self.recorder.layers.values():  # the next round's readings are its own
-            layer.reading, layer.error, layer.blind = None, 0.0, []
+            layer.reading, layer.error, layer.empty_rows = None, 0.0, []
             layer.what_if.clear()
         sent["count"] = number + 1 if last else sys.maxsize  # of all batches, if this was the last
         everyone = self._gather(sent, number)
@@ -226,7 +226,7 @@ def _layer_to_dict(layer: Layer) -> dict:
     plain["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
     plain["reading"] = None if layer.reading is None else _reading_to_dict(layer.reading)
     plain["what_if"] = {name: _reading_to_dict(reading) for name, reading in layer.what_if.items()}
-    plain["refused"], plain["odd"] = dict(layer.refused), sorted(layer.odd)
+    plain["refused"], plain["anomalies"] = dict(layer.refused), sorted(layer.anomalies)
     return plain
 
 
@@ -239,7 +239,7 @@ def _reading_to_dict(reading: LayerReading) -> dict:
 def _layer_from_dict(plain: dict) -> Layer:
     """Inverts `_layer_to_dict`."""
     readings = {name: LayerReading.from_sums(**sums) for name, sums in plain["what_if"].items()}
-    layer = Layer(**{**plain, "what_if": readings, "odd": set(plain["odd"])})
+    layer = Layer(**{**plain, "what_if": readings, "anomalies": set(plain["anomalies"])})
     layer.dtype = None if plain["dtype"] is None else getattr(torch, plain["dtype"])
     layer.reading = None if plain["reading"] is None else LayerReading.from_sums(**plain["reading"])
     return layer
@@ -254,9 +254,9 @@ def _add_layer(merged: dict[tuple[str, int], Layer], plain: dict) -> None:
         merged[layer.name, layer.use] = layer
         return
     known.refused.update(layer.refused)
-    known.odd |= layer.odd
+    known.anomalies |= layer.anomalies
     if known.reason is None and known.reading is None:  # seen before, and not measured
-        layer.refused, layer.odd, layer.index = known.refused, known.odd, known.index
+        layer.refused, layer.anomalies, layer.index = known.refused, known.anomalies, known.index
         merged[layer.name, layer.use] = layer
     elif known.reason is None:
         known.add_use(layer)

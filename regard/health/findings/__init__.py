@@ -1,8 +1,7 @@
-"""What can be wrong with a head: one file each, found by looking at this folder.
+"""Finding rules: one file each, discovered in this folder.
 
-A file has its `KINDS`, or one `KIND`, and `find(heads) -> list[Finding]`, or `find_in_layers(layers)` where it asks for
-what was seen beside the heads that were measured. Its thresholds stand in it, with where they come from; docs/health.md
-tells how often they cry wolf.
+A file defines `KIND` (or `KINDS`) and `find(heads) -> list[Finding]`, or `find_in_layers(layers)` if it needs more than
+the measured heads. It holds its thresholds; docs/health.md has the table of them and their false-alarm rates.
 
 >>> from regard.health import findings
 >>> findings.kinds()[:4]
@@ -12,12 +11,11 @@ tells how often they cry wolf.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from regard.health.findings._finding import SEVERITIES, Finding
+from regard.health.findings._finding import SEVERITIES, Finding, Heads, Layers
 
 __all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
 
@@ -29,11 +27,12 @@ def _modules() -> list[ModuleType]:
 
 
 def kinds() -> list[str]:
+    """The kinds of findings, in alphabetical order."""
     return sorted(kind for module in _modules() for kind in getattr(module, "KINDS", None) or (module.KIND,))
 
 
-def find_all(heads: Sequence, layers: Sequence = ()) -> list[Finding]:
-    """Every finding about heads that were measured, and about their layers and those that were not, gravest first."""
+def find_all(heads: Heads, layers: Layers = ()) -> list[Finding]:
+    """Every finding about the measured heads and about the layers, most severe first."""
     found: list[Finding] = []
     for module in _modules():
         if hasattr(module, "find_in_layers"):

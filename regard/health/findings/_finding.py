@@ -1,21 +1,31 @@
-"""A finding, and the one way the files here make it."""
+"""`Finding`, the function that makes one, and the rule for positional heads that several findings share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:  # at run time these modules import this one
+    from regard.health.measurement.recorder import Layer
+    from regard.health.readings.heads import HeadReading
+
+Head: TypeAlias = "HeadReading"
+Heads: TypeAlias = "Sequence[HeadReading]"
+Layers: TypeAlias = "Sequence[Layer]"
 
 SEVERITIES = ("critical", "warning", "note")
-SHARP, STEADY = 0.9, 0.75  # mean largest weight, share of rows within a band about the median distance
-BAND = 0.05  # of that distance, at least half a token: bins of distance are 4 % wide
-CROWD = 1 / 8  # of a layer's heads, at least two
+SHARP = 0.9  # mean largest weight of a positional head, at least
+STEADY = 0.75  # fraction of its rows near the median distance, at least
+BAND = 0.05  # "near": within this fraction of the median distance, or half a token (distance bins are 4 % wide)
+CROWD = 1 / 8  # fraction of a layer's heads from which on a pattern is not an exception; at least two heads
+LOGIT_LIMIT = 100.0  # where QK-clip (Kimi K2) steps in
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Which heads, what was measured, which threshold it passed and whence that comes, how bad, what to do."""
+    """A problem: the heads that have it, the evidence, the threshold and its source, the severity, the remedy."""
 
     kind: str
     severity: str  # "critical", "warning" or "note"
@@ -23,67 +33,83 @@ class Finding:
     evidence: str
     threshold: str
     remedy: str
-    measured: tuple[float, ...] = field(default=())  # per head, the number that the threshold was held against
-    indices: tuple[int, ...] = field(default=())  # per head, its layer's place: one module may be several layers
+    measured: tuple[float, ...] = ()  # per head, the number compared with the threshold
+    indices: tuple[int, ...] = ()  # per head, the index of its layer: one module may be several layers
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """(index of the layer, head) of each head."""
+        """(layer index, head) of each head."""
         return [(index, head) for index, (_, head) in zip(self.indices, self.heads, strict=True)]
 
-    def to_json(self) -> dict:
-        return dict(
-            kind=self.kind,
-            severity=self.severity,
-            heads=[list(head) for head in self.heads],
-            evidence=self.evidence,
-            threshold=self.threshold,
-            remedy=self.remedy,
-            measured=list(self.measured),
-            indices=list(self.indices),
-        )
+    def to_json(self) -> dict[str, Any]:
+        """The finding as schema.json describes it."""
+        lists = dict(heads=[list(head) for head in self.heads], measured=list(self.measured))
+        return {**vars(self), **lists, "indices": list(self.indices)}
 
 
-def finding(
-    kind: str, severity: str, found: Sequence[tuple[Any, float]], evidence: str, threshold: str, remedy: str
+class HeadPlace(NamedTuple):
+    """Where a head is: its layer's name and index, and its number."""
+
+    layer: str
+    index: int
+    head: int
+
+
+def places_in(layers: Iterable[Layer]) -> list[tuple[HeadPlace, None]]:
+    """Every head of these layers, with no number, as `make_finding` takes them."""
+    return [(HeadPlace(layer.name, layer.index, head), None) for layer in layers for head in range(layer.heads)]
+
+
+def make_finding(
+    kind: str,
+    severity: str,
+    found: Sequence[tuple[Head | HeadPlace, float | None]],
+    evidence: str,
+    threshold: str,
+    remedy: str,
 ) -> list[Finding]:
-    """[Finding] about the (head, number) pairs, or [] if there are none; `evidence` may name their {range}."""
+    """[Finding] about the (head, number) pairs, or [] if there are none.
+
+    In `evidence`, "{range}" stands for the smallest to the largest number, "{percent}" for the same in per cent.
+    """
     if not found:
         return []
-    numbers = tuple(float(number) for _, number in found)
-    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
-    told = evidence.format(range=low if low == high else f"{low} to {high}")
+    numbers = tuple(float(number) for _, number in found if number is not None)
+    if numbers:
+        evidence = evidence.replace("{range}", _range(numbers))
+        evidence = evidence.replace("{percent}", _range([100.0 * number for number in numbers]) + " %")
     heads = tuple((head.layer, head.head) for head, _ in found)
     indices = tuple(head.index for head, _ in found)
-    return [Finding(kind, severity, heads, told, threshold, remedy, numbers, indices)]
+    return [Finding(kind, severity, heads, evidence, threshold, remedy, numbers, indices)]
 
 
-def looks_at_offset(head) -> bool:
-    """Does a sharp head look at one distance from the query on three rows of four? Then it is a positional head."""
+def _range(numbers: Sequence[float]) -> str:
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def has_fixed_distance(head: Head) -> bool:
+    """True if three rows of four look at one distance from the query."""
     distance = head.statistics["distance"]
     middle = distance.quantile(0.5)
     band = max(0.5, BAND * middle)
     return distance.share_below(middle + band) - distance.share_below(max(middle - band, 0.0)) >= STEADY
 
 
-def positional_heads(heads: Sequence) -> tuple[list, list]:
-    """(those of layers where they crowd, the few that trained layers ordinarily keep: arXiv 1905.09418)."""
-    sharp = [head for head in heads if head.statistics.mean("max_weight") > SHARP and head.can_be_judged]
-    if not sharp:
-        return [], []
-    sizes = Counter(head.index for head in heads)
-    layers: dict[int, list] = {}
-    for head in sharp:
-        if looks_at_offset(head):
-            layers.setdefault(head.index, []).append(head)
-    crowd: list = []
-    few: list = []
-    for index, found in layers.items():
-        (crowd if len(found) >= max(2, sizes[index] * CROWD) else few).extend(found)
-    return crowd, few
+def positional_heads(heads: Heads) -> tuple[list[Head], list[Head]]:
+    """Sharp heads of one fixed distance: (those in layers with many, the few that trained layers usually have).
+
+    The few are ordinary: arXiv 1905.09418.
+    """
+    sharp = [head for head in heads if head.can_be_judged and head.statistics.mean("max_weight") > SHARP]
+    positional = [head for head in sharp if has_fixed_distance(head)]
+    sizes, counts = Counter(head.index for head in heads), Counter(head.index for head in positional)
+    crowded = {index for index, count in counts.items() if count >= max(2, sizes[index] * CROWD)}
+    many = [head for head in positional if head.index in crowded]
+    return many, [head for head in positional if head.index not in crowded]
 
 
-def free_heads(heads: Sequence) -> list:
-    """The heads that can be judged by how sharp they are: without the few positional ones, which are sharp by trade."""
-    exempt = {id(head) for head in positional_heads(heads)[1] if head.statistics.max("max_logit") <= 100.0}
+def exclude_positional(heads: Heads) -> list[Head]:
+    """The heads that can be judged by their sharpness: without a layer's few positional heads, sharp by design."""
+    exempt = {id(head) for head in positional_heads(heads)[1] if head.statistics.max("max_logit") <= LOGIT_LIMIT}
     return [head for head in heads if head.can_be_judged and id(head) not in exempt]

@@ -1,18 +1,19 @@
-"""A layer's logit variance, measured and as the norms of q and k alone predict it: medians over its heads."""
+"""A layer's logit variance, measured and predicted from the norms of q and k: medians over its heads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from statistics import median
 
-LARGE = 1.5  # scale over 1/√d, from which on it is a suspect; under its inverse, one of being too small
-NORMS = 1.1  # variance over what the norms predict: up to here they alone made it
-ROOM = 16.0  # over that bound: where the first key stands apart, causal rows see ln n times the variance of all keys
+from regard.health.findings._finding import Heads
+
+LARGE_SCALE = 1.5  # scale · √d above which a scale is suspected too large; below the inverse, too small
+NORM_RATIO = 1.1  # measured over predicted variance, up to which norms alone explain it
+BIAS_FACTOR = 16.0  # over the bound of `is_from_bias`: with an outlying first key, causal rows see ln n times more
 
 
-def by_layer(heads: Sequence) -> list[list]:
-    """The heads that can be judged, layer by layer."""
+def group_by_layer(heads: Heads) -> list[Heads]:
+    """The heads that can be judged, one list per layer."""
     layers: dict[int, list] = {}
     for head in heads:
         if head.can_be_judged:
@@ -20,26 +21,27 @@ def by_layer(heads: Sequence) -> list[list]:
     return list(layers.values())
 
 
-def variances(members: Sequence) -> tuple[float, float]:
-    """(measured, predicted); a what-if has no norms of its own, and gives the measured one twice."""
-    measured = median(head.statistics.mean("logit_variance") for head in members)
+def median_of(members: Heads, name: str) -> float:
+    """The median over heads of a statistic's mean."""
+    return median(head.statistics.mean(name) for head in members)
+
+
+def variances(members: Heads) -> tuple[float, float]:
+    """(measured, predicted) logit variance; a what-if has no norms, so both are the measured one."""
+    measured = median_of(members, "logit_variance")
     known = [head.predicted_variance for head in members if not math.isnan(head.predicted_variance)]
     return measured, median(known) if known else measured
 
 
-def by_norms(members: Sequence, times: float = NORMS) -> bool:
-    """Is the variance of a layer that of directions which know nothing of each other?"""
+def is_from_norms(members: Heads, ratio: float = NORM_RATIO) -> bool:
+    """True if q and k of these norms, in unrelated directions, would have the layer's variance."""
     measured, predicted = variances(members)
-    return measured < times * predicted * few_keys(members) and not math.isnan(members[0].predicted_variance)
+    gain, gain_ratio = median_of(members, "gradient_gain"), median_of(members, "gain_ratio")
+    few_keys = min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0  # E(1 − 1/n): n keys vary less than many
+    return measured < ratio * predicted * few_keys and not math.isnan(members[0].predicted_variance)
 
 
-def by_bias(members: Sequence) -> bool:
-    """Is it more than queries and keys of these norms can make? Var(q·k) ≤ E‖q‖²·E‖k − k̄‖², d times the prediction."""
+def is_from_bias(members: Heads) -> bool:
+    """True if the variance exceeds what q·k can have: Var(q·k) ≤ E‖q‖²·E‖k − k̄‖², which is d times the prediction."""
     measured, predicted = variances(members)
-    return measured > ROOM * members[0].head_dim * predicted
-
-
-def few_keys(members: Sequence) -> float:
-    """E(1 − 1/n), by which the variance over n keys falls short of that over many."""
-    gain, ratio = (median(head.statistics.mean(name) for head in members) for name in ("gradient_gain", "gain_ratio"))
-    return min(gain / ratio, 1.0) if ratio > 0.0 else 1.0
+    return measured > BIAS_FACTOR * members[0].head_dim * predicted

@@ -1,47 +1,32 @@
-"""Rows that see no key: queries that are no padding, and from which the mask hides everything. About layers.
+"""Rows that see no key: the mask hides every key from a query that is not padding.
 
-A mask that is inverted, shifted or made for other lengths has such rows. Nothing can be measured in them: under a mask
-of True and False torch's output there is 0, an eager softmax of −inf gives NaN, and under a finite mask (−1e9) the
-scores drown, so that the output is the mean of all values, the hidden ones included.
+Nothing can be measured in such a row. The model's output there is 0 (boolean mask), NaN (softmax of −inf alone) or the
+mean of all values (finite mask such as −1e9).
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from regard.health.findings._finding import Finding
+from regard.health.findings._finding import Finding, HeadPlace, Layers, make_finding
 from regard.health.readings.histogram import ROW
 
 KIND = "rows that see no key"
-TOLD = {"behind", "after"}  # odd masks that leave one such row, and are findings of their own
+REPORTED_BY_MASK = {"behind", "after"}  # mask patterns with one such row, which odd_mask.py reports
 
 
-def find_in_layers(layers: Sequence) -> list[Finding]:
-    found = [
-        (layer, head, blind / (blind + seeing))
-        for layer in layers
-        if layer.reading is not None and any(layer.blind) and not layer.odd & TOLD
-        for head, (blind, seeing) in enumerate(
-            zip(layer.blind, layer.reading.cpu().count[ROW["visible_keys"]].tolist(), strict=True)
-        )
-        if blind
-    ]
-    if not found:
-        return []
-    shares = tuple(share for _, _, share in found)
-    low, high = (f"{100 * share:.3g} %" for share in (min(shares), max(shares)))
-    return [
-        Finding(
-            KIND,
-            "warning",
-            tuple((layer.name, head) for layer, head, _ in found),
-            f"{low if low == high else f'{low} to {high}'} of the rows that are no padding see no key. They are left "
-            "out of every number here; what the model gets there is 0, NaN or, from a finite mask, a mean of what the "
-            "mask hides.",
-            "any row that sees no key, where its query is no padding",
-            "Look at the mask: is it inverted (True shows a key to scaled_dot_product_attention, and hides it from "
-            "nn.MultiheadAttention), shifted, or made for other lengths?",
-            shares,
-            tuple(layer.index for layer, _, _ in found),
-        )
-    ]
+def find_in_layers(layers: Layers) -> list[Finding]:
+    found = []
+    for layer in layers:
+        if layer.reading is None or not any(layer.empty_rows) or layer.anomalies & REPORTED_BY_MASK:
+            continue
+        seeing = layer.reading.cpu().count[ROW["visible_keys"]].tolist()
+        for head, (empty, others) in enumerate(zip(layer.empty_rows, seeing, strict=True)):
+            if empty:
+                found.append((HeadPlace(layer.name, layer.index, head), empty / (empty + others)))
+    return make_finding(
+        KIND,
+        "warning",
+        found,
+        "{percent} of the rows that are not padding see no key. No statistic counts them; the model's output there is "
+        "0, NaN or, with a finite mask, the mean of all values.",
+        "any row without a visible key whose query is not padding",
+        "Check whether the mask is inverted (True shows a key to scaled_dot_product_attention and hides it from "
+        "nn.MultiheadAttention), shifted, or made for other lengths.",
+    )

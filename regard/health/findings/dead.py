@@ -1,97 +1,91 @@
-"""Dead: whatever the weights are, the model gets the same. About layers.
+"""Dead: the head's output does not depend on its attention weights, or nothing reads it.
 
-The output of a head is Σ p_j v_j. Where the values of a sequence are all alike (0, or the bias alone) it is that value,
-and the weights decide nothing; where the columns of the output projection that read the head are 0, nothing of it goes
-on. Weight decay brings both about in heads that get no gradient, and so do pruning by zeros, a wrong slice in a
-conversion of weights and an initialisation that was left out. Neither shows in any statistic of the weights.
-
-Values that are alike in every head of a layer, and not 0, may be the text's doing: one token over and over. And output
-projections that are 0 as a whole are how some models begin, so that a block is the identity. Both are notes.
+Σ p_j v_j is the same for any p if all values of a sequence are equal (0, or the bias alone), and is lost if the output
+projection's columns for the head are 0. Causes: pruning, a wrong slice in a weight conversion, weight decay without
+gradient, a missing initialisation. No statistic of the weights shows it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
-from regard.health.findings._finding import Finding, finding
+from regard.health.findings._finding import Finding, HeadPlace, Layers, make_finding
 from regard.health.measurement.norms import NOTHING
 from regard.health.readings.heads import can_be_judged, fetch_readings
 
 KIND = "dead"
-SAME = 1e-6  # of a head's largest value, or of the median of those over the layer's heads
+SAME = 1e-6  # difference of values over the head's largest, or over the median of those in the layer
 VALUES = (
-    "The values of a sequence are all alike (they differ by {range}): whatever the weights are, that is the output.",
-    f"values of a sequence apart by ≤ {SAME:g} of the largest, the head's own or the median over its layer",
+    "All values of a sequence are the same (they differ by {range}), so the weights have no effect on the output.",
+    f"values of a sequence differ by at most {SAME:g} of the largest",
 )
 COLUMNS = (
-    "The columns of the output projection that read these heads are 0: nothing of them reaches the model.",
-    f"every number in them ≤ {NOTHING:g} of the layer's largest",
+    "The output projection's columns for these heads are 0, so the model ignores them.",
+    f"all entries at most {NOTHING:g} of the layer's largest",
 )
 
 
-class Place(NamedTuple):
-    layer: str
-    index: int
-    head: int
-
-
-def find_in_layers(layers: Sequence) -> list[Finding]:
-    alike: list[tuple[Place, float]] = []
-    text: list[tuple[Place, float]] = []
-    unread: list[tuple[Place, float]] = []
-    begins: list[tuple[Place, float]] = []
+def find_in_layers(layers: Layers) -> list[Finding]:
     measured = [layer for layer in layers if layer.reading is not None]
-    suspected = [(layer, dead) for layer in measured if (dead := _alike(layer.values))]
-    readings = fetch_readings([layer.reading for layer, _ in suspected])
-    for (layer, dead), reading in zip(suspected, readings, strict=True):
-        constant = len(dead) == layer.heads and all(size > 0.0 for _, size in layer.values)
-        (judged,) = can_be_judged([reading])
-        for head in dead:
-            if judged[head]:
-                (text if constant else alike).append((Place(layer.name, layer.index, head), layer.values[head][0]))
-    for layer in measured:
-        for head in layer.unread:
-            whole = len(layer.unread) == layer.heads
-            (begins if whole else unread).append((Place(layer.name, layer.index, head), 0.0))
+    equal, repeated_text = _find_equal_values(measured)
+    zero, zero_layer = _find_zero_columns(measured)
     return [
-        *finding(
+        *make_finding(
             KIND,
             "warning",
-            alike,
+            equal,
             *VALUES,
-            "Look at the value projection of these heads: zeros of pruning, of a conversion or of weight decay? "
-            "Initialise it anew, or remove the heads.",
+            "Check the value projection of these heads for zeros left by pruning, weight conversion or weight decay; "
+            "reinitialise it, or remove the heads.",
         ),
-        *finding(
+        *make_finding(
             KIND,
             "warning",
-            unread,
+            zero,
             *COLUMNS,
-            "Look at the output projection: zeros of pruning, of a conversion or of weight decay? Initialise these "
-            "columns anew, or remove the heads.",
+            "Check the output projection for zeros left by pruning, weight conversion or weight decay; reinitialise "
+            "these columns, or remove the heads.",
         ),
-        *finding(
+        *make_finding(
             KIND,
             "note",
-            text,
+            repeated_text,
             *VALUES,
-            "Is the text one token over and over? Then examine on other text. Else the weights of the value projection "
-            "are 0, and its bias is all it gives.",
+            "Text of one repeated token does this: examine other text. Otherwise the value projection's weights are 0 "
+            "and only its bias is left.",
         ),
-        *finding(
+        *make_finding(
             KIND,
             "note",
-            begins,
+            zero_layer,
             *COLUMNS,
-            "If the model is freshly initialised with output projections of 0, this is how it starts. Else the layer's "
-            "attention is switched off.",
+            "Some models start like this, with output projections of 0. Otherwise this layer's attention is off.",
         ),
     ]
 
 
-def _alike(values: Sequence[tuple[float, float]]) -> list[int]:
-    """The heads whose values are."""
+def _find_equal_values(layers: Layers) -> tuple[list, list]:
+    """Heads whose values are equal: (in single heads, in all heads of a layer and not 0, as repeated text does)."""
+    found: tuple[list, list] = ([], [])
+    suspected = [(layer, heads) for layer in layers if (heads := _heads_of_equal_values(layer.values))]
+    readings = fetch_readings([layer.reading for layer, _ in suspected if layer.reading is not None])
+    for (layer, heads), reading in zip(suspected, readings, strict=True):
+        from_text = len(heads) == layer.heads and all(size > 0.0 for _, size in layer.values)
+        (judged,) = can_be_judged([reading])
+        places = [(HeadPlace(layer.name, layer.index, head), layer.values[head][0]) for head in heads]
+        found[from_text].extend(place for place in places if judged[place[0].head])
+    return found
+
+
+def _heads_of_equal_values(values: Sequence[tuple[float, float]]) -> list[int]:
+    """`values` has per head (largest difference, largest size)."""
     usual = median(size for _, size in values) if values else 0.0
-    return [head for head, (apart, size) in enumerate(values) if apart <= SAME * max(size, usual)]
+    return [head for head, (difference, size) in enumerate(values) if difference <= SAME * max(size, usual)]
+
+
+def _find_zero_columns(layers: Layers) -> tuple[list, list]:
+    """Heads that the output projection ignores: (single heads, all heads of a layer)."""
+    found: tuple[list, list] = ([], [])
+    for layer in layers:
+        whole_layer = len(layer.unused_heads) == layer.heads
+        found[whole_layer].extend((HeadPlace(layer.name, layer.index, head), 0.0) for head in layer.unused_heads)
+    return found

@@ -1,65 +1,61 @@
-"""Diffuse: every row is nearly uniform, so the head averages its values and its scores decide nothing.
+"""Diffuse: every row is nearly uniform, so the head averages its values and its scores have no effect.
 
-For Gaussian logits H ≈ ln n − σ²/2: a ratio above 0.99 at 128 keys is a standard deviation of the logits under 0.3.
-A lone head of a layer that averages is often by design (it counts what came before): that is a note, unless its logits
-are all the same to the last digit. So it is in a model that has learned nothing yet: in no layer is the scale small or
-the variance of the logits 2 and more, and in half of the layers at least it is what the norms of q and k alone predict,
-where those of a trained model know of each other. Layers whose variance is a bias's, added to the scores, say nothing
-about that. A head whose variance is far below its layer's is not excused.
+For Gaussian logits H ≈ ln n − σ²/2: an entropy ratio above 0.99 at 128 keys is a logit standard deviation under 0.3.
+It is a note for a single head of a layer, which often averages by design, and in a model that looks untrained: in every
+layer the variance is below 2 and the scale not small, and in half of them the norms of q and k explain the variance.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 
-from regard.health.findings._finding import CROWD, finding
-from regard.health.findings._variance import LARGE, by_bias, by_layer, by_norms, variances
+from regard.health.findings._finding import CROWD, Finding, Head, Heads, make_finding
+from regard.health.findings._variance import LARGE_SCALE, group_by_layer, is_from_bias, is_from_norms, median_of
 
 KIND = "diffuse"
 MEAN, LOW = 0.99, 0.98
-NOTHING = 1e-9  # of a logit variance: what rounding leaves
-BEHIND = 0.25  # of its layer's variance
-BEGUN, LEARNED = 2.0, 1.25  # logit variance, and that over what norms predict: beyond these, some training was had
-TOLD = "The mean entropy is {range} of ln(keys): close to uniform on every row."
-THRESHOLD = f"mean entropy_ratio > {MEAN} with 5th percentile > {LOW} (Gaussian logits: H ≈ ln n − σ²/2)"
+CONSTANT = 1e-9  # logit variance below which all logits of a row are equal up to rounding
+BEHIND = 0.25  # head's over layer's variance, below which the layer does not excuse the head
+UNTRAINED_VARIANCE, UNTRAINED_RATIO = 2.0, 1.25  # logit variance, and its ratio to the one predicted from norms
+EVIDENCE = "Rows are close to uniform: the mean entropy ratio is {range}."
+THRESHOLD = f"mean entropy_ratio > {MEAN} and 5th percentile > {LOW}"
 REMEDY = (
-    "If the model is trained: the scale is too small or the head is unused; try what_if=['temperature=0.5', 'ssmax'] "
-    "or prune it. If it is freshly initialised, this is how it starts."
+    "In a trained model the scale is too small or the head is unused: try what_if=['temperature=0.5', 'ssmax'], or "
+    "prune it. A freshly initialised model starts like this."
 )
-BEGINS = THRESHOLD + "; in few layers do queries and keys know of each other: the model is as it was initialised"
 
 
-def find(heads):
-    found, sizes = [], Counter(head.index for head in heads)
-    for head in heads:
-        if not head.can_be_judged:
-            continue
-        mean = head.statistics.mean("entropy_ratio")
-        if mean > MEAN and _lowest(head) > LOW:
-            found.append((head, mean))
-    begins = {id(head) for head in beginners(heads)} if found else set()
-    first = [one for one in found if id(one[0]) in begins]
-    found = [one for one in found if id(one[0]) not in begins]
-    count = Counter(head.index for head, _ in found)
-    enough = {index: min(size, max(2, size * CROWD)) for index, size in sizes.items()}
-    many = [one for one in found if count[one[0].index] >= enough[one[0].index] or says_nothing(one[0])]
-    told = {id(head) for head, _ in many}
-    lone = [one for one in found if id(one[0]) not in told]
+def find(heads: Heads) -> list[Finding]:
+    found = [(head, head.statistics.mean("entropy_ratio")) for head in heads if is_diffuse(head)]
+    excused = {id(head) for head in untrained_heads(heads)} if found else set()
+    untrained = [pair for pair in found if id(pair[0]) in excused]
+    found = [pair for pair in found if id(pair[0]) not in excused]
+    sizes, counts = Counter(head.index for head in heads), Counter(head.index for head, _ in found)
+    many: list[tuple[Head, float]] = []
+    single: list[tuple[Head, float]] = []
+    for head, mean in found:
+        size = sizes[head.index]
+        crowded = counts[head.index] >= min(size, max(2, size * CROWD))
+        (many if crowded or has_constant_logits(head) else single).append((head, mean))
     return [
-        *finding(KIND, "warning", many, TOLD, THRESHOLD, REMEDY),
-        *finding(KIND, "note", lone, TOLD, THRESHOLD + "; alone in its layer", REMEDY),
-        *finding(KIND, "note", first, TOLD, BEGINS, REMEDY),
+        *make_finding(KIND, "warning", many, EVIDENCE, THRESHOLD, REMEDY),
+        *make_finding(KIND, "note", single, EVIDENCE, f"{THRESHOLD}; only one head of its layer", REMEDY),
+        *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", REMEDY),
     ]
 
 
-def beginners(heads) -> list:
-    """The heads of a model that has learned nothing yet, but for those that fall far behind their layer."""
-    layers = [members for members in by_layer(heads) if not by_bias(members)]  # Swin's windows add −100 to hide keys
-    measured = [variances(members)[0] for members in layers]
+def is_diffuse(head: Head) -> bool:
+    if not head.can_be_judged or head.statistics.mean("entropy_ratio") <= MEAN:
+        return False
+    return head.statistics.min("entropy_ratio") > LOW or head.statistics["entropy_ratio"].quantile(0.05) > LOW
+
+
+def untrained_heads(heads: Heads) -> list[Head]:
+    """The heads of a model that looks untrained, except those with far less variance than their layer."""
+    layers = [members for members in group_by_layer(heads) if not is_from_bias(members)]  # Swin adds −100 to hide keys
+    measured = [median_of(members, "logit_variance") for members in layers]
     for members, variance in zip(layers, measured, strict=True):
-        if members[0].scale < 1.0 / LARGE or not 0.0 < variance < BEGUN:
+        if members[0].scale < 1.0 / LARGE_SCALE or not 0.0 < variance < UNTRAINED_VARIANCE:
             return []
-    if 2 * sum(not by_norms(members, LEARNED) for members in layers) > len(layers):
+    if 2 * sum(not is_from_norms(members, UNTRAINED_RATIO) for members in layers) > len(layers):
         return []
     return [
         head
@@ -69,12 +65,6 @@ def beginners(heads) -> list:
     ]
 
 
-def says_nothing(head) -> bool:
-    """Are the logits of every row all the same? Nobody designs that: its queries are zero, or its keys are equal."""
-    return head.statistics.max("logit_variance") < NOTHING
-
-
-def _lowest(head) -> float:
-    """The 5th percentile, or the minimum where that is enough, which costs nothing."""
-    low = head.statistics.min("entropy_ratio")
-    return low if low > LOW else head.statistics["entropy_ratio"].quantile(0.05)
+def has_constant_logits(head: Head) -> bool:
+    """True if all logits of a row are equal, in every row: queries of zero or equal keys, never by design."""
+    return head.statistics.max("logit_variance") < CONSTANT

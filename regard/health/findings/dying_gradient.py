@@ -1,34 +1,30 @@
-"""Dying gradient: the trace of ∂p/∂s is so small that nothing flows back through the softmax on most rows.
+"""Dying gradient: on most rows almost no gradient passes back through the softmax.
 
-The gain is taken relative to a uniform row's, 1 − 1/n. Gradients reach q and k multiplied by it; under 1e-4 they are
-below what Adam's ε or bfloat16 sums keep beside the gradients of other paths.
+q and k receive their gradient multiplied by the gradient gain, tr ∂p/∂s; a uniform row has 1 − 1/n. Below 1e-4 of that,
+bfloat16 sums and Adam's ε lose it beside the gradients of other paths.
 """
 
-from __future__ import annotations
-
-from regard.health.findings._finding import finding, free_heads
+from regard.health.findings._finding import Finding, Heads, exclude_positional, make_finding
 
 KIND = "dying gradient"
-GAIN = 1e-4
-SHARE = 0.5
+GAIN = 1e-4  # of a uniform row's
+SHARE, CRITICAL_SHARE = 0.5, 0.9  # of the rows
 
 
-def find(heads):
+def find(heads: Heads) -> list[Finding]:
     found = []
-    for head in free_heads(heads):
+    for head in exclude_positional(heads):
         mean, top = head.statistics.mean("gain_ratio"), head.statistics.max("gain_ratio")
-        if mean < GAIN + (1.0 - SHARE) * top:  # as it must be, and this costs nothing
+        if mean < GAIN + (1.0 - SHARE) * top:  # necessary, and cheaper than the histogram
             share = head.statistics["gain_ratio"].share_below(GAIN)
             if share > SHARE:
                 found.append((head, share))
-    severity = "critical" if any(share > 0.9 for _, share in found) else "warning"
-    return finding(
+    return make_finding(
         KIND,
-        severity,
+        "critical" if any(share > CRITICAL_SHARE for _, share in found) else "warning",
         found,
-        f"The gradient gain is under {GAIN:g} of a uniform row's on a share of {{range}} of the rows.",
-        f"gradient gain < {GAIN:g} of a uniform row's on more than {SHARE:.0%} of the rows (below what bfloat16 and "
-        "Adam's ε keep)",
-        "Make the rows less one-hot while training: check the 1/√d scale, add QK-norm or a soft cap, or train with a "
-        "temperature above 1 that is lowered later.",
+        f"On {{percent}} of the rows the gradient gain is below {GAIN:g} of a uniform row's.",
+        f"gradient gain < {GAIN:g} of a uniform row's on more than {SHARE:.0%} of the rows",
+        "Make rows less one-hot during training: check the 1/√d scale, add QK-norm or a soft cap, or start with a "
+        "temperature above 1 and lower it later.",
     )

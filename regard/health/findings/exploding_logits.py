@@ -1,42 +1,37 @@
-"""Exploding logits: the largest q·k is beyond what published runs survived, or what the dtype can tell apart.
+"""Exploding logits: the largest logit is beyond what published runs survived, or what the dtype resolves.
 
-100 is where QK-clip (Kimi K2) steps in; runs whose logits passed 1e4 diverged (arXiv 2309.14322). A dtype with
-machine ε holds numbers near L only in steps of ε·L: from ε·L = 1 on, logits a nat apart are the same number.
+QK-clip (Kimi K2) acts from 100 on; runs whose logits passed 1e4 diverged (arXiv 2309.14322). Near L, a dtype with
+machine ε has steps of ε·L: from L = 1/ε on, logits that differ by 1 are the same number.
 """
-
-from __future__ import annotations
 
 import torch
 
-from regard.health.findings._finding import finding
+from regard.health.findings._finding import LOGIT_LIMIT, Finding, Head, Heads, make_finding
 
 KIND = "exploding logits"
-CLIP = 100.0
 DIVERGED = 1e4
 
 
-def limit(dtype: str) -> float:
-    """Where it becomes critical: 1e4, or 1/ε of the dtype if that comes first."""
+def critical_limit(dtype: str) -> float:
+    """The logit from which on the finding is critical: 1e4, or 1/ε of the dtype if that is less."""
     kind = getattr(torch, dtype, None)
     return min(DIVERGED, 1.0 / torch.finfo(kind).eps) if isinstance(kind, torch.dtype) else DIVERGED
 
 
-def size(head) -> float:
-    """The largest |max_logit| of a row: a dtype is as coarse far below zero as above."""
+def largest_logit(head: Head) -> float:
+    """The largest |max_logit| of a row: far below zero a dtype is as coarse as far above."""
     return max(head.statistics.max("max_logit"), -head.statistics.min("max_logit"))
 
 
-def find(heads):
-    found = [(head, size(head)) for head in heads]
-    found = [(head, top) for head, top in found if top > CLIP]
-    severity = "critical" if any(top > limit(head.dtype) for head, top in found) else "warning"
-    return finding(
+def find(heads: Heads) -> list[Finding]:
+    found = [(head, logit) for head in heads if (logit := largest_logit(head)) > LOGIT_LIMIT]
+    return make_finding(
         KIND,
-        severity,
+        "critical" if any(logit > critical_limit(head.dtype) for head, logit in found) else "warning",
         found,
-        "A row's largest logit reaches {range} in size.",
-        f"|max_logit| > {CLIP:g} (QK-clip, Kimi K2); critical beyond {DIVERGED:g} (arXiv 2309.14322) or 1/ε of the "
+        "The largest logit of a row reaches {range} in absolute value.",
+        f"|max_logit| > {LOGIT_LIMIT:g} (QK-clip, Kimi K2); critical > {DIVERGED:g} (arXiv 2309.14322) or 1/ε of the "
         "dtype",
-        "Bound q·k: QK-norm, a soft cap (try what_if=['softcap=50', 'qk_norm']), QK-clip, a z-loss on logsumexp, or a "
-        "lower learning rate; keep scores in float32.",
+        "Bound q·k with QK-norm, a soft cap (try what_if=['softcap=50', 'qk_norm']) or QK-clip; lower the learning "
+        "rate; compute scores in float32.",
     )

@@ -1,96 +1,97 @@
-"""Odd masks: text that sees padding, a causal mask one key off, masks inverted, or added as 1 and 0. About layers.
+"""Suspicious masks: padding that is visible, a causal mask shifted, inverted or transposed, a mask that hides nothing.
 
-A batch says itself what is padding (`attention_mask` beside `input_ids`); a query of text to which a layer shows such a
-key gives it weight. A square mask that shows query i just the keys j ≤ i + 1 is a causal one with its diagonal wrong:
-a model that predicts the next token sees it. One that shows j ≤ i − 1 hides each token from itself, which some models
-mean, and the first sees nothing. One that shows j > i is a causal one with True and False exchanged, one that shows
-j ≥ i a causal one transposed. A mask of 1.0 and 0.0 in place of True and False is added to the scores, and hides
-nothing: it is known by its shape, a causal triangle, or the same keys for every query, at one end of the text. A
-batch whose `attention_mask` shows one token id alone, and hides many, shows its padding. And torch's causal order
-begins at the first key: a query behind cached keys sees the oldest one alone.
+`Layer.anomalies` names the patterns that were seen in a layer's masks; the table below says what each means.
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
-from collections.abc import Sequence
-
-from regard.health.findings._finding import Finding
+from regard.health.findings._finding import Finding, Layers, make_finding, places_in
 
 PADDING, OFF, INVERTED, ADDED = "sees padding", "mask off by one", "mask inverted", "mask hides nothing"
 CORNER = "causal at the wrong end"
 KINDS = (PADDING, OFF, INVERTED, ADDED, CORNER)
-TOLD = {
-    "padding": (
+
+
+class Pattern(NamedTuple):
+    """What a mask pattern means."""
+
+    kind: str
+    severity: str
+    evidence: str
+    threshold: str
+    remedy: str
+
+
+PATTERNS = {
+    "padding": Pattern(
         PADDING,
         "warning",
-        "Queries of text see keys that the batch's attention_mask calls padding.",
-        "any such key that the layer's mask shows to a query of text",
-        "Hand attention_mask on to the attention (attn_mask, key_padding_mask), or give batches without padding.",
+        "Text queries see keys that the batch's attention_mask marks as padding.",
+        "any padding key visible to a text query",
+        "Pass attention_mask on to the attention call (attn_mask, key_padding_mask), or use batches without padding.",
     ),
-    "ahead": (
+    "ahead": Pattern(
         OFF,
         "warning",
-        "Each query sees every key up to the one after it: a model that predicts the next token sees it.",
-        "query i sees key j just where j ≤ i + 1, over a whole square mask",
-        "Make the mask with tril(), diagonal 0, or use is_causal=True. If it may look one token ahead, all is well.",
+        "Every query sees the key after it: a model that predicts the next token can read it.",
+        "query i sees exactly the keys j ≤ i + 1",
+        "Build the mask with tril(), diagonal 0, or use is_causal=True. Ignore this if the model may look one token "
+        "ahead.",
     ),
-    "behind": (
+    "behind": Pattern(
         OFF,
         "note",
-        "Each query sees the keys before it but not its own, and the first one sees none.",
-        "query i sees key j just where j ≤ i − 1, over a whole square mask",
-        "Make the mask with tril(), diagonal 0, or use is_causal=True. If a token is not to see itself, all is well.",
+        "Every query sees the keys before it but not its own; the first query sees none.",
+        "query i sees exactly the keys j ≤ i − 1",
+        "Build the mask with tril(), diagonal 0, or use is_causal=True. Ignore this if tokens must not see themselves.",
     ),
-    "after": (
+    "after": Pattern(
         INVERTED,
         "warning",
-        "Each query sees just the keys after it, and the last one sees none: a causal mask, inverted.",
-        "query i sees key j just where j > i, over a whole square mask",
-        "True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention: use ~mask, or "
-        "is_causal=True. If a token is to see only what follows it, all is well.",
+        "Every query sees only the keys after it; the last query sees none: an inverted causal mask.",
+        "query i sees exactly the keys j > i",
+        "Use ~mask or is_causal=True: True shows a key to scaled_dot_product_attention and hides it from "
+        "nn.MultiheadAttention. Ignore this if tokens may see only what follows.",
     ),
-    "from": (
+    "from": Pattern(
         INVERTED,
         "warning",
-        "Each query sees itself and just the keys after it: a causal mask, transposed.",
-        "query i sees key j just where j ≥ i, over a whole square mask",
-        "A causal mask shows the lower triangle (tril()) and hides the upper one, diagonal 1 (triu(1)); or use "
-        "is_causal=True. If the model reads from right to left, all is well.",
+        "Every query sees itself and only the keys after it: a transposed causal mask.",
+        "query i sees exactly the keys j ≥ i",
+        "Show the lower triangle (tril()) and hide the upper one (triu(1)), or use is_causal=True. Ignore this if the "
+        "model reads from right to left.",
     ),
-    "added": (
+    "added": Pattern(
         ADDED,
         "warning",
-        "The mask is a float one of 1 and 0, in the shape of a causal order or of padding: it is added to the scores, "
-        "and every key is seen.",
-        "an additive mask of 1 and 0 alone, one of them just where j ≤ i, or at one end of the keys for every query",
-        "Pass it as bool (True shows a key to scaled_dot_product_attention, and hides it from nn.MultiheadAttention), "
-        "or −inf where it is to hide. If it is meant as a bias, all is well.",
+        "The mask is a float mask of 1 and 0 in the shape of a causal or padding mask. It is added to the scores and "
+        "hides no key.",
+        "an additive mask of only 1 and 0, causal or one-sided in shape",
+        "Pass a bool mask (True shows a key to scaled_dot_product_attention and hides it from nn.MultiheadAttention), "
+        "or −inf where keys must be hidden. Ignore this if it is meant as a bias.",
     ),
-    "corner": (
+    "corner": Pattern(
         CORNER,
         "warning",
-        "is_causal=True with fewer queries than keys: torch counts both from the first, so that query i sees keys 0 to "
-        "i and none behind.",
-        "is_causal with fewer queries than keys in self-attention, where the keys behind are not all 0",
-        "Behind a cache queries stand at the end: give one query no mask, several "
-        "torch.nn.attention.bias.causal_lower_right(queries, keys). If they belong to the first keys, all is well.",
+        "is_causal=True with fewer queries than keys: torch aligns the first ones, so query i sees only keys 0 to i.",
+        "is_causal in self-attention with fewer queries than keys, the later keys not all 0",
+        "After cached keys, pass no mask for one query, or torch.nn.attention.bias.causal_lower_right(queries, keys) "
+        "for several. Ignore this if the queries belong to the first keys.",
     ),
-    "text": (
+    "text": Pattern(
         INVERTED,
         "warning",
-        "The batch's attention_mask shows nothing but one token id, as padding has it, and hides the text.",
-        "all shown tokens are of one id, a pad_token_id or three times in a text; the hidden ones of three or more",
-        "1 is text and 0 padding there: give 1 - attention_mask. What was measured here is the padding.",
+        "The batch's attention_mask shows only one token id, as padding has, and hides the text.",
+        "all visible tokens have one id, the hidden ones three or more",
+        "Pass 1 - attention_mask: 1 is text, 0 is padding. These statistics are those of the padding.",
     ),
 }
 
 
-def find_in_layers(layers: Sequence) -> list[Finding]:
+def find_in_layers(layers: Layers) -> list[Finding]:
     found = []
-    for odd, (kind, severity, evidence, threshold, remedy) in TOLD.items():
-        such = [layer for layer in layers if odd in layer.odd and layer.reading is not None]
-        if such:
-            heads = tuple((layer.name, head) for layer in such for head in range(layer.heads))
-            indices = tuple(layer.index for layer in such for _ in range(layer.heads))
-            found.append(Finding(kind, severity, heads, evidence, threshold, remedy, indices=indices))
+    for name, pattern in PATTERNS.items():
+        affected = [layer for layer in layers if name in layer.anomalies and layer.reading is not None]
+        kind, severity, *texts = pattern
+        found += make_finding(kind, severity, places_in(affected), *texts)
     return found

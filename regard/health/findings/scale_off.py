@@ -1,124 +1,120 @@
-"""Scale off: the logit variance of a layer is far from 1, its q and k norms say the same, and softmax suffers.
+"""Scale off: a layer's logit variance is far from the 1 that the scale 1/√d aims at, and the softmax suffers.
 
-With q and k of unit variance, q·k has variance d and the scale 1/√d makes it 1. Training moves it; what is held
-against a layer is the median over its heads of the measured variance and of the one that the norms alone predict,
-scale²·E‖q‖²·E‖k − k̄‖²/d: single heads may be sharp because their directions agree. Training carries sound layers past
-8 in both, so variance is not the charge alone. Either the gradient gain is gone as well, or the norms alone explain the
-variance, as in a model that was just made: where queries and keys have learned to agree it is 1.3 times what the norms
-predict, and more. Heads of 8 and 16 are too narrow for that, 1/√d or not.
-
-How much must be gone depends on the scale of the call. Where it is 1/√d, sound layers were seen to keep 0.1 of a
-uniform row's gain (benchmarks/sound_models.py), and less than 0.05 is asked for. Where it is larger there is a suspect:
-less than 0.3 is enough, which those without 1/√d come to, and a variance of 4. A layer under 1/32 cannot choose: a note
-where the scale is not small, as fresh models of small weights begin so. One head alone is off from 256 on, in both
-variances. And all layers are off together where every one of them has both variances above 16 and a gain under 0.6:
-the first layer of sound models stays below 9 or keeps its gain, whatever the others learned. Where it is less, but
-above 3 in every layer, and the scale is large, nobody can see whether 1/√d is in the queries: a note asks.
+Both variances of a layer count, measured and predicted from the norms of q and k (scale²·E‖q‖²·E‖k − k̄‖²/d), because
+single heads may be sharp when their directions agree. Training takes healthy layers past 8, so a large variance counts
+only with one of three signs: the gradient gain is gone, the norms alone explain the variance (in heads of 32 and more;
+narrow ones always look so), or every layer is affected. docs/health.md has the table and the models behind it.
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
-from statistics import median
-
-from regard.health.findings._finding import finding, free_heads
-from regard.health.findings._variance import LARGE, NORMS, by_layer, by_norms, variances
+from regard.health.findings._finding import Finding, Heads, exclude_positional, make_finding
+from regard.health.findings._variance import LARGE_SCALE, group_by_layer, is_from_norms, median_of, variances
 
 KIND = "scale off"
-AIM = 1.0  # a head on the other side of it than its layer's median is not told as too large, or too small
-HIGH, LOW = 8.0, 1.0 / 32.0
-GAIN, SUSPECTED = 0.05, 0.3  # of a uniform row's; where the scale is LARGE the second, and half of HIGH
-EVERYWHERE, KEPT = 16.0, 0.6  # variance and gain that, passed in every layer, no sound model has
-WIDE = 32  # heads from which on it tells something that the norms explain the variance
-ASKED = 3.0  # variance in every layer from which on a large scale is asked about
-ALONE = 256.0  # a single head, where its layer is in order: a standard deviation of 16; MiniLM has one at 8
 
 
-def find(heads):
-    high, low, alone, asked = [], [], [], []
-    layers = by_layer(heads)
-    all_of_them = len(layers) > 1 and all(map(is_high, layers))
-    doubtful = all(members[0].scale > LARGE and min(variances(members)) > ASKED for members in layers)
+class Limits(NamedTuple):
+    """A layer is off if both variances are above `variance` and the median gain ratio is below `gain`."""
+
+    variance: float
+    gain: float
+
+
+USUAL = Limits(8.0, 0.05)  # a scale of 1/√d
+SUSPECT = Limits(4.0, 0.3)  # a scale above LARGE_SCALE/√d
+EVERY_LAYER = Limits(16.0, 0.6)  # passed in every layer, as in no healthy model
+SMALL = 1.0 / 32.0  # both variances below
+UNSURE = 3.0  # both variances above, in every layer, with a large scale: a note
+SINGLE_HEAD = 256.0  # both variances of one head in a layer that is in order; MiniLM has one at 64
+WIDE = 32  # head width from which on norms that explain the variance are a sign
+
+EVIDENCE = "The logit variance is {range}, where 1/√d aims at 1, and the norms of q and k predict it: "
+THRESHOLD = (
+    f"logit variance of a layer, measured and predicted, > {USUAL.variance:g} (> {SUSPECT.variance:g} if the scale is "
+    f"> {LARGE_SCALE:g}/√d) and little gradient gain or no more than the norms explain; > {EVERY_LAYER.variance:g} in "
+    f"every layer; one head > {SINGLE_HEAD:g}"
+)
+SMALL_THRESHOLD = "logit variance of a layer, measured and predicted, < 1/32"
+
+
+def find(heads: Heads) -> list[Finding]:
+    high, low, unsure, single = [], [], [], []
+    layers = group_by_layer(heads)
+    all_high = len(layers) > 1 and all(exceeds(members, EVERY_LAYER) for members in layers)
+    all_unsure = all(has_large_scale(members) and min(variances(members)) > UNSURE for members in layers)
     for members in layers:
-        measured, predicted = variances(members)
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
-        limit = HIGH / 2 if members[0].scale > LARGE else HIGH
-        if all_of_them or (min(measured, predicted) > limit and suffers(members)):
-            high += [one for one in numbers if one[1] > AIM]
-            continue
-        if doubtful:
-            asked += [one for one in numbers if one[1] > AIM]
-            continue
-        if max(measured, predicted) < LOW:
-            low += [one for one in numbers if one[1] < AIM]
-        if telling(members[0]):
-            alone += [(head, number) for head, number in numbers if min(number, head.predicted_variance) > ALONE]
-    if alone:
-        free = {id(head) for head in free_heads(heads)}
-        high += [(head, number) for head, number in alone if id(head) in free]
-    threshold = (
-        "median over a layer's heads of logit_variance and of scale²·E‖q‖²·E‖k − k̄‖²/d, "
-        f"both > {HIGH:g} with a median gain ratio < {GAIN:g} or (heads of {WIDE} and more) the one < {NORMS:g} × the "
-        f"other; where the scale is > {LARGE:g}/√d, both > {HIGH / 2:g} with a gain ratio < {SUSPECTED:g} or the one < "
-        f"{NORMS:g} × the other; in every layer both > {EVERYWHERE:g} with a gain ratio < {KEPT:g}; or both < 1/32; of "
-        f"one head > {ALONE:g} (theory: 1)"
-    )
-    told = "The logits' variance is {range} where 1/√d aims at 1, and the norms of q and k predict it: "
+        above = [pair for pair in numbers if pair[1] > 1.0]  # not a head on the other side of 1 than its layer
+        if all_high or is_high(members):
+            high += above
+        elif all_unsure:
+            unsure += above
+        else:
+            if max(variances(members)) < SMALL:
+                low += [pair for pair in numbers if pair[1] < 1.0]
+            if norms_tell(members):
+                single += [(head, x) for head, x in numbers if min(x, head.predicted_variance) > SINGLE_HEAD]
+    if single:
+        judged = {id(head) for head in exclude_positional(heads)}
+        high += [pair for pair in single if id(pair[0]) in judged]
+    small_scale = [pair for pair in low if pair[0].scale < 1.0 / LARGE_SCALE]
+    small_norms = [pair for pair in low if not pair[0].scale < 1.0 / LARGE_SCALE]
+    scale = f"{unsure[0][0].scale:.2g}/√d" if unsure else ""
     return [
-        *finding(
+        *make_finding(
             KIND,
             "warning",
             high,
-            told + "too large a scale.",
-            threshold,
+            EVIDENCE + "the scale is too large.",
+            THRESHOLD,
             "Check that scores are multiplied by 1/√d exactly once; try what_if=['scale=sqrt', 'qk_norm', "
             "'temperature=4'].",
         ),
-        *finding(
+        *make_finding(
             KIND,
             "note",
-            asked,
-            "The logits' variance is {range} where 1/√d aims at 1, and the scale of the call is "
-            f"{asked[0][0].scale if asked else 0.0:.2g}/√d.",
-            f"scale > {LARGE:g}/√d, with both variances > {ASKED:g} in every layer",
-            "If the queries are multiplied by 1/√d before the call, all is well: sound models come to such variances. "
-            "Else it was left out.",
+            unsure,
+            f"The logit variance is {{range}}, where 1/√d aims at 1, and the call's scale is {scale}.",
+            f"scale > {LARGE_SCALE:g}/√d and both variances > {UNSURE:g} in every layer",
+            "Check that the queries are multiplied by 1/√d before the call. If they are, ignore this: trained models "
+            "reach such variances.",
         ),
-        *finding(
+        *make_finding(
             KIND,
             "warning",
-            [(head, number) for head, number in low if head.scale < 1.0 / LARGE],
-            told + "too small a scale.",
-            threshold,
+            small_scale,
+            EVIDENCE + "the scale is too small.",
+            SMALL_THRESHOLD,
             "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'].",
         ),
-        *finding(
+        *make_finding(
             KIND,
             "note",
-            [(head, number) for head, number in low if not head.scale < 1.0 / LARGE],
-            told + "too small queries and keys, or a scale applied to them as well.",
-            threshold + "; the scale of the call is not small",
-            "If the model is freshly initialised with small weights, this is how it starts. Else check that queries "
-            "are not multiplied by 1/√d before a call that does it too; try what_if=['temperature=0.5'].",
+            small_norms,
+            EVIDENCE + "queries and keys are too small, or already scaled.",
+            f"{SMALL_THRESHOLD}; the call's scale is not small",
+            "A model freshly initialised with small weights starts like this. Otherwise check that queries are not "
+            "multiplied by 1/√d before a call that does so too; try what_if=['temperature=0.5'].",
         ),
     ]
 
 
-def is_high(members) -> bool:
-    """Has a layer what no sound model has in every one?"""
-    return min(variances(members)) > EVERYWHERE and gain_of(members) < KEPT
+def exceeds(members: Heads, limits: Limits) -> bool:
+    return min(variances(members)) > limits.variance and median_of(members, "gain_ratio") < limits.gain
 
 
-def gain_of(members) -> float:
-    return median(head.statistics.mean("gain_ratio") for head in members)
+def is_high(members: Heads) -> bool:
+    """True if a layer's variance is too large by itself, whatever the other layers have."""
+    limits = SUSPECT if has_large_scale(members) else USUAL
+    from_norms = norms_tell(members) and is_from_norms(members) and min(variances(members)) > limits.variance
+    return from_norms or exceeds(members, limits)
 
 
-def suffers(members) -> bool:
-    """Is the gradient gain of a layer gone, or its variance that of directions which know nothing of each other?"""
-    if gain_of(members) < (SUSPECTED if members[0].scale > LARGE else GAIN):
-        return True
-    return telling(members[0]) and by_norms(members)
+def has_large_scale(members: Heads) -> bool:
+    return members[0].scale > LARGE_SCALE
 
 
-def telling(head) -> bool:
-    """Does it mean anything that norms explain the variance? In narrow heads they always do."""
-    return head.head_dim >= WIDE or head.scale > LARGE
+def norms_tell(members: Heads) -> bool:
+    """True if it means something that norms explain the variance: in narrow heads they always do."""
+    return members[0].head_dim >= WIDE or has_large_scale(members)

@@ -190,7 +190,7 @@ class OutputColumns:
             if layer.reason is None and layer.name not in self._columns:
                 self._columns[layer.name] = self._largest(layer)
 
-    def find_unread(self, layers: Sequence[Layer]) -> None:
+    def find_unused_heads(self, layers: Sequence[Layer]) -> None:
         """Stores in each layer the heads whose columns are 0, with one wait for all of them.
 
         Modules that are called several times are left out: differential attention mixes the columns of two calls.
@@ -201,7 +201,7 @@ class OutputColumns:
         known = [(layer, columns) for layer in once if (columns := self._columns[layer.name]) is not None]
         for (layer, _), columns in zip(known, fetch_to_host([columns for _, columns in known]), strict=True):
             largest = columns.view(layer.heads, -1).amax(1)
-            layer.unread = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
+            layer.unused_heads = (largest <= NOTHING * largest.amax()).nonzero().flatten().tolist()
 
     def _largest(self, layer: Layer) -> Tensor | None:
         """Returns the largest entry of each column, [H·E]; None if the projection is not found or has another width."""

@@ -26,14 +26,14 @@ SEVERAL = 3  # tokens from which on one shared id, or one shared end, is no chan
 class MaskSummary:
     """What a mask shows: [B, N] keys that some query sees, [B, M] queries that see some key.
 
-    `odd` holds bool tensors on the device: "padding", a query of text sees padding; "ahead", "behind", causal but for
-    one key more, or less; "after", "from", a causal mask upside down, without or with the diagonal; "added", a mask of
-    1 and 0 that is added to the scores; "text", the batch itself shows its padding and hides its text.
+    `anomalies` holds bool tensors on the device: "padding", a query of text sees padding; "ahead", "behind", causal but
+    for one key more, or less; "after", "from", a causal mask upside down, without or with the diagonal; "added", a mask
+    of 1 and 0 that is added to the scores; "text", the batch itself shows its padding and hides its text.
     """
 
     keys: Tensor
     queries: Tensor
-    odd: dict[str, Tensor] = field(default_factory=dict)
+    anomalies: dict[str, Tensor] = field(default_factory=dict)
     empty: Tensor | None = None  # [B, M] queries that see no key in at least one head
     real: dict[bool, Tensor | None] = field(default_factory=dict)  # by cross: the third result of `QueryRows.select`
 
@@ -161,8 +161,8 @@ class QueryRows:
             lengths, windowed = call.options.get("key_lengths"), call.options.get("window") is not None
             shape = batch, queries, keys
             found = derive(_summarize_lengths, lengths, shape, text, call.causal, windowed, call.q.device)
-        if text is not None and "text" not in found.odd:
-            found.odd["text"] = torch.tensor(self.inverted)
+        if text is not None and "text" not in found.anomalies:
+            found.anomalies["text"] = torch.tensor(self.inverted)
         return found
 
 
@@ -178,7 +178,7 @@ def _summarize_lengths(
     found.empty = None if lengths is None else ~found.queries
     if text is not None and lengths is None and not windowed:
         padded = (~text).cumsum(1) > 0 if causal else (~text).any(1, keepdim=True)  # is there padding to see?
-        found.odd["padding"] = (padded & text).any()
+        found.anomalies["padding"] = (padded & text).any()
     return found
 
 
@@ -207,13 +207,14 @@ def _summarize_mask(mask: Tensor, batch: int, queries: int, keys: int, text: Ten
     found = MaskSummary(shown.any(1).expand(batch, keys), shown.any(2).expand(batch, queries), empty=empty)
     if text is not None:
         each = shown.expand(batch, queries, keys)
-        found.odd["padding"] = torch.stack([(each[b] & text[b, :, None] & ~text[b]).any() for b in range(batch)]).any()
+        sees_padding = [(each[b] & text[b, :, None] & ~text[b]).any() for b in range(batch)]
+        found.anomalies["padding"] = torch.stack(sees_padding).any()
     if shown.shape[1] == keys == queries >= MIN_TRIANGLE:
         square = torch.ones(keys, keys, dtype=torch.bool, device=shown.device)
         diagonals = {"ahead": square.tril(1), "behind": square.tril(-1), "after": square.triu(1), "from": square.triu()}
-        found.odd |= {name: _matches(shown, expected) for name, expected in diagonals.items()}
+        found.anomalies |= {name: _matches(shown, expected) for name, expected in diagonals.items()}
     if mask.is_floating_point():
-        found.odd["added"] = _is_added_bool_mask(mask)
+        found.anomalies["added"] = _is_added_bool_mask(mask)
     return found
 
 

@@ -35,15 +35,15 @@ class BatchReading:
     difference: Tensor | None = None  # [H] the largest relative differences, on the device to save a wait
     sampled: bool = False  # did the model go on with the rebuilt output?
     what_if: dict[str, LayerReading] = field(default_factory=dict)
-    masks: list[query_rows.MaskSummary] = field(default_factory=list)  # of its calls, where something is odd
+    masks: list[query_rows.MaskSummary] = field(default_factory=list)  # of its calls, those with anomalies
     values: list[norms.Range] = field(default_factory=list)  # of its calls
     done: torch.cuda.Event | None = None  # the end of the reading, if a GPU takes it on the side stream
-    blind: Tensor | None = None  # [H] rows that see no key and are no padding
+    empty_rows: Tensor | None = None  # [H] without padding
 
     def add_empty_rows(self, keys: Tensor, real: Tensor) -> None:
         """Counts the rows [B, M] that should see a key but have 0 visible keys, [B, H, M]."""
         empty = ((keys == 0) & real[:, None]).sum((0, 2))
-        self.blind = empty if self.blind is None else self.blind + empty
+        self.empty_rows = empty if self.empty_rows is None else self.empty_rows + empty
 
     def add_difference(self, difference: Tensor) -> None:
         self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
@@ -69,12 +69,12 @@ class Layer:
     scale: float = math.nan  # over 1/√d; NaN where it is learned
     error: float = 0.0  # largest relative difference seen
     sampled: bool = False
-    odd: set[str] = field(default_factory=set)  # what is odd in its masks: see `MaskSummary`; and dropout in evaluation
-    blind: list[int] = field(default_factory=list)  # per head, rows that see no key and are no padding; empty: none
+    anomalies: set[str] = field(default_factory=set)  # of its masks, see `MaskSummary`; and dropout in evaluation
+    empty_rows: list[int] = field(default_factory=list)  # per head, without padding; an empty list means none
     values: list[tuple[float, float]] = field(default_factory=list)  # per head: see `norms.value_spreads`
-    unread: list[int] = field(default_factory=list)  # the heads that nothing reads: see `norms.OutputColumns`
+    unused_heads: list[int] = field(default_factory=list)  # the heads that nothing reads: see `norms.OutputColumns`
     not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
-    folded: bool = False  # were its calls of three dims?
+    three_dims: bool = False  # were its calls of three dims?
     early_heads: tuple[LayerReading, list] | None = None  # head readings made while the model was still running
 
     @property
@@ -89,14 +89,14 @@ class Layer:
         for name, reading in batch.what_if.items():
             self.what_if[name] = self.what_if[name].merge(reading) if name in self.what_if else reading
         self.error, self.sampled = max(self.error, difference), self.sampled or batch.sampled
-        self.odd |= {name for mask in batch.masks for name, is_odd in mask.odd.items() if bool(is_odd)}
-        if batch.blind is not None:
-            self.add_empty_rows(batch.blind.tolist())
+        self.anomalies |= {name for mask in batch.masks for name, was_seen in mask.anomalies.items() if bool(was_seen)}
+        if batch.empty_rows is not None:
+            self.add_empty_rows(batch.empty_rows.tolist())
         return merged
 
     def add_empty_rows(self, counts: list[int]) -> None:
         """Adds numbers of rows that see no key, per head."""
-        self.blind = [a + b for a, b in zip_longest(self.blind, counts, fillvalue=0)]
+        self.empty_rows = [a + b for a, b in zip_longest(self.empty_rows, counts, fillvalue=0)]
 
     def add_values(self, values: Sequence[tuple[float, float]]) -> None:
         """Adds (spread, size) of the values, per head."""
@@ -113,9 +113,9 @@ class Layer:
             self.mark_unmeasured(reason, sorted({*self.not_finite, *other.not_finite}))
         elif other.reading is not None:
             self.add_batch(BatchReading(other.reading, 0.0, sampled=other.sampled, what_if=other.what_if), other.error)
-            self.odd |= other.odd
+            self.anomalies |= other.anomalies
             self.add_values(other.values)
-            self.add_empty_rows(other.blind)
+            self.add_empty_rows(other.empty_rows)
 
     def mark_unmeasured(self, reason: str, not_finite: Sequence[int] = ()) -> None:
         """Drops the layer's readings and stores why."""
@@ -222,10 +222,10 @@ class Recorder:
             batch = self._batch_reading(key, call)
             batch.sampled |= sampled
             if call.dropout and not call.module.training:
-                layer.odd.add(DROPS)
+                layer.anomalies.add(DROPS)
             if query_rows.hides_cached_keys(call, name):
-                layer.odd.add("corner")
-            if mask is not None and mask.odd and not any(mask is one for one in batch.masks):
+                layer.anomalies.add("corner")
+            if mask is not None and mask.anomalies and not any(mask is one for one in batch.masks):
                 batch.masks.append(mask)
             if real is not None:
                 batch.add_empty_rows(stats["visible_keys"], real)
@@ -253,7 +253,7 @@ class Recorder:
     def _batch_reading(self, key: tuple[str, int], call: Call) -> BatchReading:
         if key not in self._batch:
             layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
-            layer.heads, layer.folded = heads, call.folded
+            layer.heads, layer.three_dims = heads, call.three_dims
             layer.kind, layer.dtype = call.kind, norms.coarsest_dtype(call.q, call.k, call.v)
             layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
             scale = resolve_scale(call.options.get("scale"), layer.head_dim)

@@ -1,1 +1,1 @@
-"""Loads the model and the batches that a command line names."""
+"""Models and batches for the commands, and the small language model of the demo."""

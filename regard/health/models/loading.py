@@ -1,4 +1,4 @@
-"""From what a command line names to a model and its batches: a folder, a hub name, or module:function."""
+"""The model and batches that a command line names: a folder, a hub name, or module:function."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from regard.health.models import inputs
 
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
-BESIDE = ("pooler", "masked_spec_embed", "mask_token")  # weights that reach no attention when a model is only run
+OFF_PATH = ("pooler", "masked_spec_embed", "mask_token")  # weights that do not affect attention in a plain forward
 
 
 class LoadError(Exception):
-    """What was asked for cannot be examined, and why, in one line."""
+    """Says in one line why the model cannot be examined."""
 
 
 @dataclass
 class Subject:
-    """What is to be examined, on what; `notes` are for the report."""
+    """A model to examine, its batches, and notes for the report."""
 
     title: str
     model: nn.Module
-    batches: Iterable[Any]  # made as they are asked for, where a function brings them
-    many: int | None  # batches, if it is known
+    batches: Iterable[Any]  # a function may make them one at a time
+    batch_count: int | None  # if known
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -47,70 +47,15 @@ def load(
     pickle: bool,
     missing: bool = False,
 ) -> Subject:
-    """The model that `spec` names, with `text` (None: the sample) cut into batches for it.
+    """Load the model that `spec` names, with `text` (None: the built-in sample) cut into batches.
 
-    Weights in pickle are read only if `pickle`, and weights that are not in the files left random only if `missing`.
+    Pickled weights are read only with `pickle`; weights that the files lack stay random only with `missing`.
     """
     if ":" in spec and not os.path.exists(spec):
         given = [name for name, value in dict(text=text, length=length, dtype=dtype).items() if value is not None]
         if given:
             raise LoadError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
         return _from_function(spec, device, limit)
-    return _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, missing)
-
-
-def told(error: BaseException) -> str:
-    """An error in one line: its type, then what it says."""
-    said = one_line(error)
-    return said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, in one line of no more than 400 characters; its type if it says nothing."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 400 else f"{said[:399]}…"
-
-
-def _from_function(spec: str, device: str, limit: int) -> Subject:
-    module_name, _, function_name = spec.partition(":")
-    if not (module_name and function_name):
-        raise LoadError(f"{spec!r} names no function; write module:function")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module may do anything when it is imported
-        if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.split(".")[0]):
-            raise LoadError(f"{spec!r}: there is no module {module_name!r} here or among the installed ones") from None
-        raise LoadError(f"{spec!r}: importing {module_name} raised {told(error)}") from error
-    finally:
-        sys.path.pop(0)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise LoadError(f"{spec!r}: the module {module_name} has no function {function_name!r}")
-    try:
-        made = function()
-    except (Exception, SystemExit) as error:
-        raise LoadError(f"{spec!r}: the function raised {told(error)}") from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        got = f"({', '.join(type(x).__name__ for x in made)})" if isinstance(made, tuple) else type(made).__name__
-        raise LoadError(f"{spec!r}: the function must return (model, batches), a torch.nn.Module first, got {got}")
-    model, batches = made
-    if isinstance(batches, (Tensor, Mapping)) or callable(batches):
-        batches = [batches]
-    if not isinstance(batches, Iterable):
-        raise LoadError(f"{spec!r}: batches must be an iterable of batches, got {type(batches).__name__}")
-    try:
-        many = min(len(batches), limit)  # type: ignore[arg-type]
-    except Exception:  # a generator has no length, and a DataLoader may not
-        many = None
-    try:
-        batches, model = itertools.islice(batches, limit), model.to(device)
-    except Exception as error:
-        raise LoadError(f"{spec!r}: its model or batches raised {told(error)}") from error
-    return Subject(function_name, model, batches, many, dict(input=f"the batches of {spec}"))
-
-
-def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, missing) -> Subject:
     try:
         import transformers
         from huggingface_hub.utils import logging
@@ -132,76 +77,130 @@ def _from_transformers(spec, text, length, batch, limit, device, dtype, pickle, 
             spec, **options, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
         )
     except Exception as error:
-        raise LoadError(f"{spec!r} could not be loaded: {told(error)}") from error
+        raise LoadError(f"{spec!r} could not be loaded: {describe_error(error)}") from error
     notes = _check_weights(spec, model, found, missing)
     try:
         model = model.to(device)
     except Exception as error:
-        raise LoadError(f"{spec!r} could not be moved to {device}: {told(error)}") from error
+        raise LoadError(f"{spec!r} could not be moved to {device}: {describe_error(error)}") from error
     title = folder.resolve().name if folder.exists() else spec
-    batches, source = _batches(transformers, spec, model, text, length, batch, limit)
+    batches, source = _make_batches(transformers, spec, model, text, length, batch, limit)
     if "synthetic" in source:
-        notes["caution"] = "a synthetic signal is enough to run a model, too little to judge it finely"
+        notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
     return Subject(title, model, batches, len(batches), dict(input=source, **notes))
 
 
-def _batches(transformers, spec: str, model, text, length, batch: int, limit: int) -> tuple[list[dict], str]:
-    """The model's batches, and in words what they are."""
+def describe_error(error: BaseException) -> str:
+    """An error's type and message in one line."""
+    text = one_line(error)
+    return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message in one line of at most 400 characters; its type if it has none."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:399]}…"
+
+
+def _from_function(spec: str, device: str, limit: int) -> Subject:
+    module_name, _, function_name = spec.partition(":")
+    if not (module_name and function_name):
+        raise LoadError(f"{spec!r} does not name a function; write module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # importing a module may run anything
+        if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.split(".")[0]):
+            raise LoadError(f"{spec!r}: there is no module {module_name!r} in this folder or installed") from None
+        raise LoadError(f"{spec!r}: importing {module_name} raised {describe_error(error)}") from error
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise LoadError(f"{spec!r}: the module {module_name} has no function {function_name!r}")
+    try:
+        result = function()
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"{spec!r}: the function raised {describe_error(error)}") from error
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        names = [type(x).__name__ for x in result] if isinstance(result, tuple) else []
+        got = f"({', '.join(names)})" if names else type(result).__name__
+        raise LoadError(f"{spec!r}: the function must return (model, batches), a torch.nn.Module first, got {got}")
+    model, batches = result
+    if isinstance(batches, (Tensor, Mapping)) or callable(batches):
+        batches = [batches]
+    if not isinstance(batches, Iterable):
+        raise LoadError(f"{spec!r}: batches must be an iterable of batches, got {type(batches).__name__}")
+    try:
+        count = min(len(batches), limit)  # type: ignore[arg-type]
+    except Exception:  # generators have no length, and some DataLoaders
+        count = None
+    try:
+        batches, model = itertools.islice(batches, limit), model.to(device)
+    except Exception as error:
+        raise LoadError(f"{spec!r}: its model or batches raised {describe_error(error)}") from error
+    return Subject(function_name, model, batches, count, dict(input=f"the batches of {spec}"))
+
+
+def _make_batches(
+    transformers: Any, spec: str, model: Any, text: str | None, length: int | None, batch: int, limit: int
+) -> tuple[list[dict], str]:
+    """The model's batches, and a description of them."""
     name = model.main_input_name
-    pairs = hasattr(model, "get_text_features") and hasattr(model, "get_image_features")  # CLIP and its kin
-    if name in inputs.SIGNALS and not pairs:
+    takes_both = hasattr(model, "get_text_features") and hasattr(model, "get_image_features")  # CLIP
+    if name in inputs.SIGNALS and not takes_both:
         if text is not None:
-            raise LoadError(
-                f"{spec!r} takes {name}, not text; leave --text out and it is examined on a synthetic signal"
-            )
-        return [inputs.signals(model, name, min(batch, 4))], f"synthetic {name}"
+            raise LoadError(f"{spec!r} takes {name}, not text; leave out --text to use a synthetic signal")
+        return [inputs.make_signals(model, name, min(batch, 4))], f"synthetic {name}"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
-        raise LoadError(f"{spec!r} has no tokenizer that could be loaded: {told(error)}") from error
+        raise LoadError(f"the tokenizer of {spec!r} could not be loaded: {describe_error(error)}") from error
     try:
-        batches = inputs.texts(model, tokenizer, inputs.sample() if text is None else text, length, batch, limit)
+        batches = inputs.make_text_batches(
+            model, tokenizer, inputs.sample_text() if text is None else text, length, batch, limit
+        )
     except inputs.InputError as error:
         raise LoadError(f"{spec!r}: {error}") from None
     source = "the built-in sample" if text is None else "the text given"
-    if pairs:
-        for one in batches:
-            one.update(inputs.signals(model, "pixel_values", len(one["input_ids"])))
+    if takes_both:
+        for batch_inputs in batches:
+            batch_inputs.update(inputs.make_signals(model, "pixel_values", len(batch_inputs["input_ids"])))
         source += " and synthetic pixel_values"
     return batches, source
 
 
 def _check_folder(folder: Path, pickle: bool) -> None:
     if not folder.is_dir():
-        raise LoadError(f"{str(folder)!r} is a file; give the folder that holds config.json and the weights")
+        raise LoadError(f"{str(folder)!r} is a file; pass the folder with config.json and the weights")
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
-        why = "an adapter alone; merge it into its model, and save that" if adapter else "it has no config.json"
-        raise LoadError(f"{str(folder)!r} is no model: {why}")
+        why = "only an adapter; merge it into its model and save that" if adapter else "it has no config.json"
+        raise LoadError(f"{str(folder)!r} is not a model: {why}")
     suffixes = {path.suffix for path in folder.iterdir()}
     if suffixes & set(SAFE) or pickle:
         return
     if suffixes & set(PICKLED):
         raise LoadError(
-            f"{str(folder)!r} has its weights in pickle, which can run any code when it is read; convert them to "
-            "safetensors, or pass --allow-pickle if you trust where they come from"
+            f"{str(folder)!r} has pickled weights, which can run any code when they are read; convert them to "
+            "safetensors, or pass --allow-pickle if you trust their source"
         )
-    raise LoadError(f"{str(folder)!r} has no weights: there is no .safetensors file in it")
+    raise LoadError(f"{str(folder)!r} has no weights: it has no .safetensors file")
 
 
 def _check_weights(spec: str, model: nn.Module, found: dict, allowed: bool) -> dict[str, str]:
-    """Refuse a model that is in part made up, or note which part."""
-    for name, there, wanted in sorted(found["mismatched_keys"], key=str):
+    """Refuse a model whose files lack weights, or return a note that names them."""
+    for name, actual, expected in sorted(found["mismatched_keys"], key=str):
         raise LoadError(
-            f"{spec!r}: {name} has shape {list(there)} in its files, but its config.json asks for {list(wanted)}"
+            f"{spec!r}: {name} has shape {list(actual)} in its files, but config.json asks for {list(expected)}"
         )
     known = {name for name, _ in model.named_parameters()}
-    missing = (name for name in found["missing_keys"] if not any(part in name for part in BESIDE))
-    made_up = sorted(name for name in missing if name in known)
-    if not made_up:
+    absent = (name for name in found["missing_keys"] if not any(part in name for part in OFF_PATH))
+    random = sorted(name for name in absent if name in known)
+    if not random:
         return {}
-    shown = ", ".join(made_up[:3]) + (", …" if len(made_up) > 3 else "")
-    said = f"{len(made_up)} of {len(known)} weights are not in its files and would be random: {shown}"
+    shown = ", ".join(random[:3]) + (", …" if len(random) > 3 else "")
+    text = f"{len(random)} of {len(known)} weights are not in its files and would be random: {shown}"
     if not allowed:
-        raise LoadError(f"{spec!r}: {said}; pass --allow-missing to examine it so all the same")
-    return dict(random_weights=said.replace("would be", "are"))
+        raise LoadError(f"{spec!r}: {text}; pass --allow-missing to examine it anyway")
+    return dict(random_weights=text.replace("would be", "are"))

@@ -1,4 +1,4 @@
-"""A character language model small enough to travel inside the package; the scale of its scores is an option.
+"""A character language model small enough to ship with the package; the scale of its scores is an option.
 
 >>> from regard.health.models.tiny import TinyLM, encode
 >>> model = TinyLM(layers=1, heads=2, width=16)
@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "\ufffd"  # what is not printable ASCII becomes the last
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "\ufffd"  # the last stands for everything else
 
 
 class Attention(nn.Module):
+    """Causal self-attention, scaled by 1/√d ("sqrt") or not at all ("none")."""
+
     def __init__(self, width: int, heads: int, scale: str) -> None:
         super().__init__()
         self.heads, self.scale = heads, {"sqrt": (width // heads) ** -0.5, "none": 1.0}[scale]
@@ -34,6 +36,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
     def __init__(self, width: int, heads: int, scale: str) -> None:
         super().__init__()
         self.attention = Attention(width, heads, scale)
@@ -92,7 +96,7 @@ def batches(text: str, length: int, size: int) -> list[Tensor]:
 
 
 def save(model: TinyLM, path: Path, **notes: str) -> None:
-    """float16 weights and the model's options in one safetensors file."""
+    """Write float16 weights and the model's options to one safetensors file."""
     from safetensors.torch import save_file
 
     weights = {name: value.to(torch.float16).contiguous() for name, value in model.state_dict().items()}
@@ -100,7 +104,7 @@ def save(model: TinyLM, path: Path, **notes: str) -> None:
 
 
 def checkpoint(name: str) -> tuple[TinyLM, dict[str, str]]:
-    """A model of `regard/checkpoints`, and the notes it was saved with."""
+    """Load a model of `regard/checkpoints` and the notes saved with it."""
     try:
         from safetensors import safe_open
     except ModuleNotFoundError as missing:

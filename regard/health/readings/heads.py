@@ -98,7 +98,7 @@ def layers_without_rows(layers: Iterable[Layer], heads: Iterable[HeadReading]) -
         if layer.reading is None or not without:
             continue
         if len(without) == layer.heads:
-            reason = SEES_NOTHING if any(layer.blind) else "all of its rows are padding, or it has none"
+            reason = SEES_NOTHING if any(layer.empty_rows) else "all of its rows are padding, or it has none"
             found.append((layer.name, reason))
         else:
             found.append((layer.name, f"in its heads {', '.join(map(str, without))} no query sees a key"))

@@ -13,7 +13,7 @@ collapses. The first bin of all scales but asinh reaches to 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,22 +62,6 @@ SCALES: dict[str, Callable[[Tensor], Tensor]] = dict(
     asinh=torch.asinh,
     share=_from_share,
     **{scale: _from_knee(c) for scale, c in KNEE.items()},
-)
-
-
-def _to_share(t: Tensor) -> Tensor:
-    return torch.where(t <= 1.0, t**4, 10.0 ** ((t - 1.0) / SHARE_SLOPE))
-
-
-def _to_knee(c: float) -> Callable[[Tensor], Tensor]:
-    return lambda t: c * torch.where(t >= 1.0, t, torch.exp(t.clamp_max(1.0) - 1.0))
-
-
-INVERSES: dict[str, Callable[[Tensor], Tensor]] = dict(
-    log=lambda t: 10.0**t,
-    asinh=torch.sinh,
-    share=_to_share,
-    **{scale: _to_knee(c) for scale, c in KNEE.items()},
 )
 
 
@@ -154,21 +138,6 @@ def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -
     scale, first, last = LAYOUT[name]
     value = _off_scale(scale, first + (at + min(max(inside, 0.0), 1.0)) * (last - first) / BINS)
     return min(max(value, low), high)
-
-
-def quantiles(histogram: Tensor, shares: Sequence[float]) -> Tensor:
-    """Returns the quantiles [Q, S, H] of histograms [S, H, 512] in the order of NAMES."""
-    running = histogram.cumsum(-1).double()
-    wanted = running[..., -1:] * torch.tensor(shares, dtype=torch.float64)  # [S, H, Q]
-    at = torch.searchsorted(running, wanted).clamp_max(BINS - 1)
-    before = torch.where(at > 0, running.gather(-1, (at - 1).clamp_min(0)), 0.0)
-    inside = ((wanted - before) / (running.gather(-1, at) - before).clamp_min(1.0)).clamp(0.0, 1.0)
-    low, width = _origin(histogram.device, torch.float64)
-    t = (low + (at + inside) * width).permute(2, 0, 1)
-    values = torch.empty_like(t)
-    for row, name in enumerate(NAMES):
-        values[:, row] = INVERSES[LAYOUT[name][0]](t[:, row])
-    return values
 
 
 def share_below(name: str, counts: Tensor, value: float) -> float:

@@ -253,10 +253,6 @@ class LayerReading:
         """Returns every statistic's spread per head; of a reading on the CPU."""
         return spreads_of([self])[0]
 
-    def quantiles(self, shares: Sequence[float]) -> Tensor:
-        """Returns every head's quantiles, [Q, S, H]: see `Spread.quantile`."""
-        return histogram.quantiles(self.histogram, shares).clamp(self.low, self.high)
-
     def curves(self, head: int) -> dict[str, list[tuple[int, float]]]:
         """Returns [(position, mean)] of the statistics in CURVES, where any row was counted."""
         means = (self.curve[:, head] / self.curve_count[:, head]).tolist()  # NaN where no row was

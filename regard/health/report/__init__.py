@@ -1,1 +1,1 @@
-"""The report of an examination as text, HTML, JSON or PNG."""
+"""The report of an examination: text, HTML, JSON, PNG, a data frame; and the comparison of two."""

@@ -1,53 +1,55 @@
-"""The report in a terminal: a row per layer, then the findings in words; coloured by rich, plain when piped."""
+"""The report in a terminal: a row per layer, then the findings; coloured by rich, plain when piped."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TextIO
 
-from regard.health.report.page.data import ITSELF
-from regard.health.report.report import by_kind, counted
+from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.table import Table
 
-BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # what a terminal has; the first is that of NaN
+if TYPE_CHECKING:
+    from regard.health.findings import Finding
+    from regard.health.readings.heads import HeadReading
+    from regard.health.report.report import Report
+
+BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # the first is for NaN; digits where the encoding has no blocks
 COLUMNS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")
-LISTED = 24  # layers that were not measured
-TONES = {"critical": "red", "warning": "yellow", "note": "cyan"}
+LISTED, HEADS_LISTED = 24, 12  # unmeasured layers, heads of a finding
+COLOURS = {"critical": "red", "warning": "yellow", "note": "cyan"}
 
 
-def show(report, file=None) -> None:
+def show(report: Report, file: TextIO | None = None) -> None:
+    """Print the report."""
     file = sys.stdout if file is None else file
-    say = _voice(file)
-    say(f"\n{printable(report.title)}", "bold")
+    write = _line_writer(file)
+    write(f"\n{printable(report.title)}", "bold")
     for line in report.summary():
-        say(printable(line))
+        write(printable(line))
     if report.heads:
-        signs = signs_of(file)
-        table(report, signs).show(file)
-        one = "block" if signs == BLOCKS else "digit"
-        print(
-            f"one {one} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); logits: the largest of the layer", file=file
-        )
+        signs = _signs_for(file)
+        make_table(report, signs).show(file)
+        sign = "block" if signs == BLOCKS else "digit"
+        print(f"one {sign} per head, from 0 ({signs[1]}) to 1 ({signs[-1]}); max logit: the layer's largest", file=file)
     for finding in report.findings:
-        say(
-            f"\n{finding.kind} ({finding.severity}), {counted(len(finding.heads), 'head')}: {heads_told(finding)}",
-            TONES[finding.severity],
-        )
-        for line in (finding.evidence, f"threshold: {finding.threshold}", f"remedy: {finding.remedy}"):
+        heads = f"{count_noun(len(finding.heads), 'head')}: {_list_heads(finding)}"
+        write(f"\n{finding.kind} ({finding.severity}), {heads}", COLOURS[finding.severity])
+        for line in (finding.evidence, f"remedy: {finding.remedy}", f"threshold: {finding.threshold}"):
             print(f"  {printable(line)}", file=file)
     for name, reading in report.what_if.items():
-        kinds = ", ".join(by_kind((one.kind, len(one.heads)) for one in reading.findings)) or "no findings"
-        say(f"\nwhat if {printable(name)}: {kinds}", "bold")
-        before, after = _average(report.heads, "entropy_ratio"), _average(reading.heads, "entropy_ratio")
+        kinds = ", ".join(count_kinds((one.kind, len(one.heads)) for one in reading.findings)) or "no findings"
+        write(f"\nwhat if {printable(name)}: {kinds}", "bold")
+        before, after = average(report.heads, "entropy_ratio"), average(reading.heads, "entropy_ratio")
         print(f"  mean entropy ratio {before} → {after}", file=file)
     for layer, reason in report.unmeasured[:LISTED]:
-        say(f"not measured: {printable(layer or ITSELF)}: {printable(reason)}", "yellow")
+        write(f"not measured: {printable(layer or ROOT)}: {printable(reason)}", "yellow")
     if len(report.unmeasured) > LISTED:
-        say(f"not measured: {len(report.unmeasured) - LISTED} layers more, told in the report's files", "yellow")
+        write(f"not measured: {len(report.unmeasured) - LISTED} more layers, listed in the report's files", "yellow")
 
 
 def printable(text: str) -> str:
-    """The same without control characters, which a terminal would obey.
+    """`text` with control characters escaped, which a terminal would obey.
 
     >>> from regard.health.report.terminal import printable
     >>> printable("layer\\x1b[31m")
@@ -56,8 +58,28 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def signs_of(file) -> str:
-    """Blocks, or digits where the file's encoding has no blocks."""
+def make_table(report: Report, signs: str = BLOCKS) -> Table:
+    """A row per layer, a sign per head."""
+    layers: dict[int, list[HeadReading]] = {}
+    for head in report.heads:
+        layers.setdefault(head.index, []).append(head)
+    rows = []
+    for index, heads in sorted(layers.items()):
+        cells = ["".join(_sign(head.statistics.mean(name), signs) for head in heads) for name in COLUMNS]
+        logits = [logit for head in heads if (logit := head.statistics.max("max_logit")) == logit]
+        largest = f"{max(logits):.3g}" if logits else "–"
+        rows.append([str(index), printable(heads[0].layer or ROOT), *cells, largest])
+    names = [name.replace("_", " ") for name in COLUMNS]
+    return Table(["", "layer", *names, "max logit"], rows, numbers=["", "max logit"])
+
+
+def average(heads: Iterable[HeadReading], name: str) -> str:
+    """The mean over heads of a statistic's mean, to three digits; a dash if no head has it."""
+    values = [value for head in heads if (value := head.statistics.mean(name)) == value]
+    return f"{sum(values) / len(values):.3g}" if values else "–"
+
+
+def _signs_for(file: TextIO) -> str:
     try:
         BLOCKS.encode(getattr(file, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -65,39 +87,20 @@ def signs_of(file) -> str:
     return BLOCKS
 
 
-def table(report, signs: str = BLOCKS) -> Table:
-    """A row per layer, a sign per head."""
-    layers: dict[int, list] = {}
-    for head in report.heads:
-        layers.setdefault(head.index, []).append(head)
-    rows = []
-    for index, heads in sorted(layers.items()):
-        cells = ["".join(_sign(head.statistics.mean(name), signs) for head in heads) for name in COLUMNS]
-        tops = [top for top in (head.statistics.max("max_logit") for head in heads) if top == top]
-        top = f"{max(tops):.3g}" if tops else "–"
-        rows.append([str(index), printable(heads[0].layer or ITSELF), *cells, top])
-    return Table(
-        ["", "layer", *(name.replace("_", " ") for name in COLUMNS), "max logit"], rows, numbers=["", "max logit"]
-    )
-
-
-def heads_told(finding) -> str:
-    shown = [f"{index}·{head}" for index, head in finding.places[:12]]
-    return " ".join(shown) + (f" and {len(finding.heads) - 12} more" if len(finding.heads) > 12 else "")
-
-
-def _average(heads, name: str) -> str:
-    values = [value for value in (head.statistics.mean(name) for head in heads) if value == value]
-    return f"{sum(values) / len(values):.3f}" if values else "–"
+def _list_heads(finding: Finding) -> str:
+    shown = [f"{index}·{head}" for index, head in finding.places[:HEADS_LISTED]]
+    more = f" and {len(finding.heads) - HEADS_LISTED} more" if len(finding.heads) > HEADS_LISTED else ""
+    return " ".join(shown) + more
 
 
 def _sign(share: float, signs: str) -> str:
-    """The last sign for a share of 1, the first for NaN: no row of that head has the statistic."""
+    """The last sign for 1, the first for NaN: no row of that head has the statistic."""
     many = len(signs) - 1
     return signs[1 + min(int(many * min(max(share, 0.0), 1.0)), many - 1)] if share == share else signs[0]
 
 
-def _voice(file) -> Callable:
+def _line_writer(file: TextIO) -> Callable[..., None]:
+    """A function (text, style) that prints a line, coloured in a terminal."""
     if not file.isatty():
         return lambda text, style=None: print(text, file=file)
     from rich.console import Console

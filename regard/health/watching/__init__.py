@@ -1,1 +1,1 @@
-"""What a `Monitor` needs while a model trains: trends, log writers, trainer callbacks."""
+"""The parts of a `Monitor`: trends, log writers, trainer callbacks, the timed recorder."""

@@ -1,9 +1,15 @@
-"""A monitor as a callback of a trainer, so that its steps are the trainer's and it ends with the training."""
+"""Trainer callbacks that give a monitor the trainer's steps and close it when training ends."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
 
-def trainer_callback(monitor):
+if TYPE_CHECKING:
+    from regard.health.monitor import Monitor
+
+
+def trainer_callback(monitor: Monitor) -> Any:
+    """A `transformers.TrainerCallback` for this monitor."""
     try:
         from transformers import TrainerCallback
     except ModuleNotFoundError as error:
@@ -19,7 +25,8 @@ def trainer_callback(monitor):
     return MonitorCallback()
 
 
-def lightning_callback(monitor):
+def lightning_callback(monitor: Monitor) -> Any:
+    """A Lightning `Callback` for this monitor."""
     try:
         from lightning.pytorch import Callback
     except ModuleNotFoundError as error:

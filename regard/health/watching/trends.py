@@ -1,13 +1,11 @@
-"""What a monitor warns of: heads that are ill in sample after sample, and heads on their way there.
+"""What a `Monitor` warns of: heads that stay unhealthy over ten samples, and heads on the way there.
 
-Ill is what the findings call so, *exploding logits*, *collapsed*, *dying gradient*, *scale off* and *dead* (by its
-values), in each of the last ten samples: one odd batch is no illness. On its way is a head whose last ten samples are
-in order but for a few pairs, whose last three have come to a quarter of the largest logit that is allowed, or to twice
-the smallest entropy ratio, and whose line, followed four times its span ahead, passes the limit. Sound trainings begin
-with long, steep ways too; they stop before that.
+Unhealthy means that a finding (`WATCHED`) has the head in each of its last ten samples. On the way means that the last
+ten samples are ordered, the last three are near the limit, and their trend, continued for four times their span, passes
+it. Healthy trainings have long steep trends at the start too, but they stop far from the limit.
 
->>> from regard.health.watching.trends import ordered
->>> ordered([1, 2, 3, 5, 4, 6, 7, 8, 9, 10]), ordered([1, 2, 9, 8, 7, 6, 5, 4, 3, 10])
+>>> from regard.health.watching.trends import is_rising
+>>> is_rising([1, 2, 3, 5, 4, 6, 7, 8, 9, 10]), is_rising([1, 2, 9, 8, 7, 6, 5, 4, 3, 10])
 (True, False)
 """
 
@@ -18,33 +16,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations
 
 from regard.health.findings import collapsed, dead, dying_gradient, exploding_logits, scale_off
-from regard.health.findings._finding import positional_heads
+from regard.health.findings._finding import LOGIT_LIMIT, positional_heads
 from regard.health.measurement.recorder import Layer
 from regard.health.readings.heads import HeadReading
 
 SAMPLES = 10
-AHEAD = 4.0  # times the span of the samples
-SWAPS = 4  # pairs of the 45 out of order: of samples that only scatter, one order in 5 591 has no more
-LOGIT_LIMIT = exploding_logits.CLIP
-ENTROPY_LIMIT = 0.05  # of the mean over rows
-ILL = {
-    exploding_logits: "its largest logit is {:.3g}",
-    collapsed: "the 95th percentile of its entropy ratio is {:.2g}",
-    dying_gradient: "no gradient passes a share {:.2g} of its rows",
-    scale_off: "its logits' variance is {:.3g}",
-    dead: "its values differ by {:.2g} from key to key",
+AHEAD = 4.0  # how far a trend is continued, in spans of the samples
+SWAPS = 4  # of the 45 pairs may be out of order; 1 of 5,591 random orders has no more
+ENTROPY_LIMIT = 0.05  # of the mean entropy ratio
+WATCHED = {
+    exploding_logits: "largest logit {:.3g}",
+    collapsed: "95th percentile of the entropy ratio {:.2g}",
+    dying_gradient: "no gradient on {:.0%} of the rows",
+    scale_off: "logit variance {:.3g}",
+    dead: "values differ by {:.2g}",
 }
 
-Place = tuple[str, int]  # layer and head
+Place = tuple[str, int]  # layer label, head
+Event = tuple[str, Place, str]  # kind, where, text
 
 
 class Trends:
-    """The last samples of every head; each thing is told once of each head."""
+    """The last samples of every head; each kind of warning is given once per head."""
 
     def __init__(self) -> None:
         self._numbers: dict[Place, deque] = {}
-        self._ill: dict[tuple[str, Place], int] = {}  # in how many samples on end
-        self._told: set[tuple[str, Place]] = set()
+        self._streaks: dict[tuple[str, Place], int] = {}  # consecutive unhealthy samples
+        self._reported: set[tuple[str, Place]] = set()
 
     def add(
         self,
@@ -53,19 +51,19 @@ class Trends:
         labels: Mapping[int, str],
         layers: Sequence[Layer] = (),
     ) -> list[str]:
-        """What there is to tell after one more sample: its rows, its heads and their layers, whose labels these are."""
+        """The new warnings after one more sample: its rows, its heads and layers, and the layers' labels by index."""
         new: dict[str, list[tuple[Place, str]]] = {}
-        silent = self._told | {("falling", (labels[head.index], head.head)) for head in positional_heads(heads)[1]}
-        for kind, place, what in chain(self._illnesses(heads, layers, labels), self._ways(rows)):
-            if (kind, place) not in silent:
-                self._told.add((kind, place))
-                new.setdefault(kind, []).append((place, what))
-        return [_text(found) for found in new.values()]
+        positional = {("falling", (labels[head.index], head.head)) for head in positional_heads(heads)[1]}
+        for kind, place, text in chain(self._unhealthy(heads, layers, labels), self._on_the_way(rows)):
+            if (kind, place) not in self._reported | positional:
+                self._reported.add((kind, place))
+                new.setdefault(kind, []).append((place, text))
+        return [_describe(events) for events in new.values()]
 
-    def _illnesses(
+    def _unhealthy(
         self, heads: Sequence[HeadReading], layers: Sequence[Layer], labels: Mapping[int, str]
-    ) -> Iterator[tuple[str, Place, str]]:
-        for module, words in ILL.items() if heads else ():
+    ) -> Iterator[Event]:
+        for module, text in WATCHED.items() if heads else ():
             kind: str = module.KIND
             found: dict[tuple[int, int], float] = {}
             for finding in module.find(heads) if hasattr(module, "find") else module.find_in_layers(layers):
@@ -74,49 +72,45 @@ class Trends:
             for head in heads:
                 number = found.get((head.index, head.head))
                 key = kind, (labels[head.index], head.head)
-                self._ill[key] = 0 if number is None else self._ill.get(key, 0) + 1
-                if number is not None and self._ill[key] >= SAMPLES:
-                    yield *key, f"{kind} in each of the last {SAMPLES} samples; {words.format(number)}"
+                self._streaks[key] = 0 if number is None else self._streaks.get(key, 0) + 1
+                if number is not None and self._streaks[key] >= SAMPLES:
+                    yield *key, f"{kind} in each of the last {SAMPLES} samples ({text.format(number)})"
 
-    def _ways(self, rows: Iterable[dict]) -> Iterator[tuple[str, Place, str]]:
+    def _on_the_way(self, rows: Iterable[dict]) -> Iterator[Event]:
         for row in rows:
             place = row["layer"], row["head"]
             numbers = self._numbers.setdefault(place, deque(maxlen=SAMPLES))
             numbers.append((row["step"], row["max_logit"], row["entropy_ratio"]))
             if len(numbers) < SAMPLES:
                 continue
-            steps, tops, means = zip(*numbers, strict=True)
+            steps, logits, ratios = zip(*numbers, strict=True)
             then = steps[-1] + AHEAD * (steps[-1] - steps[0])
-            top, mean = extended(steps, tops, then), extended(steps, means, then)
-            by = f"by step {then:.0f}"
-            if ordered(tops) and _late(tops) > LOGIT_LIMIT / 4 and top > LOGIT_LIMIT:
-                yield "rising", place, f"its largest logit is {tops[-1]:.3g} and on its way to {top:.3g} {by}"
-            if ordered(means[::-1]) and _late(means) < 2 * ENTROPY_LIMIT and mean < ENTROPY_LIMIT:
-                yield (
-                    "falling",
-                    place,
-                    f"its entropy ratio is {means[-1]:.3g} and on its way to {max(mean, 0):.2g} {by}",
-                )
+            logit, ratio = extrapolate(steps, logits, then), extrapolate(steps, ratios, then)
+            if is_rising(logits) and _recent_mean(logits) > LOGIT_LIMIT / 4 and logit > LOGIT_LIMIT:
+                yield "rising", place, f"largest logit {logits[-1]:.3g}, rising towards {logit:.3g} by step {then:.0f}"
+            if is_rising(ratios[::-1]) and _recent_mean(ratios) < 2 * ENTROPY_LIMIT and ratio < ENTROPY_LIMIT:
+                text = f"entropy ratio {ratios[-1]:.3g}, falling towards {max(ratio, 0):.2g} by step {then:.0f}"
+                yield "falling", place, text
 
 
-def _text(found: Sequence[tuple[Place, str]]) -> str:
-    """One warning about all heads that have come to the same."""
-    ((layer, head), what), *others = found
-    more = f" ({len(others)} more head{'' if len(others) == 1 else 's'} likewise)" if others else ""
-    return f"{layer}, head {head}: {what}{more}"
+def _describe(events: Sequence[tuple[Place, str]]) -> str:
+    """One warning for all heads with the same problem."""
+    ((layer, head), text), *others = events
+    more = f"; also {len(others)} more head{'' if len(others) == 1 else 's'}" if others else ""
+    return f"{layer}, head {head}: {text}{more}"
 
 
-def ordered(values: Sequence[float]) -> bool:
-    """Do they rise, but for a few pairs?"""
+def is_rising(values: Sequence[float]) -> bool:
+    """True if all but a few pairs of values are in ascending order."""
     return sum(not a < b for a, b in combinations(values, 2)) <= SWAPS
 
 
-def _late(values: Sequence[float]) -> float:
+def _recent_mean(values: Sequence[float]) -> float:
     return sum(values[-3:]) / 3
 
 
-def extended(steps: Sequence[float], values: Sequence[float], then: float) -> float:
-    """The least-squares line through (steps, values), at `then`."""
+def extrapolate(steps: Sequence[float], values: Sequence[float], then: float) -> float:
+    """The value at step `then` of the least-squares line through (steps, values)."""
     middle, mean = sum(steps) / len(steps), sum(values) / len(values)
     spread = sum((step - middle) ** 2 for step in steps)
     products = ((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True))

@@ -1,4 +1,4 @@
-"""Where a monitor's numbers go: TensorBoard, Weights & Biases, a JSONL file, a function."""
+"""Writers of a monitor's rows: TensorBoard, Weights & Biases, a JSONL file, a function."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,23 +18,25 @@ VALUES = ("max_logit", *MEANS)  # the largest logit, and the means of the rest
 Writer = Callable[[list[dict]], None]
 
 
-def writer(log) -> Writer:
-    """The writer for what `regard.Monitor(log=…)` was given."""
+def make_writer(log: Any) -> Writer:
+    """A function that writes the rows of one layer to `log`, the argument of `regard.Monitor`."""
     if log is None:
         return lambda rows: None
     if isinstance(log, (str, os.PathLike)):
-        return _jsonl(Path(log))
+        return _write_jsonl(Path(log))
     if hasattr(log, "add_scalar"):
-        return _tensorboard(log)
+        return _write_tensorboard(log)
     if callable(getattr(log, "log", None)) and not isinstance(log, logging.Logger):
-        return lambda rows: log.log(_named(rows), step=rows[0]["step"])
+        return lambda rows: log.log(_scalars(rows), step=rows[0]["step"])
     if callable(log):
-        return _function(log)
-    wanted = "have add_scalar, or a log that takes a dict, or be a path or a function"
-    raise TypeError(f"log must {wanted}, got {type(log).__name__}")
+        return _write_to_function(log)
+    raise TypeError(
+        "log must have add_scalar, or a log method that takes a dict, or be a path or a function, "
+        f"got {type(log).__name__}"
+    )
 
 
-def _function(log: Callable[[dict], object]) -> Writer:
+def _write_to_function(log: Callable[[dict], object]) -> Writer:
     def write(rows: list[dict]) -> None:
         for row in rows:
             log(row)
@@ -41,37 +44,38 @@ def _function(log: Callable[[dict], object]) -> Writer:
     return write
 
 
-def _named(rows: list[dict]) -> dict[str, float]:
-    told = ((row, name) for row in rows for name in VALUES if not math.isnan(row[name]))
-    return {f"attention/{row['layer']}/head{row['head']}/{name}": row[name] for row, name in told}
+def _scalars(rows: list[dict]) -> dict[str, float]:
+    """The numbers by the names under which they are logged, NaN left out."""
+    numbers = ((row, name) for row in rows for name in VALUES if not math.isnan(row[name]))
+    return {f"attention/{row['layer']}/head{row['head']}/{name}": row[name] for row, name in numbers}
 
 
-def _jsonl(path: Path) -> Writer:
+def _write_jsonl(path: Path) -> Writer:
     if not path.parent.is_dir():
-        raise ValueError(f"log: there is no folder {str(path.parent)!r}; make it first")
+        raise ValueError(f"log: there is no folder {str(path.parent)!r}; create it first")
 
     def write(rows: list[dict]) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({name: _finite(x) for name, x in row.items()}) + "\n" for row in rows)
+            file.writelines(json.dumps({name: _json_number(x) for name, x in row.items()}) + "\n" for row in rows)
 
     return write
 
 
-def _finite(x):
-    """As JSON has it: it knows neither NaN nor infinity."""
+def _json_number(x: Any) -> Any:
+    """`x`, or None if it is NaN or infinite, which JSON lacks."""
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def _tensorboard(log) -> Writer:
-    """Scalars per head and, where the writer can, a histogram over the heads of each layer."""
+def _write_tensorboard(log: Any) -> Writer:
+    """Writes scalars per head and, if the writer can, a histogram over the heads of each layer."""
 
     def write(rows: list[dict]) -> None:
         layer, step = rows[0]["layer"], rows[0]["step"]
-        for name, value in _named(rows).items():
+        for name, value in _scalars(rows).items():
             log.add_scalar(name, value, step)
         if hasattr(log, "add_histogram"):
             for name in VALUES:
-                if there := [row[name] for row in rows if math.isfinite(row[name])]:
-                    log.add_histogram(f"attention/{layer}/{name}", torch.tensor(there), step)
+                if finite := [row[name] for row in rows if math.isfinite(row[name])]:
+                    log.add_histogram(f"attention/{layer}/{name}", torch.tensor(finite), step)
 
     return write

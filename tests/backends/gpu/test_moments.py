@@ -14,6 +14,8 @@ from regard import reference
 from regard._backends.gpu.attention import config, forward
 from regard._backends.gpu.attention.hopper import key_moments
 
+HIDDEN = -(2.0**100)
+
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -41,37 +43,57 @@ def test_key_moments(causal, m, n, monkeypatch):
 def compute_raw_sums(p):
     """The raw sums of `forward_hopper`, computed in float64."""
     k = p.k.double().repeat_interleave(p.q.shape[1] // p.k.shape[1], 1)
-    y = p.q.double() @ k.mT
+    y, a = p.q.double() @ k.mT, p.scale
+    if p.softcap is not None:
+        y, a = p.softcap * torch.tanh(y * p.scale / p.softcap), 1.0
+    if p.temperature is not None:
+        a = a / p.temperature.double()[..., None]
     i, j = torch.arange(y.shape[-2])[:, None], torch.arange(y.shape[-1])
-    seen = (j <= i) | (not p.causal)
-    a = p.scale / (1.0 if p.temperature is None else p.temperature.double()[..., None])
-    top = y.masked_fill(~seen, -math.inf).amax(-1, keepdim=True)
-    power = ((y - top) * a * math.log2(math.e)).masked_fill(~seen, -math.inf)
+    lengths = torch.full((len(y),), y.shape[-1]) if p.key_lengths is None else p.key_lengths
+    first = (i - (len(i) if p.reach[0] is None else p.reach[0])).clamp_min(0)
+    visible = ((j <= i) | (not p.causal)) & (j >= first) & (j < lengths[:, None, None, None])
+    top = y.masked_fill(~visible, HIDDEN).amax(-1, keepdim=True)
+    power = ((y - top) * a * math.log2(math.e)).masked_fill(~visible, -math.inf)
     u = power.exp2()
-    far = (u * (i - j).abs()).sum(-1)
-    log_u = (u * power.masked_fill(~seen, 0.0)).sum(-1)
-    y = y.masked_fill(~seen, 0.0)
-    reach = (p.q.double().square().sum(-1, keepdim=True) * k.square().sum((-1, -2), keepdim=True))[..., 0]
-    found = top[..., 0], u.sum(-1), far, y.sum(-1), y.square().sum(-1), reach, log_u, u.square().sum(-1), y[..., 0]
-    return torch.stack(found).float()
+    distance = (u * (i - j).abs()).sum(-1)
+    log_u = (u * power.masked_fill(~visible, 0.0)).sum(-1)
+    magnitude = (p.q.double().square().sum(-1, keepdim=True) * k.square().sum((-1, -2), keepdim=True))[..., 0]
+    first_y = y.gather(-1, first.clamp_max(y.shape[-1] - 1).expand(*y.shape[:-1], 1))[..., 0]
+    y = y.masked_fill(~visible, 0.0)
+    squares = y.square().sum(-1), magnitude, log_u, u.square().sum(-1)
+    return torch.stack([top[..., 0], u.sum(-1), distance, y.sum(-1), *squares, first_y]).float()
 
 
-@pytest.mark.parametrize("options", [dict(causal=True), dict(sink=True, temperature=True), dict(name="softmax1")])
+OPTIONS = [
+    dict(causal=True),
+    dict(sink=True, temperature=True),
+    dict(name="softmax1"),
+    dict(causal=True, softcap=30.0, temperature=True),
+    dict(causal=True, left=15),
+    dict(lengths=True, sink=True),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
 @pytest.mark.parametrize("sharp", [0.3, 20.0])
 def test_statistics_of_sums(options, sharp):
     p = make(1, b=2, h=2, g=1, m=40, n=50, d=16, e=16, dtype=torch.float16, sharp=sharp, **options)
     p.k[1] += 9.0 if sharp < 1 else 0.0  # means that dwarf some of the deviations
     p.q[0, 0, -1], p.q[0, 0, -1, 0] = 0.0, 1.0  # a query whose largest product is 0, far above the rest
     p.k[0, 0, :, 0] = -60.0
-    p.k[0, 0, 3, 0] = 0.0
+    p.k[0, 0, 36 if "left" in options else 3, 0] = 0.0
     raw_sums, stats = compute_raw_sums(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
     raw_sums[5, 1, 0, 7] = math.inf  # a magnitude that no float16 product has
+    raw_sums[0] += 1e-6 * raw_sums[0].abs() if p.softcap is not None else 0.0  # the kernel's tanh is another one
     forward.finish_statistics(p, raw_sums, stats, config.options(p), None)
     imprecise = raw_sums[0] < math.inf
-    assert imprecise.any() and not imprecise.all() and imprecise[0, 0, -1] and imprecise[1, 0, 7]
+    assert imprecise.any() and not imprecise.all() and imprecise[0, 0, -1]
+    assert imprecise[1, 0, 7] == ("lengths" not in options)  # where no key is visible, nothing is recomputed
     _, truths = reference.of_problem(p)
     for name, ours, truth in zip(p.stats, stats.double(), truths, strict=True):
-        assert ((ours - truth).abs() / (truth.abs() + FLOOR[name])).max() <= 3e-4, name
+        empty = ~torch.isfinite(truth)
+        assert torch.equal(ours[empty], truth[empty]), name
+        assert ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~empty].max() <= 3e-4, name
 
 
 def test_spans_double_with_the_keys(monkeypatch):

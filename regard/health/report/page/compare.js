@@ -2,21 +2,15 @@
   const data = await unpack(byId("numbers").textContent);
   if (!data.layers.length) { document.body.dataset.ready = "true"; return; }
   const name = (s) => data.statistics[s].replaceAll("_", " ");
-  const layerAt = new Map(data.layers.map((layer, row) => [layer.index, row]));
-  const tables = data.reports.map((heads) => {
-    const table = data.layers.map(() => []);
-    for (const head of heads) table[layerAt.get(head.layer)][head.head] = head.numbers;
-    return table;
-  });
+  const tables = data.reports.map((heads) => arrange(data.layers, heads));
   const widths = data.layers.map((_, row) => Math.max(tables[0][row].length, tables[1][row].length));
-  const widest = Math.max(...widths);
-  const mean = (report, s, row, head) => { const one = tables[report][row][head]; return one ? one[s][0] : null; };
+  const mean = (report, s, row, head) => { const one = tables[report][row][head]; return one ? one.numbers[s][0] : null; };
   const change = (s, row, head) => {
     const a = mean(0, s, row, head), b = mean(1, s, row, head);
     return a === null || b === null ? null : b - a;
   };
 
-  // falling is blue, rising is red, no change is the paper's grey
+  // a fall is blue, a rise is red, no change is grey
   const diverging = (t) => {
     if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
     const x = Math.min(Math.max(2 * t - 1, -1), 1), end = x < 0 ? [38, 103, 168] : [190, 60, 45];
@@ -24,24 +18,9 @@
   };
 
   const state = { statistic: 0, layer: 0, head: 0 };
-  const CELL = Math.max(7, Math.min(26, Math.floor(300 / widest))), LEFT = 26;
-  const build = (id, label) => {
-    const width = LEFT + widest * CELL + 2, height = data.layers.length * CELL + 2;
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
-      "aria-label": `${label}: layer by head map; arrow keys choose a head` }, byId(id));
-    const cells = data.layers.map((layer, row) => {
-      draw("text", { x: LEFT - 5, y: row * CELL + CELL / 2 + 4, "text-anchor": "end" }, svg, row % Math.ceil(12 / CELL) ? "" : layer.index);
-      return Array.from({ length: widths[row] }, (_, head) => {
-        const cell = draw("rect", { x: LEFT + head * CELL, y: row * CELL, width: CELL - 1, height: CELL - 1, class: "cell",
-          "data-layer": layer.index, "data-head": head }, svg);
-        draw("title", {}, cell);
-        cell.addEventListener("click", () => choose({ layer: row, head }));
-        return cell;
-      });
-    });
-    walk(svg, widths, state, (where) => choose(where));
-    return cells;
-  };
+  const size = Math.max(7, Math.min(26, Math.floor(300 / Math.max(...widths))));
+  const build = (id, label) => buildMap(
+    { parent: byId(id), label: `${label}: layer by head map`, layers: data.layers, widths, size, left: 26, top: 0 }, state, (where) => choose(where)).cells;
   const maps = [build("map-a", "A"), build("map-b", "B"), build("map-change", "B minus A")];
 
   const each = (paint) => data.layers.forEach((layer, row) => { for (let head = 0; head < widths[row]; head++) paint(layer, row, head); });
@@ -74,7 +53,7 @@
       row.dataset.statistic = statistic;
       if (report === 0) make("th", row, name(s)).rowSpan = 2;
       make("th", row, letter, "side");
-      const one = tables[report][state.layer][state.head];
+      const one = tables[report][state.layer][state.head]?.numbers;
       data.keys.forEach((key, at) => {
         const x = one ? one[s][at] : null;
         make("td", row, one && key.startsWith("q") ? showQuantile(x, data.least[s], one[s][most]) : show(x)).dataset.key = `${key} ${letter.toLowerCase()}`;

@@ -1,6 +1,6 @@
-"""One HTML file that needs nothing else: words escaped, numbers packed, one script and one style, no network.
+"""A self-contained HTML file: one script, one style, compressed numbers, no network.
 
-The content security policy names this script and this style by their hashes; nothing else may run or be loaded.
+The content security policy names the script and the style by their hashes, so nothing else can run or be loaded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import html
 import json
 from functools import cache
 from importlib import resources
+from typing import Any
 
 
-def document(title: str, script: str, body: str, numbers: str) -> str:
-    """The file: `body` is HTML, `script` names a file of this folder, `numbers` is what `packed` gave."""
-    code, style = _file("draw.js") + _file(script), _file("page.css")
+def make_document(title: str, script: str, body: str, numbers: str) -> str:
+    """The file's text: `body` is HTML, `script` a file of this folder, `numbers` the result of `pack`."""
+    code, style = _read("draw.js") + _read(script), _read("page.css")
     policy = (
         f"default-src 'none'; script-src {_hash(code)}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -27,7 +28,7 @@ def document(title: str, script: str, body: str, numbers: str) -> str:
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escaped(title)}</title>
+<title>{escape(title)}</title>
 <style>{style}</style>
 </head>
 <body>
@@ -41,18 +42,27 @@ def document(title: str, script: str, body: str, numbers: str) -> str:
 """
 
 
-def escaped(value) -> str:
+def embed(page: str, height: int = 720) -> str:
+    """The page in a sandboxed frame, for notebooks: its script runs, but cannot reach the notebook."""
+    return (
+        f'<iframe sandbox="allow-scripts" srcdoc="{escape(page)}" width="100%" height="{height}" '
+        'title="regard report" style="border:0"></iframe>'
+    )
+
+
+def escape(value: Any) -> str:
+    """`value` as text inside HTML."""
     return html.escape(str(value), quote=True)
 
 
-def packed(numbers: dict) -> str:
-    """JSON, compressed, as text that draw.js unpacks."""
+def pack(numbers: dict[str, Any]) -> str:
+    """Compressed JSON as text, which draw.js unpacks."""
     plain = json.dumps(numbers, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(plain.encode(), 9, mtime=0)).decode()
 
 
 @cache
-def _file(name: str) -> str:
+def _read(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// what the pages share: unpacking, elements, numbers, colours
+// shared by both pages: unpacking, elements, numbers, colours, maps, axis ticks
 const byId = (id) => document.getElementById(id);
 const unpack = async (text) => {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
@@ -31,12 +31,12 @@ const show = (x, digits = 4) => {
   return String(Number(x.toPrecision(digits)));
 };
 
-// a quantile comes from bins some per cent wide, the first of which reaches to 0: there only its edge is known
+// quantiles come from bins; the first bin reaches to 0, so a quantile in it is only known to be below its edge
 const showQuantile = (x, least, most) => x !== null && least !== null && x < least && most > 0 ? `< ${show(least, 2)}` : show(x, 3);
 
 // a perceptually even ramp from dark blue to yellow
 const RAMP = [[31, 31, 78], [45, 66, 120], [38, 103, 138], [39, 138, 141], [67, 171, 126], [139, 199, 96], [219, 216, 87], [250, 235, 160]];
-const LIGHT = 0.7;  // from here on it takes dark marks
+const LIGHT = 0.7;  // from here on marks are dark
 const colour = (t) => {
   if (t === null || Number.isNaN(t)) return "rgb(128 128 128 / 0.25)";
   const at = Math.min(Math.max(t, 0), 1) * (RAMP.length - 1);
@@ -44,11 +44,11 @@ const colour = (t) => {
   return `rgb(${RAMP[low].map((c, i) => Math.round(c + (RAMP[high][i] - c) * part)).join(" ")})`;
 };
 
-// a statistic's range of colours: shares from 0 to 1 (or beyond, as gains of sparse maps), the others from the least to
-// the most, by their logarithm if wide
-const UNIT = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
+// a statistic's colour range: fractions from 0 to 1 (or more: gains of sparse normalisers), others from the smallest to the
+// largest value, logarithmic if wide
+const FRACTIONS = new Set(["entropy_ratio", "max_weight", "first_key_mass", "gain_ratio"]);
 const rangeOf = (statistic, all) => {
-  if (UNIT.has(statistic)) return { low: 0, high: all.reduce((most, x) => Math.max(most, x ?? 0), 1), log: false };
+  if (FRACTIONS.has(statistic)) return { low: 0, high: all.reduce((most, x) => Math.max(most, x ?? 0), 1), log: false };
   let low = Infinity, high = -Infinity;
   for (const x of all) if (x !== null && x !== undefined) { low = Math.min(low, x); high = Math.max(high, x); }
   return { low, high, log: low > 0 && high / low > 50 };
@@ -70,16 +70,40 @@ const ruler = (parent, range, paint) => {
   make("span", parent, `${show(range.high)}${range.log ? " (log)" : ""}`);
 };
 
-// the arrow keys choose a head of a map: `widths` is how many each of its rows has
-const walk = (svg, widths, state, choose) => svg.addEventListener("keydown", (event) => {
-  const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
-  if (!step) return;
-  event.preventDefault();
-  const row = Math.min(Math.max(state.layer + step[0], 0), widths.length - 1);
-  choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), widths[row] - 1) });
-});
+// a layer × head map: cells to click, or to reach with the arrow keys; returns its svg and its cells by row and head
+const buildMap = ({ parent, label, layers, widths, size, left, top }, state, choose) => {
+  const width = left + Math.max(...widths) * size + 4, height = top + layers.length * size + 4, every = Math.ceil(12 / size);
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
+    "aria-label": `${label}; arrow keys choose a head` }, parent);
+  const cells = layers.map((layer, row) => {
+    const y = top + row * size;
+    if (row % every === 0) draw("text", { x: left - 6, y: y + size / 2 + 4, "text-anchor": "end" }, svg, layer.index);
+    return Array.from({ length: widths[row] }, (_, head) => {
+      const cell = draw("rect", { x: left + head * size + 1, y: y + 1, width: size - 1, height: size - 1, rx: size / 12, class: "cell",
+        "data-layer": layer.index, "data-head": head }, svg);
+      draw("title", {}, cell);
+      cell.addEventListener("click", () => choose({ layer: row, head }));
+      return cell;
+    });
+  });
+  svg.addEventListener("keydown", (event) => {
+    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const row = Math.min(Math.max(state.layer + step[0], 0), widths.length - 1);
+    choose({ layer: row, head: Math.min(Math.max(state.head + step[1], 0), widths[row] - 1) });
+  });
+  return { svg, cells };
+};
+// heads by row of the map and by number
+const arrange = (layers, heads) => {
+  const rowOf = new Map(layers.map((layer, row) => [layer.index, row]));
+  const table = layers.map(() => []);
+  for (const head of heads) table[rowOf.get(head.layer)][head.head] = head;
+  return table;
+};
 
-// marks for an axis of bins, at values that people would choose: powers of ten first, then 2 and 5, then round steps
+// ticks for an axis of bins at round values: powers of ten first, then 5 and 2, then round steps
 const ticks = (edges, left, width, apart) => {
   const many = edges.length - 1, low = edges[0], high = edges[many], chosen = [];
   const at = (x) => {

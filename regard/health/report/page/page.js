@@ -5,21 +5,17 @@
   const state = { statistic: 0, treatment: 0, layer: 0, head: 0 };
   const name = (statistic) => data.statistics[statistic].replaceAll("_", " ");
 
-  // heads by treatment, layer and number
-  const ill = new Set(data.ill.map(([layer, head]) => `${layer} ${head}`));
-  const layerAt = new Map(data.layers.map((layer, row) => [layer.index, row]));
-  const tables = data.treatments.map((treatment) => {
-    const table = data.layers.map(() => []);
-    for (const head of treatment.heads) table[layerAt.get(head.layer)][head.head] = head;
-    return table;
-  });
-  const widest = Math.max(...tables[0].map((row) => row.length));
-  const headOf = (treatment, row, head) => (tables[treatment][row] || [])[head];
+  const flagged = new Set(data.flagged.map(([layer, head]) => `${layer} ${head}`));
+  const rowOf = new Map(data.layers.map((layer, row) => [layer.index, row]));
+  const tables = data.treatments.map((treatment) => arrange(data.layers, treatment.heads));
+  const widths = tables[0].map((row) => row.length);
+  const widest = Math.max(...widths);
+  const headOf = (treatment, row, head) => tables[treatment][row][head];
 
-  // one colour range per statistic, shared by all treatments; of a share each treatment has its own, mostly 0 to 1
+  // one colour range per statistic, shared by all treatments; for fractions each treatment has its own, mostly 0 to 1
   const means = (treatment, s) => treatment.heads.map((head) => head.numbers[s][0]);
   const shared = data.statistics.map((statistic, s) => rangeOf(statistic, data.treatments.flatMap((t) => means(t, s))));
-  const rangeNow = (s) => UNIT.has(data.statistics[s]) ? rangeOf(data.statistics[s], means(data.treatments[state.treatment], s)) : shared[s];
+  const rangeNow = (s) => FRACTIONS.has(data.statistics[s]) ? rangeOf(data.statistics[s], means(data.treatments[state.treatment], s)) : shared[s];
 
   const fill = (select, items) => items.forEach((text, value) => { make("option", select, text).value = value; });
   fill(byId("statistic"), data.statistics.map((_, s) => name(s)));
@@ -29,37 +25,17 @@
     byId(key).addEventListener("change", (event) => choose({ [key]: Number(event.target.value) }));
   }
 
-  // the map, with a cell to click, or to reach with the arrow keys
-  const CELL = Math.max(16, Math.min(46, Math.floor(900 / widest)));
-  const LEFT = 34, TOP = 20;
-  const cells = [], rings = new Map();
-  const buildMap = () => {
-    const width = LEFT + widest * CELL + 4, height = TOP + data.layers.length * CELL + 4;
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
-      "aria-label": "Layer by head map; arrow keys choose a head" });
-    data.layers.forEach((layer, row) => {
-      const y = TOP + row * CELL;
-      draw("text", { x: LEFT - 7, y: y + CELL / 2 + 4, "text-anchor": "end" }, svg, layer.index);
-      cells.push([]);
-      for (let head = 0; head < tables[0][row].length; head++) {
-        const cell = draw("rect", { x: LEFT + head * CELL + 1, y: y + 1, width: CELL - 2, height: CELL - 2, rx: 3, class: "cell",
-          "data-layer": layer.index, "data-head": head }, svg);
-        draw("title", {}, cell);
-        cell.addEventListener("click", () => choose({ layer: row, head }));
-        cells[row][head] = cell;
-        if (ill.has(`${layer.index} ${head}`)) {
-          rings.set(cell, draw("circle", { cx: LEFT + (head + 0.5) * CELL, cy: y + CELL / 2, r: Math.max(2, CELL / 9), class: "ill" }, svg));
-        }
-      }
-    });
-    const step = widest > 24 ? 8 : widest > 12 ? 4 : 1;
-    for (let head = 0; head < widest; head += step) {
-      draw("text", { x: LEFT + (head + 0.5) * CELL, y: TOP - 6, "text-anchor": "middle" }, svg, head);
-    }
-    walk(svg, tables[0].map((heads) => heads.length), state, choose);
-    byId("map").appendChild(svg);
-    if (widest > 40) byId("map").classList.add("wide");
-  };
+  const size = Math.max(16, Math.min(46, Math.floor(900 / widest))), left = 34, top = 20;
+  const rings = new Map();
+  const { svg, cells } = buildMap({ parent: byId("map"), label: "Layer by head map", layers: data.layers, widths, size, left, top }, state, (where) => choose(where));
+  cells.forEach((row, r) => row.forEach((cell, head) => {
+    if (!flagged.has(`${data.layers[r].index} ${head}`)) return;
+    rings.set(cell, draw("circle", { cx: left + (head + 0.5) * size, cy: top + (r + 0.5) * size, r: Math.max(2, size / 9), class: "ring" }, svg));
+  }));
+  for (let head = 0; head < widest; head += widest > 24 ? 8 : widest > 12 ? 4 : 1) {
+    draw("text", { x: left + (head + 0.5) * size, y: top - 6, "text-anchor": "middle" }, svg, head);
+  }
+  if (widest > 40) byId("map").classList.add("wide");
 
   const thumbs = data.statistics.map((_, s) => {
     const button = make("button", byId("gallery"), undefined, "thumb");
@@ -75,7 +51,7 @@
     canvas.height = rows * unit;
     const brush = canvas.getContext("2d");
     for (let row = 0; row < rows; row++) {
-      for (let head = 0; head < tables[0][row].length; head++) {
+      for (let head = 0; head < widths[row]; head++) {
         const one = headOf(state.treatment, row, head);
         brush.fillStyle = colour(one ? place(one.numbers[s][0], range) : null);
         brush.fillRect(head * unit, row * unit, unit, unit);
@@ -99,19 +75,18 @@
     }));
     const scale = byId("scale");
     ruler(scale, range, colour);
-    if (ill.size) make("span", scale, "○ in a finding");
+    if (flagged.size) make("span", scale, "○ has findings");
     byId("meaning").textContent = data.meaning[s];
   };
 
-  const frame = (parent, label) => {
+  const chart = (parent, label) => {
     parent.replaceChildren();
     return draw("svg", { viewBox: "0 0 480 210", role: "img", "aria-label": label }, parent);
   };
   const paintHistogram = (one, before) => {
     const s = state.statistic, edges = data.axes[s], shape = one.shapes[s];
-    byId("histogram-title").textContent = `${name(s)}: share of rows`;
-    const svg = frame(byId("histogram"), `Distribution of ${name(s)}: median ${quantile(one, s, 4)}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
-    if (!shape.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "left out: too many heads"); return; }
+    byId("histogram-title").textContent = `${name(s)}: fraction of rows`;
+    const svg = chart(byId("histogram"), `Distribution of ${name(s)}: median ${quantile(one, s, 4)}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
     const top = Math.max(...shape, ...(before ? before.shapes[s] : [0]), 1), width = 470 / shape.length;
     const bars = (values, className) => values.forEach((value, i) => {
       if (value) draw("rect", { x: 5 + i * width, y: 175 - 160 * value / top, width: Math.max(width - 1, 0.8), height: 160 * value / top, class: className }, svg);
@@ -127,9 +102,8 @@
     draw("text", { x: 5, y: 12 }, svg, `${show(top / 10, 2)} %`);
   };
   const paintCurve = (one, before) => {
-    byId("curve-title").textContent = "entropy ratio against the query's position";
-    const svg = frame(byId("curve"), "Mean entropy ratio by query position");
-    if (!one.curve.length) { draw("text", { x: 240, y: 100, "text-anchor": "middle" }, svg, "left out: too many heads"); return; }
+    byId("curve-title").textContent = "entropy ratio by query position";
+    const svg = chart(byId("curve"), "Mean entropy ratio by query position");
     const last = Math.max(...one.curve.map(([position]) => position), 1);
     const x = (position) => 30 + 440 * Math.log2(1 + position) / Math.log2(1 + last);
     const y = (value) => 175 - 160 * value;
@@ -162,7 +136,7 @@
 
   const choose = (changes) => {
     Object.assign(state, changes);
-    const heads = tables[0][state.layer].length;
+    const heads = widths[state.layer];
     state.head = Math.min(state.head, heads - 1);
     if (byId("head").childElementCount !== heads) {
       byId("head").replaceChildren();
@@ -174,23 +148,21 @@
     const layer = data.layers[state.layer];
     const one = headOf(state.treatment, state.layer, state.head);
     const before = state.treatment ? headOf(0, state.layer, state.head) : null;
-    const rows = headOf(0, state.layer, state.head).rows;
-    const under = state.treatment ? `, had the scores been treated by ${data.treatments[state.treatment].name}` : "";
+    const under = state.treatment ? `, with ${data.treatments[state.treatment].name}` : "";
     byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}${under}`;
-    byId("chosen").title = `${rows} rows`;
-    if (one) { paintHistogram(one, before); paintCurve(one, before); paintTable(one); }
+    if (one && byId("histogram")) { paintHistogram(one, before); paintCurve(one, before); }
+    if (one) paintTable(one);
   };
 
   const chips = [...document.querySelectorAll(".chip")];
-  const reachable = chips.filter((chip) => layerAt.has(Number(chip.dataset.layer)));
+  const reachable = chips.filter((chip) => rowOf.has(Number(chip.dataset.layer)));
   chips.forEach((chip) => { chip.disabled = !reachable.includes(chip); });
   reachable.forEach((chip) => chip.addEventListener("click", () => {
-    choose({ layer: layerAt.get(Number(chip.dataset.layer)), head: Number(chip.dataset.head) });
+    choose({ layer: rowOf.get(Number(chip.dataset.layer)), head: Number(chip.dataset.head) });
     byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
   }));
 
-  buildMap();
   const [first] = reachable;
-  choose(first ? { layer: layerAt.get(Number(first.dataset.layer)), head: Number(first.dataset.head) } : {});
+  choose(first ? { layer: rowOf.get(Number(first.dataset.layer)), head: Number(first.dataset.head) } : {});
   document.body.dataset.ready = "true";
 })();

@@ -96,12 +96,9 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
     if (opt.left is not None) or (opt.lengths is not None):
         first, last = tiles.interval(i, opt, work.keys)
         empty = first >= last
-        inverse, natural, total = (
-            gl.where(empty, 0.0, inverse),
-            gl.where(empty, 0.0, natural),
-            gl.where(empty, 0.0, total),
-        )
-        factor, outer = gl.where(empty, 0.0, factor), gl.where(empty, 0.0, outer)
+        inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
+        outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
+        total = gl.where(empty, 0.0, total)
     o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
     at = work.round % 2 * C.WARPGROUPS + group
     parts = split_columns(o, C.E // C.PANEL)

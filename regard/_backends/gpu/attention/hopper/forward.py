@@ -105,8 +105,6 @@ def process_tile(
     wait_for_keys(t + 1, ring, work, C)  # its branches keep the compiler from moving the wait below
     if SPLITS == 1:
         o, _ = warpgroup_mma_wait(0, deps=[o, p[0]])
-    elif SPLITS == 2:
-        o, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1]])
     else:
         o, _, _, _, _ = warpgroup_mma_wait(0, deps=[o, p[0], p[1], p[2], p[3]])
     p = ()

@@ -37,7 +37,7 @@ class ForwardConfig(NamedTuple):
     WARPGROUPS: int  # consumers, 64 queries each
     STAGES: int  # of the ring
     REGISTERS: int  # of a consumer's thread
-    SPLITS: int  # parts that a tile is weighed in: 1, 2 or 4
+    SPLITS: int  # parts that a tile is weighed in: 1 or 4
     DIAGONAL_FIRST: bool  # full rows begin with the tile on the diagonal
     PERSISTENT: bool  # one program per SM takes many blocks and loads the next one's tiles while one ends
     MOMENT_TILES: int  # tiles of the ring that the key moments take

@@ -93,7 +93,7 @@ def update_shift(s, r, b2, first_key, start, opt, C: gl.constexpr, FIXED_SHIFT: 
     NEED: gl.constexpr = C.NEED
     F: gl.constexpr = C.F
     SLACK: gl.constexpr = C.SLACK
-    FLOOR: gl.constexpr = -(2.0**100) if F.exponential or F.shift == "max" else 0.0  # as in frame_of
+    FLOOR: gl.constexpr = -(2.0**100) if F.exponential or F.shift == "max" else 0.0  # as in find_shift
     y = cells(s)
     top, shift, z, log_u, square, distance = r.top, r.shift, r.z, r.log_u, r.square, r.distance
     factor = z * 0.0 + 1.0

@@ -10,33 +10,17 @@ for another and every list is in the order of the keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.9, 3.6
-
-LISTS = 4  # per row
-
-
-class Visibility(NamedTuple):
-    """The sizes of a call and the options that decide which keys a query sees."""
-
-    lengths: Any
-    left: Any
-    right: Any
-    heads: Any
-    group: Any  # query heads per key head
-    queries: Any
-    keys: Any
+from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.hopper.ring import async_load
 
 
 @gluon.constexpr_function
@@ -47,23 +31,19 @@ def quarters_layout(warps):
 
 
 @gluon.jit
-def visible_interval(i, visibility, n, TRANSPOSED: gl.constexpr):
+def visible_interval(i, opt, n, TRANSPOSED: gl.constexpr):
     """(first, last): query i sees keys first ≤ j < last; transposed, queries first ≤ j < last see key i."""
-    first = i * 0
     if TRANSPOSED:
-        last = i * 0 + visibility.queries
-        if visibility.right is not None:
-            first = gl.maximum(i - visibility.right, 0)
-        if visibility.left is not None:
-            last = gl.minimum(i + visibility.left + 1, visibility.queries)
+        first = i * 0
+        last = i * 0 + opt.queries
+        if opt.right is not None:
+            first = gl.maximum(i - opt.right, 0)
+        if opt.left is not None:
+            last = gl.minimum(i + opt.left + 1, opt.queries)
         last = gl.where(i < n, last, 0)
     else:
-        last = i * 0 + n
-        if visibility.left is not None:
-            first = gl.maximum(i - visibility.left, 0)
-        if visibility.right is not None:
-            last = gl.minimum(i + visibility.right + 1, n)
-        last = gl.where(i < visibility.queries, last, 0)
+        first, last = tiles.interval(i, opt, n)
+        last = gl.where(i < opt.queries, last, 0)
     return first, last
 
 
@@ -153,7 +133,7 @@ def sum_quarters(x, lanes: gl.constexpr):
 
 @gluon.jit
 def list_candidates(
-    rows, columns, bounds, slope, counts, lists, below, block0, visibility,
+    rows, columns, bounds, slope, counts, lists, below, block0, opt,
     BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr,
     FULL: gl.constexpr, STAGED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
@@ -171,27 +151,25 @@ def list_candidates(
     slot = gl.program_id(0)
     block = block0 + slot
     if TRANSPOSED:
-        blocks = gl.cdiv(visibility.keys, BM)
+        blocks = gl.cdiv(opt.keys, BM)
         i0 = block % blocks * BM  # the first keys have the most causal queries
-        heads = visibility.heads // visibility.group
+        heads = opt.heads // opt.group
     else:
-        blocks = gl.cdiv(visibility.queries, BM)
+        blocks = gl.cdiv(opt.queries, BM)
         i0 = (blocks - 1 - block % blocks) * BM  # the longest causal rows first
-        heads = visibility.heads
+        heads = opt.heads
     h = block // blocks % heads
     b = block // blocks // heads
-    n = visibility.keys
-    if visibility.lengths is not None:
-        n = gl.maximum(gl.minimum(gl.load(visibility.lengths + b).to(gl.int32), n), 0)
-    lowest, latest = visible_interval(i0, visibility, n, TRANSPOSED)
+    n = tiles.key_count(opt, b)
+    lowest, latest = visible_interval(i0, opt, n, TRANSPOSED)
     if TRANSPOSED:
-        earliest, highest = visible_interval(gl.minimum(i0 + BM, n) - 1, visibility, n, TRANSPOSED)
-        over = visibility.group
-        top_head = h * visibility.group
+        earliest, highest = visible_interval(gl.minimum(i0 + BM, n) - 1, opt, n, TRANSPOSED)
+        over = opt.group
+        top_head = h * opt.group
     else:
-        earliest, highest = visible_interval(gl.minimum(i0 + BM, visibility.queries) - 1, visibility, n, TRANSPOSED)
+        earliest, highest = visible_interval(gl.minimum(i0 + BM, opt.queries) - 1, opt, n, TRANSPOSED)
         over = 1
-        top_head = h // visibility.group
+        top_head = h // opt.group
     start = lowest // BN
     per_head = gl.maximum(gl.cdiv(highest, BN) - start, 0)
     total = per_head * over
@@ -211,17 +189,17 @@ def list_candidates(
     if TRANSPOSED:
         bound = gl.zeros([BM, 1], gl.float32, lanes)
     else:
-        row = (b * heads + h).to(gl.int64) * visibility.queries + i
-        bound = gl.load(bounds + row, mask=i < visibility.queries, other=float("inf"))
-        highest_bound = gl.max(gl.where(i < visibility.queries, bound, -float("inf")), 0)
+        row = (b * heads + h).to(gl.int64) * opt.queries + i
+        bound = gl.load(bounds + row, mask=i < opt.queries, other=float("inf"))
+        highest_bound = gl.max(gl.where(i < opt.queries, bound, -float("inf")), 0)
         total = gl.where(highest_bound == float("inf"), 0, total)
         if below is not None:
-            row_slopes = gl.load(slope + row, mask=i < visibility.queries, other=0.0)
+            row_slopes = gl.load(slope + row, mask=i < opt.queries, other=0.0)
             row_slopes = gl.expand_dims(gl.convert_layout(row_slopes, gl.SliceLayout(1, mma)), 1)
             row_bounds = gl.expand_dims(gl.convert_layout(bound, gl.SliceLayout(1, mma)), 1)
         bound = gl.expand_dims(bound, 1)
     row_index = gl.expand_dims(i0 + gl.arange(0, BM, gl.SliceLayout(1, mma)), 1)
-    first, last = visible_interval(row_index, visibility, n, TRANSPOSED)
+    first, last = visible_interval(row_index, opt, n, TRANSPOSED)
     rows_s = gl.allocate_shared_memory(rows.dtype, rows.block_type.shape, rows.layout)
     columns_s = gl.allocate_shared_memory(columns.dtype, [STAGES] + columns.block_type.shape, columns.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -247,9 +225,9 @@ def list_candidates(
         j0 = (start + t % per_head) * BN
         column_index = j0 + gl.arange(0, BN, gl.SliceLayout(0, mma))
         if TRANSPOSED:
-            before = (b * visibility.heads + top_head + head).to(gl.int64) * visibility.queries
+            before = (b * opt.heads + top_head + head).to(gl.int64) * opt.queries
             column_bounds = gl.expand_dims(
-                gl.load(bounds + before + column_index, mask=column_index < visibility.queries, other=float("inf")), 0
+                gl.load(bounds + before + column_index, mask=column_index < opt.queries, other=float("inf")), 0
             )
         mbarrier.wait(full.index(stage), (t // STAGES) & 1)
         across = columns_s.index(stage).reshape([BN, D]).permute((1, 0))
@@ -264,7 +242,7 @@ def list_candidates(
         is_edge = (j0 < earliest) | (j0 + BN > latest)
         if TRANSPOSED:
             x = x - column_bounds
-            key += head * visibility.queries
+            key += head * opt.queries
             is_edge = is_edge | (i0 + BM > n)
         if below is not None:
             offset = x - row_bounds

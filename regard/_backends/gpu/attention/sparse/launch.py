@@ -80,10 +80,9 @@ class CandidateLists:
 
     def fill(self, kind: Hashable, bound, slope, first: int, programs: int, opt: Options) -> None:
         """Fills the lists of `programs` blocks from block `first` on."""
-        from regard._backends.gpu.attention.sparse.candidates import Visibility, list_candidates
+        from regard._backends.gpu.attention.sparse.candidates import list_candidates
 
-        visibility = Visibility(opt.lengths, opt.left, opt.right, opt.heads, opt.group, opt.queries, opt.keys)
-        arguments = *self.descriptors, bound, slope, self.counts, self.entries, self.below, first, visibility
+        arguments = *self.descriptors, bound, slope, self.counts, self.entries, self.below, first, opt
         constants = BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.staged, self.transposed
         launch(kind, list_candidates, programs, arguments, constants, num_warps=8, maxnreg=128)
 

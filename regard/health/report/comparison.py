@@ -1,0 +1,283 @@
+"""`regard.compare`: two reports side by side, and what differs between them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from regard.health.report import files
+from regard.health.report.report import Report
+from regard.health.report.saved import read_json
+from regard.health.report.summary import ROOT, count_noun
+from regard.health.report.terminal import printable
+from regard.table import Table
+
+SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")
+LISTED = 12  # heads of a finding
+
+Place = tuple[int, int]  # layer index, head
+
+
+class FindingChange(NamedTuple):
+    """One kind of finding in both reports: its heads as (layer index, head)."""
+
+    kind: str
+    heads_a: frozenset[Place]
+    heads_b: frozenset[Place]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{_list(heads)} {side} only" for side, heads in (("in A", self.gone), ("in B", self.appeared)) if heads
+        ]
+        return f"{self.kind}, {'; '.join(parts)}"
+
+    @property
+    def appeared(self) -> list[Place]:
+        """Heads that have it in B only."""
+        return sorted(self.heads_b - self.heads_a)
+
+    @property
+    def gone(self) -> list[Place]:
+        """Heads that have it in A only."""
+        return sorted(self.heads_a - self.heads_b)
+
+
+class Difference(NamedTuple):
+    """The first layer in which a statistic's mean differs in some head, and by how much at most, relatively."""
+
+    statistic: str
+    index: int
+    layer: str
+    amount: float  # inf where a head, or its number, is in one report only
+
+
+class Comparison:
+    """What differs between two reports, A and B.
+
+    Attributes:
+        new, resolved, changed: kinds of findings in B only, in A only, and in both but of other heads.
+        first_differences: per statistic, the first layer that differs; a statistic that agrees everywhere is left out.
+    """
+
+    def __init__(self, a: dict[str, Any], b: dict[str, Any], tolerance: float) -> None:
+        self.a, self.b, self.tolerance = a, b, tolerance
+        heads_a, heads_b = _heads_by_kind(a), _heads_by_kind(b)
+        none: frozenset = frozenset()
+        changes = [
+            FindingChange(kind, heads_a.get(kind, none), heads_b.get(kind, none))
+            for kind in sorted(heads_a.keys() | heads_b.keys())
+        ]
+        self.new = [change for change in changes if not change.heads_a]
+        self.resolved = [change for change in changes if not change.heads_b]
+        self.changed = [c for c in changes if c.heads_a and c.heads_b and c.heads_a != c.heads_b]
+        self.first_differences = {one.statistic: one for one in _first_differences(a, b, tolerance)}
+
+    def summary(self) -> list[str]:
+        """The comparison in a few lines."""
+        lines = [
+            f"{letter}: {report['title']}{describe_gaps(report)}" for letter, report in (("A", self.a), ("B", self.b))
+        ]
+        lines += [f"New in B: {change.kind}, {_list(change.appeared)}" for change in self.new]
+        lines += [f"Resolved in B: {change.kind}, {_list(change.gone)}" for change in self.resolved]
+        lines += [f"Changed: {change}" for change in self.changed]
+        if not (self.new or self.resolved or self.changed):
+            lines.append("The findings are the same.")
+        if not self.first_differences:
+            return [*lines, f"No statistic differs by more than {self.tolerance:.2g} of its size."]
+        first = min(self.first_differences.values(), key=lambda one: one.index)
+        names = [one.statistic for one in self.first_differences.values() if one.index == first.index]
+        listed = ", ".join(map(_words, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return [*lines, f"First difference: layer {first.index} ({first.layer or ROOT}), in {listed}."]
+
+    def tables(self, heads: int = 5) -> list[Table]:
+        """Means per layer, findings per kind, the first differences, and the `heads` most changed heads."""
+        tables = [
+            compare_layers(self.a, self.b),
+            count_findings(self.a, self.b),
+            self._table_of_differences(),
+            list_most_changed(self.a, self.b, heads),
+        ]
+        return [table for table in tables if table.rows]
+
+    def _table_of_differences(self) -> Table:
+        layers: dict[tuple[int, str], list[Difference]] = {}
+        for one in sorted(self.first_differences.values(), key=lambda one: (one.index, -one.amount)):
+            layers.setdefault((one.index, one.layer), []).append(one)
+        rows = [
+            [
+                f"{index} {printable(layer or ROOT)}",
+                ", ".join(f"{_words(one.statistic)} {one.amount:.0%}" for one in found),
+            ]
+            for (index, layer), found in layers.items()
+        ]
+        title = f"first layer that differs by more than {self.tolerance:.2g} of a statistic's size"
+        return Table(["layer", "statistics that first differ here, and by how much"], rows, title)
+
+    def show(self, file: TextIO | None = None, heads: int = 5) -> None:
+        """Print the summary and the tables."""
+        file = sys.stdout if file is None else file
+        for line in self.summary():
+            print(printable(line), file=file)
+        for table in self.tables(heads):
+            print(file=file)
+            table.show(file)
+
+    def save(self, path: str | os.PathLike, heads: int = 5) -> Path:
+        """Write both reports side by side as one .html file, with the `heads` most changed heads."""
+        if Path(path).suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"path must end in .html, got {str(path)!r}")
+        return files.write(path, self._page(heads))
+
+    def _page(self, heads: int = 5) -> str:
+        from regard.health.report.page.comparison_page import render
+
+        return render(self, heads)
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.summary()))
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.new)} new, {len(self.resolved)} resolved, {len(self.changed)} changed"
+        return f"<Comparison of {self.a['title']} and {self.b['title']}: findings {counts}>"
+
+    def _repr_html_(self) -> str:
+        """The page in a sandboxed frame, as notebooks show it."""
+        from regard.health.report.page.document import embed
+
+        return embed(self._page())
+
+
+def compare(a: Report | str | os.PathLike, b: Report | str | os.PathLike, *, tolerance: float = 0.01) -> Comparison:
+    """Compare two reports, each a `Report` or the path of its JSON file.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+    >>> x = torch.randn(2, 10, 32)
+    >>> before = regard.examine(layer, [x])
+    >>> _ = layer.self_attn.in_proj_weight.data.mul_(3.0)
+    >>> comparison = regard.compare(before, regard.examine(layer, [x]))
+    >>> comparison.first_differences["entropy"].layer
+    'self_attn'
+
+    Args:
+        a, b: the reports; B is the later one.
+        tolerance: how much a head's mean may differ, relative to the larger of its size and its spread over rows.
+    """
+    if not 0.0 <= tolerance < float("inf"):
+        raise ValueError(f"tolerance must be a number ≥ 0, got {tolerance!r}")
+    return Comparison(_json_of("a", a), _json_of("b", b), tolerance)
+
+
+def _json_of(name: str, report: Report | str | os.PathLike) -> dict[str, Any]:
+    if isinstance(report, Report):
+        return report.to_json()
+    if isinstance(report, (str, os.PathLike)):
+        return read_json(report)
+    raise TypeError(f"{name} must be a Report or the path of its JSON file, got {type(report).__name__}")
+
+
+def describe_gaps(report: dict[str, Any]) -> str:
+    """What was not measured, in brackets; empty if everything was."""
+    gaps = [] if report["heads"] else ["nothing was measured"]
+    if report["heads"] and report.get("unmeasured"):
+        gaps.append(f"layers not measured: {len(report['unmeasured'])}")
+    if report.get("interrupted"):
+        gaps.append(f"not finished: {report['interrupted']}")
+    return f" ({'; '.join(gaps)})" if gaps else ""
+
+
+def _heads_by_kind(report: dict[str, Any]) -> dict[str, frozenset[Place]]:
+    found: dict[str, set] = {}
+    for one in report["findings"]:
+        indices = one.get("indices") or [0] * len(one["heads"])
+        found.setdefault(one["kind"], set()).update(
+            (index, head[1]) for index, head in zip(indices, one["heads"], strict=False)
+        )
+    return {kind: frozenset(places) for kind, places in found.items()}
+
+
+def _by_place(report: dict[str, Any]) -> dict[Place, dict[str, Any]]:
+    return {(head["index"], head["head"]): head for head in report["heads"]}
+
+
+def _first_differences(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> Iterator[Difference]:
+    left, right = _by_place(a), _by_place(b)
+    places = sorted(left.keys() | right.keys())
+    names = list(dict.fromkeys(name for head in [*left.values(), *right.values()] for name in head["statistics"]))
+    for name in names:
+        found: Difference | None = None
+        for place in places:
+            if found is not None and place[0] != found.index:
+                break
+            one, other = left.get(place), right.get(place)
+            amount = _relative_difference(one, other, name)
+            if amount > max(tolerance, found.amount if found else 0.0):
+                found = Difference(name, place[0], (one or other)["layer"], amount)  # type: ignore[index]
+        if found is not None:
+            yield found
+
+
+def _relative_difference(one: dict | None, other: dict | None, name: str) -> float:
+    """|mean − mean| over the larger of the means' size and the spreads; inf if only one is there."""
+    spreads = [(head or {}).get("statistics", {}).get(name, {}) for head in (one, other)]
+    means = [spread.get("mean") for spread in spreads]
+    if means[0] is None or means[1] is None:
+        return 0.0 if means == [None, None] else float("inf")
+    size = max(abs(means[0]), abs(means[1]), *(spread.get("std") or 0.0 for spread in spreads))
+    return abs(means[1] - means[0]) / size if size else 0.0
+
+
+def compare_layers(a: dict[str, Any], b: dict[str, Any]) -> Table:
+    """A table of means over each layer's heads, A → B."""
+    indices = sorted({head["index"] for report in (a, b) for head in report["heads"]})
+    rows = [
+        [str(index), *(f"{_mean(a, index, name)} → {_mean(b, index, name)}" for name in SHOWN)] for index in indices
+    ]
+    return Table(["layer", *map(_words, SHOWN)], rows, "means over heads, A → B", ["layer"])
+
+
+def _mean(report: dict[str, Any], index: int, name: str) -> str:
+    means = (head["statistics"][name]["mean"] for head in report["heads"] if head["index"] == index)
+    values = [mean for mean in means if mean is not None]
+    return f"{sum(values) / len(values):.3g}" if values else "–"
+
+
+def count_findings(a: dict[str, Any], b: dict[str, Any]) -> Table:
+    """A table of heads per kind of finding; several findings of one kind (too large, too small) are added."""
+    counts: tuple[Counter, Counter] = (Counter(), Counter())
+    for count, report in zip(counts, (a, b), strict=True):
+        for one in report["findings"]:
+            count[one["kind"]] += len(one["heads"])
+    kinds = sorted(counts[0].keys() | counts[1].keys())
+    rows = [[printable(kind), str(counts[0][kind]), str(counts[1][kind])] for kind in kinds] or [["none", "0", "0"]]
+    return Table(["finding", "heads in A", "heads in B"], rows, "findings", ["heads in A", "heads in B"])
+
+
+def list_most_changed(a: dict[str, Any], b: dict[str, Any], count: int) -> Table:
+    """A table of the heads whose mean entropy ratio differs most; empty if the models' shapes differ."""
+    left, right = _by_place(a), _by_place(b)
+    rows = []
+    for place in left if left.keys() == right.keys() else ():
+        before, after = (heads[place]["statistics"]["entropy_ratio"]["mean"] for heads in (left, right))
+        if before is not None and after is not None:
+            rows.append((-abs(after - before), place, before, after))
+    cells = [
+        [f"{place[0]}·{place[1]}", f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"]
+        for _, place, before, after in sorted(rows)[:count]
+    ]
+    numbers = ["entropy ratio A", "B", "change"]
+    return Table(["layer·head", *numbers], cells, "most changed heads", numbers)
+
+
+def _words(statistic: str) -> str:
+    return statistic.replace("_", " ")
+
+
+def _list(places: list[Place]) -> str:
+    """`2 heads (0·1 3·2)`, with layer·head."""
+    listed = " ".join(f"{index}·{head}" for index, head in places[:LISTED])
+    more = f" and {len(places) - LISTED} more" if len(places) > LISTED else ""
+    return f"{count_noun(len(places), 'head')} ({listed}{more})"

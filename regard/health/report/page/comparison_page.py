@@ -1,0 +1,83 @@
+"""The page of a `Comparison`: what changed, tables, and a map of A, of B and of B − A for every statistic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from regard.health.report.page.document import escape, make_document, pack
+from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
+from regard.table import Table
+
+if TYPE_CHECKING:
+    from regard.health.report.comparison import Comparison
+
+LIMIT = 2_500_000  # bytes of the packed numbers
+DETAILS = ((KEYS, 5), (KEYS, 3), (KEYS[:1], 3))  # which numbers of a statistic, to how many digits
+
+
+def render(comparison: Comparison, heads: int) -> str:
+    """The HTML of a comparison, with so many of the most changed heads."""
+    a, b = comparison.a, comparison.b
+    lines = "".join(f"<p>{escape(line)}</p>" for line in comparison.summary())
+    header = f"""<header>
+<p class="brand">regard · two attention reports</p>
+<h1>{escape(a["title"])} <span class="versus">and</span> {escape(b["title"])}</h1>
+<div class="summary">{lines}</div>
+</header>"""
+    body = [header, *map(_table, comparison.tables(heads))]
+    if a["heads"] or b["heads"]:
+        body.append(MAPS)
+    for keys, digits in DETAILS:
+        numbers = pack(make_payload(a, b, keys, digits))
+        if len(numbers) <= LIMIT:
+            break
+    title = f"{a['title']} and {b['title']}"
+    return make_document(title=title, script="compare.js", body="\n".join(body), numbers=numbers)
+
+
+def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digits: int) -> dict[str, Any]:
+    """The numbers that compare.js draws."""
+    return dict(
+        **describe_statistics(),
+        keys=list(keys),
+        layers=list_layers([(head["index"], head["layer"]) for report in (b, a) for head in report["heads"]]),
+        reports=[
+            [
+                dict(layer=head["index"], head=head["head"], numbers=list_numbers(head["statistics"], keys, digits))
+                for head in report["heads"]
+            ]
+            for report in (a, b)
+        ],
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
+    aligned = ' class="text"' if not table.numbers else ""
+    rows = "".join(
+        f"<tr><th>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in table.rows
+    )
+    return f"""<section><h2>{escape(table.title)}</h2>
+<div class="scroll"><table{aligned}><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
+</section>"""
+
+
+MAPS = """<section id="maps"><h2>Layer × head</h2>
+<div class="controls"><label>Statistic <select id="statistic"></select></label></div>
+<p id="meaning" class="meaning"></p>
+<div class="trio">
+<figure><figcaption>A</figcaption><div id="map-a" class="map"></div>
+<div id="scale-a" class="scale" aria-hidden="true"></div></figure>
+<figure><figcaption>B</figcaption><div id="map-b" class="map"></div>
+<div id="scale-b" class="scale" aria-hidden="true"></div></figure>
+<figure><figcaption>B − A</figcaption><div id="map-change" class="map"></div>
+<div id="scale-change" class="scale" aria-hidden="true"></div></figure>
+</div>
+<h2 id="chosen">A head</h2>
+<div class="scroll"><table id="numbers-table">
+<caption class="hidden">The chosen head in both reports</caption>
+</table></div>
+<noscript><p>The maps need JavaScript; the numbers are in the two JSON files.</p></noscript>
+</section>"""

@@ -1,0 +1,121 @@
+"""The numbers that page.js and compare.js draw: per head and statistic seven numbers and a coarse histogram."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from regard.health.readings import histogram as bins
+from regard.health.readings.histogram import BINS, ROW
+from regard.health.report.summary import ROOT
+
+if TYPE_CHECKING:
+    from regard.health.readings.heads import HeadReading
+    from regard.health.readings.layer_reading import LayerReading
+    from regard.health.report.report import Report
+
+MEANING = dict(
+    entropy_ratio="Entropy divided by ln(visible keys): 1 is uniform, 0 is one key.",
+    entropy="Entropy of the weights, in nats.",
+    effective_keys="e to the entropy: the number of keys that share the weight.",
+    participation="1/Σp̄²: the number of keys that share the weight; large weights count more.",
+    max_weight="The largest weight of a row.",
+    first_key_mass="The weight on the first visible key: attention sinks.",
+    distance="Mean distance in tokens from the query to its keys.",
+    gain_ratio="Gradient gain divided by that of a uniform softmax row: how much gradient is left.",
+    gradient_gain="Trace of the normaliser's Jacobian.",
+    max_logit="The largest logit of a row.",
+    mean_logit="The mean logit of a row.",
+    logit_variance="Variance of a row's logits: 1/√d aims at 1.",
+    logsumexp="log Σ exp(logits), including the sink.",
+    mass="Sum of the weights: less than 1 if a sink takes some.",
+    support="The number of keys with a weight above 0.",
+    visible_keys="The number of keys that the mask leaves visible.",
+)
+KEYS = ("mean", "std", "min", "q05", "q50", "q95", "max")
+
+
+def describe_statistics() -> dict[str, list]:
+    """Names and meanings, and the value below which a quantile is only known to be smaller."""
+    least = [shorten(bins.least(name), 2) for name in MEANING]
+    return dict(statistics=list(MEANING), meaning=list(MEANING.values()), least=least)
+
+
+def list_layers(heads: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
+    """The layers of (index, name) pairs, in order."""
+    return [dict(index=index, name=name or ROOT) for index, name in sorted(dict(heads).items())]
+
+
+def list_numbers(
+    statistics: Mapping[str, Mapping[str, float | None]], keys: Sequence[str], digits: int
+) -> list[list[float | None]]:
+    """Per statistic the numbers named by `keys`, of a head's JSON."""
+    return [[shorten(statistics.get(name, {}).get(key), digits) for key in keys] for name in MEANING]
+
+
+def shorten(x: float | None, digits: int) -> float | None:
+    """`x` to so many digits; None if it is not finite."""
+    return None if x is None or not math.isfinite(x) else float(f"{x:.{digits}g}")
+
+
+def make_payload(report: Report, groups: int, digits: int, changed: bool = True, spread: bool = True) -> dict[str, Any]:
+    """The report's numbers, with histograms of at most `groups` bars (0: no histograms and no curves).
+
+    Without `changed` the what-ifs are left out; without `spread` each statistic has only its mean.
+    """
+    treatments = {"as measured": report.heads}
+    if changed:
+        treatments.update({name: one.heads for name, one in report.what_if.items()})
+    readings = {id(head.reading): head.reading for heads in treatments.values() for head in heads if groups}
+    axes = {
+        name: _choose_axis([reading.histogram[ROW[name]] for reading in readings.values()], groups) for name in MEANING
+    }
+    shapes = {key: _rebin(reading, axes) for key, reading in readings.items()}
+    keys = KEYS if spread else KEYS[:1]
+
+    def describe(head: HeadReading) -> dict[str, Any]:
+        curve = head.curves["entropy_ratio"] if groups else []
+        return dict(
+            layer=head.index,
+            head=head.head,
+            numbers=list_numbers(head.to_json()["statistics"], keys, digits),
+            shapes=[layer[head.head] for layer in shapes[id(head.reading)]] if groups else [[] for _ in MEANING],
+            curve=[[position, shorten(mean, digits)] for position, mean in curve],
+        )
+
+    return dict(
+        **describe_statistics(),
+        layers=list_layers([(head.index, head.layer) for head in report.heads]),
+        axes=[_edges(name, axes[name]) for name in MEANING],
+        treatments=[dict(name=name, heads=list(map(describe, heads))) for name, heads in treatments.items()],
+        flagged=sorted({place for finding in report.findings for place in finding.places}),
+    )
+
+
+def _choose_axis(histograms: list[torch.Tensor], groups: int) -> tuple[int, int, int]:
+    """The used bins in at most `groups` equal groups: (first bin, bins in a group, number of groups)."""
+    used = sum((one.sum(0) for one in histograms), torch.zeros(BINS, dtype=torch.int64)).nonzero().flatten().tolist()
+    if not used:
+        return 0, BINS, 0
+    many = used[-1] - used[0] + 1
+    size = max(1, math.ceil(many / groups))
+    return used[0], size, math.ceil(many / size)
+
+
+def _edges(name: str, axis: tuple[int, int, int]) -> list[float | None]:
+    first, size, count = axis
+    values = bins.edges(name)
+    return [shorten(values[min(first + size * step, BINS)], 5) for step in range(count + 1)] if count else []
+
+
+def _rebin(reading: LayerReading, axes: Mapping[str, tuple[int, int, int]]) -> list[list[list[int]]]:
+    """Per statistic and head, how many of 1000 rows are in each group of bins."""
+    shapes = []
+    for name, (first, size, count) in axes.items():
+        part = reading.histogram[ROW[name]][:, first : first + size * count].double()
+        part = torch.nn.functional.pad(part, (0, size * count - part.shape[1])).reshape(len(part), count, size).sum(-1)
+        shapes.append((1000.0 * part / part.sum(-1, keepdim=True).clamp_min(1.0)).round().long().tolist())
+    return shapes

@@ -1,0 +1,147 @@
+"""Reports read back from their JSON files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from regard.health.findings import Finding
+from regard.health.readings.heads import HeadReading
+from regard.health.report import files
+from regard.health.report.report import Report, WhatIfReading
+
+REQUIRED = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")
+MOST = 1_000_000  # layers, or heads of a layer
+LARGEST = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class SavedSpread:
+    """One statistic of one head as a file has it; a number that is not finite is NaN."""
+
+    numbers: Mapping[str, float | None]
+
+    def __getattr__(self, key: str) -> float:
+        if key not in ("mean", "std", "min", "max"):
+            raise AttributeError(key)
+        return self._number(key)
+
+    def quantile(self, share: float) -> float:
+        """The 0.05, 0.5 or 0.95 quantile; the file has no others."""
+        key = f"q{round(100 * share):02d}"
+        if key not in self.numbers or not math.isclose(100 * share, round(100 * share)):
+            raise ValueError(f"share must be 0.05, 0.5 or 0.95 in a report loaded from JSON, got {share!r}")
+        return self._number(key)
+
+    def _number(self, key: str) -> float:
+        value = self.numbers.get(key)
+        return math.nan if value is None else float(value)
+
+    def to_json(self) -> dict[str, float | None]:
+        return dict(self.numbers)
+
+
+class SavedSpreads(dict[str, SavedSpread]):
+    """The statistics of one head by name."""
+
+    def mean(self, name: str) -> float:
+        return self[name].mean
+
+    def max(self, name: str) -> float:
+        return self[name].max
+
+    def min(self, name: str) -> float:
+        return self[name].min
+
+
+def load_report(path: str | os.PathLike) -> Report:
+    """The report in a JSON file."""
+    data = read_json(path)
+    try:
+        what_if = {
+            name: WhatIfReading(_heads(one), _findings(one), [(layer, why) for layer, why in one["refused"]])
+            for name, one in data["what_if"].items()
+        }
+        unmeasured = [(layer, reason) for layer, reason in data["unmeasured"]]
+        return Report(
+            data["title"], _heads(data), _findings(data), unmeasured, what_if, data["how"], data["interrupted"]
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is not a whole report: {type(error).__name__}: {error}") from None
+
+
+def _heads(data: dict) -> list[HeadReading]:
+    return [
+        HeadReading(
+            head["layer"],
+            head["index"],
+            head["head"],
+            SavedSpreads({name: SavedSpread(numbers) for name, numbers in head["statistics"].items()}),
+            None,
+            math.nan if (predicted := head.get("predicted_logit_variance")) is None else predicted,
+        )
+        for head in data["heads"]
+    ]
+
+
+def _findings(data: dict) -> list[Finding]:
+    return [
+        Finding(**{key: tuple(map(_tuple, value)) if isinstance(value, list) else value for key, value in one.items()})
+        for one in data["findings"]
+    ]
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """A report's JSON, checked; raise a ValueError of one line if the file has none."""
+    try:
+        data = json.loads(files.read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is not JSON: {error}") from None
+    problem = find_problem(data)
+    if problem:
+        raise ValueError(f"{str(path)!r} is not a report of regard examine: {problem}; make one with --json")
+    return data
+
+
+def find_problem(data: Any) -> str | None:
+    """What is wrong with a report's JSON in the parts that are read here; schema.json has the whole form."""
+    if not isinstance(data, dict):
+        return f"it holds a {type(data).__name__}"
+    if not isinstance(data.get("title"), str):
+        return "it has no title"
+    for name, is_valid in (("heads", _is_head), ("findings", _is_finding)):
+        if not isinstance(data.get(name), list):
+            return f"it has no list of {name}"
+        bad = next((at for at, one in enumerate(data[name]) if not is_valid(one)), None)
+        if bad is not None:
+            return f"{name}[{bad}] is invalid"
+    return None if isinstance(data.get("unmeasured", []), list) else "unmeasured is not a list"
+
+
+def _is_head(head: Any) -> bool:
+    try:
+        places = head["index"], head["head"]
+        spreads = [head["statistics"][name] for name in REQUIRED] + list(head["statistics"].values())
+        numbers = [value for spread in spreads for value in (spread["mean"], *spread.values())]
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return (
+        isinstance(head.get("layer"), str)
+        and all(type(place) is int and 0 <= place < MOST for place in places)
+        and all(x is None or (type(x) in (int, float) and abs(x) <= LARGEST) for x in numbers)
+    )
+
+
+def _is_finding(one: Any) -> bool:
+    if not (isinstance(one, dict) and isinstance(one.get("kind"), str) and isinstance(one.get("heads"), list)):
+        return False
+    return all(isinstance(head, list) and len(head) == 2 for head in one["heads"])

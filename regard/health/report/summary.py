@@ -1,0 +1,92 @@
+"""The sentences at the top of a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from regard.health import findings
+
+if TYPE_CHECKING:
+    from regard.health.report.report import Report
+
+ROOT = "the model itself"  # the root module's name is empty
+LISTED = 8  # layers
+
+
+def summarize(report: Report) -> list[str]:
+    """The report in a few sentences."""
+    lines = [_describe_extent(report)]
+    if report.findings:
+        lines.append(_describe_findings(report))
+    elif report.heads:
+        lines.append(describe_no_findings(report))
+    if report.unmeasured:
+        lines.append(f"{count_noun(len(report.unmeasured), 'layer')} could not be measured; the reasons are listed.")
+    if report.interrupted:
+        lines.append(f"The examination did not finish: {report.interrupted}.")
+    return lines
+
+
+def _describe_extent(report: Report) -> str:
+    if not report.heads:
+        return "Nothing was measured."
+    layers = {head.index for head in report.heads}
+    extent = f"{count_noun(len(report.heads), 'head')} in {count_noun(len(layers), 'attention layer')}"
+    if report.is_loaded:  # a file does not say how many rows
+        return f"{extent}."
+    rows = {head.statistics.count("entropy") for head in report.heads}
+    least = f"{min(rows):,} to " if len(rows) > 1 else ""
+    return f"{extent}, measured on {least}{count_noun(max(rows), 'row')} each."
+
+
+def _describe_findings(report: Report) -> str:
+    flagged = {place for finding in report.findings for place in finding.places}
+    layers = sorted({head.index for head in report.heads})
+    affected = sorted({index for index, _ in flagged})
+    listed = [str(layer) for layer in affected[:LISTED]] + ["…"] * (len(affected) > LISTED)
+    where = f" in layer{'' if len(affected) == 1 else 's'} {_join(listed)}"
+    where = "" if len(layers) == 1 else " in every layer" if affected == layers else where
+    measured = {(head.index, head.head) for head in report.heads}
+    total = f"{len(flagged)} of {count_noun(len(measured), 'head')}"
+    heads = total if flagged <= measured else count_noun(len(flagged), "head")
+    verb = "has" if len(flagged) == 1 else "have"
+    kinds = count_kinds((finding.kind, len(finding.heads)) for finding in report.findings)
+    return f"{heads} {verb} findings{where}: {_join(kinds)}."
+
+
+def describe_no_findings(report: Report) -> str:
+    """What the absence of findings means: the checks found nothing, which does not prove the model healthy."""
+    if not report.heads:
+        return "Nothing was measured, so nothing was judged."
+    if report.is_loaded:
+        return "The file lists no findings."
+    few = sum(not head.can_be_judged for head in report.heads)
+    if few == len(report.heads):
+        return "Too few rows or keys to judge any head; examine more or longer text."
+    part = " of the measured heads" if report.unmeasured or report.interrupted else ""
+    rest = f" {count_noun(few, 'head')} had too few rows or keys to be judged." if few else ""
+    return f"No problem found in these {len(findings.kinds())} checks{part}.{rest}"
+
+
+def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:
+    """Each kind with its number of heads; several findings of one kind (too large, too small) are added.
+
+    >>> from regard.health.report.summary import count_kinds
+    >>> count_kinds([("scale off", 12), ("dying gradient", 9), ("scale off", 4)])
+    ['scale off (16)', 'dying gradient (9)']
+    """
+    total: Counter = Counter()
+    for kind, heads in found:
+        total[kind] += heads
+    return [f"{kind} ({heads})" for kind, heads in total.items()]
+
+
+def count_noun(number: int, noun: str) -> str:
+    """`3 heads`, `1 head`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _join(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

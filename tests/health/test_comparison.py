@@ -1,0 +1,80 @@
+"""regard.compare: what is new, resolved and changed, and the first layer that differs."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+
+
+def stack(sharp=(1.0, 1.0, 1.0)):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    with torch.no_grad():
+        for one, factor in zip(model.layers, sharp, strict=True):
+            one.self_attn.in_proj_weight[:32] *= factor
+    return regard.examine(model, [torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(1))])
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return stack((2.0, 2.0, 2.0))
+
+
+def test_equal_reports_do_not_differ(healthy):
+    same = regard.compare(healthy, healthy)
+    assert same.new == same.resolved == same.changed == [] and same.first_differences == {}
+    assert "The findings are the same." in str(same) and "No statistic differs" in str(same)
+
+
+def test_a_change_is_located_at_its_layer(healthy):
+    comparison = regard.compare(healthy, stack((2.0, 40.0, 2.0)))
+    kinds = {change.kind for change in comparison.new}
+    assert "scale off" in kinds and comparison.resolved == []
+    assert all(layer == 1 for change in comparison.new if change.kind == "scale off" for layer, _ in change.appeared)
+    first = comparison.first_differences["entropy_ratio"]
+    assert (first.index, first.layer) == (1, "layers.1.self_attn") and first.amount > 0.1
+    assert "First difference: layer 1 (layers.1.self_attn)" in str(comparison)
+    back = regard.compare(stack((2.0, 40.0, 2.0)), healthy)
+    assert {change.kind for change in back.resolved} == kinds and back.new == []
+
+
+def test_a_finding_of_other_heads_is_changed():
+    comparison = regard.compare(stack((40.0, 2.0, 2.0)), stack((2.0, 40.0, 2.0)))
+    (change,) = [one for one in comparison.changed if one.kind == "scale off"]
+    assert {layer for layer, _ in change.gone} == {0} and {layer for layer, _ in change.appeared} == {1}
+    assert "in A only" in str(change) and "in B only" in str(change)
+
+
+def test_the_tolerance_is_relative_to_size_and_spread(healthy, tmp_path):
+    data = healthy.to_json()
+    spread = data["heads"][5]["statistics"]["max_logit"]
+    spread["mean"] += 0.02 * max(abs(spread["mean"]), spread["std"])
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    assert set(regard.compare(healthy, tmp_path / "b.json").first_differences) == {"max_logit"}
+    assert regard.compare(healthy, tmp_path / "b.json", tolerance=0.03).first_differences == {}
+    with pytest.raises(ValueError, match="tolerance must be"):
+        regard.compare(healthy, healthy, tolerance=-1.0)
+    with pytest.raises(TypeError, match="b must be a Report or the path"):
+        regard.compare(healthy, 7)
+
+
+def test_a_layer_in_one_report_only_differs(healthy, tmp_path):
+    data = healthy.to_json()
+    data["heads"] = [head for head in data["heads"] if head["index"] < 2]
+    (tmp_path / "b.json").write_text(json.dumps(data))
+    first = regard.compare(healthy, tmp_path / "b.json").first_differences["entropy"]
+    assert first.index == 2 and first.amount == float("inf")
+
+
+def test_it_is_saved_and_shown_as_a_page(healthy, tmp_path):
+    comparison = regard.compare(healthy, stack((2.0, 40.0, 2.0)))
+    html = comparison.save(tmp_path / "both.html").read_text()
+    assert "New in B: scale off" in html
+    shown = comparison._repr_html_()
+    assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="') and "<script" not in shown
+    with pytest.raises(ValueError, match=r"path must end in \.html"):
+        comparison.save(tmp_path / "both.json")

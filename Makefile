@@ -28,7 +28,7 @@ $(ENCODER): $(READY)  # a real pretrained encoder, 84 MB, that only the tests ne
 
 setup: $(READY)  ## the environment alone
 
-demo: $(DEMO)  ## look into two small Transformers, one of them ill
+demo: $(DEMO)  ## examine two small Transformers, one of them unhealthy
 	$(BIN)/regard demo
 
 test: $(ENCODER)  ## every test a machine without a GPU can run, but the slow ones

@@ -2,7 +2,7 @@
 
     python benchmarks/parallel_model.py [--figure docs/figures/scale.png]
 
-prints the tables of docs/scale.md. Kernel speeds are those of a pair of chunks, measured on one H200
+prints the tables of docs/records/scale.md. Kernel speeds are those of a pair of chunks, measured on one H200
 (benchmarks/results/parallel.md); link speeds are the vendor's, one direction, as this project has no second GPU: give
 others with --link.
 

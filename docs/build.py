@@ -84,9 +84,9 @@ programs; `--seed 7` draws other numbers and gives the same verdicts.
 ## Add one
 
 A claim is one file `regard/lab/claims/my_claim.py` that defines `claim = Claim(id="my-claim", …)`: its statement,
-its derivation in LaTeX, the rule in words, and `measure(bench)`, which returns a `Finding`, a list of checks. Checks of
-the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the finding
-names, and those marked `.ours()` hold our own derivation to the measurement. Nothing else needs an edit.
+its derivation in LaTeX, the rule in words, and `measure(sampler)`, which returns a `Finding`, a list of checks.
+Checks of the claim itself decide between right and wrong; those marked `.beyond()` lie outside the condition that the
+finding names, and those marked `.ours()` compare our own derivation with the measurement. Nothing else needs an edit.
 """
 
 
@@ -198,17 +198,20 @@ def on_config(config):
     members = [{name: f"normalizers/{name}.md"} for name in regard.normalizers.names()]
     notes = [{f"Note {note}: {title}": f"claims/note-{note}.md"} for note, title in NOTES.items()]
     made = {"normalizers/index.md", "claims/index.md"}
-    config.nav = [entry for entry in config.nav if _path(entry) in made or (HERE / _path(entry)).is_file()]
-    for entry in config.nav:
-        if "Normalisers" in entry:
-            entry["Normalisers"] = [{"All": "normalizers/index.md"}, *members]
-        if "Claims" in entry:
-            entry["Claims"] = [{"All": "claims/index.md"}, *notes]
+    for section in config.nav:
+        for title, entries in section.items():
+            if isinstance(entries, list):
+                section[title] = [e for e in entries if _path(e) in made or (HERE / _path(e)).is_file()]
+                for entry in section[title]:
+                    if "Normalisers" in entry:
+                        entry["Normalisers"] = [{"All": "normalizers/index.md"}, *members]
+                    if "Claims" in entry:
+                        entry["Claims"] = [{"All": "claims/index.md"}, *notes]
     return config
 
 
-def _path(entry) -> str:
-    return entry if isinstance(entry, str) else next(iter(entry.values()))
+def _path(entry: dict[str, str]) -> str:
+    return next(iter(entry.values()))
 
 
 def on_files(files, config):

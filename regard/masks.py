@@ -22,16 +22,40 @@ from torch import Tensor
 
 from regard._core.readable import readable
 
+Device = torch.device | str | None
 
-def causal(n: int, keys: int | None = None, *, device=None) -> Tensor:
-    """(n, keys): query i sees keys 0 … i, aligned at the top left as in torch."""
+
+def causal(n: int, keys: int | None = None, *, device: Device = None) -> Tensor:
+    """(n, keys): query i sees keys 0 … i, aligned at the top left as in torch.
+
+    Returns:
+        A bool mask, True where a key is visible.
+
+    Raises:
+        TypeError: `n` or `keys` is not an int.
+        ValueError: `n` or `keys` is negative.
+    """
     return window(n, keys, right=0, device=device)
 
 
 def window(
-    n: int, keys: int | None = None, left: int | None = None, right: int | None = None, *, first: int = 0, device=None
+    n: int,
+    keys: int | None = None,
+    left: int | None = None,
+    right: int | None = None,
+    *,
+    first: int = 0,
+    device: Device = None,
 ) -> Tensor:
-    """(n, keys): query i sees keys i − left … i + right; None is no limit on that side. Queries count from `first`."""
+    """(n, keys): query i sees keys i − left … i + right; None is no limit on that side. Queries count from `first`.
+
+    Returns:
+        A bool mask, True where a key is visible.
+
+    Raises:
+        TypeError: A number is not an int.
+        ValueError: `n` or `keys` is negative.
+    """
     keys = n if keys is None else keys
     n, keys, first = _count(n, "n"), _count(keys, "keys"), _whole(first, "first")
     left, right = (None if side is None else _whole(side, name) for side, name in ((left, "left"), (right, "right")))
@@ -63,7 +87,15 @@ def resolve_causal_bias(mask, is_causal: bool, device=None, past: int = 0) -> tu
 
 
 def padding(lengths: Tensor | Sequence[int], max_len: int | None = None) -> Tensor:
-    """(B, max_len): the first lengths[b] positions of each row are visible."""
+    """(B, max_len): the first lengths[b] positions of each row are visible.
+
+    Returns:
+        A bool mask, True where a position is visible.
+
+    Raises:
+        TypeError: `lengths` does not hold integers.
+        ValueError: `lengths` has not one dimension, or a length lies outside 0 … max_len.
+    """
     try:
         lengths = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths)  # as_tensor may move it
     except (TypeError, ValueError, RuntimeError):
@@ -97,7 +129,14 @@ def _count(n: int, name: str) -> int:
 
 
 def dense(
-    n: int, keys: int, *, is_causal=False, window_=None, key_lengths=None, first: int = 0, device=None
+    n: int,
+    keys: int,
+    *,
+    is_causal: bool = False,
+    window_: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    first: int = 0,
+    device: Device = None,
 ) -> Tensor | None:
     """Causal order, window and key lengths as one bool mask, (n, keys) or (B, 1, n, keys); None if all is visible."""
     seen = None

@@ -22,11 +22,19 @@ from torch.utils.checkpoint import checkpoint
 from regard import masks, normalizers, statistics
 from regard._core import philox
 from regard._core.problem import Problem
+from regard.normalizers import Choice
 from regard.scores import resolve_scale, soft_cap
 from regard.temperature import Rows
 
 
-def normalize(scores: Tensor, normalizer="softmax", *, temperature=1.0, mask=None, theta=None) -> Tensor:
+def normalize(
+    scores: Tensor,
+    normalizer: str | Choice = "softmax",
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    theta: Any = None,
+) -> Tensor:
     """p = normaliser(s / temperature) on the last dimension, in float64."""
     choice = normalizers.get(normalizer)
     theta = choice.theta if theta is None else theta
@@ -40,24 +48,31 @@ def attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale=None,
+    scale: float | str | Tensor | None = None,
     enable_gqa: bool = False,
     *,
-    normalizer="softmax",
-    temperature=None,
+    normalizer: str | Choice = "softmax",
+    temperature: Any = None,
     softcap: float | None = None,
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
-    return_stats=False,
+    return_stats: bool | str | Sequence[str] = False,
     seed: Tensor | None = None,
     first_query: int = 0,
     queries: int | None = None,
-):
+) -> tuple:
     """softmax(scale·q kᵀ)·v and every option of `regard.attention`, dense, in float64: (out, weights[, stats]).
 
     The weights are those before dropout, which `seed` decides. q may be a block of `queries` that begins at
     `first_query`.
+
+    Returns:
+        (output, weights), or (output, weights, statistics) if `return_stats` is not False; all in float64, the
+            weights (…, Hq, Lq, Lk).
+
+    Raises:
+        ValueError: The normaliser, a statistic or a word for the scale is unknown. Other arguments are not checked.
     """
     wanted = statistics.requested(return_stats)
     choice = normalizers.get(normalizer)

@@ -63,8 +63,14 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
 
     `eps` is added inside the root, so that a token of zeros has a finite gradient.
     Learned gains, if wanted, are `scale`, a tensor per head; `regard.nn.MultiheadAttention(score="cosine")` has them.
-    """
 
+    Returns:
+        (q, k), each with a root mean square of 1 over its last dimension, in its own dtype.
+
+    Raises:
+        TypeError: `q` or `k` is not a dense float tensor.
+        ValueError: `eps` is not a positive number.
+    """
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < math.inf:
         raise ValueError(f"eps must be a positive number, got {eps!r}")
     for name, x in (("q", q), ("k", k)):

@@ -112,6 +112,15 @@ def attention(
             `logsumexp` and `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
 
+    Returns:
+        The output (…, Hq, Lq, Dv) in q's dtype, or the pair (output, statistics) if `return_stats` is not False; each
+            statistic is (…, Hq, Lq), float32, or float64 for float64 inputs.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: Shapes do not fit, a number lies outside its range, statistics are asked for beside dropout, or
+            the `backend` asked for cannot compute the call.
+
     With `create_graph=True` gradients have gradients themselves: they come from the float64 reference, block by block,
     exact and slow, or, of plain softmax, from torch's plain products (unless another backward with
     `retain_graph=True` came before), but not with dropout or inside checkpointing.
@@ -159,6 +168,13 @@ def attention_path(
     torch: plain softmax without statistics: torch's own fused kernels
     >>> regard.attention_path(q, k, v, return_stats=True).backend
     'cpu'
+
+    Returns:
+        A `Path`: `.backend`, and `.reason` in words; on a GPU also the kernel, and why faster ones were passed over.
+
+    Raises:
+        TypeError: As `regard.attention` raises it.
+        ValueError: As `regard.attention` raises it.
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,

@@ -47,7 +47,7 @@ class using:
             then unless `scale` is given, whatever the model's was (1 where its queries were multiplied before).
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
             with the whole inputs, computes its shard, and gets the whole outputs. Gradients of weights are this rank's
-            share: sum them over the ranks before a step (docs/scale.md).
+            share: sum them over the ranks before a step (docs/developers/parallel.md).
     """
 
     def __init__(

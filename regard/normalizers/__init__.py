@@ -124,7 +124,14 @@ class Choice:
 
 
 def discover(folder: str | os.PathLike[str]) -> list[str]:
-    """Load every `*.py` file of a folder that defines `normalizer`; the names found. A taken name is refused."""
+    """Load every `*.py` file of a folder that defines `normalizer`.
+
+    Returns:
+        The names that were found.
+
+    Raises:
+        BrokenFile: The folder does not exist, a file cannot be loaded or defines no normaliser, or a name is taken.
+    """
     folder = Path(folder).resolve()
     if not folder.is_dir():
         raise BrokenFile(f"folder must be an existing directory, got {str(folder)!r}")
@@ -185,7 +192,15 @@ _SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?([^()=,]+?)\s*\))?\s*")
 
 
 def get(spec: str | Choice | Normalizer) -> Choice:
-    """The normaliser called by name, with its parameter: "softmax", "entmax(alpha=1.25)", "sigmoid(bias=-3)"."""
+    """The normaliser called by name, with its parameter: "softmax", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
+
+    Returns:
+        A `Choice`: the record and the value of its parameter.
+
+    Raises:
+        TypeError: `spec` is not a name.
+        ValueError: The name is unknown, or its parameter cannot be read or lies outside its range.
+    """
     if isinstance(spec, Choice):
         return spec
     if isinstance(spec, Normalizer):

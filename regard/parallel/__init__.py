@@ -6,7 +6,7 @@
     traffic          counts what a rank sends
     RankError        contact with another rank was lost
 
-docs/scale.md has the cost of each, in time, bytes and memory.
+docs/developers/parallel.md has the cost of each, in time, bytes and memory.
 """
 
 from regard.parallel import traffic

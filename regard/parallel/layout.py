@@ -103,6 +103,13 @@ def shard(
         dim: the dimension that is cut: −2 for q, k, v of shape (…, length, head_dim), and for a mask's queries.
         group: the ranks that share the sequence; None is all of them.
         layout: "balanced" or "contiguous", as in `regard.parallel.attention`.
+
+    Returns:
+        This rank's positions of `x`, in order.
+
+    Raises:
+        TypeError: `x` is not a tensor, or is a DTensor.
+        ValueError: `dim` or `layout` is unknown.
     """
     dim = _check_dim(x, dim)
     ranks = RankGroup.from_torch(group)
@@ -122,6 +129,14 @@ def unshard(
     >>> regard.parallel.unshard(torch.arange(4), dim=0)
     tensor([0, 1, 2, 3])
     >>> torch.distributed.destroy_process_group()
+
+    Returns:
+        The whole tensor, the same on every rank.
+
+    Raises:
+        TypeError: `x` is not a tensor, or is a DTensor.
+        ValueError: The shards of the ranks do not fit together, or `dim` or `layout` is unknown.
+        RankError: Another rank died or stalled.
     """
     ranks = RankGroup.from_torch(group)
     failure: Exception | None = None

@@ -43,7 +43,7 @@ def attention(
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
     lengths: tuple[int, int] | None = None,
-):
+) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a sharded sequence: each rank passes its shards and gets the rows of its queries.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -55,7 +55,8 @@ def attention(
     True
     >>> torch.distributed.destroy_process_group()
 
-    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys (docs/scale.md).
+    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys
+    (docs/developers/parallel.md).
     The ranks compare types, shapes and options first; an error of one rank is raised on all. If a rank dies or stalls,
     the call ends on every other rank with a `RankError`, at the latest after the group's timeout.
 
@@ -67,6 +68,14 @@ def attention(
         group: the ranks that share the sequence, or a DeviceMesh of them; None is all.
         layout: "balanced", or "contiguous", which takes shards of any length, in the order of ranks.
         lengths: the whole (Lq, Lk), if known; checked against the shards of all ranks.
+
+    Returns:
+        The output of this rank's queries, or the pair (output, statistics) if `return_stats` is not False.
+
+    Raises:
+        TypeError: As `regard.attention` raises it; an error of one rank is raised on all.
+        ValueError: As `regard.attention` raises it, or the ranks differ in types, shapes or options.
+        RankError: Another rank died or stalled.
 
     All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
@@ -99,7 +108,7 @@ def decode(
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
     lengths: int | None = None,
-):
+) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a few queries that every rank has and sharded keys, merged by a tree.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -112,6 +121,14 @@ def decode(
     The result has the same bits on every rank and takes ⌈log₂ W⌉ messages of the size of the output. Given the same
     upstream gradient on every rank, gradients of q and of other replicated arguments are whole on every rank; those of
     k and v are of the rank's shard. `lengths` is the whole number of keys, if known; other arguments as in `attention`.
+
+    Returns:
+        The output, or the pair (output, statistics) if `return_stats` is not False; the same on every rank.
+
+    Raises:
+        TypeError: As `regard.parallel.attention` raises it.
+        ValueError: As `regard.parallel.attention` raises it.
+        RankError: Another rank died or stalled.
     """
     attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,

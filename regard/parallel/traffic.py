@@ -1,4 +1,4 @@
-"""`counted` counts the bytes that this rank sends, to be compared with the formulas of docs/scale.md.
+"""`counted` counts the bytes that this rank sends, to be compared with the formulas of docs/developers/parallel.md.
 
 >>> from regard.parallel import traffic
 >>> with traffic.counted() as sent:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from regard import normalizers
+from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.names import NAMES, Statistics
 from regard.statistics.state import State
 from regard.statistics.terms import Terms, solve_shift
 
 
-def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=None, first=0, names=NAMES) -> Statistics:
+def of_scores(
+    scores: Tensor,
+    visible: Tensor | None = None,
+    normalizer: str | Choice = "softmax",
+    *,
+    sink: float | Tensor | None = None,
+    theta: Tensor | None = None,
+    first: int = 0,
+    names: Sequence[str] = NAMES,
+) -> Statistics:
     """All statistics of dense rows of logits (…, Lq, n), or `names` alone: s after scale, soft cap, bias, temperature.
 
     `visible` is a bool mask that broadcasts (True = visible; −inf scores are hidden too), `sink` a logit that joins
@@ -24,6 +35,13 @@ def of_scores(scores, visible=None, normalizer="softmax", *, sink=None, theta=No
 
     >>> regard.statistics.of_scores(torch.zeros(2, 4), normalizer="sparsemax").entropy
     tensor([1.3863, 1.3863])
+
+    Returns:
+        `Statistics`: each of shape (…, Lq).
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: The normaliser is unknown, or `visible` or `sink` does not broadcast.
     """
     choice = normalizers.get(normalizer)
     check_float(scores, "scores")
@@ -63,7 +81,12 @@ def _top(scores: Tensor, seen: Tensor) -> Tensor:
     return top.masked_fill(~(top.abs() < math.inf), 0.0)
 
 
-def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = "softmax", visible=None) -> Statistics:
+def of_weights(
+    weights: Tensor,
+    scores: Tensor | None = None,
+    normalizer: str | Choice = "softmax",
+    visible: Tensor | None = None,
+) -> Statistics:
     """The statistics of weights that somebody already has, (…, Lq, n): −Σ p̄ log p̄, Σ p̄·|i − j| and the rest.
 
     Without `scores` the logit statistics are left out and every positive weight counts as a visible key, unless
@@ -73,6 +96,13 @@ def of_weights(weights: Tensor, scores: Tensor | None = None, normalizer: str = 
     >>> w = torch.eye(3)
     >>> regard.statistics.of_weights(w)["entropy"], regard.statistics.of_weights(w.flip(-1))["distance"]
     (tensor([0., 0., 0.]), tensor([2., 0., 2.]))
+
+    Returns:
+        `Statistics`: each of shape (…, Lq).
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: The normaliser is unknown, or `scores` or `visible` does not fit the weights.
     """
     check_float(weights, "weights")
     choice = normalizers.get(normalizer)

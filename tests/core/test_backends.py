@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes both sides of a choice
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+PAGE = Path(__file__).parents[2] / "docs" / "records" / "backends.md"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])

@@ -24,7 +24,10 @@ def build():
     return module
 
 
-@pytest.mark.parametrize("name", ["index.md", "why-sqrt-dk.md"])
+HOW_TO = [f"how-to/{name}.md" for name in ("clip", "examine", "measure", "swap", "watch")]
+
+
+@pytest.mark.parametrize("name", ["index.md", "get-started.md", "why-sqrt-dk.md", *HOW_TO])
 def test_examples_in_the_docs_run(name):
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     failed, tried = doctest.testfile(str(DOCS / name), module_relative=False, optionflags=flags)
@@ -45,6 +48,25 @@ def test_the_api_page_shows_what_it_names():
         assert "._" not in shown
         module, _, name = shown.rpartition(".")
         assert hasattr(importlib.import_module(module), name), shown
+
+
+def test_every_link_between_files_leads_to_a_file():
+    """Links to claims and normalisers lead to pages that only the build makes."""
+    for path in [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]:
+        text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+            if "://" not in link and not link.startswith(("claims/", "normalizers/", "../normalizers/")):
+                assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_the_citation_has_the_version():
+    text = (DOCS.parent / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {regard.__version__}\n" in text
+
+
+def test_the_statistics_page_defines_each():
+    text = (DOCS / "statistics.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.M) == list(regard.statistics.NAMES)
 
 
 def test_the_first_page_names_every_command():

@@ -163,10 +163,10 @@ def main(path: str, part: int = 0, parts: int = 1) -> None:
 HEAD = """# One call, every backend
 
 The same call gives the same answer on every backend, or the same error in the same words. Each line is a test
-(`tests/core/test_backends.py`); `python tests/support/backend_calls.py docs/backends.md` writes this table. A number is
-the largest relative difference to the float64 reference over weights or output, all statistics and gradients, in
-float32; `refused` means a `ValueError` or `TypeError` with the reference's own message. "interpreter" runs the GPU
-kernels on the CPU. The GPU's column comes from a run of the same list on an H200.
+(`tests/core/test_backends.py`); `python tests/support/backend_calls.py docs/records/backends.md` writes this table.
+A number is the largest relative difference to the float64 reference over weights or output, all statistics and
+gradients, in float32; `refused` means a `ValueError` or `TypeError` with the reference's own message. "interpreter"
+runs the GPU kernels on the CPU. The GPU's column comes from a run of the same list on an H200.
 """
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ def same_bits(rank: int, world: int) -> list[bytes]:
 
 
 def bytes_sent(rank: int, world: int) -> None:
-    """The formulas of docs/scale.md."""
+    """The formulas of docs/developers/parallel.md."""
     b, h, groups, n, d, e = 1, 4, 2, 22, 8, 6
     g = torch.Generator().manual_seed(6)
     q, k, v = (torch.randn(b, heads, n, width, generator=g) for heads, width in ((h, d), (groups, d), (groups, e)))

@@ -43,6 +43,13 @@ def normalize(
             gradients. 0 and inf are the limits: of softmax and the sparse maps one-hot, ties share, and uniform.
         mask: bool, broadcastable to scores, True = visible. A row with nothing visible is all zeros.
         backend: "cpu", "triton" or "reference"; None chooses by device.
+
+    Returns:
+        The weights, in the shape and dtype of `scores`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: A name is unknown, a shape does not fit, or a number lies outside its range.
     """
     check_scores(scores)
     choice = normalizers.get(normalizer)
@@ -55,6 +62,13 @@ def softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: T
     >>> import regard, torch
     >>> regard.softmax(torch.tensor([0.0, 1.0]), temperature=0)
     tensor([0., 1.])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.normalize` raises it.
     """
     return _named(z, "softmax", dim, temperature, mask)
 
@@ -65,6 +79,13 @@ def sparsemax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask:
     >>> import regard, torch
     >>> regard.sparsemax(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.2500, 0.7500])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.normalize` raises it.
     """
     return _named(z, "sparsemax", dim, temperature, mask)
 
@@ -75,6 +96,13 @@ def entmax15(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> import regard, torch
     >>> regard.entmax15(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.3260, 0.6740])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.normalize` raises it.
     """
     return _named(z, "entmax15", dim, temperature, mask)
 
@@ -95,6 +123,13 @@ def entmax(
     >>> regard.entmax(torch.tensor([[-2.0, 0.0, 0.5]]).expand(2, 3), torch.tensor([[1.5], [2.0]]))
     tensor([[0.0000, 0.3260, 0.6740],
             [0.0000, 0.2500, 0.7500]])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: `alpha` is below 1 or does not broadcast; or as `regard.normalize` raises it.
     """
     check_scores(z, "z")
     if isinstance(alpha, Tensor):
@@ -112,6 +147,13 @@ def relu_norm(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask:
     >>> regard.relu_norm(torch.tensor([[3.0, 1.0, -2.0], [-1.0, -2.0, -3.0]]))
     tensor([[0.7500, 0.2500, 0.0000],
             [0.0000, 0.0000, 0.0000]])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.normalize` raises it.
     """
     return _named(z, "relu", dim, temperature, mask)
 
@@ -128,6 +170,13 @@ def sigmoid_norm(
     >>> import regard, torch
     >>> regard.sigmoid_norm(torch.tensor([0.0, 2.0]), bias=-2.0)
     tensor([0.1192, 0.5000])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: `bias` does not broadcast; or as `regard.normalize` raises it.
     """
     check_scores(z, "z")
     member = normalizers.get("sigmoid").normalizer
@@ -159,6 +208,13 @@ def softmax1(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> import regard, torch
     >>> regard.softmax1(torch.tensor([0.0, 0.0]))
     tensor([0.3333, 0.3333])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.normalize` raises it.
     """
     return _named(z, "softmax1", dim, temperature, mask)
 
@@ -169,6 +225,13 @@ def softpick(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> import regard, torch
     >>> regard.softpick(torch.tensor([0.0, 0.0, -1.0]))
     tensor([0., 0., 0.])
+
+    Returns:
+        The weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.normalize` raises it.
     """
     return _named(z, "softpick", dim, temperature, mask)
 
@@ -179,6 +242,13 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
     >>> import regard, torch
     >>> regard.softmax_backward(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
     tensor([ 0.2500, -0.2500])
+
+    Returns:
+        The gradient with respect to softmax's input, in the wider of the two dtypes.
+
+    Raises:
+        TypeError: An argument is not a dense float tensor.
+        ValueError: The two differ in shape or device.
     """
     check_scores(grad_output, "grad_output")
     check_scores(softmax_output, "softmax_output")

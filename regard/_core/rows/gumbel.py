@@ -25,6 +25,13 @@ def gumbel_softmax(
     >>> one = regard.gumbel_softmax(torch.zeros(5), 0.5, hard=True, generator=torch.Generator().manual_seed(0))
     >>> float(one.sum())
     1.0
+
+    Returns:
+        The sample, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: `dim` or `temperature` lies outside its range.
     """
     check_scores(z, "z")
     axis = check_dim(z, dim)

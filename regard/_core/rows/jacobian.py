@@ -44,6 +44,13 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
     >>> regard.jacobian(torch.zeros(2))
     tensor([[ 0.2500, -0.2500],
             [-0.2500,  0.2500]])
+
+    Returns:
+        J of shape (…, n, n), in z's dtype.
+
+    Raises:
+        TypeError: `z` is not a dense float tensor, or `temperature` is a tensor.
+        ValueError: `z` is a scalar, the normaliser is unknown, or `temperature` lies outside its range.
     """
     choice, t = _check(z, normalizer, temperature)
     z = z.detach()
@@ -106,12 +113,21 @@ def _dense(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return rows.reshape(*z.shape, z.shape[-1]).to(z.dtype)
 
 
-def vjp(z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float = 1.0, *, backend=None) -> Tensor:
+def vjp(
+    z: Tensor, grad: Tensor, normalizer: str = "softmax", temperature: float = 1.0, *, backend: str | None = None
+) -> Tensor:
     """Jᵀ·grad over the last dimension, with no Jacobian built: (a·grad − b·Σ c·grad) / T.
 
     >>> import regard, torch
     >>> regard.vjp(torch.zeros(2), torch.tensor([1.0, 0.0]))
     tensor([ 0.2500, -0.2500])
+
+    Returns:
+        Jᵀ·grad, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: `z` or `grad` is not a dense float tensor, or `temperature` is a tensor.
+        ValueError: `grad` has not z's shape or device; or as `regard.jacobian` raises it.
     """
     choice, t = _check(z, normalizer, temperature)
     check_scores(grad, "grad")

@@ -32,6 +32,13 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     >>> import regard, torch
     >>> regard.logsumexp(torch.tensor([1000.0, 1000.0]))
     tensor(1000.6932)
+
+    Returns:
+        log Σ exp, in z's dtype, without `dim`; −inf for rows of −inf.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: `dim` is out of range, or `temperature` is not positive and finite.
     """
     rows, t, _ = _check(z, dim, temperature)
     nothing = (rows == -math.inf).all(-1)
@@ -56,6 +63,13 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
     >>> import regard, torch
     >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
     tensor([    0., -1000.])
+
+    Returns:
+        The logarithms of the weights, in the shape and dtype of `z`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: `dim` or `temperature` lies outside its range.
     """
     rows, t, axis = _check(z, dim, temperature)
     nothing = (rows == -math.inf).all(-1, keepdim=True)

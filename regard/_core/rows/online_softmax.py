@@ -40,7 +40,15 @@ class OnlineSoftmax:
         return None if self._state is None else self._state[1]
 
     def update(self, block: Tensor) -> OnlineSoftmax:
-        """Take in a block (…, n); n may be 0."""
+        """Take in a block (…, n); n may be 0.
+
+        Returns:
+            Self.
+
+        Raises:
+            TypeError: `block` is not a dense float tensor.
+            ValueError: `block` does not fit the rows seen before.
+        """
         check_scores(block, "block")
         if block.ndim == 0:
             raise ValueError("block must have at least one dimension, got a scalar; write block[None]")
@@ -57,7 +65,15 @@ class OnlineSoftmax:
         return self.merge(part)
 
     def merge(self, other: OnlineSoftmax) -> OnlineSoftmax:
-        """Take in what another has seen; returns self."""
+        """Take in what another has seen.
+
+        Returns:
+            Self.
+
+        Raises:
+            TypeError: `other` is not an `OnlineSoftmax`.
+            ValueError: `other` has rows of another shape or device.
+        """
         if not isinstance(other, OnlineSoftmax):
             raise TypeError(f"other must be an OnlineSoftmax, got {type(other).__name__}; update(block) takes tensors")
         if other._state is None:
@@ -83,7 +99,15 @@ class OnlineSoftmax:
         return lse.masked_fill(m == math.inf, math.inf).masked_fill(nothing, -math.inf)
 
     def weights(self, block: Tensor) -> Tensor:
-        """exp(block − m) / ℓ: the weights of a block within the whole."""
+        """exp(block − m) / ℓ: the weights of a block within the whole.
+
+        Returns:
+            The weights, in the shape and dtype of `block`.
+
+        Raises:
+            TypeError: `block` is not a dense float tensor.
+            ValueError: No block was seen, or `block` does not fit the rows seen.
+        """
         m, total = self._seen()
         check_scores(block, "block")
         if block.ndim == 0 or block.shape[:-1] != m.shape:

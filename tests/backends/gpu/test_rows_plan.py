@@ -17,7 +17,7 @@ from regard._backends.gpu.rows.plan import (
 )
 
 SHARED_MEMORY, RESERVED = 233472, 1024  # bytes of an SM, and what each of its programs leaves unused
-DOCS = Path(__file__).parents[3] / "docs" / "kernels-rows.md"
+DOCS = Path(__file__).parents[3] / "docs" / "developers" / "kernels-rows.md"
 
 
 def _rows(kind, length, size=2, count=200, direction="forward", not_copyable=None):
@@ -79,4 +79,4 @@ def test_a_resident_row_fits_an_sm(direction, kind, size, others):
 
 
 def test_the_documented_table_is_current():
-    assert "\n".join(document_kernels()) in DOCS.read_text(), "paste document_kernels() into docs/kernels-rows.md"
+    assert "\n".join(document_kernels()) in DOCS.read_text(), f"paste document_kernels() into {DOCS}"

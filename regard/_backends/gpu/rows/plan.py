@@ -291,7 +291,7 @@ def choose(rows: Rows) -> tuple[RowKernel, Cut | ResidentCut]:
 
 
 def document_kernels() -> Iterator[str]:
-    """The table of kernels for docs/kernels-rows.md, line by line."""
+    """The table of kernels for docs/developers/kernels-rows.md, line by line."""
     yield "| kernel | file below `rows/` | rows that it takes, if none above does |"
     yield "| --- | --- | --- |"
     for kernel in (*FORWARD, *BACKWARD):

@@ -67,6 +67,14 @@ def examine(
         snapshot: a file to which the merged readings are saved from time to time; if it exists, the examination resumes
             after its last batch. It is removed at the end.
 
+    Returns:
+        A `Report`: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`.
+
+    Raises:
+        TypeError: `model` is not an nn.Module or is TorchScript, or `batches` is not an iterable of batches.
+        ValueError: There is no batch or no attention call to measure, a what-if cannot be read, weights are on the
+            meta device, or the model is `nn.DataParallel` over several devices.
+
     A batch that fails, or Ctrl-C, ends the examination: if anything was measured, the report covers it and
     `report.interrupted` gives the reason.
     """

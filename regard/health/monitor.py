@@ -52,6 +52,11 @@ class Monitor:
         budget: the fraction of the training time that measuring may take; a sample that would exceed it is skipped.
             Warns once if most samples are skipped.
         sequences: how many sequences of a batch are measured; None for all.
+
+    Raises:
+        TypeError: `model` is not an nn.Module, or `log` is none of the above.
+        ValueError: A number lies outside its range, or the model was compiled in place or is `nn.DataParallel` over
+            several devices.
     """
 
     def __init__(

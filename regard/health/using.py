@@ -48,6 +48,11 @@ class using:
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
             with the whole inputs, computes its shard, and gets the whole outputs. Gradients of weights are this rank's
             share: sum them over the ranks before a step (docs/developers/parallel.md).
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+        ValueError: Nothing is changed, a name or a number is unknown or outside its range, or, while the model runs,
+            a call cannot be intercepted.
     """
 
     def __init__(

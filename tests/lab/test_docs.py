@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import road
+import torch
 
 import regard
 from regard import lab, normalizers
@@ -57,6 +59,23 @@ def test_every_link_between_files_leads_to_a_file():
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if "://" not in link and not link.startswith(("claims/", "normalizers/", "../normalizers/")):
                 assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_the_road_page_lists_the_files_of_a_warm_call():
+    text = (DOCS / "developers" / "road.md").read_text(encoding="utf-8")
+    section = text.split("## `attention(q, k, v, return_stats=True)`")[1].split("\n## ")[0]
+    q = torch.randn(2, 4, 64, 32)
+    assert re.findall(r"^\| `([\w/]+\.py)` \|", section, flags=re.M) == road.trace_files(
+        lambda: regard.attention(q, q, q, return_stats=True)
+    )
+
+
+def test_the_api_page_shows_every_public_name():
+    """Each function and class of `regard`, by its path or the heading of its entry; modules by one of their names."""
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"(?:::: |heading: )(regard\.\S+)", text)
+    for name in regard.__all__:
+        assert any(path == f"regard.{name}" or path.startswith(f"regard.{name}.") for path in shown), name
 
 
 def test_the_citation_has_the_version():

@@ -100,6 +100,14 @@ def qk_clip(
             run before may be clipped one call later.
         names: the attributes of an attention module that hold its query and key layers, such as ("wq", "wk"), where
             they are not named as usual.
+
+    Returns:
+        A `Clipped`: `.heads`, `.max_logit` and `.skipped` with the reasons.
+
+    Raises:
+        TypeError: `model` is not an nn.Module.
+        ValueError: `threshold` is not a positive, finite number, no attention was seen since the last call, or the
+            model is `nn.DataParallel` over several devices.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -165,6 +165,13 @@ def compare(a: Report | str | os.PathLike, b: Report | str | os.PathLike, *, tol
     Args:
         a, b: the reports; B is the later one.
         tolerance: how much a head's mean may differ, relative to the larger of its size and its spread over rows.
+
+    Returns:
+        A `Comparison`: `.new`, `.resolved`, `.changed`, `.first_differences`.
+
+    Raises:
+        TypeError: `a` or `b` is neither a `Report` nor a path.
+        ValueError: A file is not a report, or `tolerance` is negative.
     """
     if not 0.0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance must be a number ≥ 0, got {tolerance!r}")

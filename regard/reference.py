@@ -91,7 +91,7 @@ def attention(
     if isinstance(scale, Tensor) and scale.ndim:
         scale = scale.double().reshape(-1, 1, 1)
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
-    order = dict(is_causal=is_causal, window_=window, key_lengths=key_lengths, first=first_query)
+    order: dict[str, Any] = dict(is_causal=is_causal, window_=window, key_lengths=key_lengths, first=first_query)
     interval = masks.dense(n, keys, **order, device=q.device)
     if interval is not None:
         if interval.ndim == 4:  # one per batch entry
@@ -129,6 +129,7 @@ def attention(
     p = p.masked_fill(lost, math.nan)
     dropped = p
     if dropout_p > 0.0:
+        assert seed is not None  # drawn above
         keep = philox.keep(seed, p.shape, dropout_p, first_query, queries).to(p.device)
         dropped = p * keep / (1.0 - dropout_p)
     out = dropped @ v

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Literal, TextIO
 
 MARKS = {"✓": "green", "✗": "red"}  # colours of cells with these marks in a terminal
 
@@ -59,7 +59,7 @@ class Table:
 
         drawn = RichTable(title=Text(self.title) if self.title else None, box=box.SIMPLE_HEAD, title_justify="left")
         for index, column in enumerate(self.columns):
-            justify = "right" if column in self.numbers else "left"
+            justify: Literal["left", "right"] = "right" if column in self.numbers else "left"
             drawn.add_column(Text(column), justify=justify, style="bold" if index == 0 else "", overflow="fold")
         for row in self.rows:
             drawn.add_row(*(Text(cell, style=_colour(cell)) for cell in row))

@@ -35,7 +35,7 @@ def attention() -> None:
 def commands(folder: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["list"]) == 0 and "entmax15" in said.getvalue()
-    if all(map(importlib.util.find_spec, ("safetensors", "altair", "vl_convert"))):
+    if importlib.util.find_spec("safetensors"):
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(["demo", "--out", str(folder / "ill.html")]) == 0
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()

@@ -60,7 +60,7 @@ def make_upstream(problem: Problem, do: Tensor, dstats: Tensor | None, wants: Se
     return Upstream(do, given, "bias" in wants, "temperature" in wants, "sink" in wants)
 
 
-def fit_gradient(grads: Gradients, name: str, like: Tensor) -> Tensor:
+def fit_gradient(grads: Gradients, name: str, like: Any) -> Tensor:
     """The gradient of an optional input, summed over what was broadcast."""
     return getattr(grads, name).sum_to_size(like.shape).to(like.dtype).clone()
 
@@ -79,8 +79,10 @@ def differentiable_gradients(
         pairs += [(stats[at], dstats[at]) for at, name in enumerate(problem.stats) if name in DIFFERENTIABLE]
     pairs = [(x, upstream.to(x.dtype)) for x, upstream in pairs if upstream is not None and x.requires_grad]
     if not pairs:
-        return tuple(torch.zeros_like(x) if needed else None for x, needed in zip(own, needs, strict=True))
+        return tuple(
+            torch.zeros_like(x) if needed and x is not None else None for x, needed in zip(own, needs, strict=True)
+        )
     outputs, upstreams = zip(*pairs, strict=True)
-    asked = [x for x, needed in zip(own, needs, strict=True) if needed]
+    asked = [x for x, needed in zip(own, needs, strict=True) if needed and x is not None]
     found = iter(torch.autograd.grad(outputs, asked, upstreams, create_graph=True, allow_unused=True))
     return tuple(next(found) if needed else None for needed in needs)

@@ -124,13 +124,15 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
 
 
 def is_our_forward_faster(problem: Problem) -> bool:
-    """True where our Hopper forward beats cuDNN's: bfloat16, heads of 64 or 128, many scores (h200-calls.md)."""
-    q, k, v = problem.q, problem.k, problem.v
+    """True where our Hopper forward beats cuDNN's: bfloat16, widths that it takes, many scores (h200-calls.md)."""
+    q, k, width, value_width = problem.q, problem.k, problem.q.shape[-1], problem.v.shape[-1]
     return (
         q.is_cuda
         and q.dtype == torch.bfloat16
-        and q.shape[-1] == v.shape[-1] in (64, 128)
-        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= LONG
+        and width % 8 == value_width % 8 == 0
+        and value_width <= width <= 256
+        and q.shape[2] > 1
+        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(1, width // 128) >= LONG
         and problem.mask is problem.bias is problem.key_lengths is None
         and not problem.dropout_p
         and supports_gluon(q.device)

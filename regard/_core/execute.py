@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
     if not call.wanted:
         return out if call.wanted is None else (out, Statistics())
+    assert stacked is not None  # statistics were asked for
     stacked = stacked.reshape(stacked.shape[0], *out.shape[:-1])
     return out, Statistics.of_stacked(stacked, order, call.wanted, call.problem.choice)
 
@@ -73,8 +75,8 @@ def run_torch(call: Call) -> Result:
         if not torch.compiler.is_compiling():
             mask.sees_nothing = empty  # type: ignore[attr-defined]  # health does not count these rows
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  # of symbols, != is no bool to torch
-    options = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal, scale=problem.scale)
-    options["enable_gqa"] = grouped
+    options: dict[str, Any] = dict(attn_mask=mask, dropout_p=problem.dropout_p, is_causal=problem.causal)
+    options |= dict(scale=problem.scale, enable_gqa=grouped)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, **options)

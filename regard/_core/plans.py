@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from regard._core.execute import restore_nan
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
-from regard._core.problem import Problem
+from regard._core.problem import Kind, Problem
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
@@ -86,19 +87,20 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
         return None if cut or call.wanted is not None else _torch_plan(problem)
     if call.path.backend in ("cpu", "triton") and (problem.choice.merges or not problem.stats):
         module = backend_module(ATTENTION, call.path.backend)
-        options = replace(problem.without_tensors(), kind=object())
+        options = replace(problem.without_tensors(), kind=Kind())
         rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
         return partial(_run_fused, options, rest, module, call.wanted)
     return None
 
 
 def _torch_plan(problem: Problem) -> Plan:
-    options = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=problem.q.shape[1] != problem.k.shape[1])
+    grouped = problem.q.shape[1] != problem.k.shape[1]
+    options: dict[str, Any] = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
     plain = partial(scaled_dot_product_attention, **options)
     attend: Callable[..., Tensor] = plain
     few = problem.k.shape[2] < 16 and problem.q.device.type == "cpu"
     if problem.q.is_cuda and has_bulk_copies(problem.q.device):
-        given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, options["enable_gqa"])
+        given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, grouped)
         if can_use_cudnn_attention(given):
             attend = partial(_attend_by_cudnn, problem.causal, problem.scale)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class Call:
     mask: Tensor | None
     temperature: Tensor | None
     sink: Tensor | None
-    policy: object | None  # a temperature policy that has not been asked yet
+    policy: Callable | None  # a temperature policy that has not been asked yet
     queries: Tensor  # [B, H, M, D] before any scale per head: what a policy reads
     wanted: tuple[str, ...] | None  # statistics to return; None returns the output alone
     lead: tuple[int, ...]  # leading dims of the output, (…, H)

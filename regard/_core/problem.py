@@ -23,6 +23,13 @@ from regard.normalizers import Choice
 TENSORS = ("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed")
 
 
+class Kind:
+    """What calls of one plan share: the same options, shapes, strides, dtypes and device. Backends note facts here."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+
+
 @dataclass(slots=True)
 class Problem:
     """The tensors of one call, brought to [B, H, M, D], and its options, resolved to numbers and flags."""
@@ -47,7 +54,7 @@ class Problem:
     first_query: int = 0  # where q and k begin in the whole sequence, if they are pieces of it: causal order, window,
     first_key: int = 0  # key_lengths, distance and dropout count positions there
     queries: int | None = None  # of the whole sequence; None: q is whole
-    kind: object | None = None  # shared by problems of one plan: the same options, shapes, strides, dtypes and device
+    kind: Kind | None = None  # shared by problems of one plan
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -64,7 +71,7 @@ class Problem:
 
     def block(self, first: int, last: int) -> Problem:
         """The problem of queries first … last − 1 alone; the caller keeps track of their positions."""
-        rows = {"q": self.q[:, :, first:last]}
+        rows: dict[str, Any] = {"q": self.q[:, :, first:last]}
         for name in ("bias", "mask", "temperature", "sink"):
             whole = getattr(self, name)
             rows[name] = None if whole is None else whole[:, :, first:last]
@@ -72,24 +79,36 @@ class Problem:
 
     def without_tensors(self) -> Problem:
         """The options alone: what autograd keeps beside the tensors that it saves."""
-        return replace(self, **dict.fromkeys(TENSORS))
+        nothing: dict[str, Any] = dict.fromkeys(TENSORS)
+        return replace(self, **nothing)
 
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Problem:
+    def with_tensors(self, tensors: Sequence[Any]) -> Problem:
         """The options with tensors in the order of `TENSORS`; bias, mask, temperature and sink are expanded here."""
         q, k, v, bias, mask, temperature, sink, key_lengths, seed = tensors
         rows = q.shape[:3]
         full = (*rows, k.shape[2])
-        return replace(
-            self,
-            q=q,
-            k=k,
-            v=v,
-            bias=None if bias is None else bias.expand(full),
-            mask=None if mask is None else mask.expand(full),
-            temperature=None if temperature is None else temperature.expand(rows),
-            sink=None if sink is None else sink.expand(rows),
-            key_lengths=key_lengths,
-            seed=seed,
+        return Problem(  # `replace` would take three times as long
+            q,
+            k,
+            v,
+            self.choice,
+            self.scale,
+            self.softcap,
+            None if bias is None else bias.expand(full),
+            None if mask is None else mask.expand(full),
+            None if temperature is None else temperature.expand(rows),
+            None if sink is None else sink.expand(rows),
+            key_lengths,
+            self.causal,
+            self.left,
+            self.right,
+            self.dropout_p,
+            seed,
+            self.stats,
+            self.first_query,
+            self.first_key,
+            self.queries,
+            self.kind,
         )
 
     def flatten(self) -> tuple:

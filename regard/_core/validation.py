@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +148,7 @@ def _may_undo_expand(mask: Tensor) -> bool:
         return True
     if torch.compiler.is_compiling() or mask.is_leaf or mask.retains_grad:
         return False
-    return mask.grad_fn.name().startswith("Expand")
+    return mask.grad_fn is not None and mask.grad_fn.name().startswith("Expand")
 
 
 def check_window(window) -> tuple[int | None, int | None]:
@@ -175,7 +177,7 @@ def check_dropout(dropout_p: float, wanted: tuple[str, ...] | None) -> float:
     return float(dropout_p)
 
 
-def split_policy(temperature) -> tuple[object | None, object, bool]:
+def split_policy(temperature) -> tuple[Callable | None, Any, bool]:
     """Split `temperature` into (policy or None, number or tensor or None, whether that value is learned)."""
     if isinstance(temperature, type):
         raise TypeError(f"temperature must be a policy, got the class {temperature.__name__}; make one of it")
@@ -195,7 +197,7 @@ def check_temperature(
     if temperature is None:
         return 1.0, None
     if not isinstance(temperature, Tensor):
-        if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+        if not is_real(temperature):
             raise TypeError(f"temperature must be a number, a tensor or a policy, got {type(temperature).__name__}")
         if not (temperature > 0 and is_finite(temperature)):
             raise ValueError(f"temperature must be positive and finite in attention, got {temperature!r}")
@@ -238,6 +240,11 @@ def check_softcap(softcap: float | None) -> float | None:
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     check_range(softcap, "softcap")
     return float(softcap)
+
+
+def is_real(x: Any) -> bool:
+    """True for a real number that is no bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def check_range(number: float, name: str) -> None:
@@ -294,7 +301,7 @@ def check_sink(sink, choice: Choice, heads: int, lead, batch: int, queries: int,
     """Return the sink with 3 dims that broadcast to [B, H, M], in the accumulator's dtype."""
     if sink is None:
         return None
-    if isinstance(sink, numbers.Real) and not isinstance(sink, bool):
+    if is_real(sink):
         if not is_finite(sink) and isinstance(sink, numbers.Rational):
             raise ValueError("sink must be a number that float64 can hold, got one beyond it")
         sink = q.new_tensor([float(sink)], dtype=accumulator(q.dtype))

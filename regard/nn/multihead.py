@@ -213,7 +213,7 @@ class MultiheadAttention(nn.Module):
             scale = self.gain
         else:
             self._remember(q, k, scale, options)
-        result = attention(
+        result: Any = attention(
             q,
             k,
             v,

@@ -72,14 +72,15 @@ class Choice:
     def fused(self) -> bool:
         """Do the fused rows take it, with this parameter? Below `fused_low` only where a wider dtype helps."""
         parameter = self.normalizer.parameter
-        if self.theta is None or not self.normalizer.fused:
+        if parameter is None or self.theta is None or not self.normalizer.fused:
             return self.normalizer.fused
         return self.theta <= parameter.fused_high and not parameter.wide_below <= self.theta < parameter.fused_low
 
     @property
     def fused_in_attention(self) -> bool:
         """Does fused attention take it, which has no wider dtype to go to?"""
-        return self.fused and (self.theta is None or self.theta >= self.normalizer.parameter.fused_low)
+        parameter = self.normalizer.parameter
+        return self.fused and (parameter is None or self.theta is None or self.theta >= parameter.fused_low)
 
     @property
     def has_slopes(self) -> bool:
@@ -90,9 +91,9 @@ class Choice:
     def is_blurred(self, theta: Any = None) -> bool:
         """Is τ too coarse to tell a threshold map's weights? Of a tensor `theta`: yes, as any entry may be so."""
         theta = self.theta if theta is None else theta
-        if theta is None or self.family != "threshold" or not self.has_slopes:
-            return False
         parameter = self.normalizer.parameter
+        if parameter is None or theta is None or self.family != "threshold" or not self.has_slopes:
+            return False
         low = max(parameter.wide_below, parameter.fused_low)
         return isinstance(theta, Tensor) or not low <= theta <= parameter.fused_high
 
@@ -109,7 +110,8 @@ class Choice:
     @property
     def simplest(self) -> Choice:
         """The same map under its simplest name: "entmax(alpha=1)" is "softmax"."""
-        known = self.theta is not None and self.theta == self.normalizer.parameter.softmax_at
+        parameter = self.normalizer.parameter
+        known = parameter is not None and self.theta is not None and self.theta == parameter.softmax_at
         return get("softmax") if known else self
 
     @property
@@ -152,6 +154,7 @@ def _loaded(path: Path) -> Normalizer | None:
     if path.parent == Path(__file__).resolve().parent:
         return getattr(importlib.import_module(f"regard.normalizers.{path.stem}"), "normalizer", None)
     spec = importlib.util.spec_from_file_location(f"regard_normalizer_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # of a .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:

@@ -124,6 +124,7 @@ class Normalizer:
             same = self.series is not None and torch.allclose(self.series(*low), self.reference(*low), atol=1e-12)
             self._must(same, "series ≠ reference at the lowest parameter")
         if self.parameter_vjp is not None:
+            assert theta is not None  # the default of its parameter
             scores, step = torch.from_numpy(rows), 1e-5
             grads = torch.ones_like(scores).cumsum(-1)
             up, down = (self.reference(scores, None, theta + h) for h in (step, -step))

@@ -10,6 +10,7 @@ The sums of the statistics merge by `regard.statistics.State.merge`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.parallel import merge_statistics
 from regard.parallel.layout import Spans, locate_spans
-from regard.statistics import State, Statistics
+from regard.statistics import State
 
 FIELDS = tuple(field.name for field in fields(State))
 
@@ -66,7 +67,7 @@ class Total:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
             self.state = state if self.state is None else merge_states(self.state, state, self.choice)
 
-    def statistics(self, problem: Problem, m: Tensor, z: Tensor, c: Tensor | None) -> Statistics:
+    def statistics(self, problem: Problem, m: Tensor, z: Tensor, c: Tensor | None) -> Mapping[str, Tensor]:
         """Return the statistics of whole rows; m and z are from `finish`, a threshold map's τ is m + c."""
         if self.merged is None:
             sink = None if problem.sink is None else problem.sink.double()[..., None]

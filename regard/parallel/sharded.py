@@ -167,6 +167,7 @@ def _compute(plan: Plan, call: Call, seed: int, scheme):
 
 def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
     """Return the temperature that the policy gives this rank's rows."""
+    assert call.policy is not None
     problem, own = plan.problem, scheme.query_spans(plan)
     batch, groups, _, d = problem.k.shape
     whole = replace(problem, k=problem.k.new_empty(()).expand(batch, groups, plan.total_keys, d))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ def named(
     >>> regard.temperature.named("ssmax", heads=2, head_dim=4)
     SSMax(s=[0.43, 0.43], learn=True)
     """
-    place = dict(device=device, dtype=dtype)
+    place: dict[str, Any] = dict(device=device, dtype=dtype)
     if name == "learned":
         return Learned(heads, **place)
     if name == "ssmax":

@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
-    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="needs chromium and chromium-driver (Debian's packages)"),
+    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="no chromium: apt-get install chromium chromium-driver"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 

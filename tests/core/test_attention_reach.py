@@ -318,8 +318,11 @@ def within_grad(function, x):
     return torch.func.grad(lambda x: function(x).square().sum())(x)
 
 
+SLOW_OPTIONS = [pytest.param(options, marks=pytest.mark.slow) for options in ({"softcap": 3.0}, {})]
+
+
 @pytest.mark.parametrize("transform", [within_jvp, within_grad])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"normalizer": "entmax15"}], ids=str)
+@pytest.mark.parametrize("options", [{"normalizer": "entmax15"}, *SLOW_OPTIONS], ids=str)
 def test_a_compiled_transform_is_carried_too(transform, options):
     q, k, v = heads(1, 2, 4, 3)
 

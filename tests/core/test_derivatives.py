@@ -113,7 +113,7 @@ def test_alpha_learns_from_weights_rounded_to_bfloat16(alpha):
 
 
 @pytest.mark.parametrize("alpha", [1 + 1e-12, 1.000001, 1.0001, 1.05, 1.5, 2.5, 4.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_vjp_takes_the_care_that_normalize_takes(alpha, dtype):
     draw = torch.Generator().manual_seed(5)
     z, g = (torch.randn(4, 50, generator=draw, dtype=torch.float64).to(dtype) for _ in range(2))

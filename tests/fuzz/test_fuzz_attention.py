@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from attention_data import FLOOR, ROUNDING
-from fuzz_data import cases, laid_out
+from fuzz_data import DTYPES, cases, laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ def calls(draw):
         return draw(st.sampled_from(choices))
 
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    dtype = pick(torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+    dtype = pick(torch.float32, *DTYPES)
     rank = pick(2, 3, 4, 4, 4, 5)
     batch, groups, share = pick(1, 2, 3), pick(1, 2), pick(1, 1, 3)
     lq, lk = pick(0, 1, 2, 5, 16, 33, 70), pick(0, 1, 2, 7, 16, 41, 130)

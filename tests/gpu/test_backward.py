@@ -12,7 +12,7 @@ from attention_data import ROUNDING, Poisoned, check_backward, check_forward, ma
 from regard import statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import registry
-from regard._backends.gpu.attention.backward import dkv, stored_ds
+from regard._backends.gpu.attention.backward import cudnn, dkv, stored_ds
 from regard._core.device import supports_gluon
 from regard._core.problem import Upstream
 
@@ -39,6 +39,7 @@ def chosen(monkeypatch):
     for module in (attention, stored_ds):
         monkeypatch.setattr(module, "torch", Poisoned())
     monkeypatch.setattr(registry, "choose_backward", choose)
+    monkeypatch.setattr(cudnn, "why_not", lambda problem, has_statistics: "our own kernels are tested here")
     monkeypatch.setattr(dkv, "supports_hopper", gluon)
     for module, name, number in (
         (stored_ds, "SHORT", 64),
@@ -143,3 +144,22 @@ def test_scratch_is_bounded():
     grads = attention.backward(problem, answer, Upstream(torch.ones_like(answer.o)))
     scratch = torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in (grads.q, grads.k, grads.v))
     assert 0.9 * stored_ds.SCRATCH_BYTES < scratch < 1.1 * stored_ds.SCRATCH_BYTES
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(d=64, e=64, causal=True),
+        dict(d=80, e=80),
+        dict(d=192, e=128, causal=True),
+        dict(d=256, e=256, m=197, n=197),
+        dict(d=128, e=128, h=8, g=2, causal=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stats", [(), statistics.NAMES], ids=["plain", "statistics"])
+def test_the_backward_of_cudnn(options, stats):
+    sizes = dict(b=2, h=4, g=4, m=300, n=300, dtype=torch.bfloat16, device="cuda", stats=stats)
+    problem = make(5, **sizes | options)
+    assert cudnn.why_not(problem, has_statistics=False) is None
+    check_backward(attention, problem, check_forward(attention, problem, slack=2.0), (), slack=2.0)

@@ -27,7 +27,7 @@ def start(folder: Path, rank: int, world: int, port: int, **more) -> subprocess.
     if world > 1:
         rank_variables["TORCHELASTIC_RUN_ID"] = "test"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **rank_variables, **more}
-    options = ["--out", "report.json", "--snapshot", "snapshot", "--timeout", "20"]
+    options = ["--out", "report.json", "--snapshot", "snapshot", "--timeout", "12"]
     return subprocess.Popen(
         COMMAND + options, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

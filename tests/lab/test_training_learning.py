@@ -11,7 +11,12 @@ from regard.lab.training.trials import pairs, text
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("name", training.names())
+SLOW = ("retrieval-trained",)  # the model and the loop of "retrieval", for longer
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in training.names()]
+)
 def test_the_small_preset_learns(name, tmp_path):
     experiment = training.get(name)
     plan = experiment.presets["small"]

@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-from rows_data import FUSED, rows
+from rows_data import FUSED, rows, with_dtypes
 
 import regard
 from regard import normalizers
 from regard.statistics import Terms, solve_shift
 
 NAMES = normalizers.names()
-
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def plain(choice, z):
@@ -36,8 +33,7 @@ def bound(exact, same_precision, dtype):
     return 2.0 * (same_precision.double() - exact).abs().amax() + 8.0 * eps * exact.abs().amax() + 1e-30
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 @pytest.mark.parametrize("n", [1, 2, 7, 64, 1000])
 def test_forward_is_the_reference(name, dtype, n):
     choice = normalizers.get(name)
@@ -49,8 +45,7 @@ def test_forward_is_the_reference(name, dtype, n):
     assert float((ours.double() - exact).abs().max()) <= float(bound(exact, same, dtype))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(NAMES))
 def test_backward_is_the_references(name, dtype):
     choice = normalizers.get(name)
     z = rows(33, dtype=dtype)[[0, 1, 2, 4, 7, 8, 11]]

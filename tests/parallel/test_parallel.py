@@ -21,7 +21,7 @@ import regard
 from regard.parallel.layout import spans, spans_of_lengths
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards_give_the_whole(world):
     with RankProcesses(world) as ranks:
         ranks(every_case)

@@ -56,9 +56,9 @@ def test_parts_that_an_engine_finished_mix_to_the_row(name):
     whole, parts = of_scores(s, normalizer=name), [of_scores(s, seen, name) for seen in (here, ~here)]
     pointwise = name == "sigmoid"
     weigh = (lambda part: part.mass) if pointwise else (lambda part: torch.exp(part.logsumexp))
-    first, second = (merge_statistics.started(part, at) for part, at in zip(parts, (0, 5), strict=True))
-    mixed = merge_statistics.mixed(first, second, *map(weigh, parts), pointwise)
+    first, second = (merge_statistics.with_first_key(part, at) for part, at in zip(parts, (0, 5), strict=True))
+    mixed = merge_statistics.merge(first, second, *map(weigh, parts), pointwise)
     m, silent = whole.max_logit, None if pointwise else torch.zeros(4, dtype=torch.float64)
-    found = merge_statistics.finished(mixed, statistics.NAMES, m, torch.exp(whole.logsumexp - m), silent)
+    found = merge_statistics.finish(mixed, statistics.NAMES, m, torch.exp(whole.logsumexp - m), silent)
     for statistic in statistics.NAMES:
         torch.testing.assert_close(found[statistic], whole[statistic], msg=statistic)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from regard import normalizers
 
 CASES = int(os.environ.get("REGARD_FUZZ", "500"))
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NIGHTLY = "REGARD_FUZZ" in os.environ
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, *([torch.float16] if NIGHTLY else [])]
 SIZES = [0, 1, 2, 3, 5, 7, 13, 16, 17, 31, 64, 65, 127, 128, 129, 257, 1021]
 SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e4, -1e4, 6e4, 1e11, -1e11, 3e38, -3e38, 1e-38, 1e-45, 5e-324]
 USUAL = [1e-3, 0.1, 1.0, 10.0, 1e3]
@@ -32,10 +33,9 @@ counts: Counter[str] = Counter()  # calls made, by test
 
 def cases(share: float):
     """Settings for a test that takes this share of all cases (the shares add up to 1); the same in each `make test`."""
-    nightly = "REGARD_FUZZ" in os.environ
     phases = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
     how = settings(
-        max_examples=max(1, int(CASES * share)), deadline=None, database=None, derandomize=not nightly, phases=phases,
+        max_examples=max(1, int(CASES * share)), deadline=None, database=None, derandomize=not NIGHTLY, phases=phases,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ def poison(monkeypatch) -> None:
     """Fills fresh tensors with NaN and sends small calls to the kernel itself: no tape, no limit on scores."""
     for module in (launch, hopper, key_moments):
         monkeypatch.setattr(module, "torch", Poisoned())
-    monkeypatch.setattr(launch, "SMALL", 0)  # a tape would not see what a test patches
+    monkeypatch.setattr(launch, "_has_tape", lambda problem: False)  # a tape would not see what a test patches
     monkeypatch.setattr(registry, "FEW_SCORES", 0)
 
 

@@ -17,7 +17,7 @@ from regard.parallel.layout import spans
 from regard.parallel.schemes import stationary
 
 NAMES = ("softmax", "softmax1", "relu", "softpick", "sigmoid(bias=-1)", "sparsemax", "entmax15", "entmax(alpha=1.25)")
-FUSED = ("softmax", "softpick", "sigmoid", "entmax15")  # compiled for the CPU here; the others by `reference`
+FUSED = ("softmax", "sigmoid", "entmax15")  # compiled for the CPU here; the others by `reference`
 SOME = ("visible_keys", "entropy", "logsumexp", "logit_variance", "mass", "max_weight")  # none counts positions
 OPTIONS = [
     dict(is_causal=True, temperature=True),
@@ -159,13 +159,15 @@ def every_case(rank: int, world: int) -> None:
 def large_logits(rank: int, world: int) -> None:
     """A threshold next to logits that float32, and then float64, no longer tell from it."""
     k, v = torch.arange(16.0).remainder(5.0).view(1, 1, 16, 1), torch.eye(16)[None, None]
-    for name, size in itertools.product(("sparsemax", "entmax15"), (1e8, 1e20)):
-        options = dict(scale=1.0, normalizer=name, return_stats=("mass", "entropy", "max_weight", "gradient_gain"))
+    names = ("sparsemax", "entmax15") if world == 4 else ("entmax15",)
+    told = ("mass", "entropy", "max_weight", "gradient_gain")
+    for name, size in itertools.product(names, (1e8, 1e20)):
+        options = dict(scale=1.0, normalizer=name, return_stats=True)  # kernels of every_case
         truth, known = regard.attention(torch.ones_like(k), size * k, v, backend="reference", **options)
         ours, stats = parallel.attention(*map(parallel.shard, (torch.ones_like(k), size * k, v)), **options)
         torch.testing.assert_close(ours, parallel.shard(truth))
-        for key, row in known.items():
-            torch.testing.assert_close(stats[key], parallel.shard(row, dim=-1), msg=f"{name} {size} {key}")
+        for key in told:
+            torch.testing.assert_close(stats[key], parallel.shard(known[key], dim=-1), msg=f"{name} {size} {key}")
 
 
 def odd_pieces(rank: int, world: int) -> None:
@@ -218,7 +220,9 @@ def odd_pieces(rank: int, world: int) -> None:
 
 def not_finite(rank: int, world: int) -> None:
     """A NaN is told by the statistics of the rows that see it; a key whose logit is −inf is hidden."""
-    x = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(1)).double()
+    x = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(1))
+    x = x.double() if world == 4 else x  # the slow test compiles float64 kernels too
+    limit = 1e-7 if world == 4 else 1e-4
     for name, backend in itertools.product(("softmax", "entmax15"), ("cpu", "reference")):
         for number in (torch.nan, torch.inf, -torch.inf):
             odd = x.clone()
@@ -229,7 +233,9 @@ def not_finite(rank: int, world: int) -> None:
                 _, ours = parallel.attention(*map(parallel.shard, whole), **told, backend=backend)
                 for statistic, want in known.items():
                     want = parallel.shard(want, dim=-1)
-                    assert torch.allclose(ours[statistic], want, equal_nan=True), (name, backend, number, statistic)
+                    close = dict(rtol=limit, atol=limit, equal_nan=True)
+                    same = torch.allclose(ours[statistic].double(), want.double(), **close)
+                    assert same, (name, backend, number, statistic)
 
 
 def few_keys(rank: int, world: int) -> None:

@@ -2,11 +2,28 @@
 
 import math
 
+import pytest
 import torch
 
 from regard import normalizers
 
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+IN_FLOAT16 = ("softmax", "sigmoid", "entmax15")  # one of each family
+
+
+def with_dtypes(names: list[str]) -> list:
+    """Parameters (name, dtype); float16 is marked slow but for IN_FLOAT16: kernels differ in load and store alone."""
+    return [
+        pytest.param(
+            name,
+            dtype,
+            id=f"{name}-{str(dtype).removeprefix('torch.')}",
+            marks=pytest.mark.slow if dtype == torch.float16 and name not in IN_FLOAT16 else (),
+        )
+        for dtype in DTYPES
+        for name in names
+    ]
 
 
 def rows(n: int = 37, *, dtype=torch.float64, seed: int = 0) -> torch.Tensor:

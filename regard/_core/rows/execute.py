@@ -49,6 +49,7 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
         check_device(mask, "mask", scores)
     if theta is not None:
         parameter = choice.normalizer.parameter
+        assert parameter is not None  # a map without one takes no theta
         theta = check_theta(theta, parameter)
         check_device(theta, parameter.name, scores)
         theta = column_of(theta, parameter.name, scores.shape, dim)
@@ -65,16 +66,18 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
 
 def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
     """True for a call that goes to its kernel as it is: the last dimension, a plain temperature, no gradient."""
+    parameter = choice.normalizer.parameter
     return (
         type(dim) is int
         and (dim == -1 or dim == scores.ndim - 1)
         and type(temperature) in (float, int)
         and 1e-6 < temperature < 1e6
         and type(scores) is Tensor
+        and scores.ndim > 0
         and scores.numel() > 0
         and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention
-        and (choice.theta is None or choice.theta >= choice.normalizer.parameter.wide_below)
+        and (parameter is None or choice.theta is None or choice.theta >= parameter.wide_below)
         and not choice.scale_free
         and is_plain_eager()
         and not is_autocast(scores)
@@ -104,6 +107,7 @@ def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str)
 def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: float, backend: str) -> Tensor:
     """Weights of rows that each have their own parameter θ."""
     parameter = choice.normalizer.parameter
+    assert parameter is not None  # a map without one takes no theta
     theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
     soft, beyond = theta < parameter.series_below, theta > parameter.fused_high
     wide = z.double() if _may_be_true(theta < parameter.wide_below) else z
@@ -120,9 +124,10 @@ def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: flo
 
 def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
     """Return (scores, backend): float64, or the power series, for a parameter at which float32 magnifies rounding."""
-    if choice.theta is None or choice.theta >= choice.normalizer.parameter.wide_below:
+    parameter = choice.normalizer.parameter
+    if parameter is None or choice.theta is None or choice.theta >= parameter.wide_below:
         return z, backend
-    return z.double(), "series" if choice.theta < choice.normalizer.parameter.series_below else backend
+    return z.double(), "series" if choice.theta < parameter.series_below else backend
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:

@@ -46,11 +46,11 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     if t is None:
         return torch.logsumexp(rows, -1).masked_fill(nothing, -math.inf)
     inside = (t > 0.0) & (t < math.inf)
-    if inside is False or (isinstance(t, Tensor) and readable(inside) and not bool(inside.all())):
+    if inside is False or (isinstance(inside, Tensor) and readable(inside) and not bool(inside.all())):
         raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
     below, top = subtract_max(rows.to(accumulator(rows.dtype)))
     total = (top / t + torch.logsumexp(divide_visible(below, t), -1, keepdim=True)).squeeze(-1)
-    if isinstance(t, Tensor):
+    if isinstance(inside, Tensor):
         total = total.masked_fill(~inside.squeeze(-1), math.nan)
     return total.masked_fill(nothing, -math.inf).to(rows.dtype)
 

@@ -179,7 +179,7 @@ def test_the_rest_of_a_users_ratio_joins_once_where_keys_are_in_parts(tmp_path):
     q, k, v = torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(9))
     with discovered(tmp_path, "ninth", NINTH.format(power=1.0)) as choice:
         for backend in ("cpu", "triton"):
-            total, engine = merge.Total(choice), plan.choose(Problem(q, k, v, choice, 0.5), backend)
+            total, engine = merge.Total(choice), plan.choose_engine(Problem(q, k, v, choice, 0.5), backend)
             for first in (0, 3):
                 here = slice(first, first + 3)
                 total.add(engine.forward(Problem(q, k[:, :, here], v[:, :, here], choice, 0.5, first_key=first)))

@@ -116,7 +116,7 @@ def test_attention_runs_on_the_device_of_its_tensors(monkeypatch, way):
 
     monkeypatch.setattr(torch.cuda, "device", Entered)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(attention, "_is_small", lambda problem: False)
+    monkeypatch.setattr(attention, "_has_tape", lambda problem: False)
     monkeypatch.setattr(attention, f"_{way}", computed)
     with FakeTensorMode():
         q = torch.empty(1, 1, 4, 8, device="cuda:1")

@@ -85,11 +85,12 @@ def test_the_kernel_of_a_call(call, kernel, passed):
 @pytest.mark.parametrize(
     ("call", "asked", "kernel"),
     [
-        (dict(), dict(), "stored ds"),
+        (dict(), dict(), "cudnn"),
+        (dict(name="softmax1"), dict(), "stored ds"),
         (dict(), dict(statistics=True), "stored ds"),
-        (dict(), dict(temperature=True), "two sweeps"),
-        (dict(d=64), dict(), "two sweeps"),
-        (dict(m=1000), dict(), "two sweeps"),
+        (dict(name="softmax1"), dict(temperature=True), "two sweeps"),
+        (dict(name="softmax1", d=64), dict(), "two sweeps"),
+        (dict(name="softmax1", m=1000), dict(), "two sweeps"),
         (dict(left=64), dict(), "two sweeps"),
         (dict(name="entmax15", n=16384), dict(), "sparse"),
         (dict(name="entmax15", n=16384), dict(temperature=True), "two sweeps"),

@@ -22,7 +22,6 @@ from regard._core.problem import Forward, Gradients, Problem, Upstream
 BLOCK_ROWS = 128  # of the largest block
 
 
-SMALL = 2**28  # scores: beyond that a kernel runs longer than the host takes to launch it
 OPTIONS = ("choice", "scale", "softcap", "causal", "left", "right", "stats", "first_query", "first_key", "queries")
 options_of = attrgetter(*OPTIONS)
 tensors_of = attrgetter("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths")
@@ -36,7 +35,7 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
         return result.o, result.shift, result.z, result.stats
 
     with on_device_of(problem.q):
-        if not _is_small(problem):
+        if not _has_tape(problem):
             return Forward(*compute())
         inputs = (*tensors_of(problem), o)
         if problem.kind is not None and o is None:
@@ -62,6 +61,12 @@ def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Compute the gradients of q, k, v and of what `upstream` asks for."""
+    if problem.kind is not None and not upstream.stats:
+        facts = problem.kind.facts
+        if "cudnn" not in facts:
+            facts["cudnn"] = forward.o.numel() > 0 and cudnn.why_not(problem, has_statistics=False) is None
+        if facts["cudnn"] and not torch.are_deterministic_algorithms_enabled():
+            return cudnn.backward(problem, forward, upstream)
 
     def compute() -> tuple:
         do = replace(upstream, o=_gather_entries(upstream.o))
@@ -69,7 +74,7 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         return g.q, g.k, g.v, g.bias, g.temperature, g.sink
 
     with on_device_of(problem.q):
-        if not _is_small(problem):
+        if not _has_tape(problem):
             return Gradients(*compute())
         wants = upstream.bias, upstream.temperature, upstream.sink, tuple(upstream.stats)
         saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
@@ -78,9 +83,9 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         return Gradients(*tape.run(key, inputs, compute))
 
 
-def _is_small(p: Problem) -> bool:
-    """True if a tape may save the host more time than the kernels run."""
-    return p.q.is_cuda and not p.dropout_p and p.q.shape[0] * p.q.shape[1] * p.q.shape[2] * p.k.shape[2] <= SMALL
+def _has_tape(p: Problem) -> bool:
+    """True if calls like this one are recorded and replayed; a dropout seed differs from call to call."""
+    return p.q.is_cuda and not p.dropout_p
 
 
 def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:

@@ -35,9 +35,7 @@ def why_not(p: Problem, has_statistics: bool) -> str | None:
         return "causal order over another number of keys"
     if p.q.shape[-1] % 8 or p.v.shape[-1] % 8 or max(p.q.shape[-1], p.v.shape[-1]) > WIDEST:
         return f"head width {max(p.q.shape[-1], p.v.shape[-1])} (multiples of 8 up to {WIDEST})"
-    if torch.are_deterministic_algorithms_enabled():
-        return "torch.use_deterministic_algorithms"
-    return None
+    return "torch.use_deterministic_algorithms" if torch.are_deterministic_algorithms_enabled() else None
 
 
 def supports(call: BackwardCall) -> str | None:
@@ -53,7 +51,11 @@ def run(call: BackwardCall) -> None:
 
 def backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     """Compute dq, dk and dv by cuDNN."""
-    lse = torch.add(forward.shift, torch.log(forward.z)).unsqueeze(-1)  # [B, H, M, 1]
+    if "logsumexp" in p.stats:
+        lse = forward.stats[p.stats.index("logsumexp")]
+    else:
+        lse = torch.log(forward.z).add_(forward.shift)
+    lse = lse.unsqueeze(-1)  # [B, H, M, 1]
     seed = _unused_seed(p.q.device)
     do = upstream.o if upstream.o.stride(-1) == 1 else upstream.o.contiguous()
     m, n = p.q.shape[2], p.k.shape[2]

@@ -35,6 +35,7 @@ MAX_PERSISTENT_KEYS = 6144
 MIN_FIXED_SHIFT_SCORES = 2**29
 MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
 SHARED_MEMORY = 224 * 1024  # for the tiles of one program
+LARGEST_CAP = 1e4
 WIDTHS = (64, 128, 256)  # columns of v in shared memory
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
@@ -64,6 +65,8 @@ def supports(p: Problem) -> str | None:
         return "a window (causal ones only)"
     if reason := find_option(p, "bias", "mask"):
         return reason
+    if p.softcap is not None and p.softcap > LARGEST_CAP:
+        return f"a soft cap above {LARGEST_CAP:g}"  # c − 2c/(1 + exp(2s/c)) rounds by the size of c
     if p.first_query:
         return "a part of a sequence"
     if p.q.shape[-2] < ROWS:

@@ -1,0 +1,126 @@
+"""What swapping, clipping and watching cost a training step: GPT-2 small, B16 × 1024, autocast bfloat16.
+
+    PYTHONPATH=. python3 benchmarks/h200_training.py [--out benchmarks/results]
+
+Each variant trains the same model (random weights, AdamW, torch's sdpa) for a few steps by turns; the table has the
+median step and its ratio to the model as it is. Writes h200-training.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import transformers
+import triton
+
+import regard
+
+VARIANTS = {
+    "sdpa": None,
+    "using(softmax)": dict(normalizer="softmax"),
+    "using(entmax15)": dict(normalizer="entmax15"),
+    "using(sigmoid)": dict(normalizer="sigmoid(bias=-6)"),
+    "using(softcap=50)": dict(softcap=50.0),
+    "using(qk_norm)": dict(qk_norm=True),
+    "using(ssmax)": dict(temperature="ssmax"),
+    "qk_clip after each step": "clip",
+    "Monitor(every=1)": "every 1",
+    "Monitor(every=100)": "every 100",
+}
+
+
+def make_model() -> tuple:
+    """GPT-2 small with random weights, its optimizer and one batch."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, optimizer, torch.randint(0, 50257, (16, 1024), device="cuda")
+
+
+def step(model, optimizer, ids, clip: bool) -> None:
+    """One training step."""
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if clip:
+        regard.qk_clip(model, threshold=100.0)
+
+
+def time_variant(name: str, rounds: int = 8) -> float:
+    """The median step in ms."""
+    model, optimizer, ids = make_model()
+    how = VARIANTS[name]
+    monitor = None
+    if isinstance(how, str) and how.startswith("every"):
+        monitor = regard.Monitor(model, every=int(how.split()[1]), log=lambda step, values: None, budget=1.0)
+    context = regard.using(model, **how) if isinstance(how, dict) else contextlib.nullcontext()
+    times = []
+    with context:
+        for turn in range(rounds + 4):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step(model, optimizer, ids, how == "clip")
+            torch.cuda.synchronize()
+            if turn >= 4:
+                times.append((time.perf_counter() - start) * 1e3)
+    if monitor is not None:
+        monitor.close()
+    return statistics.median(times)
+
+
+def time_examine() -> tuple[float, float]:
+    """(one forward, `examine` of one batch) in ms, medians of five."""
+    model, _, ids = make_model()
+    model = model.eval().to(torch.bfloat16)
+    found: tuple[list[float], list[float]] = ([], [])
+    for turn in range(7):
+        for times, run in zip(
+            found, (model, lambda input_ids: regard.examine(model, [dict(input_ids=input_ids)])), strict=True
+        ):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            with torch.no_grad():
+                run(input_ids=ids)
+            torch.cuda.synchronize()
+            if turn >= 2:
+                times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    out = parser.parse_args().out
+    rows = []
+    base = 0.0
+    for name in VARIANTS:
+        try:
+            ms = time_variant(name)
+        except Exception as error:
+            rows.append(f"| {name} | {type(error).__name__}: {str(error)[:120]} | |")
+            continue
+        base = base or ms
+        rows.append(f"| {name} | {ms:.1f} | {ms / base:.2f} |")
+        print(rows[-1], flush=True)
+    forward, examine = time_examine()
+    rows.append(f"| examine, one batch (a forward takes {forward:.1f}) | {examine:.1f} | {examine / forward:.2f} |")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, commit {commit}"
+    text = f"# A training step\n\n{about}. GPT-2 small, B16 × 1024, autocast bfloat16, median step in ms.\n\n"
+    text += "| variant | ms | × sdpa |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "h200-training.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,9 @@
-"""What mkdocs builds besides the files of this folder: the claims with their figures, and a page per normaliser.
+"""Generates the pages that are no files of this folder: the claims with their figures, and a page per normaliser.
 
 A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML, `[[figure: CLAIM]]` the claim's own figure,
 `[[training: EXPERIMENT-FIGURE]]` a figure and `[[results: EXPERIMENT]]` the table of a trained experiment,
-`[[times: EXPERIMENT]]` that of its steps' times. Between `<!-- in the file -->` and `<!-- on the site -->` stands what
-is for those who read the file itself.
+`[[times: EXPERIMENT]]` the table of its step times. Text between `<!-- in the file -->` and `<!-- on the site -->` is
+for readers of the file and not on the site.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def claims_of(note: str) -> str:
 def claim_section(result: lab.Result) -> str:
     claim, finding = result.claim, result.finding
     formulas = "".join(map(formula_line, claim.derivation))
-    told = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
-    said = "\n\n".join(f"**{label}:** {escape(text)}" for label, text in told if text)
+    remarks = [("Holds if", result.condition), ("Right", result.right), ("Remark", finding.remark)]
+    remarks_text = "\n\n".join(f"**{label}:** {escape(text)}" for label, text in remarks if text)
     rows = "\n".join(
         f"| {cell(c.what)} | {cell(c.allowed)} | {cell(repr(c.measured))} | {'agrees' if c.agrees else 'disagrees'} "
         f"| {ROLES[c.role]} |"
@@ -113,7 +113,7 @@ def claim_section(result: lab.Result) -> str:
 
 ![{bracket(finding.figure().alt)}]({claim.id}.svg)
 
-{said}
+{remarks_text}
 
 | check | predicted | measured | outcome | part |
 | --- | --- | --- | --- | --- |

@@ -78,6 +78,14 @@ def test_the_api_page_shows_every_public_name():
         assert any(path == f"regard.{name}" or path.startswith(f"regard.{name}.") for path in shown), name
 
 
+def test_the_files_that_developers_pages_name_exist():
+    folders = ("regard", "tests", "tools", "benchmarks", "docs")
+    known = ["/" + path.as_posix() for folder in folders for path in (DOCS.parent / folder).rglob("*.py")]
+    for path in [*(DOCS / "developers").glob("*.md"), DOCS.parent / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
+            assert any(file.endswith(f"/{name}") for file in known), f"{path.name}: {name}"
+
+
 def test_the_citation_has_the_version():
     text = (DOCS.parent / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {regard.__version__}\n" in text

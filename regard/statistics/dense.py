@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ def of_scores(
     seen = scores != -math.inf
     seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
     if sink is not None:
-        sink = sink if isinstance(sink, Tensor) or not isinstance(sink, numbers.Real) else torch.tensor(float(sink))
-        sink = _fitting(sink, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
+        logit: Any = torch.tensor(float(sink)) if isinstance(sink, numbers.Real) else sink
+        sink = _fitting(logit, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
     rows = first + _positions(scores)
     if not choice.merges:
         return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names, dtype)

@@ -40,6 +40,8 @@ def test_other_widths(d, e):
 @pytest.mark.parametrize(("d", "e"), [(80, 80), (192, 128), (256, 256)])
 def test_other_maps_of_other_widths(name, d, e):
     check_forward(attention, make_taken(31, name, d=d, e=e, causal=True, stats=(), **SHAPES[0]), slack=2.0)
+
+
 # a cap c rounds logits by 1e-7·c, which shows relative to logits of 1e-2
 CAPPED = FLOOR | dict(max_logit=0.1)
 

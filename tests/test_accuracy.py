@@ -41,8 +41,8 @@ def test_a_broken_budget_is_told(monkeypatch, capsys, tmp_path):
 def test_scores_of_any_size_at_any_temperature(name):
     """relu's and softpick's weights end where float32 does: docs/records/accuracy.md."""
     unit = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).clamp(-3.0, 3.0)
-    for size in (1e-36, 1e-20, 1e-6, 1.0, 1e6, 1e37):
-        for temperature in (1e-36, 1e-6, 1.0, 1e6, 1e37):
+    for size in (1e-20, 1e-6, 1.0, 1e6, 1e20):
+        for temperature in (1e-15, 1e-6, 1.0, 1e6, 1e15):
             if name in ("relu", "softpick") and size / temperature < 1e-37:
                 continue
             z = unit * size

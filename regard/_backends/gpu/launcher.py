@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import triton
 
 from regard._core.problem import Problem
 
@@ -78,9 +77,11 @@ def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constant
 
 def prepare(compiled: Any, programs: int) -> Callable[..., None]:
     """A function that launches a compiled kernel on a grid; without Triton's bookkeeping if nobody watches launches."""
+    from triton import knobs
+
     watched, run, device = compiled[(programs, 1, 1)], compiled.run, torch.cuda.current_device()
     function, packed = compiled.function, compiled.packed_metadata
-    hooks = triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls
+    hooks = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
     stream = torch._C._cuda_getCurrentRawStream
 
     def start(*arguments: Any) -> None:
@@ -107,12 +108,14 @@ def recorder() -> Any:
 @contextmanager
 def recording(recorder: Any) -> Iterator[Callable[[], int]]:
     """Report this thread's launches to a recorder; yields a function that counts all launches, reported or not."""
+    from triton import knobs
+
     seen: list[int] = []
 
     def count(metadata: Any) -> None:
         seen.append(1)
 
-    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks = knobs.runtime.launch_enter_hook
     hooks.add(count)
     _state.recorder = recorder
     try:

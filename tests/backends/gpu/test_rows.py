@@ -240,7 +240,8 @@ class _Spy:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            self.launched.append(f"{self.name} {kwargs.get('STAGE', '')}".strip())
+            stage = args[self.arg_names.index("STAGE")] if "STAGE" in self.arg_names else ""
+            self.launched.append(f"{self.name} {stage}".strip())
             return self.kernel[grid](*args, **kwargs)
 
         return launch

@@ -30,6 +30,8 @@ driver.set_active(SimpleNamespace(**hopper))
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
 torch.cuda.get_device_capability = lambda device: (9, 0)
 torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.current_device = lambda: 0
+launch.SMALL = 0  # no tapes: nothing runs
 add_stages, run = CUDABackend.add_stages, JITFunction.run
 
 def stop_at_ptx(self, stages, *arguments):

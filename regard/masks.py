@@ -1,4 +1,4 @@
-"""Who may look at whom. Dense bool masks (True = visible) to look at, and the interval form that kernels use.
+"""Masks: dense bool tensors (True = visible), and the interval of visible keys per query that kernels use.
 
 Causal order, windows and key lengths all leave each query one interval of keys [first, last): no N × N mask is needed.
 

@@ -164,12 +164,12 @@ def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def of_whole(problem: Problem) -> tuple[Tensor, Tensor]:
-    """The same in one piece."""
+    """(o, statistics) of a problem in one piece, without checkpoints."""
     return _of_block(problem, 0, problem.q.shape[2])
 
 
 def of_rows(problem: Problem, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """The same for the queries first … last − 1 alone, at their places among all of them."""
+    """(o, statistics) of the queries first … last − 1, at their positions among all of them."""
     total = problem.q.shape[2]
     return _of_block(problem.block(first, min(last, total)), first, total)
 

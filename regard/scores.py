@@ -42,7 +42,7 @@ def resolve_scale(scale: float | str | Tensor | None, head_dim: int) -> float | 
 
 
 def is_finite(number: float) -> bool:
-    """Is it a number that float64 holds? (A compiled graph cannot ask isfinite of a symbol.)"""
+    """True for a number that float64 holds. (A compiled graph cannot call isfinite on a symbol.)"""
     beyond = isinstance(number, (int, Fraction)) and abs(number) > sys.float_info.max
     return -math.inf < number < math.inf and not beyond
 

@@ -53,7 +53,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def make_upstream(problem: Problem, do: Tensor, dstats: Tensor | None, wants: Sequence[str]) -> Upstream:
-    """What backward receives: gradients of o and of the differentiable statistics, and which inputs want one."""
+    """Collect the input of backward: gradients of o and of differentiable statistics, and which inputs want one."""
     given = {}
     if dstats is not None:
         given = {name: dstats[problem.stats.index(name)] for name in DIFFERENTIABLE if name in problem.stats}

@@ -42,5 +42,5 @@ def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callab
 
 
 def is_saved_elsewhere() -> bool:
-    """Does somebody else decide what this forward saves for backward?"""
+    """True if saved-tensor hooks (checkpointing, offloading) decide what this forward saves for backward."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

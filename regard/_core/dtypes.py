@@ -1,4 +1,4 @@
-"""Which dtype sums and row states are kept in."""
+"""The dtype of sums and row states."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ plans: dict[Hashable, Plan] = {}
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
-    """What a plan is kept under; None for a call that has no plan."""
+    """Return the key of a call's plan; None for a call that has no plan."""
     _, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, stats, backend = options
     if not (
         type(q) is type(k) is type(v) is Tensor

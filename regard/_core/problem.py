@@ -24,7 +24,7 @@ TENSORS = ("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", 
 
 
 class Kind:
-    """What calls of one plan share: the same options, shapes, strides, dtypes and device. Backends note facts here."""
+    """The kind of call that a plan serves: one set of options, shapes, strides, dtypes and device, with noted facts."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class Forward:
 
 @dataclass
 class Gradients:
-    """What backward returns. Fields that were not asked for, or have no such input, are None."""
+    """The result of backward; fields that were not asked for, or have no such input, are None."""
 
     q: Tensor
     k: Tensor
@@ -166,7 +166,7 @@ class Gradients:
 
 @dataclass
 class Upstream:
-    """What backward receives beside the problem and its Forward."""
+    """The input of backward beside the problem and its `Forward`."""
 
     o: Tensor  # do, [B, H, M, E]
     stats: dict[str, Tensor] = field(default_factory=dict)  # gradients of entropy, logsumexp, logit_variance: [B, H, M]
@@ -177,7 +177,7 @@ class Upstream:
 
 @dataclass
 class Part:
-    """What a part of their keys says of rows, before sinks and rests: see `regard.parallel.merge` for the law.
+    """Sums of rows over a part of their keys, before sinks and rests; `regard.parallel.merge` has the merge law.
 
     ratio: o = Σu·v / z and z = Σv in the shift m (z = 0: the part weighs nothing). pointwise: o = Σp·v.
     threshold, at a given τ: o = Σp·v, z = Σp, slopes = Σg′.
@@ -195,7 +195,7 @@ class Part:
 
 @dataclass
 class Whole:
-    """What backward of a part must know of its whole rows, each [B, H, M] in the accumulator's dtype.
+    """Row numbers that backward of a part takes from the whole rows, each [B, H, M] in the accumulator's dtype.
 
         ds = a·dp − b·δ + p·(lift − β·(s − m)) + γ·(s − mean)
 

@@ -1,4 +1,4 @@
-"""Whether one may look at a tensor's values, to check them or to take a shorter way."""
+"""Tests whether the values of a tensor can be read now."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def readable(x: Tensor) -> bool:
-    """Are there values, and does a look at them cost no wait?"""
+    """True if the values can be read without a device sync (CPU tensor; not fake, meta, traced or vmapped)."""
     return x.device.type == "cpu" and not has_no_values(x)
 
 
 def has_no_values(x: Tensor) -> bool:
-    """While tracing, mapped, fake or on `meta`."""
+    """True while tracing, and of vmapped, fake and meta tensors."""
     return torch.compiler.is_compiling() or is_mapped(x) or x.is_meta or isinstance(x, FakeTensor)
 
 

@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def fused(self) -> bool:
-        """Do the fused rows take it, with this parameter? Below `fused_low` only where a wider dtype helps."""
+        """True if the fused row kernels take this parameter; below `fused_low` only where a wider dtype helps."""
         parameter = self.normalizer.parameter
         if parameter is None or self.theta is None or not self.normalizer.fused:
             return self.normalizer.fused
@@ -78,18 +78,18 @@ class Choice:
 
     @property
     def fused_in_attention(self) -> bool:
-        """Does fused attention take it, which has no wider dtype to go to?"""
+        """True if fused attention takes it; unlike rows it has no wider dtype to switch to."""
         parameter = self.normalizer.parameter
         return self.fused and (parameter is None or self.theta is None or self.theta >= parameter.fused_low)
 
     @property
     def has_slopes(self) -> bool:
-        """Do its tile functions tell slopes at this parameter, or a threshold map's `reference_slope` instead?"""
+        """True if slopes are known at this parameter: from tile functions, or a threshold map's `reference_slope`."""
         stand_in = self.family == "threshold" and self.reference_slope is not None
         return self.fused or (self.normalizer.fused and stand_in)
 
     def is_blurred(self, theta: Any = None) -> bool:
-        """Is τ too coarse to tell a threshold map's weights? Of a tensor `theta`: yes, as any entry may be so."""
+        """True if τ is too coarse to give a threshold map's weights; always assumed of a tensor `theta`."""
         theta = self.theta if theta is None else theta
         parameter = self.normalizer.parameter
         if parameter is None or theta is None or self.family != "threshold" or not self.has_slopes:
@@ -99,17 +99,17 @@ class Choice:
 
     @property
     def merges(self) -> bool:
-        """Do the sums of `statistics.State` tell its statistics? They take the largest score for the largest weight."""
+        """True if the sums of `statistics.State` give its statistics: a larger score must never weigh less."""
         return self.normalizer.rises and self.has_slopes
 
     @property
     def softmax_family(self) -> bool:
-        """Is p = exp(s) / Z? Then a sink may join Z, and some statistics carry gradients."""
+        """True if p = exp(s) / Z: then a sink may join Z, and some statistics carry gradients."""
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
 
     @property
     def simplest(self) -> Choice:
-        """The same map under its simplest name: "entmax(alpha=1)" is "softmax"."""
+        """This choice, or "softmax" where its parameter makes it softmax, as "entmax(alpha=1)"."""
         parameter = self.normalizer.parameter
         known = parameter is not None and self.theta is not None and self.theta == parameter.softmax_at
         return get("softmax") if known else self
@@ -179,12 +179,12 @@ def names() -> list[str]:
 
 
 def generation() -> int:
-    """How often a normaliser was found: what is kept by name is out of date when this has changed."""
+    """Number of normalisers found so far; caches by name are out of date when it has changed."""
     return len(_discoveries)
 
 
 def file_of(name: str) -> Path:
-    """Where the normaliser of this name was found, whatever its file is called."""
+    """The file that defines the normaliser of this name."""
     return _files[get(name).name]
 
 

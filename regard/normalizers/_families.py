@@ -99,7 +99,7 @@ class Ratio(Normalizer):
 
     @property
     def proportional(self) -> bool:
-        """Do u and Z grow in proportion to the scores? Then a factor common to all of them changes no weight."""
+        """True if u and Z grow in proportion to the scores: a factor common to all of them changes no weight."""
         e, y, c = np.ones(5), np.linspace(-2.0, 2.0, 5), np.ones(5)
         sides = [speak(side) for side in (self.numerator, self.denominator)]
         linear = all(np.allclose(side(e, 3.0 * y, c), 3.0 * side(e, y, c)) for side in sides)
@@ -107,7 +107,7 @@ class Ratio(Normalizer):
 
     @functools.cached_property
     def differs(self) -> bool:
-        """Are u and v functions of e − c? Then e^y − 1, told without cancellation, may stand for e beside c = 0."""
+        """True if u and v are functions of e − c: e^y − 1 without cancellation may stand for e beside c = 0."""
         e, y, c = np.linspace(0.0, 2.0, 5), np.linspace(-2.0, 2.0, 5), np.ones(5)
         sides = [speak(side) for side in (self.numerator, self.denominator)]
         moves = not np.allclose(sides[0](e, y, c), sides[0](e, y, 0.0 * c))
@@ -168,7 +168,7 @@ class Threshold(Normalizer):
 
     @functools.cached_property
     def is_power(self) -> bool:
-        """Is value(t) = t^(1/gain) and slope(t) = value(t)/t, whatever the parameter? Then Newton has a better step."""
+        """True if value(t) = t^(1/gain) and slope(t) = value(t)/t for every parameter: Newton has a better step."""
         t = np.linspace(0.1, 1.0, 10)
         for theta in self._fused_thetas():
             power = t ** (1.0 / speak(self.gain)(theta or 0.0))

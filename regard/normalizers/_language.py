@@ -75,7 +75,7 @@ def callees(function: Any) -> dict[str, Any]:
 
 
 def speak(function: Any, words: Any = numpy_words) -> FunctionType:
-    """The same function with `tl` replaced by another dialect, `words`.
+    """Translate a tile function to another dialect: `tl` is replaced by `words`.
 
     >>> from regard.normalizers._language import speak
     >>> from regard.normalizers.sigmoid import value

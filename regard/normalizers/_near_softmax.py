@@ -26,7 +26,7 @@ def solve(scores, visible, alpha):
 
 
 def value(scores, visible, alpha):
-    """The same weights where nobody will differentiate them, at a fraction of the time."""
+    """Weights without derivatives, at a fraction of the time that `solve` takes."""
     if scores.shape[-1] == 0:
         return scores * 1.0
     s, seen, bad, k = _prepared(scores, visible, alpha)
@@ -79,6 +79,6 @@ def _log1p_ratio(w):
 
 
 def _log1p_quotient(w):
-    """The same without the derivatives at 0."""
+    """log1p(x)/x without derivatives at 0."""
     zero = w == 0
     return torch.where(zero, 1.0, torch.log1p(w) / w.masked_fill(zero, 1.0))

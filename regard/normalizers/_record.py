@@ -1,4 +1,4 @@
-"""What a normaliser is: a record that checks its own mathematics when it is made, and the number that it may take."""
+"""`Normalizer`, a record that checks its own mathematics when it is made, and `Parameter`, the number it may take."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Parameter:
 
     @property
     def fused_around(self) -> list[float]:
-        """The same of those that the tile functions serve."""
+        """The default and other parameters that the tile functions serve, without the one that is softmax."""
         found = self._within(max(self.low, self.fused_low), min(self.high, self.fused_high))
         return [value for value in found if value != self.softmax_at]
 

@@ -101,7 +101,7 @@ def reference(scores, visible, theta):
 
 
 def series(scores, visible, alpha):
-    """The same for α < NEAR where nobody will differentiate it, without 1/(α−1)."""
+    """Weights for α < NEAR without derivatives and without 1/(α−1)."""
     if isinstance(alpha, torch.Tensor) and alpha.device.type == "cpu" and bool((alpha == 1.0).all()):  # costs no sync
         return softmax.reference(scores, visible, None)
     return _near_softmax.value(scores, visible, alpha)

@@ -131,7 +131,7 @@ def of_weights(
 
 
 def _of_shown(p: Tensor, seen: Tensor, choice, rows: Tensor) -> dict[str, Tensor]:
-    """What weights (…, Lq, n) alone tell, 0 where no key is seen; rows with a NaN are NaN."""
+    """Statistics that follow from weights (…, Lq, n) alone: 0 in empty rows, NaN in rows with a NaN."""
     mass = p.sum(-1, keepdim=True)
     share = p / torch.where(mass > 0, mass, 1.0)
     entropy = torch.xlogy(share, share.where(share > 0, 1.0)).sum(-1)
@@ -158,7 +158,7 @@ def _of_shown(p: Tensor, seen: Tensor, choice, rows: Tensor) -> dict[str, Tensor
 
 
 def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, names, dtype) -> Statistics:
-    """The same of maps whose sums do not tell them: from the weights themselves, with no care for nearly one-hot rows.
+    """Statistics from the weights by definition, for maps whose sums do not give them; imprecise near one-hot rows.
 
     Nothing here carries a gradient.
     """

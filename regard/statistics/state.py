@@ -109,7 +109,7 @@ class State:
         return State(**merged)
 
     def _moved(self, top: Tensor, shift: Tensor, terms: Terms) -> State:
-        """The same keys told in another shift, with another maximum to leave out."""
+        """The state of the same keys relative to another shift, with another maximum left out."""
         changes = {}
         if terms.family == "ratio":
             offset = (self.shift - shift).masked_fill(self.n == 0, 0.0)

@@ -1,4 +1,4 @@
-"""What a key adds to a row's sums, u, v, u′ and their products, and the shift that they are told in."""
+"""`Terms`, what a key adds to a row's sums (u, v, u′ and their products), and the shift they are relative to."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Terms:
         return u, u, tile["slope"](s, self.theta).to(s.dtype), torch.zeros_like(u)
 
     def above(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same of a threshold map's t = gain·s − τ."""
+        """(u, v, u′, cross) of a threshold map's t = gain·s − τ."""
         u, du = (self.tile[name](t, self.theta).to(t.dtype) for name in ("value", "slope"))
         return u, u, du, du * du
 
     def of_weights(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same of a threshold map's weights, where τ is too coarse to tell them."""
+        """(u, v, u′, cross) from a threshold map's weights, where τ is too coarse."""
         slope = self.choice.reference_slope or speak(self.choice.slope_of_weight, torch_words)
         du = slope(p, self.theta).to(p.dtype)
         return p, p, du, du * du
 
     def ratio(self, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same of a ratio's scores, e = exp(s − m) and c = exp(−m)."""
+        """(u, v, u′, cross) of a ratio's scores, with e = exp(s − m) and c = exp(−m)."""
         du, dv = (self.tile[name](e, s, c).to(s.dtype) for name in ("numerator_slope", "denominator_slope"))
         if self.choice.differs:  # e − c = (e^s − 1)·c, without cancellation near 0
             near = s.abs() < 1.0
@@ -55,12 +55,12 @@ class Terms:
         return u, v, du, dv * u
 
     def weighs(self, s: Tensor, u: Tensor) -> Tensor:
-        """Whether u > 0 in exact arithmetic: of a ratio, where u rises, however small exp(s − m) is."""
+        """True where u > 0 in exact arithmetic: of a ratio, where u rises, however small exp(s − m) is."""
         one = torch.ones_like(s)
         return (self.tile["numerator_slope"](one, s, one) if self.family == "ratio" else u) > 0
 
     def outlasts(self, below: Tensor, p: Tensor) -> Tensor:
-        """The same of a threshold map's weights, which may underflow before t = gain·(s − max) + t_max is 0."""
+        """True where a threshold map's weight is positive in exact arithmetic, though it may underflow."""
         excess = self.choice.reference_excess
         if excess is None or p.shape[-1] == 0:
             return p > 0
@@ -75,7 +75,7 @@ class Terms:
 
 
 def solve_shift(scores: Tensor, visible: Tensor, choice, theta=None) -> Tensor:
-    """What the whole row must tell its parts before they are summed: the shift m (ratio) or τ (threshold), (…, 1).
+    """Solve the shift m (ratio) or τ (threshold) of whole rows, (…, 1), which their parts share.
 
     Threshold maps are solved in (α−1)·s. Pointwise maps need nothing (0).
     """

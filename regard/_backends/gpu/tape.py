@@ -159,12 +159,12 @@ class _Descriptor:
 
 
 def is_aligned(tensors: Sequence[Tensor | None]) -> Hashable:
-    """Which of the tensors begin at a multiple of 16 bytes."""
+    """Return, per tensor, whether it begins at a multiple of 16 bytes; None where there is none."""
     return tuple([None if x is None else x.data_ptr() % 16 == 0 for x in tensors])
 
 
 def key_of(tensors: Sequence[Tensor | None]) -> Hashable:
-    """What a call's tensors are to a kernel: shapes, strides, dtypes, alignment."""
+    """Return what a kernel is chosen by of a call's tensors: shapes, strides, dtypes, alignment, device."""
     return tuple(
         [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0, x.device) for x in tensors]
     )

@@ -37,10 +37,10 @@ def __getattr__(name: str):
         from regard import health
 
         return getattr(health, name)
-    if name == "parallel":
-        import regard.parallel
+    if name in ("health", "lab", "parallel"):
+        import importlib
 
-        return regard.parallel
+        return importlib.import_module(f"regard.{name}")
     if name == "qk_clip":
         from regard.health.qk_clip import qk_clip
 

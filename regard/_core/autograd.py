@@ -18,6 +18,7 @@ from torch import Tensor
 from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
+BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
 LEARNED = {"bias": 3, "temperature": 5, "sink": 6}  # optional inputs that may have gradients: places in TENSORS
 
 
@@ -43,6 +44,8 @@ class FusedAttention(torch.autograd.Function):
             return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
         problem = ctx.options.with_tensors(tensors)
         wants = [name for name, place in LEARNED.items() if needs[place]]
+        if is_batched(do) or is_batched(dstats):
+            return None, None, *_batched_gradients(ctx, kept, do, dstats, wants)
         upstream = make_upstream(problem, torch.zeros_like(saved.o) if do is None else do, dstats, wants)
         grads = ctx.backend.backward(problem, saved, upstream)
         found: list[Tensor | None] = [None] * len(TENSORS)
@@ -50,6 +53,25 @@ class FusedAttention(torch.autograd.Function):
         for name in wants:
             found[LEARNED[name]] = fit_gradient(grads, name, tensors[LEARNED[name]])
         return None, None, *found
+
+
+def is_batched(x: Tensor | None) -> bool:
+    """True for a gradient that `torch.autograd.grad(is_grads_batched=True)` maps over."""
+    return x is not None and torch._C._dispatch_keys(x).has(BATCHED)
+
+
+def _batched_gradients(ctx: Any, kept: Sequence[Tensor | None], do, dstats, wants: list[str]) -> list[Tensor | None]:
+    """Gradients by the custom op, which can be mapped over; kernels cannot."""
+    from regard._core import ops
+
+    backend = {module: name for name, module in ops.backends.ATTENTION.items()}[ctx.backend.__name__]
+    tensors, saved = kept[: len(TENSORS)], kept[len(TENSORS) :]
+    do = torch.zeros_like(saved[0]) if do is None else do
+    grads = ops.attention_backward(do, dstats, *saved, *tensors, *ctx.options.flatten(), backend, ",".join(wants))
+    found: list[Tensor | None] = [*grads[:3], *[None] * (len(TENSORS) - 3)]
+    for (name, place), gradient in zip(LEARNED.items(), grads[3:], strict=True):
+        found[place] = gradient if name in wants else None
+    return found
 
 
 def make_upstream(problem: Problem, do: Tensor, dstats: Tensor | None, wants: Sequence[str]) -> Upstream:

@@ -30,8 +30,8 @@ from regard._core.problem import Kind, Problem
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
-MOST = 1024  # kinds of calls that are kept
-NUMBER = (float, int, type(None))
+MAX_PLANS = 1024
+NUMBER_OR_NONE = (float, int, type(None))
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 plans: dict[Hashable, Plan] = {}
 
@@ -43,12 +43,14 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
         type(q) is type(k) is type(v) is Tensor
         and options.attn_mask is options.sink is options.key_lengths is None
         and type(causal) is type(gqa) is bool
-        and type(dropout_p) in NUMBER
-        and (type(scale) in NUMBER or type(scale) is str)
-        and type(temperature) in NUMBER
-        and type(softcap) in NUMBER
+        and type(dropout_p) in NUMBER_OR_NONE
+        and (type(scale) in NUMBER_OR_NONE or type(scale) is str)
+        and type(temperature) in NUMBER_OR_NONE
+        and type(softcap) in NUMBER_OR_NONE
         and type(normalizer) is str
-        and (type(stats) is bool or type(stats) is tuple or type(stats) is str)
+        and (type(stats) is bool or type(stats) is str or (type(stats) is tuple and all(type(x) is str for x in stats)))
+        and (window is None or (type(window) is tuple and all(type(side) in (int, type(None)) for side in window)))
+        and (backend is None or type(backend) is str)
         and is_plain_eager()
         and q.layout is k.layout is v.layout is torch.strided
     ):
@@ -58,10 +60,10 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
         return None
     if torch.is_autocast_enabled(device.type) and q.dtype != torch.get_autocast_dtype(device.type):
         return None
-    window = tuple(window) if type(window) is list else window
     same = q.dtype is k.dtype is v.dtype and device == k.device == v.device
     shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    scalars = causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    scalars = causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend, deterministic
     return (shapes, q.dtype, device, dropout_p, *scalars, normalizers.generation()) if same else None
 
 
@@ -69,7 +71,7 @@ def keep_plan(key: Hashable, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Non
     """Keep a plan for calls like this one, if one can be made."""
     plan = make_plan(q, k, v, call)
     if plan is not None:
-        if len(plans) >= MOST:
+        if len(plans) >= MAX_PLANS:
             plans.clear()
         plans[key] = plan
 

@@ -55,14 +55,20 @@ class Statistics(MutableMapping):
         return stats
 
     def __getitem__(self, name: str) -> Tensor:
-        found = self._values.get(name)
-        if found is None:
+        if name not in self._values:
             if self._stacked is None or name not in self._names:
                 raise KeyError(name)
             stacked, order, carries = self._stacked
-            found = stacked[order.index(name)]
-            self._values[name] = found = found if name in carries else found.detach()
-        return found
+            if name in carries and stacked.requires_grad and not torch.is_grad_enabled():
+                with (
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                ):  # kept for later, when its gradient may be wanted
+                    self._values[name] = stacked[order.index(name)]
+            else:
+                found = stacked[order.index(name)]
+                self._values[name] = found if name in carries else found.detach()
+        return self._values[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._values[name] = value

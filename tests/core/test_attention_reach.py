@@ -343,3 +343,34 @@ def test_a_graph_compiled_outside_of_forward_mode_loses_no_tangent_in_silence():
         assert torch.equal(compiled(q), function(q))
         with forward.dual_level(), pytest.raises(NotImplementedError, match="carry no tangents"):
             compiled(forward.make_dual(q, q.cos()))
+
+
+@pytest.mark.parametrize("name", ["softmax1", "sparsemax"])
+def test_batched_gradients_of_an_eager_call(name):
+    q, k, v = qkv(1, 2, 6, 4)
+    out = regard.attention(q, k, v, normalizer=name)
+    many = torch.stack([torch.ones_like(out), torch.randn_like(out)])
+    batched = torch.autograd.grad(out, q, many, is_grads_batched=True, retain_graph=True)[0]
+    for one, upstream in zip(batched, many, strict=True):
+        assert torch.allclose(one, torch.autograd.grad(out, q, upstream, retain_graph=True)[0], atol=1e-6)
+
+
+def test_a_statistic_read_without_gradients_keeps_its_own():
+    q, k, v = qkv(1, 2, 6, 4)
+    _, stats = regard.attention(q, k, v, return_stats=True)
+    with torch.no_grad():
+        repr(stats)
+    assert torch.autograd.grad(stats.entropy.sum(), q)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(window=([1], 2)), dict(backend=["cpu"]), dict(return_stats=(["mass"],)), dict(window=(1.0, 0))],
+    ids=str,
+)
+def test_nonsense_is_refused_before_and_after_a_plan(options):
+    q, k, v = (x.detach() for x in qkv(1, 2, 6, 4))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            regard.attention(q, k, v, **options)
+        regard.attention(q, k, v, window=(1, 0))

@@ -112,8 +112,11 @@ def recording(recorder: Any) -> Iterator[Callable[[], int]]:
 
     seen: list[int] = []
 
+    thread = threading.get_ident()
+
     def count(metadata: Any) -> None:
-        seen.append(1)
+        if threading.get_ident() == thread:
+            seen.append(1)
 
     hooks = knobs.runtime.launch_enter_hook
     hooks.add(count)

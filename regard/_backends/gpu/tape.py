@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard._backends.gpu import launcher
 
-MOST = 512  # tapes that are kept
+MAX_TAPES = 512
 UNSEEN, SEEN = object(), object()
 _tapes: dict[Hashable, Any] = {}  # a Tape, SEEN, or None for a call that has none
 
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[Step] = []
         self.kept = list(inputs)  # every tensor, so that no id is used twice
-        self.aliases: list[Tensor] = []
+        self.aliases: list[Tensor] = []  # kept alive, so that no id is used twice
         self.places = {id(x): place for place, x in enumerate(inputs) if x is not None}
         self.launches, self.failed = 0, False
 
@@ -158,7 +158,7 @@ class _Descriptor:
         return made
 
 
-def is_aligned(tensors: Sequence[Tensor | None]) -> Hashable:
+def alignment_of(tensors: Sequence[Tensor | None]) -> Hashable:
     """Return, per tensor, whether it begins at a multiple of 16 bytes; None where there is none."""
     return tuple([None if x is None else x.data_ptr() % 16 == 0 for x in tensors])
 
@@ -172,13 +172,16 @@ def key_of(tensors: Sequence[Tensor | None]) -> Hashable:
 
 def run(key: Hashable, inputs: Sequence[Tensor | None], compute: Callable[[], tuple]) -> tuple:
     """compute(), or a replay of what it did under the same key, which covers options and `key_of(inputs)`."""
+    given = [id(x) for x in inputs if x is not None]
+    if len(set(given)) < len(given):  # one tensor in two places: its slot would be ambiguous
+        return compute()
     tape = _tapes.get(key, UNSEEN)
     if type(tape) is Tape:
         return tape.replay(inputs)
     if tape is None or launcher.recorder() is not None or torch._C._len_torch_dispatch_stack():
         return compute()
     if tape is UNSEEN:  # the first call compiles, the second is recorded
-        if len(_tapes) >= MOST:
+        if len(_tapes) >= MAX_TAPES:
             _tapes.clear()
         _tapes[key] = SEEN
         return compute()

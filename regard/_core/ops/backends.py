@@ -47,6 +47,7 @@ def is_plain_eager() -> bool:
     """True if nothing records or rewrites calls: no compiler, mode, torch.func transform or forward-mode level."""
     return not (
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -39,7 +39,7 @@ def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
             return Forward(*compute())
         inputs = (*tensors_of(problem), o)
         if problem.kind is not None and o is None:
-            key: Hashable = ("forward", problem.kind, problem.stats, tape.is_aligned(inputs[:3]))
+            key: Hashable = ("forward", problem.kind, problem.stats, tape.alignment_of(inputs[:3]))
         else:
             key = "forward", options_of(problem), tape.key_of(inputs)
         return Forward(*tape.run(key, inputs, compute))
@@ -79,7 +79,8 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         wants = upstream.bias, upstream.temperature, upstream.sink, tuple(upstream.stats)
         saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
         inputs = (*tensors_of(problem), *saved)
-        key = "backward", options_of(problem), wants, tape.key_of(inputs)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        key = "backward", options_of(problem), wants, deterministic, tape.key_of(inputs)
         return Gradients(*tape.run(key, inputs, compute))
 
 
@@ -90,8 +91,6 @@ def _has_tape(p: Problem) -> bool:
 
 def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     do, family = upstream.o, p.choice.family
-    if forward.o.numel() and p.k.shape[-2] and cudnn.why_not(p, bool(upstream.stats)) is None:
-        return cudnn.backward(p, forward, upstream)
     shape, like = p.q.shape[:-1], dict(dtype=p.accumulator, device=p.q.device)
     grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
     if upstream.temperature and p.temperature is not None:

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._core.device import has_bulk_copies
@@ -35,7 +36,14 @@ def why_not(p: Problem, has_statistics: bool) -> str | None:
         return "causal order over another number of keys"
     if p.q.shape[-1] % 8 or p.v.shape[-1] % 8 or max(p.q.shape[-1], p.v.shape[-1]) > WIDEST:
         return f"head width {max(p.q.shape[-1], p.v.shape[-1])} (multiples of 8 up to {WIDEST})"
-    return "torch.use_deterministic_algorithms" if torch.are_deterministic_algorithms_enabled() else None
+    return (
+        None if _is_allowed_by_torch(p) else "torch's rules for cuDNN (a setting, a layout, deterministic algorithms)"
+    )
+
+
+def _is_allowed_by_torch(p: Problem) -> bool:
+    """True if torch's own sdpa would let cuDNN compute this call."""
+    return can_use_cudnn_attention(SDPAParams(p.q, p.k, p.v, None, 0.0, p.causal, p.q.shape[1] != p.k.shape[1]))
 
 
 def supports(call: BackwardCall) -> str | None:

@@ -60,7 +60,7 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._dispatch_keys(x).has(BATCHED)
 
 
-def _batched_gradients(ctx: Any, kept: Sequence[Tensor | None], do, dstats, wants: list[str]) -> list[Tensor | None]:
+def _batched_gradients(ctx: Any, kept: Sequence[Any], do, dstats, wants: list[str]) -> list[Tensor | None]:
     """Gradients by the custom op, which can be mapped over; kernels cannot."""
     from regard._core import ops
 

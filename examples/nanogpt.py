@@ -73,8 +73,7 @@ def main(args):
             optimizer.step()
             if iter_num % args.log_interval == 0:
                 entropy = [row["entropy_ratio"] for row in rows if row["step"] == iter_num + 1]
-                lowest = f"lowest entropy ratio of {len(entropy)} heads {min(entropy):.2f}"
-                print(f"iter {iter_num}: loss {loss:.3f}, {lowest}")
+                print(f"iter {iter_num}: loss {loss:.3f}, min entropy ratio of {len(entropy)} heads {min(entropy):.2f}")
         batch = get_batch(64)
         swapped = model(*batch).item()
     print(f"loss {swapped:.3f} with {args.normalizer}, {model(*batch).item():.3f} with the model's own softmax")

@@ -102,8 +102,7 @@ def attention(
         scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor (Hq,) or (Hq, 1, 1).
         normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
         temperature: a positive number, a tensor that broadcasts to (…, Hq, Lq, 1), or a policy of `regard.temperature`.
-            Rows whose logits s/T overflow, or nearly, weigh as T → 0 does on the CPU; their `max_logit`, `mean_logit`
-            and `logsumexp` are those of a larger T. On a GPU rows whose logits overflow are NaN.
+            A number must lie between 1e-20 and 1e20. Rows whose logits s/T overflow may be NaN.
         softcap: c in c·tanh(x/c), before bias and temperature.
         sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.

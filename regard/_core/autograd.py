@@ -68,6 +68,11 @@ def _batched_gradients(ctx: Any, kept: Sequence[Any], do, dstats, wants: list[st
     tensors, saved = kept[: len(TENSORS)], kept[len(TENSORS) :]
     do = torch.zeros_like(saved[0]) if do is None else do
     grads = ops.attention_backward(do, dstats, *saved, *tensors, *ctx.options.flatten(), backend, ",".join(wants))
+    return place_gradients(grads, wants)
+
+
+def place_gradients(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:
+    """What `regard::attention_backward` returned, in the order of `TENSORS`; None for inputs that want no gradient."""
     found: list[Tensor | None] = [*grads[:3], *[None] * (len(TENSORS) - 3)]
     for (name, place), gradient in zip(LEARNED.items(), grads[3:], strict=True):
         found[place] = gradient if name in wants else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from regard._core.autograd import LEARNED, differentiable_gradients, fit_gradient, make_upstream
+from regard._core.autograd import LEARNED, differentiable_gradients, fit_gradient, make_upstream, place_gradients
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
 from regard._core.problem import TENSORS, Forward, unflatten
@@ -132,10 +132,7 @@ def _backward(ctx, do, dshift, dz, dstats):
     wants = [name for name, place in LEARNED.items() if needs[place]]
     do = torch.zeros_like(saved[0]) if do is None else do
     grads = attention_backward(do, dstats, *saved, *tensors, *ctx.options, ",".join(wants))
-    found = [*grads[:3], *[None] * (COUNT - 3)]
-    for (name, place), gradient in zip(LEARNED.items(), grads[3:], strict=True):
-        found[place] = gradient if name in wants else None
-    return *found, *rest
+    return *place_gradients(grads, wants), *rest
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -87,6 +87,7 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
         (problem.temperature is not None or policy is not None, "a temperature per query"),
         (masked and problem.causal, "a mask beside causal order"),
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),
+        (problem.key_lengths is not None and problem.q.is_cuda and not problem.dropout_p, "key lengths"),
         (problem.scale <= 0 and problem.causal, "a scale that is not positive beside causal order"),  # NaN on a CPU
         (problem.key_lengths is not None and problem.bias is not None, "key lengths beside a bias"),
         (_is_wider(problem.bias, problem.q), "a bias of more digits than the queries"),

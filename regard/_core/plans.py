@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
@@ -103,7 +104,8 @@ def _torch_plan(problem: Problem) -> Plan:
     few = problem.k.shape[2] < 16 and problem.q.device.type == "cpu"
     if problem.q.is_cuda and has_bulk_copies(problem.q.device):
         given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, grouped)
-        if can_use_cudnn_attention(given):
+        chosen = torch._fused_sdp_choice(problem.q, problem.k, problem.v, None, 0.0, problem.causal, enable_gqa=grouped)
+        if chosen != SDPBackend.CUDNN_ATTENTION.value and can_use_cudnn_attention(given):
             attend = partial(_attend_by_cudnn, problem.causal, problem.scale)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Choosing a kernel, its blocks and its descriptors costs the host more than a small kernel runs. All of that follows from
 shapes, strides, dtypes, alignments and options, so that a second call of the same kind can repeat what the first one
-did, on its own tensors: a replay is a loop over torch ops and launches, with no Python logic in between.
+did, on its own tensors: a replay is a Python function of torch ops and launches, written when the call is recorded.
 
     first call    run(inputs) under a `Recorder`: a dispatch mode sees torch's ops, `launcher.launch` reports kernels
     later calls   tape.replay(inputs)
@@ -43,52 +43,45 @@ class Step(NamedTuple):
     """One torch op or kernel launch, and the slots that its results go to."""
 
     call: Callable
-    arguments: list  # with None where `filled` says what goes there
-    filled: list[tuple[int, Any]]
+    arguments: Sequence  # constants, slots and nested ones
     options: dict
     results: tuple[int, ...]
-
-    @classmethod
-    def of(cls, call: Callable, arguments: Sequence, options: dict, results: tuple[int, ...]) -> Step:
-        """A step whose arguments hold slots here and there."""
-        places = [at for at, x in enumerate(arguments) if type(x) in (Slot, Nested)]
-        constants = [None if at in places else x for at, x in enumerate(arguments)]
-        return cls(call, constants, [(at, arguments[at]) for at in places], options, results)
+    returns_one: bool  # a tensor, and not a tuple of them
 
 
 class Tape:
-    """The steps of a call, and what it returned in terms of slots."""
+    """The steps of a call and what it returned, compiled to a Python function without loops."""
 
-    def __init__(self, steps: list[Step], slots: int, result: tuple) -> None:
-        self.steps, self.slots, self.result = steps, slots, result
-
-    def replay(self, inputs: Sequence[Tensor | None]) -> tuple:
-        """Run the steps on other tensors of the same kind."""
-        slots: list[Any] = [*inputs, *[None] * (self.slots - len(inputs))]
-        for call, arguments, filled, options, results in self.steps:
-            if filled:
-                arguments = arguments.copy()
-                for at, x in filled:
-                    arguments[at] = slots[x[0]] if type(x) is Slot else _fill(x, slots)
-            found = call(*arguments, **options) if options else call(*arguments)
-            if not results:
-                continue
-            if len(results) == 1:
-                slots[results[0]] = found[0] if type(found) in (tuple, list) else found
-            else:
-                for place, x in zip(results, found, strict=True):
-                    slots[place] = x
-        return tuple([_fill(x, slots) for x in self.result])
+    def __init__(self, steps: list[Step], inputs: int, result: tuple) -> None:
+        self.source, self._names = _write_source(steps, inputs, result)
+        exec(compile(self.source, "<tape>", "exec"), self._names)  # the text is ours alone
+        self.replay: Callable[[Sequence[Tensor | None]], tuple] = self._names["replay"]
 
 
-def _fill(x: Any, slots: list) -> Any:
-    """Put tensors where an argument has slots."""
-    kind = type(x)
-    if kind is Slot:
-        return slots[x.index]
-    if kind is Nested:
-        return x.kind([_fill(part, slots) for part in x.parts])
-    return x
+def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, dict[str, Any]]:
+    """The text of `replay(inputs)`, and the constants that it names."""
+    names: dict[str, Any] = {}
+
+    def name(x: Any) -> str:
+        names[f"c{len(names)}"] = x
+        return f"c{len(names) - 1}"
+
+    def write(x: Any) -> str:
+        if type(x) is Slot:
+            return f"s{x.index}"
+        if type(x) is Nested:
+            parts = "".join(write(part) + ", " for part in x.parts)
+            return f"({parts})" if x.kind is tuple else f"[{parts}]" if x.kind is list else f"{name(x.kind)}(({parts}))"
+        return repr(x) if x is None or type(x) in (bool, int) else name(x)
+
+    lines = ["def replay(inputs):", "    " + "".join(f"s{place}, " for place in range(inputs)) + "= inputs"]
+    for call, arguments, options, results, returns_one in steps:
+        given = [*map(write, arguments), *([f"**{name(options)}"] if options else [])]
+        targets = "".join(f"s{place}, " for place in results)
+        equals = "" if not results else f"s{results[0]} = " if returns_one else f"{targets}= "
+        lines.append(f"    {equals}{name(call)}({', '.join(given)})")
+    lines.append("    return " + write(Nested(tuple, result)))
+    return "\n".join(lines), names
 
 
 class Recorder(TorchDispatchMode):
@@ -115,14 +108,15 @@ class Recorder(TorchDispatchMode):
             self.failed = True
         else:
             call = torch.empty if func is torch.ops.aten.empty.memory_format else func
-            self.steps.append(Step.of(call, arguments, kwargs, tuple(map(self.place_of, results))))
+            one = not isinstance(found, (tuple, list))
+            self.steps.append(Step(call, arguments, kwargs, tuple(map(self.place_of, results)), one))
         return found
 
     def record_launch(self, compiled: Any, programs: int, arguments: tuple, constants: tuple) -> None:
         """Write down the launch of a compiled kernel."""
         self.launches += 1
         described = (*[self.describe(x) for x in arguments], *constants)
-        self.steps.append(Step.of(launcher.prepare(compiled, programs), described, {}, ()))
+        self.steps.append(Step(launcher.prepare(compiled, programs), described, {}, (), True))
 
     def place_of(self, x: Tensor) -> int:
         """The slot of a tensor, a new one if it is new."""
@@ -134,7 +128,10 @@ class Recorder(TorchDispatchMode):
     def describe(self, x: Any) -> Any:
         """An argument with slots in place of the call's tensors; what holds none stays as it is."""
         if isinstance(x, Tensor):
-            return Slot(self.places[id(x)]) if id(x) in self.places else x
+            if id(x) not in self.places:  # made where no op was seen: another call's would be another tensor
+                self.failed = True
+                return x
+            return Slot(self.places[id(x)])
         if isinstance(x, (tuple, list)):
             parts = tuple(self.describe(part) for part in x)
             if not any(type(part) in (Slot, Nested) for part in parts):
@@ -151,7 +148,7 @@ class _Descriptor:
     def __init__(self, prototype: Any) -> None:
         self.kind, self.fields = type(prototype), {**vars(prototype), "base": None}
 
-    def __call__(self, parts: list) -> Any:
+    def __call__(self, parts: tuple) -> Any:
         made = object.__new__(self.kind)
         made.__dict__.update(self.fields)
         made.__dict__["base"] = parts[0]
@@ -195,7 +192,6 @@ def _record(inputs: Sequence[Tensor | None], compute: Callable[[], tuple]) -> tu
     with launcher.recording(recorder) as count, recorder:
         result = compute()
     described = tuple(recorder.describe(x) for x in result)
-    unseen = any(isinstance(x, Tensor) for x in described)  # a tensor that was made where no op was seen
-    if recorder.failed or unseen or count() != recorder.launches:
+    if recorder.failed or count() != recorder.launches:
         return result, None
-    return result, Tape(recorder.steps, len(recorder.kept), described)
+    return result, Tape(recorder.steps, len(inputs), described)

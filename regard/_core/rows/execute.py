@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from regard import normalizers
 from regard._core import ops
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ROWS, backend_module, is_plain_eager
@@ -18,6 +20,7 @@ from regard._core.rows.validation import (
     check_device,
     check_dim,
     check_mask,
+    check_scores,
     check_temperature,
     check_theta,
     choose_rows_backend,
@@ -27,15 +30,41 @@ from regard._core.rows.validation import (
 )
 from regard.normalizers import Choice
 
+MAX_PLANS = 1024
+plans: dict[Hashable, Callable[[Tensor], Tensor]] = {}
+
+
+def run_named(scores, spec, dim, temperature, mask, backend, name: str) -> Tensor:
+    """p = normaliser(scores / temperature) along `dim`; calls of a kind that was seen go to their kernel at once."""
+    key = None
+    numbers = type(dim) is int and type(temperature) in (float, int)
+    if mask is backend is None and numbers and type(spec) is str and _has_plan(scores):
+        device, records = scores.device, scores.requires_grad and torch.is_grad_enabled()
+        kind = scores.shape, scores.stride(), scores.dtype, device, records, torch.is_autocast_enabled(device.type)
+        key = (spec, dim, temperature, *kind, normalizers.generation())
+        plan = plans.get(key)
+        if plan is not None:
+            return plan(scores)
+    check_scores(scores, name)
+    choice = normalizers.get(spec)
+    if key is not None and _is_simple(scores, choice, dim, temperature):
+        module = _row_module(scores.device.type)
+        if module is not None:
+            if len(plans) >= MAX_PLANS:
+                plans.clear()
+            plans[key] = plan = module.plan(choice, 1.0 / temperature)
+            return plan(scores)
+    return run(scores, choice, None, dim, temperature, mask, backend)
+
+
+def _has_plan(scores: Tensor) -> bool:
+    """True for a plain dense tensor on a device with kernels, where nothing records or rewrites calls."""
+    dense = type(scores) is Tensor and scores.layout is torch.strided and not scores.is_nested
+    return dense and (scores.is_cuda or scores.is_cpu) and is_plain_eager()
+
 
 def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
     """p = normaliser(scores / temperature) along `dim`, every argument but the scores still unchecked."""
-    if mask is theta is backend is None and _is_simple(scores, choice, dim, temperature):
-        module = _row_module(scores.device.type)
-        if module is not None:
-            columns = scores.shape[-1]
-            flat = scores.reshape(-1, columns).contiguous()
-            return module.forward(flat, choice, None, None, 1.0 / temperature)[0].view(scores.shape)
     dim = check_dim(scores, dim)
     t = check_temperature(temperature)
     backend = choose_rows_backend(scores.device, backend)
@@ -68,18 +97,14 @@ def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
     """True for a call that goes to its kernel as it is: the last dimension, a plain temperature, no gradient."""
     parameter = choice.normalizer.parameter
     return (
-        type(dim) is int
-        and (dim == -1 or dim == scores.ndim - 1)
-        and type(temperature) in (float, int)
+        (dim == -1 or dim == scores.ndim - 1)
         and 1e-6 < temperature < 1e6
-        and type(scores) is Tensor
         and scores.ndim > 0
         and scores.numel() > 0
         and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention
         and (parameter is None or choice.theta is None or choice.theta >= parameter.wide_below)
         and not choice.scale_free
-        and is_plain_eager()
         and not is_autocast(scores)
     )
 

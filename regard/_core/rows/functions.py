@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard import normalizers
 from regard._core.dtypes import accumulator
-from regard._core.rows.execute import run
+from regard._core.rows.execute import run, run_named
 from regard._core.rows.log_softmax import log_softmax as log_softmax
 from regard._core.rows.log_softmax import logsumexp as logsumexp
 from regard._core.rows.temperature_limits import divide_visible
@@ -51,9 +51,7 @@ def normalize(
         TypeError: An argument has the wrong type or dtype.
         ValueError: A name is unknown, a shape does not fit, or a number lies outside its range.
     """
-    check_scores(scores)
-    choice = normalizers.get(normalizer)
-    return run(scores, choice, None, dim, temperature, mask, backend)
+    return run_named(scores, normalizer, dim, temperature, mask, backend, "scores")
 
 
 def softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -264,5 +262,4 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
 
 
 def _named(z, name: str, dim, temperature, mask) -> Tensor:
-    check_scores(z, "z")
-    return run(z, normalizers.get(name), None, dim, temperature, mask, None)
+    return run_named(z, name, dim, temperature, mask, None, "z")

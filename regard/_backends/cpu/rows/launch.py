@@ -46,6 +46,15 @@ def forward(
     return p, state
 
 
+def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
+    """A function that gives p = normaliser(scale·s) for tensors s [..., N]."""
+
+    def normalize(s: Tensor) -> Tensor:
+        return forward(s.reshape(-1, s.shape[-1]).contiguous(), choice, None, None, scale)[0].view(s.shape)
+
+    return normalize
+
+
 def backward(
     dp: Tensor,
     saved: Tensor,

@@ -9,6 +9,7 @@ Which kernel, and how a row is cut, is the table in `plan.py`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,20 +38,40 @@ def forward(
     mask: bool [R, N] of any strides, True = visible. scale: > 0; for s below float64 within 1e±30.
     """
 
-    def compute() -> tuple[Tensor, Tensor]:
-        F = _check(s, choice)
-        p = torch.empty_like(s)
-        state = torch.empty(2, len(s), dtype=accumulator(s.dtype), device=s.device)
-        if s.numel() == 0:
-            return p, state.zero_()
-        _Launch(F, "forward", s, (s, p, state), choice, theta, mask, scale).run()
-        return p, state
-
     if not s.is_cuda or s.numel() > SMALL:
-        return compute()
+        return _forward(s, choice, theta, mask, scale)
     with on_device_of(s):
         inputs = (s, theta, mask)
-        return tape.run(("rows", choice, scale, tape.key_of(inputs)), inputs, compute)
+        key = "rows", choice, scale, tape.key_of(inputs)
+        return tape.run(key, inputs, lambda: _forward(s, choice, theta, mask, scale))
+
+
+def _forward(
+    s: Tensor, choice: Choice, theta: Tensor | None, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    F = _check(s, choice)
+    p = torch.empty_like(s)
+    state = torch.empty(2, len(s), dtype=accumulator(s.dtype), device=s.device)
+    if s.numel() == 0:
+        return p, state.zero_()
+    _Launch(F, "forward", s, (s, p, state), choice, theta, mask, scale).run()
+    return p, state
+
+
+def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
+    """A function that gives p = normaliser(scale·s) for tensors s [..., N] of one shape, layout and dtype."""
+    kind = object()
+
+    def normalize(s: Tensor) -> Tensor:
+        def compute() -> tuple[Tensor]:
+            return (_forward(s.reshape(-1, s.shape[-1]).contiguous(), choice, None, None, scale)[0].view(s.shape),)
+
+        if not s.is_cuda or s.numel() > SMALL:
+            return compute()[0]
+        with on_device_of(s):
+            return tape.run((kind, s.data_ptr() % 16 == 0), (s,), compute)[0]
+
+    return normalize
 
 
 def backward(

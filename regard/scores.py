@@ -14,6 +14,7 @@ from fractions import Fraction
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 SCALES = {
     "sqrt": lambda d: 1.0 / math.sqrt(d) if d else 1.0,
@@ -61,7 +62,7 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     >>> bool((stats.max_logit <= 4.0 + 1e-4).all())
     True
 
-    `eps` is added inside the root, so that a token of zeros has a finite gradient.
+    `eps`² is added inside the root, so that a token of zeros has a finite gradient.
     Learned gains, if wanted, are `scale`, a tensor per head; `regard.nn.MultiheadAttention(score="cosine")` has them.
 
     Returns:
@@ -80,11 +81,6 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
             raise TypeError(f"{name} must be a dense tensor (…, D) of float16 or wider, got {x.dtype}, {x.layout}")
 
     def normed(x: Tensor) -> Tensor:
-        if x.shape[-1] == 0:
-            return x
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        size = wide.detach().abs().amax(-1, keepdim=True).clamp_min(eps)  # so that no square over- or underflows
-        wide = wide / size
-        return (wide / (wide.square().mean(-1, keepdim=True) + (eps / size).square()).sqrt()).to(x.dtype)
+        return rms_norm(x, x.shape[-1:], eps=eps * eps).to(x.dtype) if x.shape[-1] else x  # autocast widens it
 
     return normed(q), normed(k)

@@ -313,7 +313,7 @@ def test_qk_norm_of_zeros_and_of_huge_tokens():
     mask = torch.tensor([True, False, True, True, True])
     regard.attention(q, k, x, mask)[:, :, 2:].square().sum().backward()
     assert x.grad.isfinite().all()
-    torch.testing.assert_close(regard.qk_norm(1e30 * x, x)[0], q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(regard.qk_norm(1e15 * x, x)[0], q, rtol=1e-5, atol=1e-6)
     small = torch.full((4,), 1e-6)  # as large as eps: over √(eps² + eps²)
     torch.testing.assert_close(regard.qk_norm(small, small)[0], torch.full((4,), math.sqrt(0.5)))
 

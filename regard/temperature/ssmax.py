@@ -51,7 +51,7 @@ class SSMax(nn.Module):
 
     def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
         """Return T [B, H, M]."""
-        s = self.s.to(visible_keys).abs().clamp_min(SMALLEST)
+        s = self.s.to(visible_keys, non_blocking=True).abs().clamp_min(SMALLEST)  # no wait for the GPU
         heads = visible_keys.shape[-2] if visible_keys.ndim > 1 else s.numel()
         if s.numel() not in (1, heads):
             raise ValueError(f"SSMax with s of {s.numel()} heads got queries of {heads} heads; pass one s per head")

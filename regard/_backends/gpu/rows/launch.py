@@ -51,25 +51,35 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     F = _check(s, choice)
     p = torch.empty_like(s)
-    state = torch.empty(2, len(s), dtype=accumulator(s.dtype), device=s.device)
     if s.numel() == 0:
-        return p, state.zero_()
+        return p, torch.zeros(2, len(s), dtype=accumulator(s.dtype), device=s.device)
+    state = _empty_state(s)
     _Launch(F, "forward", s, (s, p, state), choice, theta, mask, scale).run()
     return p, state
 
 
+def _empty_state(s: Tensor) -> Tensor:
+    return torch.empty(2, s.numel() // s.shape[-1], dtype=accumulator(s.dtype), device=s.device)
+
+
 def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
     """A function that gives p = normaliser(scale·s) for tensors s [..., N] of one shape, layout and dtype."""
-    kind = object()
+    kind, kept = object(), []  # the row state is written, and read by nobody
 
     def normalize(s: Tensor) -> Tensor:
-        def compute() -> tuple[Tensor]:
-            return (_forward(s.reshape(-1, s.shape[-1]).contiguous(), choice, None, None, scale)[0].view(s.shape),)
-
+        s = s.contiguous()
         if not s.is_cuda or s.numel() > SMALL:
-            return compute()[0]
+            return _forward(s, choice, None, None, scale)[0]
+        if not kept:
+            kept.append(_empty_state(s))
+
+        def compute() -> tuple[Tensor]:
+            p = torch.empty_like(s)
+            _Launch(_check(s, choice), "forward", s, (s, p, kept[0]), choice, None, None, scale).run()
+            return (p,)
+
         with on_device_of(s):
-            return tape.run((kind, s.data_ptr() % 16 == 0), (s,), compute)[0]
+            return tape.run((kind, s.data_ptr() % 16 == 0), (s, kept[0]), compute)[0]
 
     return normalize
 
@@ -102,9 +112,9 @@ def backward(
 
 def _check(s: Tensor, choice: Choice) -> Any:
     F = bundle.of(choice)
-    if s.dtype not in DTYPES or s.dim() != 2 or not s.is_contiguous():
+    if s.dtype not in DTYPES or s.dim() == 0 or not s.is_contiguous():
         raise TypeError(
-            f"s must be a contiguous float tensor [R, N], got {s.dtype} of shape {tuple(s.shape)}; use .float()"
+            f"s must be a contiguous float tensor [..., N], got {s.dtype} of shape {tuple(s.shape)}; use .float()"
         )
     if not s.is_cuda and _is_compiled():
         raise ValueError(f"s must be on a CUDA device, got {s.device}; set TRITON_INTERPRET=1 to interpret the kernels")
@@ -123,9 +133,9 @@ def _explain_not_copyable(tensors: tuple[Tensor, ...], F: Any, theta: Tensor | N
     """Why rows of these tensors cannot be resident: None if 16 bytes of each can be copied at a time, on Hopper."""
     if mask is not None or theta is not None:
         return "a mask or a parameter per row"
-    if tensors[0].shape[1] <= 4096:
+    if tensors[0].shape[-1] <= 4096:
         return "short rows"
-    if any(not x.is_cuda or x.shape[1] % 16 or x.data_ptr() % 16 or x.dtype != tensors[0].dtype for x in tensors):
+    if any(not x.is_cuda or x.shape[-1] % 16 or x.data_ptr() % 16 or x.dtype != tensors[0].dtype for x in tensors):
         return "rows that 16-byte copies cannot read"
     if len(tensors) == 2 and F.slope_of_weight is None and (F.family != "ratio" or F.shift == "none"):
         return "slopes that are not 0 at −inf"
@@ -147,7 +157,8 @@ class _Launch:
         processors = sm_count(s.device) if s.is_cuda else 0
         not_copyable = _explain_not_copyable(tensors[:1] if direction == "forward" else tensors[:2], F, theta, mask)
         kind = "softmax" if F.exponential else kind
-        self.rows = Rows(direction, kind, s.shape[0], s.shape[1], s.element_size(), processors, not_copyable)
+        self.shape = s.numel() // s.shape[-1], s.shape[-1]
+        self.rows = Rows(direction, kind, *self.shape, s.element_size(), processors, not_copyable)
 
     def run(self) -> None:
         kernel, cut = choose(self.rows)
@@ -168,14 +179,14 @@ class _Launch:
             EVEN=cut.chunks * cut.chunk == self.rows.length, SCALED=fast and self.numbers[0] != 1.0, FAST=fast,
             CAREFUL=fast or (self.rows.size == 4 and self.F.differs), PHASES=cut.phases,
         )  # fmt: skip
-        arguments = *self.tensors, *self.s.shape, *self.numbers
+        arguments = *self.tensors, *self.shape, *self.numbers
         options = dict(num_warps=cut.warps, maxnreg=cut.registers, enable_fp_fusion=True)
         launch(None, function, cut.programs, arguments, (config,), **options)
 
     def _run_tiles(self, function: Any, kernel: RowKernel, cut: Cut) -> None:
         from regard._backends.gpu.rows.solver import Solver
 
-        (R, N), s, F = self.s.shape, self.s, self.F
+        (R, N), s, F = self.shape, self.s, self.F
         vector = min(16 // self.rows.size, cut.columns)
         groups = cut.groups(vector, F.order) if F.family == "threshold" else 0
         parts = next_power_of_2(cut.parts)

@@ -64,7 +64,8 @@ def _empty_state(s: Tensor) -> Tensor:
 
 def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
     """A function that gives p = normaliser(scale·s) for tensors s [..., N] of one shape, layout and dtype."""
-    kind, kept = object(), []  # the row state is written, and read by nobody
+    kind = object()
+    kept: list[Tensor] = []  # the row state is written, and read by nobody
 
     def normalize(s: Tensor) -> Tensor:
         s = s.contiguous()

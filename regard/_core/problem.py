@@ -55,6 +55,9 @@ class Problem:
     first_key: int = 0  # key_lengths, distance and dropout count positions there
     queries: int | None = None  # of the whole sequence; None: q is whole
     kind: Kind | None = None  # shared by problems of one plan
+    interval: Tensor | None = None  # [3, B, H, M] int32, expanded: lo, hi, position: query i sees keys lo ≤ j < hi only
+    row_bias: Tensor | None = None  # [B, H, M] floats, expanded: added to every score of its row, beside `bias`
+    relative: Tensor | None = None  # [H, M + N − 1] floats: relative[h, j − i + M − 1] is added to s_ij
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -162,6 +165,8 @@ class Gradients:
     bias: Tensor | None = None  # in the shape of the *unexpanded* bias
     temperature: Tensor | None = None  # [B, H, M]
     sink: Tensor | None = None  # [B, H, M]
+    row_bias: Tensor | None = None  # [B, H, M]
+    relative: Tensor | None = None  # [H, M + N − 1]
 
 
 @dataclass
@@ -173,6 +178,8 @@ class Upstream:
     bias: bool = False  # is the bias's gradient wanted?
     temperature: bool = False
     sink: bool = False
+    row_bias: bool = False
+    relative: bool = False
 
 
 @dataclass

@@ -150,6 +150,31 @@ def dense(
     return seen
 
 
+def interval(lo: Tensor, hi: Tensor, keys: int) -> Tensor:
+    """(…, Lq, keys): query i sees keys lo_i ≤ j < hi_i; lo and hi are (…, Lq).
+
+    >>> interval(torch.tensor([0, 1]), torch.tensor([1, 3]), 3)
+    tensor([[ True, False, False],
+            [False,  True,  True]])
+
+    Returns:
+        A bool mask, True where a key is visible.
+    """
+    j = torch.arange(keys, device=lo.device)
+    return (j >= lo[..., None]) & (j < hi[..., None])
+
+
+def spread_relative(table: Tensor, queries: int, keys: int) -> Tensor:
+    """(H, queries, keys): entry (i, j) is table[h, j − i + queries − 1], of a table (H, queries + keys − 1).
+
+    >>> spread_relative(torch.arange(4.0)[None], 2, 3)
+    tensor([[[1., 2., 3.],
+             [0., 1., 2.]]])
+    """
+    i, j = torch.arange(queries, device=table.device)[:, None], torch.arange(keys, device=table.device)
+    return table[:, j - i + queries - 1]
+
+
 def blanked(visible: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
     """(…, N, D) each, 0 where no query of `visible` (…, M, N) sees a key: it cannot leak then, not even as NaN."""
     unseen = ~visible.any(-2)[..., None]

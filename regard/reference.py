@@ -61,11 +61,12 @@ def attention(
     seed: Tensor | None = None,
     first_query: int = 0,
     queries: int | None = None,
+    positions: Tensor | None = None,
 ) -> tuple:
     """softmax(scale·q kᵀ)·v and every option of `regard.attention`, dense, in float64: (out, weights[, stats]).
 
     The weights are those before dropout, which `seed` decides. q may be a block of `queries` that begins at
-    `first_query`.
+    `first_query`. `distance` counts from the index of a query, or from `positions`, which broadcasts to (…, Lq).
 
     Returns:
         (output, weights), or (output, weights, statistics) if `return_stats` is not False; all in float64, the
@@ -111,13 +112,14 @@ def attention(
     if sink is not None:
         sink = sink.reshape(-1, 1, 1) if sink.ndim == 1 else sink  # one per head
         sink = sink.expand(*s.shape[:-1], 1)
+    rows: dict[str, Any] = dict(first=first_query, positions=positions)
     if temperature is not None:
         t = temperature
         if callable(temperature):  # a policy: from the visible keys, the queries, what it asks to be measured
             logits = s
 
             def measure(names):
-                return statistics.of_scores(logits, visible, choice, sink=sink, first=first_query, names=names)
+                return statistics.of_scores(logits, visible, choice, sink=sink, names=names, **rows)
 
             t = temperature(visible.sum(-1).to(s.dtype), Rows(q, measure))[..., None]
         s = s / (t.double() if isinstance(t, Tensor) else t)
@@ -135,7 +137,7 @@ def attention(
     out = dropped @ v
     if wanted is None:
         return out, p
-    return out, p, statistics.of_scores(s, visible, choice, sink=sink, first=first_query, names=wanted)
+    return out, p, statistics.of_scores(s, visible, choice, sink=sink, names=wanted, **rows)
 
 
 def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
@@ -195,6 +197,7 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
         seed=problem.seed,
         first_query=first,
         queries=total,
+        positions=None if problem.interval is None else problem.interval[2],
     )
     stats = result[2] if problem.stats else {}
     rows = problem.q.shape[:-1]
@@ -203,6 +206,18 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
 
 
 def _joined_mask(problem: Problem) -> Tensor | None:
-    if problem.bias is None:
-        return problem.mask
-    return problem.bias if problem.mask is None else problem.bias.masked_fill(~problem.mask, -math.inf)
+    """Mask, interval and every bias of a problem as one tensor that broadcasts to [B, H, M, N]."""
+    mask, bias = problem.mask, problem.bias
+    if problem.interval is not None:
+        visible = masks.interval(problem.interval[0], problem.interval[1], problem.k.shape[2])
+        mask = visible if mask is None else mask & visible
+    added = bias if bias is None else bias.double()
+    if problem.row_bias is not None:
+        row = problem.row_bias.double()[..., None]
+        added = row if added is None else added + row
+    if problem.relative is not None:
+        table = masks.spread_relative(problem.relative.double(), problem.q.shape[2], problem.k.shape[2])
+        added = table if added is None else added + table
+    if added is None or mask is None:
+        return mask if added is None else added
+    return added.masked_fill(~mask, -math.inf)

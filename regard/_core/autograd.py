@@ -1,7 +1,7 @@
 """Gradients of fused attention: the autograd function of eager calls, and what it shares with the custom op.
 
     forward    backend.forward(problem)                     → o, row state, statistics
-    backward   backend.backward(problem, forward, upstream) → dq, dk, dv, dbias, dtemperature, dsink
+    backward   backend.backward(problem, forward, upstream) → dq, dk, dv, and those of `LEARNED`
 
 With `create_graph=True` the gradients come from the float64 reference instead, block by block, and have gradients.
 """
@@ -19,7 +19,8 @@ from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
 BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
-LEARNED = {"bias": 3, "temperature": 5, "sink": 6}  # optional inputs that may have gradients: places in TENSORS
+OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative")  # inputs that may have gradients
+LEARNED = {name: TENSORS.index(name) for name in OPTIONAL}  # their places in TENSORS
 
 
 class FusedAttention(torch.autograd.Function):
@@ -84,7 +85,7 @@ def make_upstream(problem: Problem, do: Tensor, dstats: Tensor | None, wants: Se
     given = {}
     if dstats is not None:
         given = {name: dstats[problem.stats.index(name)] for name in DIFFERENTIABLE if name in problem.stats}
-    return Upstream(do, given, "bias" in wants, "temperature" in wants, "sink" in wants)
+    return Upstream(do, given, **{name: name in wants for name in LEARNED})
 
 
 def fit_gradient(grads: Gradients, name: str, like: Any) -> Tensor:
@@ -95,7 +96,7 @@ def fit_gradient(grads: Gradients, name: str, like: Any) -> Tensor:
 def differentiable_gradients(
     options: Problem, tensors: Sequence[Tensor | None], needs: Sequence[bool], do: Tensor | None, dstats: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the nine tensors as a graph that has gradients itself, by the float64 reference."""
+    """Gradients of the tensors as a graph that has gradients itself, by the float64 reference."""
     from regard import reference
 
     own = [None if x is None else x.view_as(x) for x in tensors]  # one may be made of another: each counts for itself

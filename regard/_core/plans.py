@@ -27,13 +27,14 @@ from regard._core.execute import restore_nan
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
-from regard._core.problem import Kind, Problem
+from regard._core.problem import TENSORS, Kind, Problem
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
 MAX_PLANS = 1024
 NUMBER_OR_NONE = (float, int, type(None))
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+NO_OPTIONS = (None,) * (len(TENSORS) - 3)
 plans: dict[Hashable, Plan] = {}
 
 
@@ -129,7 +130,7 @@ def _run_fused(
     problem, order = Problem(q, k, v, *rest), options.stats
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         problem.stats = order = statistics.with_gradient_inputs(order, options.choice)
-        out, stacked = FusedAttention.apply(problem, module, q, k, v, None, None, None, None, None, None)
+        out, stacked = FusedAttention.apply(problem, module, q, k, v, *NO_OPTIONS)
     else:
         result = module.forward(problem)
         out, stacked = result.o, result.stats

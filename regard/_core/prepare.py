@@ -50,12 +50,18 @@ class Call:
     lead: tuple[int, ...]  # leading dims of the output, (…, H)
     dtype: torch.dtype  # of the output
     path: Path
+    interval: Tensor | None = None  # [3, B or 1, H or 1, M]
+    row_bias: Tensor | None = None  # 3-dim, not expanded
+    relative: Tensor | None = None  # [H or 1, M + N − 1]
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """The nine tensors of the problem in the order of `problem.TENSORS`, options not expanded."""
+        """The tensors of the problem in the order of `problem.TENSORS`, options not expanded."""
         p = self.problem
-        return p.q, p.k, p.v, self.bias, self.mask, self.temperature, self.sink, p.key_lengths, p.seed
+        return (
+            p.q, p.k, p.v, self.bias, self.mask, self.temperature, self.sink, p.key_lengths, p.seed, self.interval,
+            self.row_bias, self.relative,
+        )  # fmt: skip
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:

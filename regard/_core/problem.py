@@ -2,7 +2,7 @@
 
 Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N keys, D and E head dims of k and v.
 
-    s_ij = (cap(scale · q_i·k_j) + bias_ij) / temperature_i      over the visible keys j
+    s_ij = (cap(scale · q_i·k_j) + bias_ij + row_bias_i + relative_(j−i)) / temperature_i      over the visible keys j
     p_i  = normaliser(s_i)                                       with the sink's exp(sink) in the denominator
     o_i  = Σ_j dropout(p_ij) · v_j
 """
@@ -20,7 +20,9 @@ from regard import normalizers
 from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
-TENSORS = ("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed")
+TENSORS = (
+    "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed", "interval", "row_bias", "relative",
+)  # fmt: skip
 
 
 class Kind:
@@ -74,10 +76,17 @@ class Problem:
 
     def block(self, first: int, last: int) -> Problem:
         """The problem of queries first … last − 1 alone; the caller keeps track of their positions."""
+        last = min(last, self.q.shape[2])
         rows: dict[str, Any] = {"q": self.q[:, :, first:last]}
         for name in ("bias", "mask", "temperature", "sink"):
             whole = getattr(self, name)
             rows[name] = None if whole is None else whole[:, :, first:last]
+        for name in ("interval", "row_bias"):
+            whole = getattr(self, name)
+            rows[name] = None if whole is None else whole[..., first:last]
+        if self.relative is not None:
+            after = self.q.shape[2] - last
+            rows["relative"] = self.relative[:, after : after + last - first + self.k.shape[2] - 1]
         return replace(self, **rows)
 
     def without_tensors(self) -> Problem:
@@ -86,8 +95,8 @@ class Problem:
         return replace(self, **nothing)
 
     def with_tensors(self, tensors: Sequence[Any]) -> Problem:
-        """The options with tensors in the order of `TENSORS`; bias, mask, temperature and sink are expanded here."""
-        q, k, v, bias, mask, temperature, sink, key_lengths, seed = tensors
+        """The options with tensors in the order of `TENSORS`; what may be broadcast is expanded here."""
+        q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative = tensors
         rows = q.shape[:3]
         full = (*rows, k.shape[2])
         return Problem(  # `replace` would take three times as long
@@ -112,17 +121,20 @@ class Problem:
             self.first_key,
             self.queries,
             self.kind,
+            None if interval is None else interval.expand(3, *rows),
+            None if row_bias is None else row_bias.expand(rows),
+            None if relative is None else relative.expand(rows[1], -1),
         )
 
     def flatten(self) -> tuple:
-        """The options as `regard::attention` takes them after its nine tensors: −1 and 0 stand for None."""
+        """The options as `regard::attention` takes them after its tensors: −1 and 0 stand for None."""
         left, right = (-1 if side is None else side for side in (self.left, self.right))
         spec, names = self.choice.spec, ",".join(self.stats)
         return self.scale, self.softcap or 0.0, self.causal, left, right, self.dropout_p, spec, names
 
 
 def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
-    """The problem of what `Problem.flatten` gave and nine tensors, not expanded."""
+    """The problem of what `Problem.flatten` gave and the tensors, not expanded."""
     scale, softcap, causal, left, right, dropout_p, normalizer, stats = options
     empty: Any = None
     template = Problem(

@@ -26,12 +26,14 @@ def of_scores(
     sink: float | Tensor | None = None,
     theta: Tensor | None = None,
     first: int = 0,
+    positions: Tensor | None = None,
     names: Sequence[str] = NAMES,
 ) -> Statistics:
     """All statistics of dense rows of logits (…, Lq, n), or `names` alone: s after scale, soft cap, bias, temperature.
 
     `visible` is a bool mask that broadcasts (True = visible; −inf scores are hidden too), `sink` a logit that joins
-    the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is `first` + its index in dim −2.
+    the denominator, broadcasting to (…, Lq, 1). The query's position, for `distance`, is `first` + its index in dim −2,
+    or what `positions`, broadcasting to (…, Lq), says.
     The result is float32, or float64 for float64 scores.
 
     >>> regard.statistics.of_scores(torch.zeros(2, 4), normalizer="sparsemax").entropy
@@ -55,7 +57,7 @@ def of_scores(
     if sink is not None:
         logit: Any = torch.tensor(float(sink)) if isinstance(sink, numbers.Real) else sink
         sink = _fitting(logit, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
-    rows = first + _positions(scores)
+    rows = first + _positions(scores) if positions is None else positions.to(scores)[..., None]
     if not choice.merges:
         return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names, dtype)
     if choice.is_blurred(theta):

@@ -13,7 +13,7 @@ from regard.statistics import DIFFERENTIABLE, NAMES
 
 EXPONENTIAL = [name for name in FUSED if getattr(normalizers.get(name), "exponential", False)]
 
-INPUTS = ("q", "k", "v", "bias", "temperature", "sink")
+INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative")
 
 
 def draw(name, seed, dtype=torch.float64, **fixed):
@@ -51,6 +51,15 @@ def draw(name, seed, dtype=torch.float64, **fixed):
         options["temperature"] = (normal(*chance.choice([rows, (1, heads, 1)])).abs() + 0.3).expand(rows)
     if often(0.5) and name in EXPONENTIAL:
         options["sink"] = normal(*chance.choice([rows, (1, heads, 1)])).expand(rows)
+    if often(0.4):
+        shape = 2, *chance.choice([rows, (batch, 1, m), (1, 1, m)])
+        lo, hi = torch.randint(-2, n + 3, shape, generator=generator)
+        ends = torch.stack([lo, torch.maximum(hi, lo + 1), torch.randint_like(lo, 2 * n)])
+        options["interval"] = ends.int().expand(3, *rows)
+    if often(0.3):
+        options["row_bias"] = normal(*chance.choice([rows, (1, heads, m)])).expand(rows)
+    if often(0.3):
+        options["relative"] = normal(heads, m + n - 1)
     if often(0.3):
         options.update(dropout_p=0.3, seed=torch.tensor([chance.getrandbits(62)]))
     options.update(fixed)
@@ -63,6 +72,8 @@ def draw(name, seed, dtype=torch.float64, **fixed):
         bias=problem.bias is not None,
         temperature=problem.temperature is not None,
         sink=problem.sink is not None,
+        row_bias=problem.row_bias is not None,
+        relative=problem.relative is not None,
     )
     return problem, upstream
 

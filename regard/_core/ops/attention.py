@@ -3,8 +3,8 @@
     regard::attention            q [B, H, M, D], k [B, G, N, D], v [B, G, N, E], … → (o, shift, z, statistics)
     regard::attention_backward   do, dstatistics, (o, shift, z, statistics), q, k, v, … → gradients
 
-Nine tensors come first (`problem.TENSORS`), options in the order of `Problem.flatten`, and the backend last. bias,
-mask, temperature and sink arrive unexpanded, so that their gradients have their own shape.
+The tensors come first (`problem.TENSORS`), options in the order of `Problem.flatten`, and the backend last. What may
+be broadcast arrives unexpanded, so that its gradient has its own shape.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def attention(
     sink: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
+    interval: Tensor | None,
+    row_bias: Tensor | None,
+    relative: Tensor | None,
     scale: float,
     softcap: float,
     causal: bool,
@@ -43,8 +46,8 @@ def attention(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fused attention of one problem: o, the row state and the statistics [S, B, H, M]."""
-    refuse_tangents(q, k, v, bias, temperature, sink)
-    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed)
+    refuse_tangents(q, k, v, bias, temperature, sink, row_bias, relative)
+    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative)
     problem = unflatten(tensors, (scale, softcap, causal, left, right, dropout_p, normalizer, stats))
     with default_device(backend):
         result = backend_module(ATTENTION, backend).forward(problem)
@@ -81,6 +84,9 @@ def attention_backward(
     sink: Tensor | None,
     key_lengths: Tensor | None,
     seed: Tensor | None,
+    interval: Tensor | None,
+    row_bias: Tensor | None,
+    relative: Tensor | None,
     scale: float,
     softcap: float,
     causal: bool,
@@ -91,10 +97,10 @@ def attention_backward(
     stats: str,
     backend: str,
     wants: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dbias, dtemperature, dsink); those not named in `wants` are empty. dstats [S, B, H, M] or None."""
-    refuse_tangents(do, dstats, q, k, v, bias, temperature, sink)
-    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, then of `LEARNED`); those not named in `wants` are empty. dstats [S, B, H, M] or None."""
+    refuse_tangents(do, dstats, q, k, v, bias, temperature, sink, row_bias, relative)
+    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative)
     problem = unflatten(tensors, (scale, softcap, causal, left, right, dropout_p, normalizer, stats))
     wanted = wants.split(",")
     with default_device(backend):
@@ -105,14 +111,15 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(do, dstats, o, shift, z, stat_values, q, k, v, bias, mask, temperature, sink, *rest):
-    wanted = rest[-1].split(",")
+def _(do, dstats, o, shift, z, stat_values, *rest):
+    tensors, wanted = rest[:COUNT], rest[-1].split(",")
+    q, k, v = tensors[:3]
 
     def like(name, x):
         return x.new_empty(x.shape) if name in wanted else q.new_empty(0)
 
-    extras = (("bias", bias), ("temperature", temperature), ("sink", sink))
-    return (*(x.new_empty(x.shape) for x in (q, k, v)), *(like(name, x) for name, x in extras))
+    extras = (like(name, tensors[place]) for name, place in LEARNED.items())
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), *extras)
 
 
 def _setup(ctx, inputs, output):
@@ -138,21 +145,28 @@ def _backward(ctx, do, dshift, dz, dstats):
 attention.register_autograd(_backward, setup_context=_setup)
 
 
-def _fold_batch(size: int, batch: int, arg: Tensor | None, dim: int | None, seed: bool) -> Tensor | None:
+def _fold_batch(size: int, batch: int, name: str, arg: Tensor | None, dim: int | None) -> Tensor | None:
     """Fold the mapped dimension of an argument (or of copies of a shared one) into its batch."""
-    if arg is None or seed:
-        return arg if arg is None or dim is None else arg.movedim(dim, 0)[0]
+    if arg is None:
+        return None
+    if name == "seed":
+        return arg if dim is None else arg.movedim(dim, 0)[0]
+    if name == "relative":  # it has no batch
+        if dim is not None:
+            raise NotImplementedError("vmap over a relative bias: every entry has the same; pass a dense attn_mask")
+        return arg
     arg = arg.movedim(dim, 0) if dim is not None else arg.expand(size, *arg.shape)
-    arg = arg.expand(size, batch, *arg.shape[2:])
-    return arg.flatten(0, 1)
+    if name == "interval":  # [size, 3, B, H, M]
+        return arg.expand(size, 3, batch, *arg.shape[3:]).transpose(0, 1).flatten(1, 2)
+    return arg.expand(size, batch, *arg.shape[2:]).flatten(0, 1)
 
 
 def _vmap(info, in_dims, *args):
     q, dim = args[0], in_dims[0]
     batch = (q.movedim(dim, 0)[0] if dim is not None else q).shape[0]
     tensors = [
-        _fold_batch(info.batch_size, batch, arg, d, seed=index == COUNT - 1)
-        for index, (arg, d) in enumerate(zip(args[:COUNT], in_dims[:COUNT], strict=True))
+        _fold_batch(info.batch_size, batch, name, arg, d)
+        for name, arg, d in zip(TENSORS, args[:COUNT], in_dims[:COUNT], strict=True)
     ]
     o, shift, z, stats = attention(*tensors, *args[COUNT:])
     shape = (info.batch_size, batch)

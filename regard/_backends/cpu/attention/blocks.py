@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard._backends.cpu.attention.intervals import Intervals, cut_queries, recognize_intervals
 from regard._backends.cpu.tasks import run_here, run_tasks
 from regard._core.problem import Problem
 
@@ -54,8 +55,11 @@ class Block:
         self.has_all_keys = j1 - j0 == blocks.n
         query, key = blocks.start
         limits = [limit + key for limit in blocks.limits[task.b0 : task.b1]]
-        geometry = [i0 + query, i1 - i0, j0 + key, blocks.left, blocks.right, self.size[1] * (i1 - i0), *limits]
+        geometry = [i0 + query, i1 - i0, j0 + key, blocks.left, blocks.right, self.size[1] * (i1 - i0), 0, *limits]
         self.geometry = np.array(geometry)  # see `forward_rows.visible_columns`
+        if blocks.intervals is not None:
+            self.geometry[6] = len(geometry)
+            self.geometry = np.concatenate([self.geometry, blocks.intervals.rows_of(self.rows, self.size, j0)])
 
     def take(self, x: Tensor) -> Tensor:
         """The block's rows of x [B, H, M, …]."""
@@ -64,6 +68,11 @@ class Block:
     def take_keys(self, x: Tensor) -> Tensor:
         """The block's keys of x [g, N, C]."""
         return x if self.has_all_keys else x[:, self.keys]
+
+    def relative_columns(self, queries: int) -> slice:
+        """The block's columns of a relative bias [H, queries + keys − 1]."""
+        first = self.keys.start - self.rows[2].stop + queries  # where the last query's row begins
+        return slice(first, first + self.shape[2] + self.size[2] - 1)
 
     def unflatten(self, x: Tensor) -> Tensor:
         """A view of x, one entry or one row per row of the block, as [entries, heads, queries] or [..., C]."""
@@ -121,7 +130,9 @@ class Blocks:
     """
 
     def __init__(self, problem: Problem, owned: Sequence[bool] = (True, True, True), scores: int = SCORES):
-        self.problem, self.dtype, self.owned = problem, problem.accumulator, owned
+        is_small = math.prod(problem.q.shape[:3]) * problem.k.shape[2] <= min(SMALL, scores)
+        problem = problem if is_small else recognize_intervals(problem)
+        self.problem, self.dtype, self.owned, self.is_small = problem, problem.accumulator, owned, is_small
         self.batch, self.heads, self.queries, self.dim = problem.q.shape
         self.groups, self.n, self.value_dim = problem.v.shape[1:]
         self.rows_shape = self.batch, self.heads, self.queries
@@ -135,9 +146,12 @@ class Blocks:
         if problem.key_lengths is not None:
             ends = [int(length) - problem.first_key for length in problem.key_lengths.tolist()]
             self.limits = [min(max(end, 0), self.n) for end in ends]
+        self.intervals = None
         width = max(1, min(self.n, self.left + self.right + 1))  # keys that one query sees, at most
+        if problem.interval is not None:
+            self.intervals = Intervals(problem, self.left, self.right, self.limits)
+            width = max(1, min(width, self.intervals.width))
         total = self.batch * self.heads * self.queries
-        self.is_small = total * self.n <= min(SMALL, scores)
         self.parts, self.tasks = 1, []
         if self.is_small:
             self.step = self.queries
@@ -145,11 +159,14 @@ class Blocks:
                 self.tasks = [[Task(0, self.batch, 0, self.groups, 0, self.queries, 0)]]
             return
         rows = max(scores // width, min(ROWS, 4 * scores // width), MIN_ROWS)
-        if width < self.n:
-            rows = min(rows, max(64, width))  # a window's block sees width + rows keys
+        fit = rows
+        if width < self.n:  # a window's block sees width + step keys: few queries, of several heads
+            rows = min(rows, max(64, width // 8) * max(self.share, 1))
         self.step = max(1, min(self.queries, rows // max(self.share, 1)))
-        fit = rows // max(1, self.share * self.step)  # key heads at once, where whole heads are small
-        self.together = max(1, min(self.groups, fit)) if self.queries <= self.step else 1
+        fit //= max(1, self.share * self.step)  # key heads at once, where whole heads or windows are small
+        alike = self.intervals is None or not self.intervals.varies_by_head
+        is_narrow = self.queries <= self.step or width < self.n
+        self.together = max(1, min(self.groups, fit)) if is_narrow and alike else 1
         self.parts = self._count_parts()
         if total:
             self.tasks = self._make_tasks()
@@ -177,12 +194,26 @@ class Blocks:
 
     def blocks_of(self, task: Task) -> Iterator[Block]:
         """The blocks of a task, the last queries first."""
+        if self.intervals is not None:
+            yield from self._blocks_of_intervals(task)
+            return
         limit = max(self.limits[task.b0 : task.b1])
         for i0 in reversed(range(task.i0, task.i1, self.step)):
             i1 = min(i0 + self.step, task.i1)
             j0 = min(max(0, i0 + self.offset - self.left), self.n)
             j1 = max(j0, min(limit, i1 + self.offset + self.right))
             yield Block(self, task, i0, i1, j0, j1)
+
+    def _blocks_of_intervals(self, task: Task) -> Iterator[Block]:
+        assert self.intervals is not None
+        heads = slice(task.g0 * self.share, task.g1 * self.share)
+        lo, hi = self.intervals.bounds((slice(task.b0, task.b1), heads, slice(task.i0, task.i1)))
+        if self.is_small:
+            cuts = [(0, task.i1 - task.i0, min(int(lo.min(initial=self.n)), self.n), int(hi.max(initial=0)))]
+        else:
+            cuts = cut_queries(lo, hi, self.step, (task.g1 - task.g0) * self.share)
+        for i0, i1, j0, j1 in reversed(cuts):
+            yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Calls work(task, scratch) for every task, on as many threads as torch uses."""
@@ -207,7 +238,8 @@ class Blocks:
         """
         problem = self.problem
         k, v = self._heads_of(problem.k, task), self._heads_of(problem.v, task)
-        if problem.mask is None and problem.bias is None and (problem.key_lengths is None or not self.is_small):
+        by_entry = problem.mask is problem.bias is problem.interval is None
+        if by_entry and (problem.key_lengths is None or not self.is_small):
             return k, v
         bad = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
         if not bad.any():
@@ -236,6 +268,9 @@ class Blocks:
             i = self.offset + torch.arange(i0, min(i0 + step, self.queries))[:, None]
             reached = (columns >= i - self.left) & (columns <= i + self.right) & (columns < limits)
             here = *heads, slice(i0, i0 + step)
+            if problem.interval is not None:
+                lo, hi, _ = problem.interval[:, *here, None] - problem.first_key
+                reached = reached & (columns >= lo) & (columns < hi)
             if problem.mask is not None:
                 reached = reached & problem.mask[here][..., columns]
             if problem.bias is not None:
@@ -252,12 +287,17 @@ class Blocks:
             out.div_(problem.softcap).tanh_().mul_(problem.softcap)
             if capped is not None:
                 capped.copy_(out)
-        if problem.bias is None and problem.mask is None and problem.temperature is None:
+        if problem.bias is problem.mask is problem.temperature is problem.row_bias is problem.relative is None:
             return
         s = out.view(*block.size, out.shape[-1])
         if problem.bias is not None:
             bias = block.take(problem.bias)[..., block.keys]
             s.add_(bias).masked_fill_(bias == -math.inf, -math.inf)
+        if problem.relative is not None:
+            table = problem.relative[block.rows[1], block.relative_columns(self.queries)]
+            s.add_(table.unfold(1, out.shape[-1], 1).flip(1))
+        if problem.row_bias is not None:
+            s.add_(block.take(problem.row_bias)[..., None])
         if problem.mask is not None:
             s.masked_fill_(~block.take(problem.mask)[..., block.keys], -math.inf)
         if problem.temperature is not None:

@@ -23,13 +23,17 @@ FIELDS = 17
 
 
 def visible_columns(geometry, r, n):
-    """(i, first, last): row r's query, and the columns [first, last) that it sees.
+    """(i, first, last): the position that row r's distances count from, and the columns [first, last) that it sees.
 
     geometry: the first query's position, queries, the first key's position, how far a query sees to the left and to
-    the right, rows per batch entry, and for each entry the position after its last key.
+    the right, rows per batch entry, 0, and for each entry the position after its last key. Where rows have intervals,
+    the 0 is the place from which on (first, last, i) of each row are listed.
     """
+    if geometry[6] > 0:
+        at = geometry[6] + 3 * r
+        return geometry[at + 2], geometry[at], geometry[at + 1]
     i = geometry[0] + r % geometry[1]
-    limit = geometry[6 + r // geometry[5]]
+    limit = geometry[7 + r // geometry[5]]
     first = min(max(i - geometry[3] - geometry[2], 0), n)
     last = min(min(limit, i + geometry[4] + 1) - geometry[2], n)
     return i, first, max(first, last)

@@ -34,7 +34,7 @@ from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
-INPUTS = ("q", "k", "v", "bias", "temperature", "sink")
+INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative")
 NO_SINK = np.array([-np.inf])
 
 
@@ -88,7 +88,7 @@ def compute_forward(
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
-    """Gradients of q, k and v, and of the bias, temperature and sink where `upstream` asks for them.
+    """Gradients of q, k and v, and of biases, temperature and sink where `upstream` asks for them.
 
     Those of temperature and sink are in the accumulator's dtype. The bias's has size 1 where the bias has stride 0.
     """
@@ -108,7 +108,14 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
     if upstream.bias and problem.bias is not None:
         strides = zip(problem.bias.shape, problem.bias.stride(), strict=True)
         dbias = torch.zeros([1 if stride == 0 else size for size, stride in strides], dtype=wide)
-    blocks = Blocks(problem, [dbias is None or dbias.shape[dim] == problem.q.shape[dim] for dim in range(3)])
+    owned = [dbias is None or dbias.shape[dim] == problem.q.shape[dim] for dim in range(3)]
+    drow_bias, drelative = None, None
+    if upstream.row_bias and problem.row_bias is not None:
+        drow_bias = torch.zeros(problem.q.shape[:3], dtype=wide)
+    if upstream.relative and problem.relative is not None:
+        drelative = torch.zeros(problem.relative.shape, dtype=wide)
+        owned[0] = owned[2] = False
+    blocks = Blocks(problem, owned)
     dq = torch.empty(problem.q.shape, dtype=dtype)
     dk, dv = (KeyGradient(blocks, x, dtype) for x in (problem.k, problem.v))
 
@@ -128,6 +135,10 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
                 ds_rows.div_(block.take(problem.temperature)[..., None])
             if dbias is not None:
                 _add_to_bias(dbias, block, ds_rows)
+            if drow_bias is not None:
+                block.take(drow_bias).copy_(ds_rows.sum(-1))
+            if drelative is not None:
+                _add_to_relative(drelative, block, ds_rows, blocks.queries)
             if capped is not None:
                 slope = capped.div_(problem.softcap).square_().neg_().add_(1.0)
                 ds.mul_(slope.masked_fill_(ds == 0.0, 0.0))  # a hidden key's score may be NaN
@@ -138,7 +149,8 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
             dv.add(task, block, p, do)
 
     blocks.run(work)
-    return Gradients(dq, dk.total(), dv.total(), None if dbias is None else dbias.to(problem.bias.dtype))
+    dbias = None if dbias is None else dbias.to(problem.bias.dtype)
+    return Gradients(dq, dk.total(), dv.total(), dbias, row_bias=drow_bias, relative=drelative)
 
 
 class KeyGradient:
@@ -206,6 +218,18 @@ def _add_to_bias(dbias: Tensor, block: Block, ds: Tensor) -> None:
     places = zip(dbias.shape, (*block.rows, block.keys), strict=True)
     target = dbias[*(slice(None) if size == 1 else place for size, place in places)]
     target += ds.sum_to_size(target.shape)
+
+
+def _add_to_relative(drelative: Tensor, block: Block, ds: Tensor, queries: int) -> None:
+    """drelative [H, queries + keys − 1] += ds [entries, heads, rows, n], summed over entries and along diagonals."""
+    count, n = ds.shape[2:]
+    if not n:
+        return
+    width = count + n - 1
+    skewed = torch.zeros(ds.shape[1], count, width, dtype=ds.dtype)  # row r starts at column count − 1 − r
+    steps = count * width, width - 1 if count > 1 else 1, 1
+    skewed.as_strided((ds.shape[1], count, n), steps, count - 1).copy_(ds.sum(0))
+    drelative[block.rows[1], block.relative_columns(queries)] += skewed.sum(1)
 
 
 def detach_problem(problem: Problem) -> Problem:

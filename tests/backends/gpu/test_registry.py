@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,11 @@ pytest.importorskip("triton")
 
 from regard import normalizers
 from regard._backends.gpu.attention import limits, registry
-from regard._backends.gpu.attention.backward import cudnn
+from regard._backends.gpu.attention.backward import cudnn, dkv, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.slopes import State
+from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core import device
 from regard._core.problem import Forward, Gradients, Problem
 
@@ -62,7 +65,7 @@ def backward_of(problem: Problem, temperature=False, statistics=False) -> Backwa
         (dict(left=64, causal=True), "hopper", {}),
         (dict(d=60), "online", {"hopper": "head widths 60 and 60 (multiples of 8 up to 256 only)"}),
         (dict(e=256), "online", {"hopper": "values of width 256, wider than keys of 128"}),
-        (dict(left=64), "online", {"hopper": "a window (causal ones only)"}),
+        (dict(left=64), "hopper", {}),
         (dict(dropout_p=0.1), "online", {"hopper": "dropout"}),
         (dict(scale=-1.0), "online", {"hopper": "a scale that is not positive"}),
         (dict(dtype=torch.float32), "online", {"hopper": "float32 (bfloat16 and float16 only)"}),
@@ -102,6 +105,42 @@ def test_the_kernel_of_a_call(call, kernel, passed):
 def test_the_backward_kernel_of_a_call(call, asked, kernel, monkeypatch):
     monkeypatch.setattr(cudnn, "_is_allowed_by_torch", lambda problem: True)
     assert registry.choose_backward(backward_of(call_of(**call), **asked)).name == kernel
+
+
+REFUSED = {
+    "row_bias": "a bias per query",
+    "relative": "a bias by relative position",
+}
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_an_option_that_a_kernel_does_not_know_is_refused_by_name(name, reason, monkeypatch):
+    """A kernel that ignored an interval or a bias would give wrong numbers without a word."""
+    monkeypatch.setattr(cudnn, "_is_allowed_by_torch", lambda problem: True)
+    plain = call_of(n=16384)
+    shapes = dict(row_bias=(1, 16, 4096), relative=(16, 4096 + 16384 - 1))
+    problem = call_of(n=16384, **{name: torch.empty(shapes[name], device="cuda:0")})
+    sparse_problem = replace(problem, choice=normalizers.get("entmax15"))
+    backward = backward_of(problem)
+    rows = backward.rows
+    assert hopper.supports(plain) is None and cudnn.supports(backward_of(plain)) is None
+    assert hopper.supports(problem) == sparse.supports(sparse_problem, "forward") == reason
+    assert stored_ds.supports(backward) == reason and sparse.supports(sparse_problem, "backward") == reason
+    assert dkv.supports_hopper(problem, problem.q, rows, problem.k, problem.v) == reason
+    assert cudnn.supports(backward) == "options other than causal order and scale"
+
+
+def test_an_interval_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
+    monkeypatch.setattr(cudnn, "_is_allowed_by_torch", lambda problem: True)
+    interval = torch.empty(3, 1, 1, 4096, dtype=torch.int32, device="cuda:0").expand(3, 1, 16, 4096)
+    problem = call_of(n=16384, interval=interval)
+    assert registry.choose(problem).name == "hopper"
+    assert cudnn.supports(backward_of(problem)) == "options other than causal order and scale"
+    sparse_problem = replace(problem, choice=normalizers.get("entmax15"))
+    for direction in ("forward", "backward"):
+        assert sparse.supports(sparse_problem, direction) == "an interval of keys per query"
+    monkeypatch.setattr(hopper, "TAKES_INTERVALS", False)
+    assert hopper.supports(problem) == "an interval of keys per query"
 
 
 def test_other_devices(monkeypatch):

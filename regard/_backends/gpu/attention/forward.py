@@ -11,6 +11,7 @@ from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
 from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
 from regard._backends.gpu.attention.hopper.recompute_overflow import forward_overflow
+from regard._backends.gpu.attention.hopper.spans import find_spans, needs_spans
 from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.threshold import forward_threshold
@@ -38,9 +39,10 @@ def run_decode(p: Problem, result: Forward) -> None:
 def run_hopper(p: Problem, result: Forward) -> None:
     """Fill `result` by the Gluon kernel, then recompute the rows that overflowed or lost precision."""
     opt, key = options(p), launch_key(p, result.o)
-    sums = hopper.forward(p, result.o, result.shift, result.z, opt, key)
+    spans = find_spans(p, opt) if needs_spans(p) else None
+    sums = hopper.forward(p, result.o, result.shift, result.z, spans, opt, key)
     if p.stats:
-        finish_statistics(p, sums, result.stats, opt, key)
+        finish_statistics(p, sums, result.stats, opt, key, spans)
     if hopper.has_fixed_shift(p):
         recompute_overflow(p, result, opt, key)
 
@@ -55,11 +57,11 @@ def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
     launch(key, forward_overflow, programs, arguments, (config, blocks_per_program), **how)
 
 
-def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: Options, key) -> None:
+def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: Options, key, spans=None) -> None:
     """Turn the Gluon kernel's sums into statistics and recompute the imprecise rows."""
     config, how = config_of(p, "forward_imprecise")
     rows, blocks_per_program = p.q.shape[:-1].numel(), 8
-    launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, opt), (config, ROWS))
+    launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, spans, opt), (config, ROWS))
     if not (config.NEED.shares or config.NEED.moments):
         return
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)

@@ -47,7 +47,8 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
         return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "softcap", "bias", "mask", "temperature", "key_lengths"):
+    options = "softcap", "bias", "mask", "temperature", "key_lengths", "interval", "row_bias", "relative"
+    if reason := find_option(p, *options):
         return reason
     if rows.beta is not None:
         return "gradients of statistics"

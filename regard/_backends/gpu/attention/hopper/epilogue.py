@@ -18,6 +18,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.finish_statistics import RowIndex
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
+from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
@@ -39,6 +40,7 @@ class Outputs(NamedTuple):
     sums: Any
     raw_sums: Any  # [9, B, H, M], see `forward_statistics`
     moments: Any  # `key_moments.KeyMoments`
+    spans: Any  # `spans.Spans`
 
 
 @gluon.jit
@@ -99,6 +101,11 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
         total = gl.where(empty, 0.0, total)
+    if C.INTERVAL:
+        empty = gl.load(find_row(outputs.spans, work.b, work.h, i) + find_plane(outputs.spans)) == 0
+        inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
+        outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
+        total = gl.where(empty, 0.0, total)
     o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
     at = work.round % 2 * C.WARPGROUPS + group
     parts = split_columns(o, C.E // C.PANEL)
@@ -129,7 +136,7 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
             gl.store(to + 7 * rows, to_rows(gl.sum(r.square, 1), i) * (factor * factor), mask=inside)
         if NEED.first:
             first_y = r.first
-            if opt.left is None:
+            if opt.left is None and not C.INTERVAL:
                 lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, r.first.type.layout)), 0)
                 first_y = gl.where(lane == 0, r.first, 0.0)
             gl.store(to + 8 * rows, to_rows(gl.sum(first_y, 1), i), mask=inside)

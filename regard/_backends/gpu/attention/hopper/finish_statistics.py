@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import statistics, tiles
+from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
@@ -30,7 +31,7 @@ class RowIndex(NamedTuple):
 
 
 @triton.jit
-def forward_statistics(raw_sums, stats, rows, opt, C: tl.constexpr, N: tl.constexpr):
+def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl.constexpr):
     """Stores the statistics of N rows per program.
 
     raw_sums [9, rows]: max y, Z, Σu·|i − j|, Σy, Σy², |q|²·Σ|k|², Σu·log₂u, Σu², first y, in the shift of the maximum.
@@ -43,7 +44,12 @@ def forward_statistics(raw_sums, stats, rows, opt, C: tl.constexpr, N: tl.conste
     i = (row % opt.queries).to(tl.int32)
     head = (row // opt.queries).to(tl.int32)
     index = RowIndex(head // opt.heads, head % opt.heads, i)
-    first, last = tiles.interval(i, opt, tiles.key_count(opt, index.b))
+    if spans is None:
+        first, last = tiles.interval(i, opt, tiles.key_count(opt, index.b))
+    else:
+        where = find_row(spans, index.b, index.h, i)
+        first = tl.load(where, mask=inside, other=0)
+        last = tl.load(where + find_plane(spans), mask=inside, other=0)
     n = tl.maximum(last - first, 0).to(tl.float32)
     empty = n == 0.0
     a = tiles.row_factor(index.b, index.h, i, opt, tl.float32, C.LINEAR)

@@ -29,6 +29,7 @@ from regard._backends.gpu.attention.hopper.fragment import ROWS, split_keys, zer
 from regard._backends.gpu.attention.hopper.ring import (
     Ring,
     count_rounds,
+    divide_tiles,
     first_key,
     get_work,
     make_barriers,
@@ -36,6 +37,7 @@ from regard._backends.gpu.attention.hopper.ring import (
     skip_tiles,
     wait_for_keys,
 )
+from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.tiles import LOG2E
 
 
@@ -63,16 +65,16 @@ def start_output(c: gl.constexpr, o, p, values, C: gl.constexpr):
 
 
 @gluon.jit
-def process_tile(
-    t, o, p, r, at, ring, work, i, first, last, a, theta, opt, group: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr
-):
+def process_tile(t, o, p, r, at, ring, work, rows, opt, group: gl.constexpr, C: gl.constexpr, EDGE: gl.constexpr):
     """(o, p, r) after step t: scores and weighs its tile while o takes the tile before."""
     F: gl.constexpr = C.F
     SPLITS: gl.constexpr = C.SPLITS
+    i, first, last, a, theta = rows
     MOVES: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT
+    CUTS: gl.constexpr = (opt.left is not None) or (opt.lengths is not None) or C.INTERVAL
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
     values = ring.v.index(before).reshape([C.BN, C.E])
-    if (opt.left is not None) or (opt.lengths is not None):  # before the scores: no branch while a product runs
+    if CUTS:  # before the scores: no branch while a product runs
         mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
         clear_hidden(values, first_key(t - 1, work, C), work, opt, C)
     s = start_scores(t, at, ring, C)
@@ -82,7 +84,7 @@ def process_tile(
     start = first_key(t, work, C)
     s = row_sums.cap_scores(s, opt)
     if EDGE:
-        s = row_sums.mask_keys(s, first, last, start, opt)
+        s = row_sums.mask_keys(s, first, last, start, opt, C)
     factor, r = row_sums.update_shift(s, r, a * LOG2E, first, start, opt, C, C.FIXED_SHIFT, EDGE)
     method = row_sums.choose_method(s, r, a, theta, ring.v.dtype, C)
     y = split_keys(s, SPLITS)
@@ -122,8 +124,11 @@ def clear_hidden(values, start, work, opt, C: gl.constexpr):
 
     Both warpgroups may do so at once: they write the same numbers.
     """
-    lowest, _ = tiles.interval(work.i0, opt, work.keys)
-    _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
+    if C.INTERVAL:
+        lowest, highest = work.lowest, work.keys
+    else:
+        lowest, _ = tiles.interval(work.i0, opt, work.keys)
+        _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
     if (start < lowest) | (start + C.BN > highest):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
         STEPS: gl.constexpr = C.BN // 16
@@ -149,11 +154,11 @@ def consume(outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, opt, C)
+            work = get_work(round, base, outputs.spans, opt, C)
             process_block(outputs, ring, work, opt, blocks, group, C)
             base = work.end + C.MOMENT_TILES
     else:
-        process_block(outputs, ring, get_work(0, 0, opt, C), opt, blocks, group, C)
+        process_block(outputs, ring, get_work(0, 0, outputs.spans, opt, C), opt, blocks, group, C)
 
 
 @gluon.jit
@@ -176,6 +181,12 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
         if C.BM > C.BN:
             begin = work.base + gl.maximum(work.low + work.count - 1 - r0 // C.BN, 0)
             skip_tiles(work.base, begin, ring, C)
+    place = i  # in the keys' order
+    if C.INTERVAL:
+        row, plane = find_row(outputs.spans, work.b, work.h, i), find_plane(outputs.spans)
+        first, last = gl.load(row), gl.load(row + plane)
+        if C.NEED.distance:
+            place = gl.load(row + 2 * plane)
     a = gl.full([ROWS], 1.0, gl.float32, i.type.layout)
     if opt.temperature.ptr is not None:
         a = 1.0 / tiles.load_rows(opt.temperature, work.b, work.h, i, i < opt.queries, 1.0).to(gl.float32)
@@ -192,30 +203,42 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     start = first_key(begin, work, C)
     s = row_sums.cap_scores(s, opt)
     if not C.DIAGONAL_FIRST:
-        s = row_sums.mask_keys(s, first, last, start, opt)
+        s = row_sums.mask_keys(s, first, last, start, opt, C)
     _, r = row_sums.update_shift(s, r, a_lanes * LOG2E, first, start, opt, C, False, True)
     y = split_keys(s, SPLITS)
     sums = row_sums.empty_tile(r)
     p = ()
     for c in gl.static_range(SPLITS):
-        u, sums = row_sums.weigh_split(y[c], r, sums, i, a_lanes, theta, start, r0, True, c * WIDTH, C, True)
+        u, sums = row_sums.weigh_split(y[c], r, sums, place, a_lanes, theta, start, r0, True, c * WIDTH, C, True)
         p = p + (to_operand(u, ring, C),)  # noqa: RUF005
-    r = row_sums.add_tile(r, sums, i, start, r0, C, True)
+    r = row_sums.add_tile(r, sums, place, start, r0, C, True)
     o = zeros(C.E, OUT)
     wait_for_keys(begin + 1, ring, work, C)
     edge = work.end
     if opt.left is not None:  # the last tiles hold the first keys of this warpgroup's rows
         edge = work.end - (gl.maximum(r0 + ROWS - 1 - opt.left, 0) // C.BN + 1 - work.low)
         edge = gl.maximum(edge, begin + 1)
-    for t in range(begin + 1, edge):
-        o, p, r = process_tile(t, o, p, r, at, ring, work, i, first, last, a_lanes, theta, opt, group, C, False)
-    if opt.left is not None:
-        for t in range(edge, work.end):
-            o, p, r = process_tile(t, o, p, r, at, ring, work, i, first, last, a_lanes, theta, opt, group, C, True)
+    rows = (place, first, last, a_lanes, theta)
+    if C.INTERVAL:
+        PARTS: gl.constexpr = 3 if C.NEED.distance else 2
+        ends = divide_tiles(begin + 1, r0, work, outputs.spans, C)
+        for part in range(PARTS):  # of each part the tiles that some row sees in part come first
+            masked = gl.where(part == 0, begin + 1, gl.where(part == 1, ends[1], ends[3]))
+            bare = gl.where(part == 0, ends[0], gl.where(part == 1, ends[2], work.end))
+            for t in range(masked, bare):
+                o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, True)
+            for t in range(bare, gl.where(part == 0, ends[1], gl.where(part == 1, ends[3], work.end))):
+                o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, False)
+    else:
+        for t in range(begin + 1, edge):
+            o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, False)
+        if opt.left is not None:
+            for t in range(edge, work.end):
+                o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, True)
     end = work.end - 1
     mbarrier.wait(ring.v_full.index(end % C.STAGES), (end // C.STAGES) & 1)
     values = ring.v.index(end % C.STAGES).reshape([C.BN, C.E])
-    if (opt.left is not None) or (opt.lengths is not None):
+    if (opt.left is not None) or (opt.lengths is not None) or C.INTERVAL:
         clear_hidden(values, first_key(end, work, C), work, opt, C)
     for c in gl.static_range(SPLITS):
         o = start_output(c, o, p, values, C)
@@ -229,7 +252,8 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, moment_blocks, shifts, sums, raw_sums, moments, opt, blocks, C: gl.constexpr
+    q_blocks, k_blocks, v_blocks, o_blocks, moment_blocks, shifts, sums, raw_sums, moments, spans, opt, blocks,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Computes o, the row state and, for statistics, the raw sums that `forward_statistics` finishes."""
     TYPE: gl.constexpr = q_blocks.dtype
@@ -248,13 +272,13 @@ def forward_hopper(
         make_barriers(STAGES, WARPGROUPS),
     )
     fence_async_shared()
-    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments)
+    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, spans, opt, blocks, C)),
             ],
             [4, 1],
             [C.REGISTERS, 24],
@@ -265,7 +289,7 @@ def forward_hopper(
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
                 (consume, (outputs, ring, opt, blocks, 2, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, spans, opt, blocks, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.hopper.spans import needs_spans
 from regard._backends.gpu.attention.tiles import View
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
@@ -39,7 +40,7 @@ def moment_span(p: Problem) -> int:
     causal, keys, width = p.reach[1] is not None, min(p.q.shape[-2], p.k.shape[-2]), p.q.shape[-1]
     if width not in MIN_CAUSAL_KEYS or p.v.shape[-1] != width or p.q.dtype != torch.bfloat16:
         return 0
-    if p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None:
+    if p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None or needs_spans(p):
         return 0
     if keys < (MIN_CAUSAL_KEYS[width] if causal else MIN_KEYS):
         return 0

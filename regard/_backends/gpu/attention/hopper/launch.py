@@ -13,7 +13,14 @@ import triton.language as tl
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.hopper import key_moments
-from regard._backends.gpu.attention.limits import GLUON_TYPES, find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.hopper.spans import Spans, needs_spans
+from regard._backends.gpu.attention.limits import (
+    GLUON_TYPES,
+    OPTIONS,
+    find_gluon_obstacle,
+    find_layout_obstacle,
+    find_option,
+)
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
 from regard._core.device import sm_count
@@ -36,6 +43,8 @@ MIN_FIXED_SHIFT_SCORES = 2**29
 MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
 SHARED_MEMORY = 224 * 1024  # for the tiles of one program
 LARGEST_CAP = 1e4
+TAKES_INTERVALS = True  # an interval of keys per query
+TAKES_WINDOWS = True  # that are not causal
 WIDTHS = (64, 128, 256)  # columns of v in shared memory
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
@@ -54,16 +63,16 @@ def supports(p: Problem) -> str | None:
     """Say why the Hopper kernel cannot take a call, or None."""
     if reason := find_gluon_obstacle(p) or _find_normalizer_obstacle(p):
         return reason
-    (d, e), (left, right) = (p.q.shape[-1], p.v.shape[-1]), p.reach
+    d, e = p.q.shape[-1], p.v.shape[-1]
     if d % 8 or e % 8 or max(d, e) > WIDTHS[-1]:
         return f"head widths {d} and {e} (multiples of 8 up to {WIDTHS[-1]} only)"
     if triton.cdiv(e, WIDTHS[0]) > triton.cdiv(d, WIDTHS[0]):
         return f"values of width {e}, wider than keys of {d}"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if right not in (None, 0) or (left is not None and (right is None or left < 0)):
-        return "a window (causal ones only)"
-    if reason := find_option(p, "bias", "mask"):
+    if needs_spans(p) and not (TAKES_INTERVALS if p.interval is not None else TAKES_WINDOWS):
+        return "a window (causal ones only)" if p.interval is None else OPTIONS["interval"]
+    if reason := find_option(p, "bias", "mask", "row_bias", "relative"):
         return reason
     if p.softcap is not None and p.softcap > LARGEST_CAP:
         return f"a soft cap above {LARGEST_CAP:g}"  # c − 2c/(1 + exp(2s/c)) rounds by the size of c
@@ -88,7 +97,13 @@ def _find_normalizer_obstacle(p: Problem) -> str | None:
 
 
 def forward(
-    p: Problem, o: torch.Tensor, shift: torch.Tensor, z: torch.Tensor, options: Options, kind: Hashable
+    p: Problem,
+    o: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor,
+    spans: Spans | None,
+    options: Options,
+    kind: Hashable,
 ) -> torch.Tensor | None:
     """Fills o, shift and z; returns the raw sums that statistics are finished from, if any are wanted.
 
@@ -97,6 +112,8 @@ def forward(
     from regard._backends.gpu.attention.hopper.forward import forward_hopper
 
     C = make_config(p)
+    if C.INTERVAL:
+        options = options._replace(left=None, right=None, lengths=None)
     blocks, programs = plan_programs(p, C.BM)
     k, v = p.k, p.v
     if C.CAUSAL and k.shape[-2] > p.q.shape[-2]:  # hidden keys may hold NaN: they are not read
@@ -112,7 +129,7 @@ def forward(
     if C.MOMENT_SPAN != 0:
         moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
         moment_blocks = describe_rows(moments.products, C.BN)
-    arguments = *descriptors, moment_blocks, shift, z, raw_sums, moments, options, blocks
+    arguments = *descriptors, moment_blocks, shift, z, raw_sums, moments, spans, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
     return raw_sums
 
@@ -121,17 +138,18 @@ def make_config(p: Problem) -> ForwardConfig:
     """The constants that `forward_hopper` is compiled with for this call."""
     from regard._backends.gpu.attention.hopper.ring import ForwardConfig
 
-    causal, panels = p.reach[1] is not None, choose_panels(p.q.shape[-1], p.v.shape[-1])
+    causal, panels = is_causal(p), choose_panels(p.q.shape[-1], p.v.shape[-1])
     keys, splits, groups, stages, registers = choose_tiles(p)
     need = statistics.needs(p.stats, p.choice, False)
     span = key_moments.moment_span(p) if need.moments else 0
     blocks, programs = plan_programs(p, ROWS * groups)
-    whole = p.k.shape[-2] % keys == 0 and p.key_lengths is None
+    whole = p.k.shape[-2] % keys == 0 and p.key_lengths is None and not needs_spans(p)
     diagonal_first = need.distance and not causal and groups == 2 and whole
     return ForwardConfig(
         F=bundle.of(p.choice),
         NEED=need,
         CAUSAL=causal,
+        INTERVAL=needs_spans(p),
         **panels._asdict(),
         BM=ROWS * groups,
         BN=keys,
@@ -149,15 +167,22 @@ def make_config(p: Problem) -> ForwardConfig:
     )
 
 
+def is_causal(p: Problem) -> bool:
+    """True if every query sees the keys up to its own, or a window of them."""
+    return p.reach[1] is not None and not needs_spans(p)
+
+
 def has_fixed_shift(p: Problem) -> bool:
     """True if the shift stays where the first tile sets it, so that later tiles need no maximum.
 
     Rows whose weights outgrow it are recomputed, which costs a launch even if there are none. Not with statistics: they
-    need the maximum all the same, and are asked of models whose rows may be sharp.
+    need the maximum all the same, and are asked of models whose rows may be sharp. Nor with intervals, of which a row
+    may see no key in its first tile.
     """
     batch, heads, queries, _ = p.q.shape
     shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    return shifted and not p.stats and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
+    shifted = shifted and not p.stats and not needs_spans(p)
+    return shifted and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
 
 
 def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
@@ -166,11 +191,13 @@ def plan_programs(p: Problem, rows: int) -> tuple[int, int]:
     The latter if rows are short, the programs' work is nearly equal and registers are left.
     """
     blocks = triton.cdiv(p.q.shape[-2], rows)
-    heads, causal = p.q.shape[0] * p.q.shape[1], p.reach[1] is not None
+    heads, causal = p.q.shape[0] * p.q.shape[1], is_causal(p)
     programs, units = sm_count(p.q.device), heads * blocks // 2 if causal else heads * blocks
     even = units >= 4 * programs and triton.cdiv(units, programs) * programs <= 1.04 * units
     short_of_registers = rows > 2 * ROWS and not causal and not (has_fixed_shift(p) or bundle.of(p.choice).exponential)
-    if p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
+    if needs_spans(p):  # rows of documents are short however many keys there are
+        programs = min(programs, heads * blocks)
+    elif p.k.shape[-2] > MAX_PERSISTENT_KEYS or (causal and heads % 2) or not even or short_of_registers:
         programs = heads * blocks
     keys, _, _, stages, _ = choose_tiles(p)
     if shared_bytes(p, keys, stages, 2 * rows) > SHARED_MEMORY:  # two blocks of queries do not fit
@@ -191,7 +218,7 @@ def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
         ]
         return fitting[0]
     table = FOUR_STAGES if p.stats else TWO_GROUPS
-    takes_registers = p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None
+    takes_registers = p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None or needs_spans(p)
     if takes_registers or wastes_rows(p.q.shape[-2]):
         return table.get(columns, TWO_GROUPS[columns])
     if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):

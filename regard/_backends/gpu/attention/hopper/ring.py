@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.fragment import ROWS
+from regard._backends.gpu.attention.hopper.spans import FIELDS, find_group
 
 # Triton 3.9, 3.6
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -27,6 +28,7 @@ class ForwardConfig(NamedTuple):
     F: Any
     NEED: Any
     CAUSAL: bool  # otherwise every query sees every key
+    INTERVAL: bool  # or each query its own interval of keys, see `spans`
     PANEL: int  # columns of one buffer of q, k or o
     PANELS: int  # buffers of a tile of q or k
     LAST: int  # columns of the last of them that are multiplied
@@ -67,7 +69,8 @@ class Work(NamedTuple):
     b: Any
     h: Any
     i0: Any  # first query
-    keys: Any  # of this batch entry
+    keys: Any  # of this batch entry; with intervals up to the last that a query sees
+    lowest: Any  # first key that a query sees; with intervals only
     low: Any  # number of the first key tile
     count: Any  # key tiles
     before: Any  # keys whose moments come from `key_moments`
@@ -93,7 +96,15 @@ def block_number(round, opt, C: gl.constexpr):
         pair = round // 2 * gl.num_programs(0) + gl.program_id(0)
         rank = gl.where(round % 2 == 0, pair % row, 2 * row - 1 - pair % row)
         number = (pair // row * 2 + rank % 2) * row + rank // 2
+    if C.PERSISTENT and C.INTERVAL:  # back and forth, as neighbours have rows of like length
+        number = round * gl.num_programs(0) + place_in_round(round)
     return number
+
+
+@gluon.jit
+def place_in_round(round):
+    """Place of this program in a round, from the first program on or from the last."""
+    return gl.where(round % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
 
 
 @gluon.jit
@@ -102,11 +113,14 @@ def count_rounds(blocks, C: gl.constexpr):
     each = 2 if C.CAUSAL else 1
     blocks = blocks // each
     programs = gl.num_programs(0)
-    return each * (blocks // programs + gl.where(gl.program_id(0) < blocks % programs, 1, 0))
+    place = gl.program_id(0)
+    if C.INTERVAL:
+        place = place_in_round(blocks // programs)
+    return each * (blocks // programs + gl.where(place < blocks % programs, 1, 0))
 
 
 @gluon.jit
-def get_work(round, base, opt, C: gl.constexpr):
+def get_work(round, base, spans, opt, C: gl.constexpr):
     """Work of this program in a round, whose first step is `base`."""
     row = gl.cdiv(opt.queries, C.BM)
     number = block_number(round, opt, C)
@@ -115,6 +129,7 @@ def get_work(round, base, opt, C: gl.constexpr):
     keys = tiles.key_count(opt, head // opt.heads)
     count = gl.cdiv(keys, C.BN)
     low = 0
+    lowest = 0
     before = 0
     if C.CAUSAL:
         count = gl.minimum(count, gl.cdiv(i0 + C.BM, C.BN))
@@ -122,9 +137,15 @@ def get_work(round, base, opt, C: gl.constexpr):
         low = gl.maximum(i0 - opt.left, 0) // C.BN
     if (opt.left is not None) or (opt.lengths is not None):
         count = gl.maximum(count - low, 1)  # of rows without visible keys one tile is masked
+    if C.INTERVAL:
+        group = find_group(spans, head // opt.heads, head % opt.heads, i0)
+        lowest = gl.minimum(gl.load(group), gl.load(group + FIELDS))
+        keys = gl.maximum(gl.load(group + 3), gl.load(group + FIELDS + 3))
+        low = gl.minimum(lowest, keys) // C.BN
+        count = gl.maximum(gl.cdiv(keys, C.BN) - low, 1)
     if C.MOMENT_SPAN > 0:
         before = gl.minimum(i0, opt.keys) // C.MOMENT_SPAN * C.MOMENT_SPAN
-    return Work(round, head // opt.heads, head % opt.heads, i0, keys, low, count, before, base, base + count)
+    return Work(round, head // opt.heads, head % opt.heads, i0, keys, lowest, low, count, before, base, base + count)
 
 
 @gluon.jit
@@ -138,6 +159,34 @@ def first_key(t, work, C: gl.constexpr):
 
 
 @gluon.jit
+def divide_tiles(begin, r0, work, spans, C: gl.constexpr):
+    """Steps at which the tiles of a warpgroup change their kind, from `begin` on: masked, bare, masked, bare, masked.
+
+    Tiles that some row sees in part are masked, and with distances those with keys on both sides of a row's position.
+    Without distances the second masked tiles are the last.
+    """
+    group = find_group(spans, work.b, work.h, r0)
+    lowest = gl.cdiv(gl.load(group + 1), C.BN)  # bare tiles lie in lowest ≤ tile < highest
+    highest = gl.load(group + 2) // C.BN
+    if C.NEED.first:  # every row's first key lies in a masked tile
+        lowest = gl.load(group + 1) // C.BN + 1
+    middle = lowest
+    after = lowest
+    if C.NEED.distance:
+        middle = gl.maximum((gl.load(group + 4) + 1) // C.BN, lowest)
+        after = gl.maximum(gl.cdiv(gl.load(group + 5), C.BN), lowest)
+    top = work.low + work.end
+    upper = gl.minimum(gl.maximum(top - highest, begin), work.end)
+    over = gl.minimum(gl.maximum(top - after, upper), work.end)
+    under = work.end
+    rest = work.end
+    if C.NEED.distance:
+        under = gl.minimum(gl.maximum(top - middle, over), work.end)
+        rest = gl.minimum(gl.maximum(top - lowest, under), work.end)
+    return upper, over, under, rest
+
+
+@gluon.jit
 def moments_index(work, opt, C: gl.constexpr):
     """(key head, prefix of the keys) of the moments that this block needs."""
     prefix = 0
@@ -147,16 +196,16 @@ def moments_index(work, opt, C: gl.constexpr):
 
 
 @gluon.jit
-def produce(q_blocks, k_blocks, v_blocks, moment_blocks, ring, opt, blocks, C: gl.constexpr):
+def produce(q_blocks, k_blocks, v_blocks, moment_blocks, ring, spans, opt, blocks, C: gl.constexpr):
     """The producer warp: loads every tile that the consumers of this program need."""
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, opt, C)
+            work = get_work(round, base, spans, opt, C)
             load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C)
             base = work.end + C.MOMENT_TILES
     else:
-        load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, get_work(0, 0, opt, C), opt, C)
+        load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, get_work(0, 0, spans, opt, C), opt, C)
 
 
 @gluon.jit

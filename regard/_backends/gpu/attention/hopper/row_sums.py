@@ -68,11 +68,11 @@ def empty_rows(N: gl.constexpr, LAYOUT: gl.constexpr, F: gl.constexpr):
 
 
 @gluon.jit
-def mask_keys(s, first, last, start, opt):
+def mask_keys(s, first, last, start, opt, C: gl.constexpr):
     """Scores of the tile at key `start`, with HIDDEN for keys outside first ≤ j < last."""
     y = cells(s)
     visible = octet_start(y) < per_row(last - start, y) - key_in_octet(y)
-    if opt.left is not None:
+    if opt.left is not None or C.INTERVAL:
         visible = visible & (octet_start(y) >= per_row(first - start, y) - key_in_octet(y))
     return gl.reshape(gl.where(visible, y, HIDDEN), s.shape)
 
@@ -114,7 +114,7 @@ def update_shift(s, r, b2, first_key, start, opt, C: gl.constexpr, FIXED_SHIFT: 
                     (gl.float32, gl.float32, gl.float32), True, 2,
                 )  # fmt: skip
     first = r.first
-    if NEED.first and opt.left is not None:
+    if NEED.first and (opt.left is not None or C.INTERVAL):
         if EDGE:  # every row's first key lies in such a tile
             hit = octet_start(y) == per_row(first_key - start, y) - key_in_octet(y)
             first += gl.convert_layout(accumulate(gl.where(hit, y, 0.0), first, True), first.type.layout)
@@ -242,11 +242,11 @@ def sum_positions(u, before, ahead, start, r0, BASE: gl.constexpr, C: gl.constex
     away = ahead.to(gl.float32) - octet_start(u, BASE).to(gl.float32)
     if EDGE and C.CAUSAL:
         x = accumulate(u * away, before, FIRST)
-    elif EDGE and C.DIAGONAL_FIRST:
+    elif EDGE and (C.DIAGONAL_FIRST or C.INTERVAL):
         x = accumulate(u * gl.abs(away), before, FIRST)
     else:
         x = accumulate(u * (octet_start(u, BASE) + key_in_pair(u)).to(gl.float32), before, FIRST)
-        if not C.CAUSAL and not C.DIAGONAL_FIRST:
+        if not C.CAUSAL and not C.DIAGONAL_FIRST and not C.INTERVAL:
             if start == r0 // C.BN * C.BN:
                 x = accumulate(u * gl.abs(away), before, FIRST)
     return x
@@ -257,12 +257,14 @@ def add_distance(x, before, i, start, r0, C: gl.constexpr, EDGE: gl.constexpr):
     """before + Σ u·|i − j| of a tile. If its keys lie on one side of the rows, Σ u·i is i·Σu."""
     LAYOUT: gl.constexpr = x.u.type.layout
     distance_sum = x.positions
-    if not EDGE or not (C.CAUSAL or C.DIAGONAL_FIRST):
+    if not EDGE or not (C.CAUSAL or C.DIAGONAL_FIRST or C.INTERVAL):
         row = gl.expand_dims(gl.convert_layout(i, gl.SliceLayout(1, LAYOUT)), 1)
         lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), 0)
         ahead = (row - 2 * lane).to(gl.float32) - start.to(gl.float32)
         distance_sum = ahead * x.u - x.positions
-        if not C.CAUSAL:
+        if C.INTERVAL:
+            distance_sum = gl.abs(distance_sum)
+        elif not C.CAUSAL:
             distance_sum = distance_sum * gl.where(start <= r0, 1.0, -1.0)
             if not C.DIAGONAL_FIRST:
                 distance_sum = gl.where(start == r0 // C.BN * C.BN, x.positions, distance_sum)

@@ -1,0 +1,115 @@
+"""The keys that each query sees, first ≤ j < last, as rows in memory, with their bounds over every 64 queries.
+
+Intervals, windows on both sides, causal order and key lengths become one form here, before the Hopper kernels run. A
+kernel visits the key tiles from the smallest `first` to the largest `last` of a block, and masks only tiles that some
+row sees in part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.config import view
+from regard._backends.gpu.attention.tiles import Options
+from regard._backends.gpu.launcher import launch
+from regard._core.problem import Problem
+
+GROUP = 64  # queries
+FIELDS = tl.constexpr(8)  # numbers of a group: least and largest first, last, position; two are not used
+FAR = tl.constexpr(2**30)  # beyond every key
+
+
+class Spans(NamedTuple):
+    """Where kernels read the rows and their bounds; entries are batch entries, or heads where heads differ."""
+
+    rows: Any  # [3, entries, 64·count] int32: first, last, position; (0, 0, 0) beyond the last query
+    groups: Any  # [entries, count, 8] int32, over the rows that see a key; none: first FAR … 0, last FAR … 0
+    entries: Any
+    count: Any  # groups of an entry
+    heads: Any  # entries of a batch entry: 1 or its heads
+    each: Any  # 1 if every head has an entry, else 0
+
+
+def needs_spans(p: Problem) -> bool:
+    """True if the keys of a query are no causal prefix, causal window or length."""
+    left, right = p.reach
+    return p.interval is not None or right not in (None, 0) or (left is not None and (right is None or left < 0))
+
+
+def find_spans(p: Problem, options: Options) -> Spans:
+    """Computes the spans of a call from its interval, window, causal order and key lengths."""
+    batch, heads, queries, _ = p.q.shape
+    own = p.interval is not None and heads > 1 and p.interval.stride(2) != 0
+    entries, count = batch * heads if own else batch, 2 * triton.cdiv(queries, 2 * GROUP)
+    number = dict(dtype=torch.int32, device=p.q.device)
+    rows = torch.empty(3, entries, count * GROUP, **number)
+    groups = torch.empty(entries, count, FIELDS.value, **number)
+    spans = Spans(rows, groups, entries, count, heads if own else 1, int(own))
+    launch(None, store_spans, entries * count, (view(p.interval), spans, options), (GROUP,), num_warps=1)
+    return spans
+
+
+@triton.jit
+def store_spans(interval, spans, opt, SIZE: tl.constexpr):
+    """Stores first, last and position of one group of queries, and their bounds."""
+    entry, group = tl.program_id(0) // spans.count, tl.program_id(0) % spans.count
+    b, h = entry // spans.heads, entry % spans.heads
+    i = group * SIZE + tl.arange(0, SIZE)
+    inside = i < opt.queries
+    n = tiles.key_count(opt, b)
+    first = i * 0
+    last = i * 0 + n
+    position = i
+    if opt.left is not None:
+        first = tl.maximum(i - opt.left, 0)
+    if opt.right is not None:
+        last = tl.minimum(i + opt.right + 1, n)
+    if interval.ptr is not None:
+        at = interval.ptr + tiles.wide(b) * interval.stride[1] + tiles.wide(h) * interval.stride[2]
+        at += tiles.wide(i) * interval.stride[3]
+        first = tl.maximum(first, tl.load(at, mask=inside, other=0))
+        last = tl.minimum(last, tl.load(at + interval.stride[0], mask=inside, other=0))
+        position = tl.load(at + 2 * interval.stride[0], mask=inside, other=0)
+    alive = inside & (first < last)
+    first = tl.where(alive, first, 0)
+    last = tl.where(alive, last, 0)
+    to = spans.rows + tiles.wide(tl.program_id(0)) * SIZE + tl.arange(0, SIZE)
+    plane = tiles.wide(spans.entries) * spans.count * SIZE
+    tl.store(to, first)
+    tl.store(to + plane, last)
+    tl.store(to + 2 * plane, tl.where(inside, position, 0))
+    near = tl.minimum(tl.maximum(position, 0), FAR)  # as good as the position: no key lies before 0
+    to = spans.groups + tiles.wide(tl.program_id(0)) * FIELDS
+    tl.store(to, tl.min(tl.where(alive, first, FAR), 0))
+    tl.store(to + 1, tl.max(first, 0))
+    tl.store(to + 2, tl.min(tl.where(alive, last, FAR), 0))
+    tl.store(to + 3, tl.max(last, 0))
+    tl.store(to + 4, tl.min(tl.where(alive, near, FAR), 0))
+    tl.store(to + 5, tl.max(tl.where(alive, near, 0), 0))
+    tl.store(to + 6, 0)
+    tl.store(to + 7, 0)
+
+
+@triton.jit
+def find_row(spans, b, h, i):
+    """Pointers to `first` of queries i; `last` and `position` follow at a distance of `find_plane`."""
+    entry = b * spans.heads + h * spans.each
+    return spans.rows + tiles.wide(entry) * (spans.count * 64) + i
+
+
+@triton.jit
+def find_plane(spans):
+    """Numbers between `first`, `last` and `position` of a row."""
+    return tiles.wide(spans.entries) * spans.count * 64
+
+
+@triton.jit
+def find_group(spans, b, h, i0):
+    """Pointer to the bounds of the queries from i0 on, i0 a multiple of 64."""
+    entry = b * spans.heads + h * spans.each
+    return spans.groups + (tiles.wide(entry) * spans.count + i0 // 64) * FIELDS

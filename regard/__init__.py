@@ -41,10 +41,10 @@ def __getattr__(name: str):
         import importlib
 
         return importlib.import_module(f"regard.{name}")
-    if name == "qk_clip":
-        from regard.health.qk_clip import qk_clip
+    if name in ("QKClip", "qk_clip"):
+        from regard.health import qk_clip
 
-        return qk_clip
+        return getattr(qk_clip, name)
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 
 
@@ -55,6 +55,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "Monitor",
     "OnlineSoftmax",
+    "QKClip",
     "attention",
     "attention_path",
     "compare",

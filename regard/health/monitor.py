@@ -1,30 +1,42 @@
-"""`Monitor`: measure attention during training on a sample of steps, log numbers per head, warn of bad trends."""
+"""`Monitor`: measure attention during training on a sample of steps, log scalars, raise alarms."""
 
 from __future__ import annotations
 
-import math
-import numbers
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from regard.health.capture.interception import Interception, close_scope, open_scope, refuse_data_parallel
+from regard.health.capture.interception import Interception, as_written, close_scope, open_scope
 from regard.health.measurement.recorder import Layer, merge_uses
-from regard.health.readings.heads import SEES_NOTHING, heads_of
-from regard.health.readings.histogram import NAMES, ROW
+from regard.health.readings.heads import SEES_NOTHING
+from regard.health.watching.alarms import Alarm, AlarmRules
+from regard.health.watching.hooks import Hook, runs_compiled
+from regard.health.watching.max_logit_recorder import MaxLogitRecorder
+from regard.health.watching.ranks import Ranks
+from regard.health.watching.sample import (
+    AT,
+    LayerKey,
+    LayerSample,
+    empty_table,
+    flags_of,
+    head_rows,
+    scalars_of,
+    series_names,
+)
+from regard.health.watching.schedule import Schedule
 from regard.health.watching.timed_recorder import TimedRecorder
-from regard.health.watching.trends import SAMPLES, Trends
-from regard.health.watching.writers import MEANS, make_writer
+from regard.health.watching.validation import check_model, check_options
+from regard.health.watching.writers import Several, Writer, make_writer
 
 MISSED = 3  # consecutive steps without a forward before a warning
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
-WRAPPERS = ("_fn", "compile_wrapper")  # torch's frames around compiled functions, and around disabled ones
+LEAST_SECONDS = 600.0  # the budget is that of a training of ten minutes at least
+IN_TROUBLE = 8  # heads whose own numbers are logged because a finding has them
 
 
 class AttentionWarning(UserWarning):
@@ -32,7 +44,7 @@ class AttentionWarning(UserWarning):
 
 
 class Monitor:
-    """Measures every head on every `every`-th training step, logs the numbers and warns of bad trends.
+    """Measures attention on a sample of training steps, logs scalars per layer and over the model, raises alarms.
 
     >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True, dropout=0.0)
     >>> rows = []
@@ -40,18 +52,34 @@ class Monitor:
     >>> for step in range(3):
     ...     loss = layer(torch.randn(2, 8, 32)).square().mean()
     >>> monitor.close()
-    >>> [(row["step"], row["head"]) for row in rows]
-    [(1, 0), (1, 1), (1, 2), (1, 3), (3, 0), (3, 1), (3, 2), (3, 3)]
+    >>> [row["step"] for row in rows], 0.0 < rows[0]["attention/entropy_ratio_min"] <= 1.0
+    ([1, 3], True)
+    >>> monitor.alarms
+    []
 
     Args:
         model: the model in training. Each forward in training mode is a step; nothing else needs to be called.
-        every: measure one step in this many.
-        log: a TensorBoard writer or any object with `add_scalar`, a Weights & Biases run (any object whose `log` takes
-            a dict), the path of a JSONL file, a function that takes a dict per head, or None. A number that a sample
-            lacks (an entropy ratio if all rows see one key) is NaN, in the file null.
-        budget: the fraction of the training time that measuring may take; a sample that would exceed it is skipped.
-            Warns once if most samples are skipped.
+        every: measure one step in this many; from 8 on the start is denser (gaps of 1, 2, 4, … steps, ten of each).
+        log: where the numbers go: a path (JSONL), a TensorBoard writer, a Weights & Biases run, MLflow, a Lightning
+            logger, a `transformers.Trainer`, an `accelerate.Accelerator`, an object with `log`, a function that takes a
+            dict, or None. A number that a sample lacks (an entropy ratio if all rows see one key) is NaN, in a file
+            null, and no point in a series.
+        heads: True to log every head as well. Otherwise heads are logged only while a finding has them, 8 at most.
+        metrics: None for all, or ("max_logit",) to measure the largest logit alone, which is cheap enough for every=1.
+        on_alarm: a function that is called with each `Alarm`.
+        budget: the fraction of the training time that measuring may take, of ten minutes at least; a sample that would
+            exceed it is skipped. Warns once if most samples are skipped.
         sequences: how many sequences of a batch are measured; None for all.
+        group: the process group whose ranks are reduced into one log, of which the first writes; None is all ranks. A
+            monitor has to be made on each of them.
+        tensor_group: the ranks that hold different heads of the same layers (tensor parallel).
+        pipeline_group: the ranks that hold different layers. Call `at_step` before and `end_step` after each step then;
+            the callbacks do it.
+
+    Attributes:
+        alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`.
+        layers: series name → module name.
+        unmeasured: module name → why it is not watched.
 
     Raises:
         TypeError: `model` is not an nn.Module, or `log` is none of the above.
@@ -60,41 +88,48 @@ class Monitor:
     """
 
     def __init__(
-        self, model: nn.Module, every: int = 100, log: Any = None, *, budget: float = 0.02, sequences: int | None = 1
+        self,
+        model: nn.Module,
+        every: int = 100,
+        log: Any = None,
+        heads: bool = False,
+        *,
+        metrics: Sequence[str] | None = None,
+        on_alarm: Callable[[Alarm], object] | None = None,
+        budget: float = 0.02,
+        sequences: int | None = 1,
+        group: Any = None,
+        tensor_group: Any = None,
+        pipeline_group: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        refuse_data_parallel(model)
-        if model._compiled_call_impl is not None:
-            raise ValueError(
-                "model was compiled in place, which skips its hooks; pass the module that torch.compile(model) returns"
-            )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an int ≥ 1, got {every!r}")
-        number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
-        if not (number and 0.0 < budget <= 1.0):
-            raise ValueError(f"budget must be a number in (0, 1], got {budget!r}")
-        if sequences is not None and (isinstance(sequences, bool) or not isinstance(sequences, int) or sequences < 1):
-            raise ValueError(f"sequences must be an int ≥ 1, or None for all, got {sequences!r}")
+        check_model(model)
+        check_options(every, budget, sequences, metrics, on_alarm)
         self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
+        self.heads, self.metrics, self.on_alarm = heads, metrics, on_alarm
         self.step = 0
         self.samples = 0
         self.left_out = 0  # samples skipped because of the budget
         self.spent = 0.0  # seconds spent on measuring
+        self.alarms: list[Alarm] = []
+        self.layers: dict[str, str] = {}
         self.unmeasured: dict[str, str] = {}
-        self._write = make_writer(log)
+        self._writer = make_writer(log)
+        self._ranks = Ranks(group, tensor_group, pipeline_group)
+        self._schedule, self._rules = Schedule(every), AlarmRules()
+        self._orders = {name: at for at, (name, _) in enumerate(as_written(model).named_modules())}
+        self._names: dict[str, str] = {}  # label -> series name
         self._started: float | None = None
         self._given_step: int | None = None
         self._missed = 0  # consecutive steps without a forward
         self._sampled_step: int | None = None
-        self._skipped_step: int | None = None
+        self._first_step_within_budget = 1  # the same on every rank
+        self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
         self._samples: dict[int, tuple] = {}  # open samples by thread
         self._lock = threading.RLock()  # for the numbers above; never held during a forward
-        self._trends = Trends()
         self._warned: set[str] = set()
         self._hooks = [
-            model.register_forward_pre_hook(_Hook(self._before), prepend=True),
-            model.register_forward_hook(_Hook(self._after), always_call=True),
+            model.register_forward_pre_hook(Hook(self._before), prepend=True),
+            model.register_forward_hook(Hook(self._after), always_call=True),
         ]
 
     def close(self) -> None:
@@ -117,10 +152,15 @@ class Monitor:
         return trainer_callback(self)
 
     def lightning_callback(self) -> Any:
-        """A callback for `lightning.Trainer(callbacks=[…])`; steps are then the trainer's."""
+        """A callback for `lightning.Trainer(callbacks=[…])`: its steps, and its loggers where `log` is None."""
         from regard.health.watching.callbacks import lightning_callback
 
         return lightning_callback(self)
+
+    def use_loggers(self, loggers: Sequence[Any]) -> None:
+        """Log to these too, if `log` is None; the Lightning callback calls it."""
+        if type(self._writer) is Writer and loggers:
+            self._writer = Several([make_writer(logger) for logger in loggers])
 
     def at_step(self, step: int) -> None:
         """Set the number of the next step; forwards are not counted from then on. The callbacks call it."""
@@ -133,6 +173,13 @@ class Monitor:
                 "Pass it the module that a step calls (with Lightning, the one that training_step calls).",
             )
 
+    def end_step(self) -> None:
+        """Reduce the sample of this step over the ranks, where that waits for the end of the step (pipelines)."""
+        with self._lock:
+            if self._pending is not None:
+                (step, tables), self._pending = self._pending, None
+                self._finish(step, tables)
+
     def _before(self, module: nn.Module, inputs: tuple) -> None:
         if module is not self.model:  # a copy, which has its hooks
             return
@@ -144,31 +191,39 @@ class Monitor:
             self._started = now if self._started is None else self._started
             self._missed = 0
             self.step = step = self.step + 1 if self._given_step is None else self._given_step
-            if (step - 1) % self.every or step == self._sampled_step:
-                return
-            if self.spent > self.budget * (now - self._started):
-                self._skip(step)
+            if step == self._sampled_step or not self._schedule.is_due(step):
                 return
             self._sampled_step = step
-        if _in_compiled_code():
+            self._schedule.take(step)
+            if not self._is_within_budget(step, now - self._started):
+                self._skip()
+                return
+        if runs_compiled():
             self._warn(
                 "compiled", "The model runs compiled, so nothing is watched. Pass Monitor what torch.compile returned."
             )
             return
-        recorder = TimedRecorder(sequences=self.sequences)
+        make = TimedRecorder if self.metrics is None else MaxLogitRecorder
+        recorder = make(sequences=self.sequences)
         context = Interception(module, observe=recorder).in_forward()
         open_scope(context)
         self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
 
-    def _skip(self, step: int) -> None:
-        self.left_out += step != self._skipped_step  # a step may have several forwards
-        self._skipped_step = step
+    def _is_within_budget(self, step: int, elapsed: float) -> bool:
+        """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
+        if self._ranks.is_distributed():
+            return step >= self._first_step_within_budget
+        return self.spent <= self.budget * max(elapsed, LEAST_SECONDS)
+
+    def _skip(self) -> None:
+        self.left_out += 1
         due = self.samples + self.left_out
         if self.left_out >= SKIPPED and self.left_out > SKIPPED_SHARE * due:
             self._warn(
                 "budget",
-                f"Monitor skipped {self.left_out} of {due} samples to stay within budget={self.budget:g}; warnings "
-                f"need {SAMPLES} samples. Raise `budget` or `every`.",
+                f"Monitor skipped {self.left_out} of {due} samples to stay within budget={self.budget:g}: measuring "
+                f"took {self.spent:.1f} s so far. What happens in skipped steps is not seen, and warnings of slow "
+                "trends need 10 samples. Raise `budget` or `every`.",
             )
 
     def _end_sample(self) -> None:
@@ -186,48 +241,89 @@ class Monitor:
             return
         recorder.finish_batch()
         with self._lock:
-            self._report(recorder, step, finished - opening)
-
-    def _report(self, recorder: TimedRecorder, step: int, began: float) -> None:
-        layers, rows = merge_uses(recorder.layers.values()), []
-        for layer in layers:
-            if layer.reading is not None:
-                rows += self._record(layer, step)
+            tables = self._make_tables(recorder)
+            if self._ranks.pipeline_group is None:
+                self._finish(step, tables)
             else:
-                self.unmeasured[layer.label] = layer.reason or "it was not reached"
-        labels = {layer.index: layer.label for layer in layers}
-        for text in self._trends.add(rows, heads_of(layers), labels, layers):
-            warnings.warn(text, AttentionWarning, stacklevel=2)
+                self._pending = step, tables
+            if self.samples:  # the first one compiles kernels, which does not count
+                self.spent += recorder.seconds + time.perf_counter() - finished + opening
+            self.samples += 1
+
+    def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:
+        """Returns the table of each layer that this rank ran, and notes which could not be measured."""
+        layers = merge_uses(recorder.layers.values())
+        tables: dict[int, Tensor] = {}
+        for layer in layers:
+            is_measured = recorder.has_measured(layer)
+            if not is_measured and not layer.not_finite:
+                self._mark_unmeasured(layer, layer.reason or "it was not reached")
+                continue
+            tables[layer.index] = table = empty_table(layer.heads)
+            table[layer.not_finite, AT["not_finite"]] = 1.0
+            if is_measured:
+                recorder.fill(layer, table)
+                if not bool(table[:, AT["rows"]].any()) and any(layer.empty_rows):
+                    self._mark_unmeasured(layer, SEES_NOTHING)
+        recorder.mark_flags(layers, tables)
         if not layers and not self.samples:
             self._warn("unmeasured", "No attention call was seen in the model's forward, so nothing is watched.")
-        for label, reason in self.unmeasured.items():
-            self._warn(f"unmeasured {label}", f"{label}: not watched: {reason}")
-        if self.samples:  # the first one compiles kernels, which does not count
-            self.spent += recorder.seconds + time.perf_counter() - began
-        self.samples += 1
+        return {
+            self._ranks.key(self._orders.get(layer.name, 0), layer.label, layer.heads): tables[layer.index]
+            for layer in layers
+            if layer.index in tables
+        }
 
-    def _record(self, layer: Layer, step: int) -> list[dict]:
-        reading = layer.reading.cpu()
-        means = reading.mean.masked_fill(reading.count == 0, math.nan).tolist()
-        tops = reading.high[NAMES.index("max_logit")].tolist()
-        rows = []
-        for head, counted in enumerate(reading.count[ROW["visible_keys"]].tolist()):
-            if not counted:  # no row of it sees a key and is not padding
-                continue
-            row = dict(step=step, layer=layer.label, head=head, max_logit=tops[head])
-            rows.append(row | {name: means[NAMES.index(name)][head] for name in MEANS})
-        if rows:
-            self._log(rows)
-        elif any(layer.empty_rows):
-            self.unmeasured[layer.label] = SEES_NOTHING
-        return rows
+    def _mark_unmeasured(self, layer: Layer, reason: str) -> None:
+        self.unmeasured[layer.label] = reason
+        self._warn(f"unmeasured {layer.label}", f"{layer.label}: not watched: {reason}")
 
-    def _log(self, rows: list[dict]) -> None:
+    def _finish(self, step: int, tables: dict[LayerKey, Tensor]) -> None:
+        """Reduces a sample over the ranks, raises alarms, and writes on the first rank."""
+        if missing := self._ranks.find_missing():
+            self._warn(
+                "ranks",
+                f"Monitor was not made on ranks {', '.join(map(str, missing[:8]))}, so it watches this rank alone. "
+                "Make it on every rank; only the first one writes.",
+            )
+        elapsed = 0.0 if self._started is None else time.perf_counter() - self._started
+        layers = self._ranks.gather(tables, self.spent, elapsed)
+        self._first_step_within_budget = self._ranks.first_step_within(self.budget, step, LEAST_SECONDS)
+        if any(layer.label not in self._names for layer in layers):
+            self._names = series_names([layer.label for layer in layers])
+            self.layers = {series: label for label, series in self._names.items()}
+        rows, flags = head_rows(layers, self._names, step), flags_of(layers)
+        new = self._rules.add(step, rows, flags)
+        self._schedule.look_closer(step, self._rules.is_suspicious)
+        self.alarms += new
+        if self._ranks.is_first():
+            scalars = scalars_of(layers, self._names) if self.metrics is None else _max_logits(layers, self._names)
+            serious = sum(alarm.severity != "note" for alarm in self.alarms)
+            self._log(step, scalars | {"attention/alarms": serious}, self._select(rows, flags), new)
+            for alarm in new:
+                self._raise(alarm)
+
+    def _select(self, rows: list[dict], flags: dict[str, dict]) -> list[dict]:
+        """Returns the heads whose own numbers are logged: all on request, else some of those in trouble."""
+        if self.heads:
+            return rows
+        places = {place for kind, found in flags.items() if kind not in ("positional", "diffuse") for place in found}
+        return [row for row in rows if (row["layer"], row["head"]) in places][:IN_TROUBLE]
+
+    def _raise(self, alarm: Alarm) -> None:
+        if self.on_alarm is not None:
+            self.on_alarm(alarm)
+        if alarm.severity != "note":
+            warnings.warn(f"step {alarm.step}: {alarm.text}", AttentionWarning, stacklevel=2)
+
+    def _log(self, step: int, scalars: dict[str, float], rows: list[dict], alarms: list[Alarm]) -> None:
         try:
-            self._write(rows)
+            self._writer.write(step, scalars, rows)
+            for alarm in alarms:
+                self._writer.write_alarm(alarm.to_json())
         except Exception as error:  # a failing log must not stop training
             why = f"{type(error).__name__}: {error}"
-            self._warn("log", f"The monitor's log failed at step {rows[0]['step']}, and rows are lost: {why}")
+            self._warn("log", f"The monitor's log failed at step {step}, and rows are lost: {why}")
 
     def _warn(self, kind: str, text: str) -> None:
         """Warn once of each kind."""
@@ -236,25 +332,6 @@ class Monitor:
             warnings.warn(text, AttentionWarning, stacklevel=2)
 
 
-class _Hook:
-    """A hook that torch.compile does not trace; in a copy of the model, or a saved one, it does nothing."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self.call: Callable[..., None] | None = torch.compiler.disable(call)
-
-    def __call__(self, *args: Any) -> None:
-        if self.call is not None:
-            self.call(*args)
-
-    def __getstate__(self) -> dict[str, None]:
-        return {"call": None}
-
-
-def _in_compiled_code() -> bool:
-    """True if a compiled forward called the hook: its attention calls can no longer be intercepted."""
-    frame, wrappers = sys._getframe(1), 0
-    while frame is not None:
-        if frame.f_code.co_name in WRAPPERS and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            wrappers += 1
-        frame = frame.f_back
-    return wrappers > 1  # one is that of `torch.compiler.disable` around the hook
+def _max_logits(layers: Sequence[LayerSample], names: dict[str, str]) -> dict[str, float]:
+    scalars = scalars_of(layers, names)
+    return {name: value for name, value in scalars.items() if name.endswith("max_logit")}

@@ -13,6 +13,8 @@ SEPARATE = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin
 STACKED = ("c_attn", "qkv", "qkv_proj", "Wqkv", "in_proj")  # q, k, v one after another
 OUTPUTS = ("out_proj", "o_proj", "output_proj", "c_proj", "o", "out_lin", "linear_out", "to_out", "Wo", "wo", "proj",
            "dense", "projection_layer", "projection", "out", "output")  # fmt: skip
+LATENT_QUERIES = ("q_b_proj", "wq_b", "q_proj", "wq")  # MLA: the query's up-projection, or its only one
+LATENT_KEYS = ("kv_b_proj", "wkv_b")  # MLA: the up-projection of keys without position and of values
 NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm", "qk_norm")
 
 
@@ -31,10 +33,12 @@ class Projection:
     start: int = 0
     dim: int = 0
     makes_all: bool = True  # False for torch's keys with add_bias_kv, where one key is learned
+    fixed: int = 0  # last rows of each head that no factor changes (MLA: values), or whose partner is fixed (rotary)
+    powers: tuple[tuple[int, float], ...] = ()  # rows of a head and the power of the factor that they take; () = 1
 
     @torch.no_grad()
     def shrink(self, factors: Tensor) -> None:
-        """Multiply each head's weights and bias by its factor; a factor of 1 changes no bit.
+        """Multiply each head's weights and bias by its factor, to the powers; a factor of 1 changes no bit.
 
         >>> import torch
         >>> from regard.nn.projections import Projection
@@ -43,7 +47,7 @@ class Projection:
         >>> weight[:, 0]
         tensor([0.5000, 0.5000, 1.0000, 1.0000])
         """
-        each = factors.repeat_interleave(self.width // self.heads).to(self.weight.device, torch.float32)
+        each = self._row_factors(factors.to(self.weight.device, torch.float32))
         if is_dtensor(self.weight):  # a slice would be a copy: multiply the whole, other rows by 1
             self._shrink_shards(each)
             return
@@ -52,6 +56,12 @@ class Projection:
         if self.bias is not None:
             part = self.bias.narrow(0, self.start, self.width)
             part.copy_(part * each)
+
+    def _row_factors(self, factors: Tensor) -> Tensor:
+        """Return the factor of each row of all heads, [width]."""
+        rows = self.powers or ((self.width // self.heads, 1.0),)
+        parts = [(factors if power == 1.0 else factors**power)[:, None].expand(-1, count) for count, power in rows]
+        return torch.cat(parts, 1).flatten()
 
     def _shrink_shards(self, each: Tensor) -> None:
         """Multiply weights that are sharded over ranks (`fully_shard`), each rank its own rows."""
@@ -85,6 +95,8 @@ def projections(
     if isinstance(module, nn.MultiheadAttention):
         _check_stored(module, "in_proj_weight", "q_proj_weight", "k_proj_weight", "in_proj_bias")
         return _from_torch(module)
+    if is_latent(module):
+        return _from_latent(module, heads, head_dim)
     for pair in (names, *SEPARATE) if names else SEPARATE:
         query, key = (getattr(module, name, None) for name in pair)
         if all(isinstance(layer, nn.Module) and hasattr(layer, "weight") for layer in (query, key)):
@@ -126,6 +138,37 @@ def bounded_scores_reason(module: nn.Module) -> str | None:
         return f"its {module.score} scores do not grow with the weights"
     norm = next((name for name in NORMS if getattr(module, name, None) is not None), None)
     return norm and f"its queries and keys are normalised ({norm}): they do not grow with the weights"
+
+
+def is_latent(module: nn.Module) -> bool:
+    """True for multi-head latent attention (MLA: DeepSeek V2 and V3, Kimi K2)."""
+    sizes = (getattr(module, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return all(isinstance(size, int) for size in sizes) and _first_layer(module, LATENT_KEYS) is not None
+
+
+def _first_layer(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
+    layers = (getattr(module, name, None) for name in names)
+    return next((layer for layer in layers if isinstance(layer, nn.Module) and hasattr(layer, "weight")), None)
+
+
+def _from_latent(module: nn.Module, heads: int, head_dim: int) -> tuple[Projection, Projection]:
+    """Return MLA's up-projections: rows of a query head are (no position, rotary), of a key head (no position, value).
+
+    The rotary key is one for all heads, so it stays as it is and the rotary query takes its share.
+    """
+    plain, rotary, values = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+    query, key = _first_layer(module, LATENT_QUERIES), _first_layer(module, LATENT_KEYS)
+    if query is None or key is None:
+        raise NotFound(f"{type(module).__name__} has no query layer named {', '.join(LATENT_QUERIES)}")
+    widths = [_checked_weight(layer).shape[_output_dim(layer)] for layer in (query, key)]
+    if head_dim != plain + rotary or widths != [heads * head_dim, heads * (plain + values)]:
+        raise NotFound(
+            f"its query and key layers make {widths[0]} and {widths[1]} numbers for {heads} heads of {plain} + {rotary}"
+        )
+    return (
+        Projection(query.weight, _bias(query), heads, widths[0], dim=_output_dim(query), fixed=rotary),
+        Projection(key.weight, _bias(key), heads, widths[1], dim=_output_dim(key), fixed=values),
+    )
 
 
 def _from_torch(module: nn.MultiheadAttention) -> tuple[Projection, Projection]:

@@ -122,14 +122,14 @@ def test_a_causal_mask_with_true_and_false_exchanged(hidden):
 
 def test_a_monitor_writes_no_numbers_of_heads_that_see_nothing():
     model, rows = Reader(torch.stack([EVEN, NOTHING])), []
-    with regard.Monitor(model, every=1, log=rows.append):
+    with regard.Monitor(model, every=1, log=rows.append, heads=True):
         model()
-    assert [row["head"] for row in rows] == [0] and math.isfinite(rows[0]["max_logit"])
+    assert [row["head"] for row in rows[1:]] == [0] and math.isfinite(rows[1]["max_logit"])
     model = Reader(NOTHING)
     warns = pytest.warns(regard.health.AttentionWarning, match="not watched: none of its queries sees a key")
-    with warns, regard.Monitor(model, every=1, log=rows.append):
+    with warns, regard.Monitor(model, every=1, log=rows.append, heads=True):
         model()
-    assert len(rows) == 1
+    assert len(rows) == 3 and math.isnan(rows[2]["attention/max_logit"])
 
 
 def test_batches_and_snapshots_add_up(tmp_path):

@@ -23,6 +23,11 @@ def layer(dropout=0.1):
     return nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True)
 
 
+def per_head(rows):
+    """The rows of heads among those of samples and alarms."""
+    return [row for row in rows if "head" in row]
+
+
 def train(model, steps, batch=3):
     for _ in range(steps):
         model(torch.randn(batch, 10, 16)).square().mean().backward()
@@ -31,16 +36,30 @@ def train(model, steps, batch=3):
 def test_steps_are_sampled_and_numbers_are_those_of_the_model():
     model, rows = layer(), []
     x = torch.randn(3, 10, 16)
-    with regard.Monitor(model, every=3, log=rows.append, budget=1.0) as monitor:
+    with regard.Monitor(model, every=3, log=rows.append, heads=True, budget=1.0) as monitor:
         for _ in range(7):
             model(x)
-    assert [row["step"] for row in rows] == [1, 1, 4, 4, 7, 7]
+    samples, rows = [row for row in rows if "head" not in row], per_head(rows)
+    assert [row["step"] for row in rows] == [1, 1, 4, 4, 7, 7] and [row["step"] for row in samples] == [1, 4, 7]
     assert monitor.unmeasured == {}  # dropout in training did not make it unfaithful
     report = regard.examine(model, [x[:1]])
     for row, head in zip(rows[:2], report.heads, strict=True):
         assert row["layer"] == head.layer == "self_attn"
         assert row["entropy_ratio"] == pytest.approx(head.statistics["entropy_ratio"].mean, rel=1e-5)
         assert row["max_logit"] == pytest.approx(head.statistics["max_logit"].max, rel=1e-5)
+    ratios = [head.statistics["entropy_ratio"].mean for head in report.heads]
+    tops = [head.statistics["max_logit"].max for head in report.heads]
+    gains = [head.statistics["gradient_gain"].mean for head in report.heads]
+    expected = dict(max_logit=max(tops), entropy_ratio_min=min(ratios), entropy_ratio_mean=sum(ratios) / 2)
+    q = nn.functional.linear(x[:1], model.self_attn.in_proj_weight, model.self_attn.in_proj_bias).unflatten(
+        -1, (3, 2, 8)
+    )
+    norms = q.norm(dim=-1).mean((0, 1, 3)).tolist()
+    expected |= dict(gradient_gain=sum(gains) / 2, sink_rate=0.0, q_norm=norms[0], k_norm=norms[1], v_norm=norms[2])
+    for prefix in ("attention", "attention/layer_00"):
+        for name, number in expected.items():
+            assert samples[0][f"{prefix}/{name}"] == pytest.approx(number, rel=1e-5), name
+    assert monitor.layers == {"layer_00": "self_attn"} and samples[0]["attention/alarms"] == 0
 
 
 def test_training_goes_on_as_without_it():
@@ -105,7 +124,7 @@ def test_a_forward_that_raises_is_no_sample():
                 model(wrong)
         assert (rows, monitor.samples) == ([], 0)
         train(model, 1)
-    assert len(rows) == 2 and interception.ACTIVE == interception.STATE.scopes == []
+    assert len(rows) == 1 and interception.ACTIVE == interception.STATE.scopes == []
 
 
 def test_evaluation_is_not_a_step():
@@ -126,12 +145,12 @@ def test_copies_and_files_of_a_watched_model_are_not_watched():
         file.seek(0)
         for other in (copy.deepcopy(model), copy.copy(model), torch.load(file, weights_only=False)):
             train(other, 1)
-            assert other.training and (monitor.step, len(rows)) == (1, 2)
+            assert other.training and (monitor.step, len(rows)) == (1, 1)
             with regard.Monitor(other, every=1, budget=1.0) as another:
                 train(other, 1)
             assert another.samples == 1
         train(model, 1)
-    assert (monitor.step, len(rows)) == (2, 4)
+    assert (monitor.step, len(rows)) == (2, 2)
 
 
 def test_its_cost_stays_within_the_budget():
@@ -149,15 +168,16 @@ def test_samples_that_the_budget_leaves_out_are_told_of_once():
         warnings.simplefilter("always")
         train(model, 30)
     (message,) = (str(one.message) for one in seen)
-    assert message.startswith("Monitor skipped 20 of 22 samples to stay within budget=1e-09; warnings need 10 samples.")
+    assert message.startswith("Monitor skipped 20 of 22 samples to stay within budget=1e-09: measuring took ")
+    assert "What happens in skipped steps is not seen" in message
     assert (monitor.samples, monitor.left_out) == (2, 28)
 
 
 def test_a_jsonl_file(tmp_path):
     path = tmp_path / "heads.jsonl"
-    with regard.Monitor(layer(), every=2, log=path, budget=1.0) as monitor:
+    with regard.Monitor(layer(), every=2, log=path, heads=True, budget=1.0) as monitor:
         train(monitor.model, 3)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = per_head(json.loads(line) for line in path.read_text().splitlines())
     assert [(row["step"], row["head"]) for row in rows] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     assert 0.0 < rows[0]["entropy_ratio"] <= 1.0
     with pytest.raises(ValueError, match="there is no folder"):
@@ -182,58 +202,33 @@ def test_a_log_that_fails_is_told_once_and_training_goes_on(way, tmp_path):
     assert len(seen) == 1 and monitor.samples == 3
 
 
+def test_what_a_sample_does_not_have_is_no_number(tmp_path):
+    rows, board, path = [], Scalars(), tmp_path / "heads.jsonl"
+    for log in (rows.append, board, path):
+        with regard.Monitor(layer(), every=1, log=log, heads=True, budget=1.0) as monitor:
+            monitor.model(torch.randn(2, 1, 16))  # rows of one key have neither an entropy ratio nor a gain ratio
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert lines[0]["attention/entropy_ratio_min"] is None and lines[1]["max_weight"] == 1.0
+    assert lines[1]["entropy_ratio"] is lines[1]["gain_ratio"] is None
+    assert math.isnan(rows[0]["attention/entropy_ratio_min"]) and math.isnan(rows[1]["entropy_ratio"])
+    names = {name for name, _, _ in board.scalars}
+    assert "attention/max_logit" in names and not any("ratio" in name for name in names)
+
+
 class Scalars:
     def __init__(self):
-        self.scalars, self.histograms = [], []
+        self.scalars = []
 
     def add_scalar(self, name, value, step):
         self.scalars.append((name, value, step))
-
-    def add_histogram(self, name, values, step):
-        self.histograms.append((name, len(values), step))
-
-
-class Run:
-    def __init__(self):
-        self.logged = []
-
-    def log(self, numbers, step):
-        self.logged.append((numbers, step))
-
-
-def test_writers():
-    board, run = Scalars(), Run()
-    for log in (board, run):
-        with regard.Monitor(layer(), every=5, log=log) as monitor:
-            train(monitor.model, 1)
-    names = {name for name, _, step in board.scalars if step == 1}
-    assert "attention/self_attn/head1/entropy_ratio" in names
-    assert ("attention/self_attn/max_logit", 2, 1) in board.histograms
-    ((numbers, step),) = run.logged
-    assert step == 1
-    assert numbers.keys() == names
-    with pytest.raises(TypeError, match="log must have add_scalar"):
-        regard.Monitor(layer(), log=7)
-
-
-def test_what_a_sample_does_not_have_is_no_number(tmp_path):
-    rows, board, run, path = [], Scalars(), Run(), tmp_path / "heads.jsonl"
-    for log in (rows.append, board, run, path):
-        with regard.Monitor(layer(), every=1, log=log, budget=1.0) as monitor:
-            monitor.model(torch.randn(2, 1, 16))  # rows of one key have neither an entropy ratio nor a gain ratio
-    message = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
-    assert message["entropy_ratio"] is message["gain_ratio"] is None and message["max_weight"] == 1.0
-    assert math.isnan(rows[0]["entropy_ratio"]) and rows[0]["max_weight"] == 1.0
-    assert run.logged[0][0].keys() == {name for name, _, _ in board.scalars}
-    assert not any("ratio" in name for name, _, _ in [*board.scalars, *board.histograms])
 
 
 def test_a_jsonl_file_is_json_where_numbers_overflow(tmp_path):
     model, path = layer(), tmp_path / "heads.jsonl"
     model.self_attn.in_proj_weight.data[:16] *= 1e22  # its logits have a variance that float32 has not
-    with regard.Monitor(model, every=1, log=path, budget=1.0):
+    with regard.Monitor(model, every=1, log=path, heads=True, budget=1.0):
         train(model, 1)
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    rows = per_head(json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
     assert [row["logit_variance"] for row in rows] == [None, None] and rows[0]["max_logit"] > 1e20
 
 
@@ -290,7 +285,7 @@ def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
         report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
     Trainer(model, arguments, train_dataset=samples(32), callbacks=[monitor.trainer_callback()]).train()
-    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
+    assert [row["step"] for row in rows] == [1, 4, 7]
     assert monitor.step == 7  # and not 14, the number of forwards
     assert monitor.unmeasured == {}
     assert not model._forward_hooks
@@ -325,7 +320,7 @@ def fitted(tmp_path, watched, **options):
 @pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers and much else
 def test_lightning_brings_its_steps_and_its_end(tmp_path):
     monitor, rows = fitted(tmp_path, lambda task: task.model, max_steps=7, accumulate_grad_batches=2)
-    assert [(row["step"], row["head"]) for row in rows] == [(step, head) for step in (1, 4, 7) for head in (0, 1)]
+    assert [row["step"] for row in rows] == [1, 4, 7]
     assert monitor.step == 7
 
 

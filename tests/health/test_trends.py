@@ -1,4 +1,4 @@
-"""regard.Monitor warns of heads that are unhealthy or about to be, and not of healthy ones."""
+"""regard.Monitor raises alarms about heads that are unhealthy or about to be, and not about healthy ones."""
 
 import random
 import warnings
@@ -9,7 +9,8 @@ from torch import nn
 
 import regard
 from regard.health import AttentionWarning
-from regard.health.watching.trends import SAMPLES, Trends, extrapolate, is_rising
+from regard.health.watching.alarms import URGENT, WIDESPREAD, YOUNG, AlarmRules
+from regard.health.watching.trends import SAMPLES, extrapolate, is_rising
 
 
 def warnings_in_training(gain: float, rate: float, scale: float | None = None, steps: int = 30) -> list[str]:
@@ -42,10 +43,10 @@ def warnings_in_training(gain: float, rate: float, scale: float | None = None, s
 
 def test_heads_that_are_beyond_the_limits_from_the_start_are_reported():
     messages = warnings_in_training(gain=3e3, rate=1e-3)
-    for kind in ("exploding logits", "collapsed", "dying gradient"):
-        texts = [text for text in messages if f"{kind} in each of the last {SAMPLES} samples" in text]
-        assert texts and all(", head " in text for text in texts)
-    assert "1, head 0: exploding logits" in messages[0] and "; also 3 more heads" in messages[0]
+    assert messages[0].startswith("step 2: 1, head 0: exploding logits in each of the last 2 samples (largest logit ")
+    assert "; also 3 more heads" in messages[0]
+    for kind in ("collapsed", "dying gradient"):
+        assert any(f"{kind} in each of the last" in text for text in messages)
 
 
 @pytest.mark.parametrize(("gain", "rate", "scale"), [(1.0, 0.3, None), (4.0, 0.1, 1.0)])
@@ -66,8 +67,8 @@ def rows(tops, ratios=None):
 
 
 def warnings_for(rows):
-    trends = Trends()
-    return [text for row in rows for text in trends.add([row], [], {})]
+    rules = AlarmRules()
+    return [alarm.text for row in rows for alarm in rules.add(row["step"], [row], {})]
 
 
 def test_a_trend_may_have_a_few_steps_back():
@@ -102,40 +103,68 @@ def test_scatter_is_no_trend():
     assert extrapolate([5, 5], [1.0, 3.0], 9) == 2.0
 
 
-def test_a_problem_must_last():
-    """One sample in between that is healthy, and the count begins again."""
-    torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    with torch.no_grad():
-        model.self_attn.in_proj_weight[:32] *= 60.0
-    x = torch.randn(1, 24, 16)
-    with warnings.catch_warnings(), regard.Monitor(model, every=1, budget=1.0):
-        warnings.simplefilter("error")
-        for _ in range(2):
-            for _ in range(SAMPLES - 1):
-                model(x)
-            model(1e-3 * x)
-        for _ in range(SAMPLES - 1):
-            model(x)
-        with pytest.raises(AttentionWarning, match="exploding logits in each"):
-            model(x)
+def flags(kind, *heads, number=0.5):
+    return {kind: {("a", head): number for head in heads}}
+
+
+def many(step, heads=4):
+    return [dict(step=step, layer="a", head=head, max_logit=1.0, entropy_ratio=0.5) for head in range(heads)]
+
+
+def alarms_after(found):
+    """(step, kind, severity, heads) of the alarms for a list of flags, one sample each."""
+    rules, seen = AlarmRules(), []
+    for at, one in enumerate(found):
+        seen += rules.add(at + 1, many(at + 1), one)
+    return [(alarm.step, alarm.kind, alarm.severity, len(alarm.heads)) for alarm in seen]
+
+
+def test_logits_beyond_the_limit_are_reported_after_two_samples_on_end():
+    over, fine = flags("exploding logits", 1, number=130.0), {}
+    assert alarms_after([over, fine, over, fine, over]) == []
+    assert alarms_after([fine, over, over, over]) == [(3, "exploding logits", "critical", 1)]
+    assert URGENT == 2
+
+
+def test_a_slow_problem_must_last_unless_most_heads_have_it():
+    one = flags("collapsed", 1)
+    assert alarms_after([*[one] * (SAMPLES - 1), {}, *[one] * (SAMPLES - 1)]) == []
+    assert alarms_after([one] * SAMPLES) == [(SAMPLES, "collapsed", "warning", 1)]
+    most = flags("collapsed", 0, 1, 2)
+    assert alarms_after([most] * 4) == [(WIDESPREAD, "collapsed", "critical", 3)]
+    assert alarms_after([flags("scale off", 0, 1, 2)] * 5) == []
+
+
+def test_an_output_that_is_not_finite_is_critical_at_once():
+    assert alarms_after([flags("not finite", 2)]) == [(1, "not finite", "critical", 1)]
+    (alarm,) = AlarmRules().add(7, [], flags("not finite", 2))
+    assert alarm.text.startswith("a, head 2: its output is NaN or infinite; stop, go back")
+    assert alarm.to_json() == dict(step=7, alarm="not finite", severity="critical", heads=(("a", 2),), text=alarm.text)
+
+
+def test_diffuse_heads_are_a_note_while_training_is_young():
+    rules, seen = AlarmRules(), []
+    for step in range(YOUNG - SAMPLES, YOUNG + SAMPLES):
+        seen += rules.add(step, many(step), flags("diffuse", 0, 1))
+    assert [(alarm.step, alarm.severity) for alarm in seen] == [(YOUNG - 1, "note"), (YOUNG + 1, "warning")]
+
+
+def test_a_suspicious_head_draws_the_next_sample_closer_until_it_is_reported():
+    rules = AlarmRules()
+    rules.add(1, many(1), flags("exploding logits", 1, number=130.0))
+    assert rules.is_suspicious
+    rules.add(2, many(2), flags("exploding logits", 1, number=130.0))
+    assert not rules.is_suspicious
+    rules.add(3, many(3), {})
+    assert not rules.is_suspicious
 
 
 def test_heads_that_are_sharp_by_design_may_sharpen():
     """Those that look at the token before, which findings exempt, too."""
-
-    class Previous(nn.Module):
-        def forward(self, x):
-            eye = torch.eye(x.shape[-2]).expand(len(x), 1, -1, -1)
-            return nn.functional.scaled_dot_product_attention(
-                9.0 * eye.roll(1, -2), eye, x[:, None], is_causal=True, scale=1.0
-            )
-
-    heads = regard.examine(Previous(), [torch.randn(2, 24, 8)]).heads
     falling = rows([1.0] * 10, [0.2, 0.19, 0.17, 0.18, 0.15, 0.14, 0.12, 0.11, 0.09, 0.08])
-    for seen, count in ((heads, 0), ([], 1)):
-        trends = Trends()
-        assert sum(len(trends.add([row], seen, {heads[0].index: "a"})) for row in falling) == count
+    for found, count in ((flags("positional", 0, number=1.0), 0), ({}, 1)):
+        rules = AlarmRules()
+        assert sum(len(rules.add(row["step"], [row], found)) for row in falling) == count
 
 
 def test_a_head_without_values_is_reported():
@@ -148,4 +177,4 @@ def test_a_head_without_values_is_reported():
         for _ in range(SAMPLES + 2):
             layer(torch.randn(2, 24, 16))
     (messages,) = (str(one.message) for one in seen)
-    assert messages.startswith("self_attn, head 0: dead in each of the last 10 samples (values differ by 0")
+    assert messages.startswith("step 10: self_attn, head 0: dead in each of the last 10 samples (values differ by 0")

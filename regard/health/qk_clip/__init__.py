@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from regard.health.capture.interception import as_written, refuse_data_parallel
-from regard.health.qk_clip.max_logits import OBSERVERS, MaxLogits, remove_copied_hooks
-from regard.health.qk_clip.weights import holders_of, select_projections, tensors_to_shrink
-from regard.nn.projections import NotFound, bounded_scores_reason, projections
+from regard.health.qk_clip.clipping import Clip, Clipped, check_arguments, clip_observed
+from regard.health.qk_clip.max_logits import OBSERVERS, observe, remove_copied_hooks
+from regard.health.qk_clip.training import QKClip
 
-__all__ = ["Clip", "Clipped", "qk_clip", "stop"]
-
-
-class Clip(NamedTuple):
-    """One head that was clipped: its largest logit, and the factor that brought it to the threshold."""
-
-    layer: str
-    head: int
-    max_logit: float
-    factor: float
-
-
-class Clipped:
-    """What a call of `qk_clip` did, read from the device only on request.
-
-    `heads`: the heads that were clipped; `max_logit`: layer → the largest logit of each head; `skipped`: layer → why
-    its weights are not clipped.
-    """
-
-    def __init__(self) -> None:
-        self.skipped: dict[str, str] = {}
-        self._found: dict[str, tuple[Tensor, Tensor | None]] = {}  # layer -> largest logits, factors
-
-    @property
-    def max_logit(self) -> dict[str, list[float]]:
-        return {name: largest.tolist() for name, (largest, _) in self._found.items()}
-
-    @property
-    def heads(self) -> list[Clip]:
-        found = []
-        for name, (largest, factors) in self._found.items():
-            for head, factor in enumerate([] if factors is None else factors.tolist()):
-                if factor < 1.0:
-                    found.append(Clip(name, head, largest[head].item(), factor))
-        return found
-
-    def __repr__(self) -> str:
-        return f"Clipped(heads={self.heads}, skipped={self.skipped})"
+__all__ = ["Clip", "Clipped", "QKClip", "qk_clip", "stop"]
 
 
 def qk_clip(
@@ -85,11 +44,13 @@ def qk_clip(
     attentions cannot be seen then, and a call after a step in which none was seen raises.
 
     If several query heads share a key head, or one more key is learned (torch's add_bias_kv), the key weights stay and
-    the query takes the whole factor τ/m. Frozen weights (`requires_grad` False) stay too, and the other side takes the
-    whole factor. Heads below the threshold keep their weights to the bit; so does a head whose logit is not finite.
-    Skipped, with the reason: scores that do not follow the weights' size (cosine, additive, a QK-norm module), weights
-    that something else uses too, and weights that are computed (weight_norm, LoRA). A stacked layer must hold all
-    queries, then all keys, then all values; do not clip a model that normalises q and k inside its forward.
+    the query takes the whole factor τ/m. In multi-head latent attention (DeepSeek V2 and V3, Kimi K2) q and k without
+    position take √(τ/m) each, the rotary query τ/m, and the rotary key, which all heads share, stays. Frozen weights
+    (`requires_grad` False) stay too, and the other side takes the whole factor. Heads below the threshold keep their
+    weights to the bit; so does a head whose logit is not finite. Skipped, with the reason: scores that do not follow
+    the weights' size (cosine, additive, a QK-norm module), weights that something else uses too, and weights that are
+    computed (weight_norm, LoRA). A stacked layer must hold all queries, then all keys, then all values; do not clip a
+    model that normalises q and k inside its forward.
 
     Args:
         model: holds, at any depth, `regard.nn.MultiheadAttention`, torch's `nn.MultiheadAttention`, attention layers of
@@ -109,39 +70,8 @@ def qk_clip(
         ValueError: `threshold` is not a positive, finite number, no attention was seen since the last call, or the
             model is `nn.DataParallel` over several devices.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
-    if not (is_number and 0 < threshold < math.inf):
-        raise ValueError(f"threshold must be a positive, finite number, got {threshold!r}")
-    refuse_data_parallel(model)
-    observer = OBSERVERS.get(model)
-    if observer is None:
-        observer = OBSERVERS[model] = MaxLogits(model)
-    observer.read_modules()
-    modules, holders = dict(as_written(model).named_modules()), holders_of(model)
-    result = Clipped()
-    for name, largest in observer.take(model, group).items():
-        if name not in modules:  # it was removed from the model
-            continue
-        factors = None
-        try:
-            chosen = select_projections(*projections(modules[name], *observer.shapes[name], names))
-            tensors = tensors_to_shrink(chosen, holders, modules[name])
-        except NotFound as reason:
-            result.skipped[name] = str(reason)
-        else:
-            factors = torch.where(largest.isfinite() & (largest > threshold), threshold / largest, 1.0)
-            for tensor in tensors:
-                tensor.shrink(factors if len(chosen) == 1 else factors.sqrt())
-        result._found[name] = largest, factors
-    result.skipped |= observer.unseen
-    observer.unseen.clear()
-    for name in (observer.regard_modules.keys() & modules.keys()) - result._found.keys():
-        if (why := bounded_scores_reason(modules[name])) is not None:
-            result.skipped[name] = why
-    observer.mark_weights(model)
-    return result
+    check_arguments(model, threshold)
+    return clip_observed(model, observe(model), threshold, group=group, names=names)
 
 
 def stop(model: nn.Module) -> None:

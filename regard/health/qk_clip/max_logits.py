@@ -60,6 +60,13 @@ class MaxLogits:
             if module is not None:
                 module._is_clipped = asked
 
+    def start(self) -> None:
+        """Makes `regard.nn` modules remember their next forwards, and forgets those before."""
+        self._ask_modules(True)
+        for reference in self.regard_modules.values():
+            if (module := reference()) is not None:
+                module._last.clear()
+
     def read_modules(self) -> None:
         """Adds the training calls that `regard.nn` modules remember and that were not observed."""
         close_scope(self._scope)  # of a forward that Ctrl-C ended
@@ -158,6 +165,14 @@ class MaxLogits:
         if self._hooks and not torch.compiler.is_compiling():
             close_scope(self._scope)
             self._scope = None
+
+
+def observe(model: nn.Module) -> MaxLogits:
+    """Returns the observer of a model; the first call registers its hooks."""
+    observer = OBSERVERS.get(model)
+    if observer is None:
+        observer = OBSERVERS[model] = MaxLogits(model)
+    return observer
 
 
 def remove_copied_hooks(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Trainer callbacks that give a monitor the trainer's steps and close it when training ends."""
+"""Trainer callbacks of `Monitor` and `QKClip`, for transformers and Lightning."""
 
 from __future__ import annotations
 
@@ -6,18 +6,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regard.health.monitor import Monitor
+    from regard.health.qk_clip.training import QKClip
 
 
-def trainer_callback(monitor: Monitor) -> Any:
-    """A `transformers.TrainerCallback` for this monitor."""
+def _import_trainer_callback() -> Any:
     try:
         from transformers import TrainerCallback
     except ModuleNotFoundError as error:
         raise ImportError('trainer_callback needs transformers: pip install "regard[hf]"') from error
+    return TrainerCallback
 
-    class MonitorCallback(TrainerCallback):
+
+def _import_lightning_callback() -> Any:
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as error:
+        raise ImportError("lightning_callback needs lightning: pip install lightning") from error
+    return Callback
+
+
+def trainer_callback(monitor: Monitor) -> Any:
+    """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps and closes it at the end."""
+
+    class MonitorCallback(_import_trainer_callback()):  # type: ignore[misc]
         def on_step_begin(self, args, state, control, **kwargs):
             monitor.at_step(state.global_step + 1)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            monitor.end_step()
 
         def on_train_end(self, args, state, control, **kwargs):
             monitor.close()
@@ -26,17 +42,53 @@ def trainer_callback(monitor: Monitor) -> Any:
 
 
 def lightning_callback(monitor: Monitor) -> Any:
-    """A Lightning `Callback` for this monitor."""
-    try:
-        from lightning.pytorch import Callback
-    except ModuleNotFoundError as error:
-        raise ImportError("lightning_callback needs lightning: pip install lightning") from error
+    """Returns a Lightning `Callback` for a monitor: its steps, its end, and its loggers where `log` is None."""
 
-    class MonitorCallback(Callback):
+    class MonitorCallback(_import_lightning_callback()):  # type: ignore[misc]
+        def on_train_start(self, trainer, module):
+            monitor.use_loggers(trainer.loggers)
+
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             monitor.at_step(trainer.global_step + 1)
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            monitor.end_step()
 
         def on_train_end(self, trainer, module):
             monitor.close()
 
     return MonitorCallback()
+
+
+def clip_trainer_callback(clip: QKClip) -> Any:
+    """Returns a `transformers.TrainerCallback` that clips after each optimizer step."""
+
+    class QKClipCallback(_import_trainer_callback()):  # type: ignore[misc]
+        def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            clip.follow(optimizer)
+            clip.step()
+
+        def on_train_end(self, args, state, control, **kwargs):
+            clip.close()
+
+    return QKClipCallback()
+
+
+def clip_lightning_callback(clip: QKClip) -> Any:
+    """Returns a Lightning `Callback` that clips after each optimizer step; accumulated batches are no step."""
+
+    class QKClipCallback(_import_lightning_callback()):  # type: ignore[misc]
+        def on_train_start(self, trainer, module):
+            self.at = trainer.global_step
+            for optimizer in trainer.optimizers:
+                clip.follow(optimizer)
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step != self.at:
+                self.at = trainer.global_step
+                clip.step()
+
+        def on_train_end(self, trainer, module):
+            clip.close()
+
+    return QKClipCallback()

@@ -1,0 +1,123 @@
+"""`Alarm`: one event of a monitor, and the rules that raise one.
+
+| rule | raised | severity |
+| --- | --- | --- |
+| an output is NaN or infinite | at once | critical |
+| logit beyond 100 | in two samples on end | critical |
+| most heads of the model collapsed, or without gradient | in three samples on end | critical |
+| collapsed, dying gradient, scale off, dead | in ten samples on end | warning |
+| diffuse | in ten samples on end | a note while training is young, then a warning |
+| logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
+
+Each is raised once per head; heads that get the same alarm in one sample share it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from regard.health.watching.trends import SAMPLES, find_trends
+
+URGENT = 2  # samples on end with a logit beyond the limit
+WIDESPREAD, MOST = 3, 0.5  # samples on end, and the share of the heads, from which on a slow finding is urgent
+YOUNG = 1000  # steps during which diffuse heads are a note
+NUMBERS = {
+    "exploding logits": "largest logit {:.3g}",
+    "collapsed": "95th percentile of the entropy ratio {:.2g}",
+    "dying gradient": "no gradient on {:.0%} of the rows",
+    "scale off": "logit variance {:.3g}",
+    "dead": "values differ by {:.2g}",
+    "diffuse": "mean entropy ratio {:.3g}",
+}
+WIDE = ("collapsed", "dying gradient")
+NOT_FINITE = "its output is NaN or infinite; stop, go back to the last checkpoint, lower the learning rate"
+
+Place = tuple[str, int]  # layer label, head
+Flags = Mapping[str, Mapping[Place, float]]
+Event = tuple[str, str, Place, str]  # kind, severity, where, text
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An event: at which step, of which kind, how severe, about which heads, and what it means in one sentence."""
+
+    step: int
+    kind: str
+    severity: str  # "critical", "warning" or "note"
+    heads: tuple[Place, ...]  # (layer, head)
+    text: str
+
+    def to_json(self) -> dict:
+        """Returns the alarm as a line of the log holds it."""
+        found = asdict(self)
+        return {"step": found.pop("step"), "alarm": found.pop("kind"), **found}
+
+
+class AlarmRules:
+    """Follows every head over samples and raises alarms."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Place, deque] = {}
+        self._streaks: dict[tuple[str, Place], int] = {}
+        self._wide_streaks: dict[str, int] = {}
+        self._raised: set[tuple[str, str, Place]] = set()
+        self.is_suspicious = False  # is a head over a limit that has not been reported?
+
+    def add(self, step: int, rows: Iterable[dict], flags: Flags) -> list[Alarm]:
+        """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
+        rows = list(rows)
+        new: dict[tuple[str, str], list[tuple[Place, str]]] = {}
+        for kind, severity, place, text in self._events(step, rows, flags):
+            if (kind, severity, place) not in self._raised:
+                self._raised.add((kind, severity, place))
+                new.setdefault((kind, severity), []).append((place, text))
+        over = {(kind, place) for kind in ("exploding logits", *WIDE) for place in flags.get(kind, {})}
+        reported = {(kind, place) for kind, severity, place in self._raised if severity != "note"}
+        self.is_suspicious = bool(over - reported)
+        return [
+            Alarm(step, kind, severity, tuple(place for place, _ in events), _describe(events))
+            for (kind, severity), events in new.items()
+        ]
+
+    def _events(self, step: int, rows: list[dict], flags: Flags) -> Iterator[Event]:
+        for place in flags.get("not finite", {}):
+            yield "not finite", "critical", place, NOT_FINITE
+        places = [(row["layer"], row["head"]) for row in rows]
+        for kind, number_text in NUMBERS.items():
+            found = flags.get(kind, {})
+            wide = kind in WIDE and len(found) > MOST * len(places)
+            self._wide_streaks[kind] = self._wide_streaks.get(kind, 0) + 1 if wide else 0
+            for place in places:
+                streak = self._streaks.get((kind, place), 0) + 1 if place in found else 0
+                self._streaks[kind, place] = streak
+                severity, needed = self._judge(kind, step)
+                if place in found and streak >= needed:
+                    text = f"{kind} in each of the last {needed} samples ({number_text.format(found[place])})"
+                    yield kind, severity, place, text
+        positional = flags.get("positional", {})
+        for row in rows:
+            place = row["layer"], row["head"]
+            numbers = self._numbers.setdefault(place, deque(maxlen=SAMPLES))
+            numbers.append((row["step"], row["max_logit"], row["entropy_ratio"]))
+            for kind, text in find_trends(numbers):
+                if kind != "falling" or place not in positional:
+                    yield kind, "warning", place, text
+
+    def _judge(self, kind: str, step: int) -> tuple[str, int]:
+        """Returns the severity of a kind now, and how many samples on end it takes."""
+        if kind == "exploding logits":
+            return "critical", URGENT
+        if self._wide_streaks.get(kind, 0) >= WIDESPREAD:
+            return "critical", WIDESPREAD
+        if kind == "diffuse" and step <= YOUNG:
+            return "note", SAMPLES
+        return "warning", SAMPLES
+
+
+def _describe(events: list[tuple[Place, str]]) -> str:
+    """Returns one sentence for all heads with the same problem."""
+    ((layer, head), text), *others = events
+    more = f"; also {len(others)} more head{'' if len(others) == 1 else 's'}" if others else ""
+    return f"{layer}, head {head}: {text}{more}"

@@ -1,0 +1,272 @@
+"""regard.QKClip: MLA, GQA and stacked projections, master copies, optimizer hook and trainer callbacks."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from qk_clip_data import Self, logits, ours, step
+from torch import nn
+
+import regard
+
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=50)
+LATENT = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=2, n_group=1,
+              topk_group=1, num_experts_per_tok=1, moe_intermediate_size=16, first_k_dense_replace=2)  # fmt: skip
+
+
+def small(kind):
+    """A tiny model of transformers, the name of its last attention, and the weights that make its queries."""
+    transformers = pytest.importorskip("transformers")
+    if kind.startswith("deepseek"):
+        make = transformers.DeepseekV3Config if "v3" in kind else transformers.DeepseekV2Config
+        more = {"topk_method": "greedy"} if "v2" in kind else {}
+        config = make(**SIZES, **LATENT, **more, num_key_value_heads=4, q_lora_rank=None if "plain" in kind else 16)
+    elif kind == "llama":
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    else:
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, attn_pdrop=0.0,
+                                         resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
+    torch.manual_seed(1)
+    model = transformers.AutoModel.from_config(config).train()
+    layer = "h.1.attn" if kind == "gpt2" else "layers.1.self_attn"
+    return model, layer
+
+
+def queries(attention):
+    """The weight of the queries with its heads along the first dimension."""
+    if hasattr(attention, "c_attn"):
+        return attention.c_attn.weight.mT[:32]
+    layer = getattr(attention, "q_b_proj", None) or attention.q_proj
+    return layer.weight
+
+
+def batch():
+    return dict(input_ids=torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(2)))
+
+
+KINDS = ["deepseek_v3", "deepseek_v3 plain", "deepseek_v2", "llama", "gpt2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_head_comes_to_the_threshold_on_the_same_batch(kind):
+    model, layer = small(kind)
+    attention = model.get_submodule(layer)
+    with torch.no_grad():
+        for head, size in ((0, 500.0), (2, 5e3)):
+            queries(attention).unflatten(0, (4, -1))[head] *= size
+    clip = regard.QKClip(model, threshold=2.0)
+    step(model, batch())
+    before = logits(model.eval(), batch(), layer)
+    was = copy.deepcopy(attention)
+    clipped = clip.step()
+    after = logits(model, batch(), layer)
+    assert before[0] > 4.0 and before[2] > 4.0 and clipped.skipped == {}
+    torch.testing.assert_close(after, before.clamp_max(2.0), rtol=0.01, atol=0.0)
+    assert {one.head for one in clipped.heads if one.layer == layer} == {at for at, top in enumerate(before) if top > 2}
+    if kind.startswith("deepseek"):
+        for name, value in attention.named_parameters():
+            changes = name.startswith(("q_b_proj", "q_proj", "kv_b_proj"))
+            assert changes != torch.equal(value, was.get_parameter(name)), name
+        factor = 2.0 / before[2]
+        new, old = (one.kv_b_proj.weight.unflatten(0, (4, -1))[2] for one in (attention, was))
+        torch.testing.assert_close(new[:6], old[:6] * factor.sqrt())  # keys without position
+        assert torch.equal(new[6:], old[6:])  # values
+        new, old = (queries(one).unflatten(0, (4, -1))[2] for one in (attention, was))
+        torch.testing.assert_close(new[:6], old[:6] * factor.sqrt())
+        torch.testing.assert_close(new[6:], old[6:] * factor)  # rotary queries
+    clip.close()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(("frozen", "clips"), [("kv_b_proj", True), ("q_b_proj", False)])
+def test_latent_attention_with_frozen_weights(frozen, clips):
+    """The rotary key has no share of its own, so keys alone cannot hold a head."""
+    model, layer = small("deepseek_v3")
+    attention = model.get_submodule(layer)
+    with torch.no_grad():
+        queries(attention).unflatten(0, (4, -1))[1] *= 5e3
+    getattr(attention, frozen).requires_grad_(False)
+    clip = regard.QKClip(model, threshold=2.0)
+    step(model, batch())
+    before = logits(model.eval(), batch(), layer)
+    clipped = clip.step()
+    assert (layer in clipped.skipped) is not clips
+    expected = before.clamp_max(2.0) if clips else before
+    torch.testing.assert_close(logits(model, batch(), layer), expected, rtol=0.01, atol=0.0)
+    clip.close()
+
+
+def test_latent_attention_of_another_layout_is_skipped():
+    model, layer = small("deepseek_v3")
+    model.get_submodule(layer).qk_nope_head_dim = 5
+    with pytest.raises(regard.nn.projections.NotFound, match="4 heads of 5"):
+        regard.nn.projections.projections(model.get_submodule(layer), 4, 10)
+
+
+def exploding(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), ours(**options))
+    with torch.no_grad():
+        model[1].q_proj.weight[:4] *= 300
+    return model
+
+
+def test_log_only_leaves_the_weights_and_says_what_would_be_clipped():
+    model, x, seen = exploding(), torch.randn(2, 6, 16), []
+    clip = regard.QKClip(model, 50.0, log_only=True, log=seen.append)
+    step(model, x)
+    weights = copy.deepcopy(model.state_dict())
+    clipped = clip.step()
+    assert [one.head for one in clipped.heads] == [0] and not clipped.applied
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    (row,) = seen
+    assert row["attention/max_logit"] == row["attention/layer_00/max_logit"] == clipped.heads[0].max_logit
+    assert (row["step"], row["attention/clipped_heads"]) == (1, 1)
+    clip.close()
+
+
+@pytest.mark.parametrize("make", [exploding, Self])
+def test_an_optimizer_hook_clips_from_the_first_step_on(make):
+    model, x = make(), torch.randn(2, 6, 16)
+    name = "1" if make is exploding else "inner"
+    if make is Self:
+        with torch.no_grad():
+            model.inner.in_proj_weight[:4] *= 300
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    clip = regard.QKClip(model, 50.0)
+    handle = clip.hook(optimizer)
+    model(x).square().mean().backward()
+    before = logits(model, x, name)
+    optimizer.step()
+    assert clip.steps == 1 and [one.head for one in clip.last.heads] == [0]
+    torch.testing.assert_close(logits(model, x, name), before.clamp_max(50.0), rtol=0.01, atol=0.0)
+    handle.remove()
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert clip.steps == 1
+    clip.close()
+    with pytest.raises(TypeError, match="optimizer must be"):
+        clip.hook("adam")
+
+
+class Masters(torch.optim.SGD):
+    """Steps float32 copies and writes them back, as mixed-precision optimizers do."""
+
+    def __init__(self, parameters, where):
+        super().__init__(parameters, lr=1e-3)
+        self.where = where
+        for parameter in self.param_groups[0]["params"]:
+            master = parameter.detach().float().clone()
+            if where == "state":
+                self.state[parameter]["master_param"] = master
+            else:
+                parameter.main_param = master
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            found = self.state[parameter]["master_param"] if self.where == "state" else parameter.main_param
+            found.sub_(1e-6 * parameter.grad.float())
+            parameter.data.copy_(found)
+
+
+@pytest.mark.parametrize("where", ["state", "attribute"])
+def test_master_copies_stay_in_step(where):
+    model, x = exploding().bfloat16(), torch.randn(2, 6, 16).bfloat16()
+    optimizer = Masters(model.parameters(), where)
+    clip = regard.QKClip(model, 50.0)
+    clip.hook(optimizer)
+    tops = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        tops.append(max(clip.last.max_logit["1"]))
+    assert tops[0] > 100.0 and tops[1:] == pytest.approx([50.0, 50.0], rel=0.02)
+    weight = model[1].q_proj.weight
+    master = optimizer.state[weight]["master_param"] if where == "state" else weight.main_param
+    torch.testing.assert_close(weight, master.bfloat16(), rtol=0.01, atol=1e-6)
+    clip.close()
+
+
+def test_weights_that_the_optimizer_would_overwrite_are_skipped_by_name():
+    model, x = exploding().bfloat16(), torch.randn(2, 6, 16).bfloat16()
+    copies = {parameter: parameter.detach().float().clone() for parameter in model.parameters()}
+    for masters in (None, copies.get):
+        clip = regard.QKClip(model, 50.0, masters=masters)
+        clip.follow(torch.optim.SGD(list(copies.values()), lr=1e-9))
+        optimizer = torch.optim.SGD(list(copies.values()), lr=1e-9)
+        clip.hook(optimizer)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        if masters is None:
+            assert "pass masters=" in clip.last.skipped["1"] and clip.last.heads == []
+        else:
+            assert clip.last.skipped == {} and [one.head for one in clip.last.heads] == [0]
+            weight = model[1].q_proj.weight
+            torch.testing.assert_close(weight, copies[weight].bfloat16(), rtol=0.01, atol=1e-6)
+        clip.close()
+
+
+class Training(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = exploding()
+
+    def forward(self, x, labels=None):
+        return {"loss": self.inner(x).square().mean()}
+
+
+def samples(count):
+    torch.manual_seed(3)
+    return [{"x": torch.randn(10, 16), "labels": torch.zeros(())} for _ in range(count)]
+
+
+def test_a_trainer_clips_after_each_optimizer_step(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    monkeypatch.delitem(sys.modules, "marimo", raising=False)
+    from transformers import Trainer, TrainingArguments
+
+    model = Training()
+    clip = regard.QKClip(model, 20.0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_strategy="no", learning_rate=1e-5,
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=samples(32), callbacks=[clip.trainer_callback()]).train()
+    assert clip.steps == 3 and max(clip.last.max_logit["inner.1"]) < 30.0
+    assert not model._forward_hooks
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers and much else
+def test_lightning_clips_after_each_optimizer_step(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+    class Task(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Training()
+
+        def training_step(self, batch, index):
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-5)
+
+    task = Task()
+    clip = regard.QKClip(task.model, 20.0)
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=3,
+        enable_model_summary=False, default_root_dir=str(tmp_path), callbacks=[clip.lightning_callback()],
+        accumulate_grad_batches=2,
+    )  # fmt: skip
+    trainer.fit(task, torch.utils.data.DataLoader(samples(32), batch_size=2))
+    assert clip.steps == 3 and max(clip.last.max_logit["inner.1"]) < 30.0
+    assert not task.model._forward_hooks
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(TypeError, match="model"):
+        regard.QKClip("model")
+    with pytest.raises(ValueError, match="threshold"):
+        regard.QKClip(nn.Linear(2, 2), 0.0)

@@ -1,0 +1,264 @@
+"""The parts of a monitor: its schedule, its series, its writers with the signatures of the real loggers, its events."""
+
+import json
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.health import AttentionWarning
+from regard.health.watching.sample import AT, LayerSample, empty_table, scalars_of, series_names
+from regard.health.watching.schedule import Schedule
+
+
+def taken(every, steps, suspicious=()):
+    schedule, found = Schedule(every), []
+    for step in range(1, steps + 1):
+        if schedule.is_due(step):
+            schedule.take(step)
+            schedule.look_closer(step, step in suspicious)
+            found.append(step)
+    return found
+
+
+def test_samples_are_dense_at_first_and_then_one_in_every():
+    found = taken(100, 3000)
+    assert found[:12] == [*range(1, 11), 12, 14] and len(found) < 100
+    gaps = [b - a for a, b in pairwise(found)]
+    assert all(gap in (1, 2, 4, 8, 16, 32, 64, 100) for gap in gaps[:-30]) and max(gaps) < 200
+    assert found[-10:] == list(range(2001, 3001, 100))[-10:]
+    assert len([step for step in found if step <= 200]) > 30  # a short fine-tuning
+    assert taken(3, 10) == [1, 4, 7, 10] and taken(1, 3) == [1, 2, 3]
+
+
+def test_a_suspicious_head_is_sampled_again_at_the_next_step():
+    found = taken(100, 3000, suspicious={2001})
+    assert {2001, 2002, 2101} <= set(found) and 2003 not in found
+    always = taken(100, 30000, suspicious=set(range(30001)))
+    assert len([step for step in always if step > 20000]) < 1200  # at most ten in a row
+
+
+def table(heads, **columns):
+    found = empty_table(heads)
+    found[:, [AT[name] for name in ("rows", "ratio_rows", "query_rows", "key_rows")]] = 8.0
+    for name, value in columns.items():
+        found[:, AT[name]] = torch.tensor(value).double()
+    return found
+
+
+def test_a_model_of_80_layers_has_fewer_than_400_series():
+    for layers in (2, 32, 48, 80, 126):
+        labels = [f"model.layers.{at}.self_attn" for at in range(layers)]
+        found = scalars_of([LayerSample(label, table(64, max_logit=1.0)) for label in labels], series_names(labels))
+        assert len(found) < 400 and f"attention/layer_{layers - 1:02}/max_logit" in found
+        assert layers > 80 or f"attention/layer_{layers - 1:02}/entropy_ratio_mean" in found
+    assert "attention/layer_01/v_norm" in scalars_of(
+        [LayerSample("a.1", table(2)), LayerSample("a.0", table(2))], {"a.0": "layer_00", "a.1": "layer_01"}
+    )
+
+
+def test_scalars_are_over_heads():
+    one = table(2, max_logit=[3.0, 5.0], entropy_ratio=[0.2, 0.6], first_key_mass=[0.5, 0.1], gradient_gain=[0.1, 0.3])
+    two = table(2, max_logit=[9.0, 1.0], entropy_ratio=[0.4, 0.4], first_key_mass=[0.2, 0.2], gradient_gain=[0.5, 0.5])
+    two[1, AT["rows"]] = 0.0  # sees no key
+    found = scalars_of([LayerSample("x", one), LayerSample("y", two)], {"x": "layer_00", "y": "layer_01"})
+    assert found["attention/max_logit"] == 9.0 and found["attention/layer_00/max_logit"] == 5.0
+    assert found["attention/entropy_ratio_min"] == pytest.approx(0.2)
+    assert found["attention/entropy_ratio_mean"] == pytest.approx(0.4)
+    assert found["attention/layer_00/sink_rate"] == 0.5 and found["attention/sink_rate"] == pytest.approx(1 / 3)
+    assert found["attention/gradient_gain"] == pytest.approx(0.3)
+
+
+def layer(gain=1.0):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[:32] *= gain
+    return model
+
+
+def watched(log, steps=2, gain=1.0, **options):
+    model = layer(gain)
+    with regard.Monitor(model, every=1, log=log, budget=1.0, **options) as monitor:
+        for _ in range(steps):
+            model(torch.randn(2, 24, 16))
+    return monitor
+
+
+class Run:
+    """A W&B run as wandb 0.2x has it: `log` without a step and with commit adds a row."""
+
+    def __init__(self):
+        self.metrics, self.rows, self.row, self.step = [], [], {}, 0
+
+    def define_metric(
+        self, name, step_metric=None, step_sync=None, hidden=None, summary=None, goal=None, overwrite=None
+    ):
+        self.metrics.append((name, step_metric))
+
+    def log(self, data, step=None, commit=None):
+        if step is not None and step > self.step:
+            self._commit()
+            self.step = step
+        assert step is None or step == self.step, "the user's row would be dropped"
+        self.row.update(data)
+        if commit or (commit is None and step is None):
+            self._commit()
+            self.step += 1
+
+    def _commit(self):
+        self.rows.append(self.row)
+        self.row = {}
+
+
+@pytest.mark.parametrize("user", ["every step", "twice a step", "every tenth", "never"])
+def test_wandb_has_its_own_axis_and_the_users_steps_are_left_alone(user):
+    run, model = Run(), layer()
+    with regard.Monitor(model, every=1, log=run, budget=1.0):
+        for step in range(20):
+            model(torch.randn(2, 24, 16))
+            if user in ("every step", "twice a step") or (user == "every tenth" and step % 10 == 9):
+                run.log({"loss": float(step)}, step=step)
+            if user == "twice a step":
+                run.log({"eval": float(step)}, step=step)
+    run._commit()
+    assert run.metrics == [("attention/step", None), ("attention/*", "attention/step")]
+    losses = [row["loss"] for row in run.rows if "loss" in row]
+    assert losses == {"every tenth": [9.0, 19.0], "never": []}.get(user, [float(step) for step in range(20)])
+    axis = [row["attention/step"] for row in run.rows if "attention/max_logit" in row]
+    assert axis == sorted(set(axis)) and len(axis) >= 18
+
+
+class Board:
+    def __init__(self):
+        self.scalars, self.texts = [], []
+
+    def add_scalar(self, tag, scalar_value, global_step=None, walltime=None, new_style=False, double_precision=False):
+        self.scalars.append((tag, scalar_value, global_step))
+
+    def add_text(self, tag, text_string, global_step=None, walltime=None):
+        self.texts.append((tag, text_string, global_step))
+
+
+class MLflow:
+    def __init__(self):
+        self.logged = []
+
+    def log_metrics(self, metrics, step=None, synchronous=None, run_id=None, timestamp=None):
+        self.logged.append((metrics, step))
+
+
+class Trainer:
+    """transformers.Trainer: `log` takes no step."""
+
+    class state:
+        global_step = 0
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, logs, start_time=None):
+        self.logged.append((logs, logs["attention/step"]))
+
+
+class Tracker:
+    def __init__(self, run=None):
+        self.logged, self.tracker = [], run
+
+    def log(self, values, step=None, **kwargs):
+        self.logged.append((values, step))
+
+
+class Accelerator:
+    def __init__(self, *trackers):
+        self.trackers = list(trackers)
+
+    def log(self, values, step=None, log_kwargs=None):
+        pytest.fail("trackers are called one by one, so that W&B keeps its own axis")
+
+
+class Plain:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values, step):
+        self.logged.append((values, step))
+
+
+def test_loggers_get_one_dict_per_sample_by_their_own_protocol():
+    tracker, run = Tracker(), Run()
+    for log, logged in (
+        (one := MLflow(), one), (two := Trainer(), two), (three := Plain(), three),
+        (Accelerator(tracker, Tracker(run)), tracker),
+    ):  # fmt: skip
+        watched(log)
+        assert [step for _, step in logged.logged] == [1, 2]
+        assert all("attention/max_logit" in numbers for numbers, _ in logged.logged)
+    assert run.metrics and [row["attention/step"] for row in run.rows if row] == [1]
+    with pytest.raises(TypeError, match="log must have add_scalar"):
+        watched(7)
+
+
+def test_tensorboard_gets_series_and_alarms_as_text():
+    board = Board()
+    with pytest.warns(AttentionWarning, match="exploding logits"):
+        watched(board, gain=300.0)
+    names = {name for name, _, step in board.scalars if step == 1}
+    assert {"attention/max_logit", "attention/layer_00/entropy_ratio_min", "attention/alarms"} <= names
+    assert any(re.fullmatch(r"attention/layer_00/head_0[01]/max_logit", name) for name in names)  # in trouble
+    assert board.texts[0][0] == "attention/alarms" and "exploding logits" in board.texts[0][1]
+
+
+def test_heads_are_logged_on_request_or_in_trouble():
+    board = Board()
+    watched(board)
+    assert not any("head_" in name for name, _, _ in board.scalars)
+    watched(board, heads=True)
+    assert {"attention/layer_00/head_00/entropy_ratio", "attention/layer_00/head_01/max_logit"} <= {
+        name for name, _, _ in board.scalars
+    }
+
+
+def test_alarms_are_events(tmp_path):
+    path, events = tmp_path / "run.jsonl", []
+    with pytest.warns(AttentionWarning, match="step 2: self_attn, head 0: exploding logits"):
+        monitor = watched(path, gain=300.0, on_alarm=events.append)
+    alarm = next(alarm for alarm in monitor.alarms if alarm.kind == "exploding logits")
+    assert (alarm.step, alarm.severity, alarm.heads) == (2, "critical", (("self_attn", 0), ("self_attn", 1)))
+    assert events == monitor.alarms
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["alarm"] for line in lines if "alarm" in line] == [alarm.kind for alarm in events]
+    with pytest.raises(TypeError, match="on_alarm"):
+        watched(None, on_alarm="mail")
+
+
+def test_an_output_that_is_not_finite_is_the_gravest_event():
+    model, seen = layer(), []
+    with torch.no_grad():
+        model.self_attn.in_proj_weight[40:] = math.nan  # values of head 1
+    told = pytest.warns(AttentionWarning, match="its output is NaN or infinite; stop")
+    with regard.Monitor(model, every=1, budget=1.0, log=seen.append) as monitor, told:
+        model(torch.randn(1, 24, 16))
+    (alarm,) = monitor.alarms
+    assert (alarm.kind, alarm.severity, alarm.step) == ("not finite", "critical", 1)
+    assert seen[0]["attention/alarms"] == 1
+
+
+@pytest.mark.parametrize("gain", [1.0, 300.0])
+def test_the_largest_logit_alone(gain):
+    found = []
+    for metrics in (None, ("max_logit",)):
+        rows = []
+        with pytest.warns(AttentionWarning) if gain > 1.0 else pytest.MonkeyPatch.context():
+            monitor = watched(rows.append, gain=gain, metrics=metrics)
+        rows = [row for row in rows if "attention/max_logit" in row]
+        found.append([row["attention/max_logit"] for row in rows])
+        assert any(alarm.kind == "exploding logits" for alarm in monitor.alarms) is (gain > 1.0)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert rows[0].keys() == {"step", "attention/max_logit", "attention/layer_00/max_logit", "attention/alarms"}
+    with pytest.raises(ValueError, match="metrics must be"):
+        watched(None, metrics=("entropy",))

@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str):
     """The names of health and what stands on it, imported when first asked for."""
-    if name in ("Monitor", "compare", "examine", "using"):
+    if name in ("Monitor", "compare", "examine", "look", "using"):
         from regard import health
 
         return getattr(health, name)
@@ -66,6 +66,7 @@ __all__ = [
     "jacobian",
     "log_softmax",
     "logsumexp",
+    "look",
     "masks",
     "nn",
     "normalize",

@@ -1,4 +1,4 @@
-"""The command line: regard demo | examine | compare | lab | explore | bench | list.
+"""The command line: regard demo | examine | look | compare | lab | explore | bench | list.
 
 A command is one line of `COMMANDS` and one module with `main(options)` and, if it takes any, `arguments(parser)`. The
 module is imported only when its command runs; if it lacks a package, the error names the extra that installs it.
@@ -34,6 +34,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy", "hf"),
     "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
+    "look": Command("regard.health.commands.look", "list which tokens a head looks at on one text", "hf"),
     "compare": Command("regard.health.commands.compare", "list what differs between two reports", "report"),
     "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
     "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),

@@ -11,6 +11,7 @@ from torch import Tensor
 from regard._core.device import has_bulk_copies, has_large_shared_memory, supports_gluon
 from regard._core.problem import Problem
 from regard._core.rows.execute import is_transformed
+from regard.statistics import ON_REQUEST
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
 TRANSFORM = "a torch.func transform"
@@ -40,6 +41,8 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
         return Path(backend, REQUESTED)
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
+    if on_request := find_on_request(problem):
+        return Path("reference", f"the statistic {on_request}, which no fused kernel computes")
     if obstacle is None and is_our_forward_faster(problem):
         return Path("triton", "plain softmax of many scores: our forward, which is faster here, and cuDNN's backward")
     if obstacle is None:
@@ -59,6 +62,11 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
             return Path("reference", f"{obstacle}, with heads of {width}, for which the GPU has no shared memory")
         return Path("triton", f"{obstacle}: fused GPU kernel")
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
+
+
+def find_on_request(problem: Problem) -> str | None:
+    """The first statistic of a problem that only the reference computes; None if there is none."""
+    return next((name for name in problem.stats if name in ON_REQUEST), None)
 
 
 def has_transform(problem: Problem) -> bool:
@@ -112,6 +120,8 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
     if backend == "triton" and device != "cuda" and not interpreted:
         raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {device}")
     if backend in ("cpu", "triton"):
+        if on_request := find_on_request(problem):
+            raise ValueError(f"backend {backend!r} does not compute {on_request!r}; use backend=None or 'reference'")
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if has_transform(problem):

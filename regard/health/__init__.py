@@ -1,9 +1,11 @@
 """Health: measure every attention head of a model, report problems, try remedies, watch training."""
 
 from regard.health.examine import examine
+from regard.health.look import look
 from regard.health.monitor import AttentionWarning, Monitor
 from regard.health.report.comparison import Comparison, compare
 from regard.health.report.report import Report
+from regard.health.tokens.view import Look
 from regard.health.using import using
 
-__all__ = ["AttentionWarning", "Comparison", "Monitor", "Report", "compare", "examine", "using"]
+__all__ = ["AttentionWarning", "Comparison", "Look", "Monitor", "Report", "compare", "examine", "look", "using"]

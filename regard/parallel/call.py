@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
@@ -81,7 +82,10 @@ class ShardedCall:
         """Return the arguments as a `Call` on the whole sequence, with placeholders of `keys` keys."""
         backend = self.backend if self.backend != "torch" else None
         k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in self._own_keys())
-        return prepare(self.q, k, v, AttentionOptions(**self.options, backend=backend))
+        call = prepare(self.q, k, v, AttentionOptions(**self.options, backend=backend))
+        if on_request := find_on_request(call.problem):
+            raise ValueError(f"return_stats: {on_request!r} is not computed over ranks; ask regard.attention for it")
+        return call
 
     def _own_keys(self) -> tuple[Tensor, Tensor]:
         k, v = self.k, self.v

@@ -22,6 +22,7 @@ from regard.statistics.dense import of_scores, of_weights
 from regard.statistics.names import (
     DIFFERENTIABLE,
     NAMES,
+    ON_REQUEST,
     Statistics,
     detach_others,
     requested,
@@ -34,6 +35,7 @@ from regard.statistics.terms import Terms, solve_shift
 __all__ = [
     "DIFFERENTIABLE",
     "NAMES",
+    "ON_REQUEST",
     "State",
     "Statistics",
     "Terms",

@@ -13,7 +13,7 @@ from torch import Tensor
 from regard import normalizers
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
-from regard.statistics.names import NAMES, Statistics
+from regard.statistics.names import NAMES, ON_REQUEST, Statistics
 from regard.statistics.state import State
 from regard.statistics.terms import Terms, solve_shift
 
@@ -73,7 +73,9 @@ def of_scores(
         stats = State.of(scores - top, seen, choice, shift, rows, theta=theta).finish(choice, sink, theta)
         for name in ("max_logit", "mean_logit", "logsumexp"):
             stats[name] = stats[name] + top.squeeze(-1)
-    return Statistics({name: stats[name].to(dtype) for name in NAMES if name in names})
+    if "top_key" in names:  # a larger score never has less weight here
+        stats["top_key"] = _top_key(scores, seen).masked_fill(stats["mass"].isnan(), math.nan)
+    return Statistics({name: stats[name].to(dtype) for name in (*NAMES, *ON_REQUEST) if name in names})
 
 
 def _top(scores: Tensor, seen: Tensor) -> Tensor:
@@ -180,7 +182,17 @@ def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, na
         stats["gradient_gain"] = _trace(s.masked_fill(lost[..., None], 0.0), seen, choice, theta)
     stats = {name: x if name == "visible_keys" else x.masked_fill(lost, math.nan) for name, x in stats.items()}
     stats["max_logit"] = hidden.amax(-1) if s.shape[-1] else torch.full_like(mean, -math.inf)
-    return Statistics({name: stats[name].to(dtype) for name in NAMES if name in names})
+    if "top_key" in names:
+        stats["top_key"] = _top_key(p, seen).masked_fill(lost, math.nan)
+    return Statistics({name: stats[name].to(dtype) for name in (*NAMES, *ON_REQUEST) if name in names})
+
+
+def _top_key(x: Tensor, seen: Tensor) -> Tensor:
+    """(…): index of the largest x that is seen, the first of several; 0 in a row that sees none."""
+    if not x.shape[-1]:
+        return x.sum(-1)
+    at = x.detach().masked_fill(~seen, -math.inf).argmax(-1)
+    return at.to(x.dtype).masked_fill(~seen.any(-1), 0.0)
 
 
 def _trace(s: Tensor, seen: Tensor, choice, theta) -> Tensor:

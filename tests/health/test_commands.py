@@ -167,3 +167,15 @@ def test_checkpoints_load_and_know_their_options():
         assert "python examples/train_tiny.py" in notes["command"]
     with pytest.raises(ValueError, match="129 characters, but the model has 128 positions"):
         model(torch.zeros(1, 129, dtype=torch.long))
+
+
+def test_look_at_a_folder(folder, capsys):
+    assert main(["look", str(folder), "--text", "a cat sat on a mat", "--layer", "1", "--head", "2", "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "layer 1, head 2" in out and "[CLS]" in out and "→" in out
+    assert main(["look", str(folder), "--text", "a cat sat", "--out", "look.html"]) == 0
+    assert "8 heads on" in capsys.readouterr().out
+    assert main(["look", str(folder), "--layer", "9"]) == 1
+    assert "layers 0 to 1, got 9" in capsys.readouterr().err
+    assert main(["look", str(folder), "--rows", "x"]) == 2
+    assert "--rows must be" in capsys.readouterr().err

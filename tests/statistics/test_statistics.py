@@ -164,3 +164,35 @@ def test_no_names_bring_no_statistics(names):
     for score in ("scaled_dot", "additive"):
         layer = regard.nn.MultiheadAttention(8, 2, score=score)
         assert layer(q[0], return_stats=names)[1] == {}
+
+
+@pytest.mark.parametrize("name", regard.normalizers.names())
+def test_top_key_is_the_index_of_the_largest_weight(name):
+    g = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, 3, 40, 8, generator=g) for _ in range(3))
+    q[0] *= 8.0  # sharp rows beside flat ones
+    options = dict(is_causal=True, normalizer=name, window=(12, 0), softcap=20.0)
+    out, stats = regard.attention(q, k, v, return_stats=("entropy", "top_key"), **options)
+    expected, weights = regard.reference.attention(q, k, v, **options)
+    at = stats.top_key.long()
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights.gather(-1, at[..., None])[..., 0], weights.amax(-1))
+    rows = torch.arange(40)
+    assert bool(((at <= rows) & (at >= rows - 12)).all())  # a visible one, even if no key has weight
+    assert list(stats) == ["entropy", "top_key"]
+    assert "top_key" not in regard.attention(q, k, v, return_stats=True)[1]
+
+
+def test_top_key_of_ties_empty_rows_and_nan():
+    scores = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [math.nan, 0.0, 1.0]])
+    top = statistics.of_scores(scores, names=("top_key",)).top_key
+    assert top[:2].tolist() == [1.0, 0.0] and bool(top[2].isnan())
+    hidden = torch.zeros(2, 3, dtype=torch.bool)
+    assert statistics.of_scores(scores[:2], hidden, names=("top_key",)).top_key.tolist() == [0.0, 0.0]
+
+
+def test_top_key_is_refused_where_nothing_computes_it():
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="'cpu' does not compute 'top_key'"):
+        regard.attention(q, q, q, return_stats="top_key", backend="cpu")
+    assert "top_key" in regard.attention_path(q, q, q, return_stats="top_key").reason

@@ -33,6 +33,7 @@ class Subject:
     batches: Iterable[Any]  # a function may make them one at a time
     batch_count: int | None  # if known
     notes: dict[str, str] = field(default_factory=dict)
+    tokenizer: Any = None  # of a model that takes text
 
 
 def load(
@@ -84,10 +85,10 @@ def load(
     except Exception as error:
         raise LoadError(f"{spec!r} could not be moved to {device}: {describe_error(error)}") from error
     title = folder.resolve().name if folder.exists() else spec
-    batches, source = _make_batches(transformers, spec, model, text, length, batch, limit)
+    batches, source, tokenizer = _make_batches(transformers, spec, model, text, length, batch, limit)
     if "synthetic" in source:
         notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
-    return Subject(title, model, batches, len(batches), dict(input=source, **notes))
+    return Subject(title, model, batches, len(batches), dict(input=source, **notes), tokenizer)
 
 
 def describe_error(error: BaseException) -> str:
@@ -144,14 +145,14 @@ def _from_function(spec: str, device: str, limit: int) -> Subject:
 
 def _make_batches(
     transformers: Any, spec: str, model: Any, text: str | None, length: int | None, batch: int, limit: int
-) -> tuple[list[dict], str]:
-    """The model's batches, and a description of them."""
+) -> tuple[list[dict], str, Any]:
+    """The model's batches, a description of them, and the tokenizer that made them (None for signals)."""
     name = model.main_input_name
     takes_both = hasattr(model, "get_text_features") and hasattr(model, "get_image_features")  # CLIP
     if name in inputs.SIGNALS and not takes_both:
         if text is not None:
             raise LoadError(f"{spec!r} takes {name}, not text; leave out --text to use a synthetic signal")
-        return [inputs.make_signals(model, name, min(batch, 4))], f"synthetic {name}"
+        return [inputs.make_signals(model, name, min(batch, 4))], f"synthetic {name}", None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
@@ -167,7 +168,7 @@ def _make_batches(
         for batch_inputs in batches:
             batch_inputs.update(inputs.make_signals(model, "pixel_values", len(batch_inputs["input_ids"])))
         source += " and synthetic pixel_values"
-    return batches, source
+    return batches, source, tokenizer
 
 
 def _check_folder(folder: Path, pickle: bool) -> None:

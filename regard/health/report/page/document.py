@@ -15,13 +15,16 @@ from importlib import resources
 from typing import Any
 
 
-def make_document(title: str, script: str, body: str, numbers: str) -> str:
+def make_document(title: str, body: str, script: str | None = None, numbers: str = "") -> str:
     """The file's text: `body` is HTML, `script` a file of this folder, `numbers` the result of `pack`."""
-    code, style = _read("draw.js") + _read(script), _read("page.css")
+    code, style = "" if script is None else _read("draw.js") + _read(script), _read("page.css")
     policy = (
-        f"default-src 'none'; script-src {_hash(code)}; style-src {_hash(style)}; img-src data:; "
+        f"default-src 'none'; script-src {_hash(code) if code else _NONE}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
+    scripts = f"""<script type="application/octet-stream" id="numbers">{numbers}</script>
+<script>{code}</script>
+"""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -35,11 +38,12 @@ def make_document(title: str, script: str, body: str, numbers: str) -> str:
 <main>
 {body}
 </main>
-<script type="application/octet-stream" id="numbers">{numbers}</script>
-<script>{code}</script>
-</body>
+{scripts if code else ""}</body>
 </html>
 """
+
+
+_NONE = "'none'"
 
 
 def embed(page: str, height: int = 720) -> str:

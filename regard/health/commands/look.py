@@ -1,0 +1,77 @@
+"""regard look MODEL: which tokens the heads of a model look at, on one text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from regard.health.commands.outputs import check_path, print_error
+from regard.health.look import look
+from regard.health.models.loading import describe_error, load
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub name")
+    parser.add_argument("--text", metavar="TEXT", help="the text itself (default: a built-in sample)")
+    parser.add_argument("--layer", help="a layer's index or module name (all)")
+    parser.add_argument("--head", type=int, help="a head's number (all)")
+    parser.add_argument("--rows", metavar="A:B", help="the queries to list, such as 5 or 10:20 (all)")
+    parser.add_argument("--top", type=int, default=4, help="keys of each query (4)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of the text (64, or the model's maximum)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights in this dtype")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
+    parser.add_argument("--out", metavar="PATH", type=Path, help="also write an .html file")
+
+
+def main(options: argparse.Namespace) -> int:
+    for name in ("top", "length"):
+        if getattr(options, name) < 1:
+            options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.out is not None:
+        check_path(options, options.out, ".html")
+    rows = None if options.rows is None else _parse_rows(options)
+    layer: Any = options.layer
+    layer = int(layer) if layer is not None and layer.isdecimal() else layer
+    try:
+        subject = load(
+            options.model,
+            options.text,
+            length=options.length,
+            batch=1,
+            limit=1,
+            device=options.device,
+            dtype=options.dtype,
+            pickle=options.allow_pickle,
+        )
+        batch = next(iter(subject.batches))
+        seen = look(
+            subject.model,
+            batch,
+            layer=layer,
+            head=options.head,
+            rows=rows,
+            top=options.top,
+            tokenizer=subject.tokenizer,
+        )
+        if options.out is not None:
+            seen.save(options.out)
+    except Exception as error:  # whatever the model or its folder raises: one line
+        print_error("look", describe_error(error))
+        return 1
+    print(seen)
+    if options.out is not None:
+        print(f"\n{options.out}")
+    return 0
+
+
+def _parse_rows(options: argparse.Namespace) -> int | slice:
+    try:
+        if ":" not in options.rows:
+            return int(options.rows)
+        first, last = (int(part) if part else None for part in options.rows.split(":"))
+        return slice(first, last)
+    except ValueError:
+        options.fail(f"--rows must be a number or A:B, got {options.rows!r}")
+        raise

@@ -28,7 +28,7 @@ LAYERS = [
     ["regard._core"],
     ["regard"],  # __init__: the public names
     ["regard.nn", "regard.parallel", "regard.listing", "regard.bench"],
-    ["regard.health"],
+    ["regard.health", "regard.hf"],
     ["regard.lab"],
     ["regard.cli"],
     ["regard.__main__"],

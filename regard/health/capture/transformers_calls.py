@@ -53,7 +53,7 @@ def _wrap_lookup(lookup: Callable) -> Callable:
 
 
 def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
-    if args or not interceptions_of(module) or kwargs.get("cache") is not None:
+    if args or not interceptions_of(module) or kwargs.get("cache") is not None or _is_ours(own):
         return own(module, query, key, value, attention_mask, *args, **kwargs)
     weights = None
 
@@ -67,6 +67,11 @@ def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
         call.weights = []
     out = route(call, run_original)
     return out.transpose(1, 2), call.weights[0] if call.weights else weights
+
+
+def _is_ours(own: Callable) -> bool:
+    """True for the function of `regard.hf`: the call of `regard.attention` inside it is captured."""
+    return getattr(getattr(own, "func", None), "__module__", None) == "regard.hf"
 
 
 def _sdpa_by_group(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -7,7 +7,7 @@
 torch.Size([1, 2, 16])
 """
 
-from regard import masks, nn, normalizers, reference, statistics, temperature
+from regard import bias, masks, nn, normalizers, reference, statistics, temperature
 from regard._core.attention import attention, attention_path
 from regard._core.rows.functions import (
     entmax,
@@ -26,6 +26,8 @@ from regard._core.rows.functions import (
 from regard._core.rows.gumbel import gumbel_softmax
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
+from regard._core.varlen import attention_varlen
+from regard.mask import Mask
 from regard.scores import qk_norm
 
 __version__ = "0.1.0"
@@ -53,11 +55,14 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Mask",
     "Monitor",
     "OnlineSoftmax",
     "QKClip",
     "attention",
     "attention_path",
+    "attention_varlen",
+    "bias",
     "compare",
     "entmax",
     "entmax15",

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard import masks, normalizers, statistics
 from regard._core import philox
+from regard._core.attn_mask import find_positions, split_attn_mask
 from regard._core.problem import Problem
 from regard.normalizers import Choice
 from regard.scores import resolve_scale, soft_cap
@@ -45,7 +46,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | str | Tensor | None = None,
@@ -83,7 +84,7 @@ def attention(
         sink = torch.as_tensor(sink, dtype=torch.float64, device=q.device)
     if dropout_p > 0.0 and seed is None:
         seed = torch.randint(0, 2**62, (1,))
-    attn_mask, is_causal = masks.resolve_causal_bias(attn_mask, is_causal, q.device)
+    given = split_attn_mask(attn_mask, is_causal, q.device)
     n, keys = q.shape[-2], k.shape[-2]
     q, k, v = (x.double() for x in (q, k, v))
     if enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:
@@ -92,18 +93,21 @@ def attention(
     if isinstance(scale, Tensor) and scale.ndim:
         scale = scale.double().reshape(-1, 1, 1)
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
-    order: dict[str, Any] = dict(is_causal=is_causal, window_=window, key_lengths=key_lengths, first=first_query)
+    order: dict[str, Any] = dict(is_causal=given.is_causal, window_=window, key_lengths=key_lengths, first=first_query)
     interval = masks.dense(n, keys, **order, device=q.device)
     if interval is not None:
-        if interval.ndim == 4:  # one per batch entry
-            interval = interval.reshape(interval.shape[0], *(1,) * (q.ndim - 3), *interval.shape[-2:])
-        visible = visible & interval
-    bias = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        visible = visible & attn_mask
-    elif attn_mask is not None:
-        visible = visible & (attn_mask != -math.inf)
-        bias = attn_mask.double().masked_fill(attn_mask == -math.inf, 0.0)
+        visible = visible & _per_entry(interval, q)
+    if given.mask is not None:
+        visible = visible & _per_entry(given.mask.dense(n, keys, device=q.device), q)
+        positions = find_positions(given.mask, n, keys, q.device) if positions is None else positions
+    bias = None if given.bias is None else _per_entry(given.bias.dense(_as_four_dims(q), keys), q)
+    for x in given.tensors:
+        if x.dtype == torch.bool:
+            visible = visible & x
+            continue
+        visible = visible & (x != -math.inf)
+        finite = x.double().masked_fill(x == -math.inf, 0.0)
+        bias = finite if bias is None else bias + finite
     k, v = masks.blanked(visible, k, v)
     s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
     s = s if bias is None else s + bias
@@ -138,6 +142,21 @@ def attention(
     if wanted is None:
         return out, p
     return out, p, statistics.of_scores(s, visible, choice, sink=sink, names=wanted, **rows)
+
+
+def _per_entry(x: Tensor, q: Tensor) -> Tensor:
+    """x [B or 1, H or 1, M, N] as it broadcasts over q (…, M, D), whose first dim is the batch."""
+    if x.ndim != 4 or q.ndim == 4:
+        return x
+    if q.ndim < 4 and x.shape[1] > 1:  # of heads, without a batch
+        return x.squeeze(0)
+    return x.reshape(x.shape[0], *(1,) * (q.ndim - 3), *x.shape[-2:])
+
+
+def _as_four_dims(q: Tensor) -> Tensor:
+    if q.ndim > 4:
+        raise ValueError(f"a bias of regard.bias takes q of shape (B, H, Lq, D), got {tuple(q.shape)}")
+    return q[(None,) * (4 - q.ndim)]
 
 
 def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
@@ -182,7 +201,7 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
         problem.q,
         problem.k,
         problem.v,
-        _joined_mask(problem),
+        joined_mask(problem),
         problem.dropout_p,
         problem.causal,
         problem.scale,
@@ -205,7 +224,7 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
     return result[0], stacked
 
 
-def _joined_mask(problem: Problem) -> Tensor | None:
+def joined_mask(problem: Problem) -> Tensor | None:
     """Mask, interval and every bias of a problem as one tensor that broadcasts to [B, H, M, N]."""
     mask, bias = problem.mask, problem.bias
     if problem.interval is not None:

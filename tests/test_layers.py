@@ -13,10 +13,14 @@ PACKAGE = Path(regard.__file__).parent
 LAYERS = [
     ["regard.normalizers", "regard.table", "regard._core.readable"],
     [
+        "regard.bias",
+        "regard.mask",
+        "regard.mask_parts",
         "regard.masks",
         "regard.scores",
         "regard.statistics",
         "regard.temperature",
+        "regard._core.attn_mask",
         "regard._core.device",
         "regard._core.philox",
         "regard._core.dtypes",

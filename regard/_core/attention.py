@@ -14,7 +14,7 @@ from torch import Tensor
 from regard._core import dtensor
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
-from regard._core.options import AttentionOptions, Temperature, Wanted, Window
+from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.plans import keep_plan, plan_key, plans
 from regard._core.prepare import prepare
 from regard.statistics import Statistics
@@ -27,7 +27,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = ...,
+    attn_mask: AttnMask = ...,
     dropout_p: float = ...,
     is_causal: bool = ...,
     scale: float | str | Tensor | None = ...,
@@ -49,7 +49,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = ...,
+    attn_mask: AttnMask = ...,
     dropout_p: float = ...,
     is_causal: bool = ...,
     scale: float | str | Tensor | None = ...,
@@ -70,7 +70,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: AttnMask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | str | Tensor | None = None,
@@ -95,8 +95,8 @@ def attention(
 
     Args:
         q, k, v: (…, Hq, Lq, D), (…, Hk, Lk, D), (…, Hk, Lk, Dv). Hk may divide Hq with `enable_gqa`.
-        attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk), or torch's `CausalBias`. With
-            `is_causal` both hide.
+        attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk); a `regard.Mask`; a bias of
+            `regard.bias`; a pair (mask, bias); or torch's `CausalBias` or `BlockMask`. With `is_causal` both hide.
         dropout_p: probability of dropping a weight, reproducible from torch's seed.
         is_causal: query i sees keys ≤ i, aligned at the top left as in torch.
         scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor (Hq,) or (Hq, 1, 1).
@@ -144,7 +144,7 @@ def attention_path(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: AttnMask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | str | Tensor | None = None,

@@ -71,7 +71,8 @@ def find_on_request(problem: Problem) -> str | None:
 
 def has_transform(problem: Problem) -> bool:
     """True if a tangent or a torch.func gradient reaches what the weights are made of."""
-    return is_transformed(problem.q, problem.k, problem.v, problem.bias, problem.temperature, problem.sink)
+    p = problem
+    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative)
 
 
 def transform_error(backend: str) -> ValueError:
@@ -92,6 +93,9 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
         (problem.softcap, "a soft cap"),
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
+        (problem.interval is not None, "an interval of keys per query"),
+        (problem.row_bias is not None, "a bias per query"),
+        (problem.relative is not None, "a relative bias"),
         (problem.temperature is not None or policy is not None, "a temperature per query"),
         (masked and problem.causal, "a mask beside causal order"),
         (problem.key_lengths is not None and problem.causal, "key lengths beside causal order"),

@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from regard.bias import Bias
+from regard.mask import Mask
+
+AttnMask = Tensor | Mask | Bias | tuple[Tensor | Mask | None, Tensor | Bias | None] | None
 Temperature = float | Tensor | Callable[..., Tensor] | None
 Window = tuple[int | None, int | None] | None
 Wanted = bool | str | Sequence[str]
@@ -22,7 +26,7 @@ class AttentionOptions(NamedTuple):
     'entmax15'
     """
 
-    attn_mask: Tensor | None = None
+    attn_mask: AttnMask = None
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | str | Tensor | None = None

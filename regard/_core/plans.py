@@ -28,22 +28,23 @@ from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
 from regard._core.problem import TENSORS, Kind, Problem
+from regard.mask import Mask
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
 MAX_PLANS = 1024
 NUMBER_OR_NONE = (float, int, type(None))
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-NO_OPTIONS = (None,) * (len(TENSORS) - 3)
 plans: dict[Hashable, Plan] = {}
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
     """Return the key of a call's plan; None for a call that has no plan."""
-    _, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, stats, backend = options
+    mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, stats, backend = options
     if not (
         type(q) is type(k) is type(v) is Tensor
-        and options.attn_mask is options.sink is options.key_lengths is None
+        and options.sink is options.key_lengths is None
+        and (mask is None or (type(mask) is Mask and mask.is_static))
         and type(causal) is type(gqa) is bool
         and type(dropout_p) in NUMBER_OR_NONE
         and (type(scale) in NUMBER_OR_NONE or type(scale) is str)
@@ -65,7 +66,8 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
     same = q.dtype is k.dtype is v.dtype and device == k.device == v.device
     shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    scalars = causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend, deterministic
+    parts = None if mask is None else mask.parts
+    scalars = parts, causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend, deterministic
     return (shapes, q.dtype, device, dropout_p, *scalars, normalizers.generation()) if same else None
 
 
@@ -91,7 +93,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
         return None if cut or call.wanted is not None else _torch_plan(problem)
     if call.path.backend in ("cpu", "triton") and (problem.choice.merges or not problem.stats):
         module = backend_module(ATTENTION, call.path.backend)
-        options = replace(problem.without_tensors(), kind=Kind())
+        options = replace(problem.without_tensors(), kind=Kind(), interval=problem.interval)
         rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
         return partial(_run_fused, options, rest, module, call.wanted)
     return None
@@ -130,7 +132,8 @@ def _run_fused(
     problem, order = Problem(q, k, v, *rest), options.stats
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         problem.stats = order = statistics.with_gradient_inputs(order, options.choice)
-        out, stacked = FusedAttention.apply(problem, module, q, k, v, *NO_OPTIONS)
+        given = (options.interval if name == "interval" else None for name in TENSORS[3:])
+        out, stacked = FusedAttention.apply(problem, module, q, k, v, *given)
     else:
         result = module.forward(problem)
         out, stacked = result.o, result.stats

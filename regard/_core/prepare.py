@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
+from regard._core.attn_mask import resolve_mask, split_attn_mask
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
 from regard._core.options import AttentionOptions
 from regard._core.problem import Problem
-from regard._core.rows.validation import check_flag
+from regard._core.rows.validation import check_flag, fits
 from regard._core.validation import (
     broadcast_leading,
     cast_for_autocast,
@@ -31,7 +32,6 @@ from regard._core.validation import (
     split_policy,
     split_scale,
 )
-from regard.masks import resolve_causal_bias
 from regard.scores import resolve_scale
 
 
@@ -71,22 +71,30 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     check_tensors(q, k, v)
     rank = max(q.ndim, k.ndim, v.ndim)
     q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
-    attn_mask, is_causal = resolve_causal_bias(options.attn_mask, options.is_causal, q.device)
-    q, k, v, attn_mask = cast_for_autocast(q, k, v, attn_mask)
+    given = split_attn_mask(options.attn_mask, options.is_causal, q.device)
+    (q, k, v), tensors = cast_for_autocast(q, k, v), cast_for_autocast(*given.tensors, like=q)
     dtype = q.dtype
     dropout_p = check_dropout(options.dropout_p, wanted)
-    is_causal, enable_gqa = check_flag(is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
+    is_causal, enable_gqa = check_flag(given.is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
     if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
         k, v = repeat_heads(k, "k", q), repeat_heads(v, "v", q)
-    lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, options.key_lengths, options.sink)
+    by_entry = options.key_lengths is not None or given.counts_entries
+    lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, by_entry, options.sink)
     queries, keys = q.shape[-2], k.shape[-2]
     q = q.expand(*lead, *q.shape[-2:]).reshape(batch, heads, *q.shape[-2:])
     kv_lead = lead if heads == 1 else (*lead[:-1], kv_heads)
     k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
     bias = mask = None
-    if attn_mask is not None:
-        shaped = check_mask(attn_mask, lead, batch, heads, queries, keys, q)
-        bias, mask = (None, shaped) if shaped.dtype == torch.bool else (shaped, None)
+    for x in tensors:
+        shaped = check_mask(x, lead, batch, heads, queries, keys, q)
+        if shaped.dtype == torch.bool:
+            mask = shaped if mask is None else mask & shaped
+        else:
+            bias = shaped
+    key_bias, row_bias, relative = (None,) * 3 if given.bias is None else given.bias.terms(q, keys)
+    if key_bias is not None:
+        bias = key_bias if bias is None else bias + key_bias
+    has_bias = any(x is not None for x in (bias, row_bias, relative))
     left, right = check_window(options.window)
     softcap = check_softcap(options.softcap)
     policy, value, is_learned = split_policy(options.temperature)
@@ -96,19 +104,32 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         per_head, scale = check_scale_tensor(scale, heads, q), 1.0
         if q.dtype in (torch.float32, torch.float64):
             q = q * per_head
-        elif softcap is None and bias is None and options.backend != "torch":  # q·scale would be rounded to 16 bits
+        elif softcap is None and not has_bias and options.backend != "torch":  # q·scale would be rounded to 16 bits
             factor, own = split_scale(per_head)
             q, own = q * factor.to(q.dtype), own.reshape(1, -1, 1)
             number, temperature = 1.0, own * number if temperature is None else own * temperature
         else:
             q, k, v = q.float() * per_head, k.float(), v.float()
     if number != 1.0:
-        if softcap is None and bias is None:
+        if softcap is None and not has_bias:
             scale = divide_scale(scale, number)
         else:
             temperature = q.new_full((1, 1, 1), number, dtype=accumulator(q.dtype))
     sink = check_sink(options.sink, choice, heads, lead, batch, queries, q)
     full = (batch, heads, queries, keys)
+    key_lengths, interval = check_key_lengths(options.key_lengths, batch, keys, q), None
+    if given.mask is not None:
+        counts_distance = "distance" in (wanted or ()) or policy is not None
+        visible = resolve_mask(given.mask, queries, keys, q.device, counts_distance)
+        is_causal, narrowed = is_causal or visible.causal, visible.with_window(left, right, keys)
+        left, right, interval = narrowed.left, narrowed.right, visible.interval
+        for lengths in visible.lengths:
+            checked = check_key_lengths(lengths, batch, keys, q, "lengths of Mask")
+            key_lengths = checked if key_lengths is None else torch.minimum(key_lengths, checked)
+        if interval is not None and not fits(interval.shape[1:], full[:3]):
+            raise ValueError(
+                f"attn_mask {given.mask!r} must broadcast to (B, H, Lq) = {full[:3]}, got {tuple(interval.shape[1:])}"
+            )
     problem = Problem(
         q=q,
         k=k,
@@ -120,12 +141,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         mask=None if mask is None else mask.expand(full),
         temperature=None if temperature is None else temperature.expand(full[:3]),
         sink=None if sink is None else sink.expand(full[:3]),
-        key_lengths=check_key_lengths(options.key_lengths, batch, keys, q),
+        key_lengths=key_lengths,
         causal=is_causal,
         left=left,
         right=right,
         dropout_p=dropout_p,
         stats=wanted or (),
+        interval=None if interval is None else interval.expand(3, *full[:3]),
+        row_bias=None if row_bias is None else row_bias.expand(full[:3]),
+        relative=None if relative is None else relative.expand(heads, -1),
     )
     path = choose(problem, policy, options.backend)
-    return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path)
+    optional = interval, row_bias, relative
+    return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)

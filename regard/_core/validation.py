@@ -37,20 +37,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k and v must have the same length, got {k.shape[-2]} and {v.shape[-2]}")
 
 
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None):
-    """Cast q, k, v and a float mask to autocast's dtype where it is on, as torch's sdpa does; float64 stays."""
-    if not is_autocast(q):
-        return q, k, v, attn_mask
-    dtype = torch.get_autocast_dtype(q.device.type)
+def cast_for_autocast(*tensors: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Cast tensors to autocast's dtype where it is on for `like`, as torch's sdpa does; float64 and bool stay."""
+    like = like if like is not None else tensors[0]
+    if not is_autocast(like):
+        return tensors
+    dtype = torch.get_autocast_dtype(like.device.type)
 
-    def cast(x):
-        return x.to(dtype) if x is not None and x.is_floating_point() and x.dtype != torch.float64 else x
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
-    return cast(q), cast(k), cast(v), cast(attn_mask)
+    return tuple(map(cast, tensors))
 
 
-def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, key_lengths, sink):
-    """Broadcast the leading dims of q, k and v: ((…, H), B, H, G), the heads last."""
+def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, by_entry: bool, sink):
+    """Broadcast the leading dims of q, k and v: ((…, H), B, H, G), the heads last; `by_entry`: lengths are given."""
     if q.ndim == 2:
         return (), 1, 1, 1
     heads, kv_heads = q.shape[-3], k.shape[-3]
@@ -74,7 +75,7 @@ def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, key_len
             f"the leading dims of q, k and v must broadcast, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         ) from None
     lead = (*outer, heads)
-    if q.ndim == 3 and key_lengths is not None and sink is None and not enable_gqa:
+    if q.ndim == 3 and by_entry and sink is None and not enable_gqa:
         return lead, heads, 1, 1  # (N, L, D): torch's N is a batch, which key_lengths counts
     return lead, math.prod(outer), heads, kv_heads
 
@@ -275,7 +276,7 @@ def _shape_per_row(x: Tensor, name: str, lead, batch: int, heads: int, queries: 
     return x.expand(*lead, x.shape[-1]).reshape(batch, heads, x.shape[-1])
 
 
-def check_key_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor | None:
+def check_key_lengths(key_lengths, batch: int, keys: int, q: Tensor, name: str = "key_lengths") -> Tensor | None:
     """Return key_lengths as int32 [B] on q's device."""
     if key_lengths is None:
         return None
@@ -283,17 +284,17 @@ def check_key_lengths(key_lengths, batch: int, keys: int, q: Tensor) -> Tensor |
         try:
             key_lengths = torch.tensor([operator.index(n) for n in key_lengths], dtype=torch.int64, device="cpu")
         except TypeError:
-            raise TypeError(f"key_lengths must be ints, one per batch entry, got {key_lengths!r}") from None
+            raise TypeError(f"{name} must be ints, one per batch entry, got {key_lengths!r}") from None
         except (ValueError, RuntimeError):  # beyond int64
-            raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths!r}") from None
-    check_dense(key_lengths, "key_lengths")
+            raise ValueError(f"{name} must lie in [0, {keys}], got {key_lengths!r}") from None
+    check_dense(key_lengths, name)
     if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"key_lengths must be integers, got {key_lengths.dtype}")
+        raise TypeError(f"{name} must be integers, got {key_lengths.dtype}")
     if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
-        raise ValueError(f"key_lengths must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
+        raise ValueError(f"{name} must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
     if readable(key_lengths):
         if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths <= keys)).all()):
-            raise ValueError(f"key_lengths must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
+            raise ValueError(f"{name} must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
     return key_lengths.to(q.device, torch.int32)
 
 

@@ -49,17 +49,20 @@ def visible_keys(problem: Problem) -> Tensor:
     left, right = problem.reach
     first = torch.zeros_like(i) if left is None else (i - left).clamp(0, keys)
     last = torch.full_like(i, keys) if right is None else (i + right + 1).clamp(0, keys)
-    last = last.expand(batch, queries)
+    last = last.expand(batch, 1, queries)
     if problem.key_lengths is not None:
-        last = torch.minimum(last, problem.key_lengths.to(device)[:, None] - problem.first_key)
+        last = torch.minimum(last, problem.key_lengths.to(device)[:, None, None] - problem.first_key)
+    if problem.interval is not None:
+        lo, hi, _ = problem.interval - problem.first_key
+        first, last = torch.maximum(first, lo), torch.minimum(last, hi)
     if not queries or (problem.mask is None and problem.bias is None):
-        count = (last - first).clamp_min(0)[:, None, :].expand(batch, heads, queries)
+        count = (last - first).clamp_min(0).expand(batch, heads, queries)
         return count.to(problem.accumulator)
     counts = []
     for q0 in range(0, queries, 256):  # by blocks, so that no N × N mask is built
         block = slice(q0, q0 + 256)
         j = torch.arange(keys, device=device)
-        visible = (j >= first[block, None]) & (j < last[:, None, block, None])
+        visible = (j >= first[..., block, None]) & (j < last[..., block, None])
         if problem.mask is not None:
             visible = visible & problem.mask[:, :, block]
         if problem.bias is not None:

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from regard._core.execute import dense_attention
+from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, route, running_module
 from regard.masks import resolve_causal_bias
+from regard.reference import joined_mask
 from regard.temperature.rows import is_measuring
 
 ARGUMENTS_BEFORE_TRAINING = 13  # of torch's multi-head function
@@ -180,26 +182,22 @@ def _sdpa_of_multi_head(*args, **kwargs) -> Tensor:
 
 def _capture_regard_op(func: Callable, args: tuple) -> list:
     """Runs regard's own op: [o, shift, z, stats]."""
-    q, k, v, bias, mask, temperature, sink, lengths, _, scale, softcap, causal, left, right, dropout, name, *_ = args
-    options = dict(scale=scale, softcap=softcap or None, normalizer=name, key_lengths=lengths)
-    sides = tuple(None if side < 0 else side for side in (left, right))
-    run = partial(func, *args)
-    return [*_capture_own((q, k, v), bias, mask, causal, sides, temperature, sink, dropout, options, run)]
+    problem = unflatten(args[: len(TENSORS)], args[len(TENSORS) : -1])
+    _, _, _, bias, mask, temperature, sink, *_ = args
+    return [*_capture_own(problem, bias, mask, temperature, sink, partial(func, *args))]
 
 
 def _capture_reference(func: Callable, args: tuple) -> tuple:
     """Runs regard's reference: (o, statistics)."""
-    (call,), problem = args, args[0].problem
-    options = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
-    options["key_lengths"] = problem.key_lengths
-    return _capture_own(
-        (problem.q, problem.k, problem.v), call.bias, call.mask, problem.causal, (problem.left, problem.right),
-        call.temperature, call.sink, problem.dropout_p, options, partial(func, call),
-    )  # fmt: skip
+    (call,) = args
+    return _capture_own(call.problem, call.bias, call.mask, call.temperature, call.sink, partial(func, call))
 
 
-def _capture_own(qkv, bias, mask, causal, sides, temperature, sink, dropout, options, run: Callable) -> tuple:
-    """Routes a call of regard's own; returns what `run` returns, the output first. A swap changes the output alone."""
+def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable) -> tuple:
+    """Routes a call of regard's own; returns what `run` returns, the output first. A swap changes the output alone.
+
+    bias, mask, temperature and sink are those of the problem before they were expanded.
+    """
     module = running_module()
     if not interceptions_of(module) or is_measuring():
         return run()
@@ -210,21 +208,25 @@ def _capture_own(qkv, bias, mask, causal, sides, temperature, sink, dropout, opt
             results.extend(run())
         return results[0] if rows is None else results[0].index_select(-2, rows)
 
+    options: dict[str, Any] = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
+    options["key_lengths"] = problem.key_lengths
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]
-    options["window"] = None if sides == (None, None) else sides
-    q, k, v = qkv
+    options["window"] = None if problem.left is problem.right is None else (problem.left, problem.right)
+    joined = mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    if any(x is not None for x in (problem.interval, problem.row_bias, problem.relative)):
+        joined = joined_mask(problem)
     call = Call(
         module,
-        q,
-        k,
-        v,
+        problem.q,
+        problem.k,
+        problem.v,
         own=own,
         kind="regard",
-        mask=mask if bias is None else bias if mask is None else bias.masked_fill(~mask, -torch.inf),
-        causal=causal,
+        mask=joined,
+        causal=problem.causal,
         options=options,
-        obstacle="it drops weights at random (dropout in training)" if dropout else None,
+        obstacle="it drops weights at random (dropout in training)" if problem.dropout_p else None,
     )
     output = route(call, own)
     own()  # row state and statistics, which a swap does not compute

@@ -1,0 +1,145 @@
+"""`attention_varlen`: attention on packed sequences, [tokens, heads, width], each document by itself."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from regard._core.attention import attention
+from regard._core.options import Temperature, Wanted
+from regard._core.readable import readable
+from regard.mask import Mask
+from regard.mask_parts import Packed, check_cu_seqlens
+from regard.statistics import Statistics
+
+Ints = Tensor | Sequence[int]
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
+    sink: float | Tensor | None = ..., return_stats: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None = ...,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
+    *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
+    sink: float | Tensor | None = ..., return_stats: Literal[True] | str | Sequence[str], backend: str | None = ...,
+) -> tuple[Tensor, Statistics]: ...  # fmt: skip
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Ints,
+    cu_seqlens_k: Ints | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    scale: float | str | Tensor | None = None,
+    normalizer: str = "softmax",
+    temperature: Temperature = None,
+    sink: float | Tensor | None = None,
+    return_stats: Wanted = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Statistics]:
+    """Attention within each document of packed sequences: flash-attention's varlen signature, then ours.
+
+    >>> import regard, torch
+    >>> q = k = v = torch.randn(5, 2, 8)  # documents of 2 and 3 tokens
+    >>> out, stats = regard.attention_varlen(q, k, v, [0, 2, 5], causal=True, return_stats=True)
+    >>> out.shape, stats.visible_keys[0]
+    (torch.Size([5, 2, 8]), tensor([1., 2., 1., 2., 3.]))
+
+    Args:
+        q, k, v: (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, Dv); Hk divides Hq.
+        cu_seqlens_q: (documents + 1,) ints 0, …, Tq: where the queries of each document begin and end. A document may
+            have length 0.
+        cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries.
+        max_seqlen_q, max_seqlen_k: the longest document; checked where given, and not needed.
+        softmax_scale, scale: the factor of q·k, None for 1/√D; `scale` also takes the words and tensors of `attention`.
+        causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
+        window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
+        softcap: c in c·tanh(x/c); 0 for none.
+        dropout_p, normalizer, temperature, sink, return_stats, backend: as in `regard.attention`.
+
+    Returns:
+        The output (Tq, Hq, Dv), or the pair (output, statistics) if `return_stats` is not False; each statistic is
+            (Hq, Tq), and `distance` counts within the document.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: Shapes do not fit, cu_seqlens fall or do not end at the tokens, or an option is out of its range.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor (tokens, heads, width), got {type(x).__name__}")
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have shape (tokens, heads, width), got {tuple(x.shape)}")
+    if scale is not None and softmax_scale is not None:
+        raise ValueError("scale and softmax_scale are two names of one argument; pass one")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    cu_q = _check_cu(cu_seqlens_q, "cu_seqlens_q", q, max_seqlen_q, "max_seqlen_q")
+    if cu_seqlens_k is None and len(k) != len(q):
+        raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
+    cu_k = cu_q if cu_seqlens_k is None else _check_cu(cu_seqlens_k, "cu_seqlens_k", k, max_seqlen_k, "max_seqlen_k")
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
+        )
+    packed = Packed.of(cu_q, cu_k, len(q), causal, *_check_window_size(window_size))
+    options: dict[str, Any] = dict(
+        dropout_p=dropout_p,
+        scale=softmax_scale if scale is None else scale,
+        enable_gqa=True,
+        normalizer=normalizer,
+        temperature=temperature,
+        softcap=softcap or None,
+        sink=sink,
+        backend=backend,
+    )
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    found: Any = attention(*heads_first, Mask((packed,)), return_stats=return_stats, **options)
+    if not isinstance(found, tuple):
+        return found[0].transpose(0, 1)
+    out, stats = found
+    return out[0].transpose(0, 1), Statistics({name: x[0] for name, x in stats.items()})
+
+
+def _check_cu(cu_seqlens: Ints, name: str, x: Tensor, longest: int | None, longest_name: str) -> Tensor:
+    """Return cu_seqlens on x's device; checks that they rise to x's tokens, and the longest document where given."""
+    cu = check_cu_seqlens(cu_seqlens, name, len(x))
+    if longest is not None:
+        if isinstance(longest, bool) or not isinstance(longest, numbers.Integral) or longest < 0:
+            raise ValueError(f"{longest_name} must be an int ≥ 0 or None, got {longest!r}")
+        if readable(cu) and len(cu) > 1 and int(cu.diff().max()) > longest:
+            raise ValueError(f"{longest_name} is {longest}, but {name} has a document of {int(cu.diff().max())}")
+    return cu.to(x.device)
+
+
+def _check_window_size(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+    """Return (left, right), None for −1."""
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or not all(
+        isinstance(x, numbers.Integral) and not isinstance(x, bool) and x >= -1 for x in window_size
+    ):
+        raise ValueError(f"window_size must be (left, right), ints ≥ 0 or −1 for no limit, got {window_size!r}")
+    left, right = (None if side == -1 else int(side) for side in window_size)
+    return left, right

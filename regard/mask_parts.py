@@ -1,0 +1,265 @@
+"""The parts that a `regard.Mask` is made of: each gives the interval of keys that every query sees.
+
+`bounds(queries, keys, device)` returns (lo, hi), each None (no limit) or ints that broadcast to (B, H, queries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard._core.readable import has_no_values
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Bounds(NamedTuple):
+    """Query i sees keys lo_i ≤ j < hi_i; None is no limit."""
+
+    lo: Tensor | None = None
+    hi: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Query i sees keys ≤ i, or ≤ i + keys − queries."""
+
+    bottom_right: bool
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        return Bounds(hi=_rows(queries, keys, self.bottom_right, device) + 1)
+
+    def __repr__(self) -> str:
+        return f"Mask.causal({'bottom_right=True' if self.bottom_right else ''})"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Query i sees keys i − left … i + right; with `bottom_right` counted from i + keys − queries."""
+
+    left: int | None
+    right: int | None
+    bottom_right: bool
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        i = _rows(queries, keys, self.bottom_right, device)
+        lo = None if self.left is None else i - self.left
+        return Bounds(lo, None if self.right is None else i + self.right + 1)
+
+    def __repr__(self) -> str:
+        return f"Mask.window({self.left}, {self.right}{', bottom_right=True' if self.bottom_right else ''})"
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Query i sees the keys of its own chunk of `size`."""
+
+    size: int
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        lo = torch.arange(queries, device=device) // self.size * self.size
+        return Bounds(lo, lo + self.size)
+
+    def __repr__(self) -> str:
+        return f"Mask.chunks({self.size})"
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Batch entry b shows its first lengths[b] keys."""
+
+    lengths: Tensor  # [B]
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        return Bounds(hi=check_range(self.lengths, "Mask.lengths", keys)[:, None, None])
+
+    def __repr__(self) -> str:
+        return f"Mask.lengths({shape_of(self.lengths)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Batch entry b shows the keys lo[b] ≤ j < hi[b] of `keys`."""
+
+    lo: Tensor  # [B]
+    hi: Tensor
+    keys: int
+    is_right: bool  # True if every lo is known to be 0
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        if keys != self.keys:
+            raise ValueError(f"Mask.padding is of {self.keys} keys, but k has {keys}")
+        return Bounds(self.lo[:, None, None], self.hi[:, None, None])
+
+    def __repr__(self) -> str:
+        return f"Mask.padding(({len(self.lo)}, {self.keys}))"
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Query i sees the keys of its own document: lo and hi [N] or [B, N]."""
+
+    lo: Tensor
+    hi: Tensor
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        tokens = self.lo.shape[-1]
+        if not queries == keys == tokens:
+            raise ValueError(
+                f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; queries and keys that are "
+                "packed differently go to regard.attention_varlen"
+            )
+        lo, hi = (x if x.ndim == 1 else x[:, None] for x in (self.lo, self.hi))
+        return Bounds(lo, hi)
+
+    def __repr__(self) -> str:
+        return f"Mask.documents({shape_of(self.lo)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """The first lengths[b] keys are visible to all queries; the rest is causal."""
+
+    lengths: Tensor  # [B] or []
+    bottom_right: bool
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        lengths = check_range(self.lengths, "Mask.prefix", keys)
+        rows = _rows(queries, keys, self.bottom_right, lengths.device) + 1
+        return Bounds(hi=torch.maximum(lengths[:, None, None] if lengths.ndim else lengths, rows))
+
+    def __repr__(self) -> str:
+        own = shape_of(self.lengths) if self.lengths.ndim else f"{int(self.lengths)}"
+        return f"Mask.prefix({own}{', bottom_right=True' if self.bottom_right else ''})"
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Query i sees keys lo_i ≤ j < hi_i; both broadcast to (B, H, queries)."""
+
+    lo: Tensor
+    hi: Tensor
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        for name, x in (("lo", self.lo), ("hi", self.hi)):
+            if x.ndim and x.shape[-1] not in (1, queries):
+                raise ValueError(
+                    f"{name} of Mask.intervals must broadcast to (B, H, {queries}), one for each query, got "
+                    f"{shape_of(x)}"
+                )
+            check_range(x, f"{name} of Mask.intervals", keys)
+        return Bounds(self.lo, self.hi)
+
+    def __repr__(self) -> str:
+        return f"Mask.intervals({shape_of(self.lo)}, {shape_of(self.hi)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Query i of packed documents sees keys lo_i ≤ j < hi_i, and its distances count from position_i; [queries] each."""
+
+    lo: Tensor
+    hi: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, cu_q: Tensor, cu_k: Tensor, queries: int, causal: bool, left: int | None, right: int | None) -> Packed:
+        """Documents whose queries and keys lie at cu_q and cu_k; causal order and window align at the bottom right."""
+        cu_q, cu_k = cu_q.long(), cu_k.long()
+        document, i = document_of(cu_q, queries), torch.arange(queries, device=cu_q.device)
+        lo, hi = cu_k[document], cu_k[document + 1]
+        position = lo + i - cu_q[document]
+        right = 0 if causal and (right is None or right > 0) else right
+        if left is None and right is None:
+            return cls(lo, hi, position)
+        position = position + (hi - lo) - (cu_q[document + 1] - cu_q[document])
+        lo = lo if left is None else torch.maximum(lo, position - left)
+        return cls(lo, hi if right is None else torch.minimum(hi, position + right + 1), position)
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        return Bounds(self.lo, self.hi)
+
+    def __repr__(self) -> str:
+        return f"cu_seqlens of {len(self.lo)} queries"
+
+
+Part = Causal | Window | Chunks | Lengths | Padding | Documents | Prefix | Intervals | Packed
+STATIC = (Causal, Window, Chunks)  # parts without tensors
+
+
+def _rows(queries: int, keys: int, bottom_right: bool, device: torch.device | None) -> Tensor:
+    """The positions of the queries among the keys."""
+    return torch.arange(queries, device=device) + (keys - queries if bottom_right else 0)
+
+
+def check_range(x: Tensor, name: str, keys: int) -> Tensor:
+    """Return x; raise unless its values, where they can be read without a wait, lie in [0, keys]."""
+    if x.device.type == "cpu" and not has_no_values(x) and x.numel() and not (x.min() >= 0 and x.max() <= keys):
+        raise ValueError(f"{name} must lie in [0, {keys}], the keys of k, got {x.flatten().tolist()[:8]}")
+    return x
+
+
+def as_integers(x: Tensor | Sequence[int] | int, name: str) -> Tensor:
+    """Return an int tensor; raise a TypeError that names the argument if it holds anything else."""
+    try:
+        x = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be ints or a tensor of them, got {x!r}") from None
+    x = x.long() if x.numel() == 0 else x
+    if x.dtype not in INTEGERS or x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor of integers, got {x.dtype}, {x.layout}")
+    return x
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], name: str, tokens: int | None = None) -> Tensor:
+    """Return cumulative lengths 0 = c₀ ≤ c₁ ≤ … ≤ c_D (= tokens) as an int tensor (D + 1,).
+
+    With `tokens` values on a GPU are not looked at, because that would wait for it.
+    """
+    cu = as_integers(cu_seqlens, name)
+    if cu.ndim != 1 or not cu.numel():
+        raise ValueError(f"{name} must have shape (documents + 1,), got {shape_of(cu)}")
+    if has_no_values(cu) or (tokens is not None and cu.device.type != "cpu"):
+        return cu
+    ends = cu.tolist()
+    if ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+        raise ValueError(f"{name} must begin with 0 and never fall, got {ends[:8]}{'…' if len(ends) > 8 else ''}")
+    if tokens is not None and ends[-1] != tokens:
+        raise ValueError(f"{name} must end at the number of tokens, {tokens}, got {ends[-1]}")
+    return cu
+
+
+def document_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return the index of each token's document, [tokens]; documents of length 0 have none."""
+    positions = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens.long(), positions, right=True) - 1
+
+
+def runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (start, end) [..., N] of the run of equal ids that each token belongs to; raise where an id comes back."""
+    n = ids.shape[-1]
+    positions = torch.arange(n, device=ids.device).expand(ids.shape)
+    is_first = torch.ones_like(ids, dtype=torch.bool)
+    is_first[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    start = torch.where(is_first, positions, 0).cummax(-1).values
+    is_last = torch.ones_like(is_first)
+    is_last[..., :-1] = is_first[..., 1:]
+    end = torch.where(is_last, positions + 1, n).flip(-1).cummin(-1).values.flip(-1)
+    if not has_no_values(ids) and n:
+        ranked = ids.sort(-1).values
+        kinds = 1 + (ranked[..., 1:] != ranked[..., :-1]).sum(-1)
+        if bool((is_first.sum(-1) != kinds).any()):
+            raise ValueError(
+                "ids of Mask.documents must keep each document's tokens side by side: here an id comes back after "
+                "another; as a dense mask: attn_mask=ids[:, None, :, None] == ids[:, None, None, :]"
+            )
+    return start, end
+
+
+def shape_of(x: Tensor) -> str:
+    """Return the shape of a tensor in words for messages."""
+    return str(tuple(x.shape))

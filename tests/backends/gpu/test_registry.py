@@ -95,7 +95,12 @@ def test_the_kernel_of_a_call(call, kernel, passed):
         (dict(name="softmax1"), dict(temperature=True), "two sweeps"),
         (dict(name="softmax1", d=64), dict(), "two sweeps"),
         (dict(name="softmax1", m=1000), dict(), "two sweeps"),
-        (dict(left=64), dict(), "two sweeps"),
+        (dict(left=64), dict(), "stored ds"),
+        (dict(left=64, causal=True), dict(), "stored ds"),
+        (dict(left=64), dict(statistics=True), "two sweeps"),
+        (dict(left=64, name="sigmoid"), dict(), "two sweeps"),
+        (dict(left=64, d=96), dict(), "two sweeps"),
+        (dict(softcap=30.0), dict(), "stored ds"),
         (dict(name="entmax15", n=16384), dict(), "sparse"),
         (dict(name="entmax15", n=16384), dict(temperature=True), "two sweeps"),
         (dict(name="entmax15", n=16384), dict(statistics=True), "two sweeps"),
@@ -136,6 +141,9 @@ def test_an_interval_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
     problem = call_of(n=16384, interval=interval)
     assert registry.choose(problem).name == "hopper"
     assert cudnn.supports(backward_of(problem)) == "options other than causal order and scale"
+    assert stored_ds.supports(backward_of(problem)) is None
+    monkeypatch.setattr(dkv, "TAKES_SPANS", False)
+    assert stored_ds.supports(backward_of(problem)) == "an interval or key lengths"
     sparse_problem = replace(problem, choice=normalizers.get("entmax15"))
     for direction in ("forward", "backward"):
         assert sparse.supports(sparse_problem, direction) == "an interval of keys per query"

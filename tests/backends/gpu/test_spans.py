@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -9,9 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import Poisoned, make
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention.backward.dq_product import backward_product
 from regard._backends.gpu.attention.hopper import ring, spans
+from regard._backends.gpu.launcher import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled")
 BN = 128
@@ -129,3 +134,36 @@ def test_tiles_without_masks_are_seen_whole(call, distance, first):
                         if first:
                             assert (rows[0, b, h, r0 : r0 + 64][: len(alive)][alive] < start).all()
     assert many > 20 or p.q.shape[2] < 900
+
+
+def test_query_ranges_hold_every_query_that_sees_a_block_of_keys(call):
+    p, found = call
+    visible, _ = find_visible(p)
+    ranges = spans.find_query_ranges(p, found, BN)  # both heads share one key head
+    for b in range(2):
+        for block, (begin, count) in enumerate(ranges[b, 0].tolist()):
+            sees = visible[b, :, :, block * BN : (block + 1) * BN].any(-1).any(0).nonzero()[:, 0]
+            tiles = (sees // 64).tolist() or [0, -1]
+            assert (begin, begin + count) == (tiles[0] if count else 0, tiles[-1] + 1), (b, block)
+
+
+def test_dq_of_stored_ds(call):
+    """ds that no query sees was never stored: it is NaN, and so are keys that no query sees."""
+    p, found = call
+    visible, _ = find_visible(p)
+    (b, h, m, d), n, generator = p.q.shape, p.k.shape[2], torch.Generator().manual_seed(2)
+    padded = -(-m // 128) * 128
+    ds = torch.randn(b, h, m, n, generator=generator).masked_fill(~visible, math.nan)
+    scratch = torch.full((b * h, -(-n // 64) * 64, padded), math.nan, dtype=torch.float32)
+    scratch[:, :n, :m] = ds.flatten(0, 1).mT
+    k = p.k.float().masked_fill(~visible.any(1).any(1)[:, None, :, None], math.nan)
+    p = replace(p, q=p.q.float(), k=k, v=p.v.float())
+    dq = torch.full((b, h, m, d), math.nan)
+    made, how = config.config_of(p, "backward_product")
+    made = made._replace(BM=128, BN=64)
+    blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, made.BN, made.BM])
+    keys = config.describe_blocks(k, made.BN, made.BD, True)
+    arguments = config.view(k), keys, blocks, config.view(dq), found, config.options(p)
+    launch(None, backward_product, padded // 128 * b * h, arguments, (made,), **how)
+    known = ds.masked_fill(~visible, 0.0).double() @ k.nan_to_num(0.0).double().expand(b, h, n, d)
+    assert (dq.double() - p.scale * known).abs().max() <= 1e-4 * known.abs().max()

@@ -102,7 +102,8 @@ BACKWARD_KERNELS = (
         summary="dk and dv (Gluon on Hopper) leave ds in scratch, dq is one product",
         families=("ratio", "pointwise"),
         limits=f"bfloat16, float16; heads of {stored_ds.WIDTHS.start} to {stored_ds.WIDTHS[-1]}; at least "
-        f"{stored_ds.SHORT} queries and keys; no window, mask, bias, dropout or gradient of the temperature",
+        f"{stored_ds.SHORT} queries and keys; no dense mask, bias, dropout or gradient of the temperature; windows, "
+        "intervals and a bias per key of softmax and softmax1 on Hopper, heads of 128",
         supports=stored_ds.supports,
         run=stored_ds.backward,
         needs_delta=True,

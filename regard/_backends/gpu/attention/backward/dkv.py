@@ -14,20 +14,28 @@ from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
+from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
 SHORT = 512  # queries or keys
+TAKES_CAPS = True  # the Gluon kernel, with softmax and softmax1
+TAKES_SPANS = True  # intervals, windows and key lengths
+TAKES_KEY_BIAS = True
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads
 
 
-def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags) -> None:
-    """Fill dk, dv and `scratch`; `failed` flags the blocks of keys that are wanted, None: all."""
+def run(
+    p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags,
+    d_key_bias: torch.Tensor | None = None, spans: Spans | None = None,
+) -> None:  # fmt: skip
+    """Fill dk, dv, `scratch` and `d_key_bias` [B, H, N]; `failed` flags the key blocks that are wanted, None: all."""
     known = (x for x in rows if x is not None)
     key, opt = launch_key(p, do, dk, dv, *known), options(p)
     if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
-        _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags)
+        _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags, d_key_bias, spans)
         return
     config, how = config_of(p, "backward_dkv", **flags)
     queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
@@ -47,13 +55,10 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
         return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    options = "softcap", "bias", "mask", "temperature", "key_lengths", "interval", "row_bias", "relative"
-    if reason := find_option(p, *options):
+    if reason := find_option(p, "mask", "temperature", "row_bias", "relative") or _find_score_obstacle(p):
         return reason
     if rows.beta is not None:
         return "gradients of statistics"
-    if p.reach not in ((None, None), (None, 0)):
-        return "a window"
     if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:
         return f"fewer than {SHORT} queries or keys"
     if p.q.shape[-2] % 4:
@@ -61,8 +66,28 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
     return find_layout_obstacle(p.q, p.k, p.v, do, dk, dv)
 
 
-def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags) -> None:
-    from regard._backends.gpu.attention.hopper.backward import KEYS, BackwardConfig, backward_hopper
+def _find_score_obstacle(p: Problem) -> str | None:
+    """Say which cap, mask or bias of the scores the Gluon kernel cannot take."""
+    if p.softcap is not None and (not TAKES_CAPS or p.bias is not None or p.softcap > hopper.LARGEST_CAP):
+        return "a soft cap" if p.bias is None else "a soft cap and a bias"
+    if needs_spans(p) and not TAKES_SPANS:
+        return "a window" if p.interval is None and p.key_lengths is None else "an interval or key lengths"
+    if p.bias is not None and not (TAKES_KEY_BIAS and p.bias.stride(2) == 0):
+        return "a bias"
+    simple = p.choice.family == "ratio" and p.choice.exponential
+    if not simple and (p.softcap is not None or p.bias is not None or needs_spans(p)):
+        return f"a mask, bias or soft cap of {p.choice.spec} (softmax and softmax1 only)"
+    return None
+
+
+def needs_spans(p: Problem) -> bool:
+    """True if the Gluon kernel takes a call's visible keys from `spans`."""
+    return p.key_lengths is not None or p.reach[0] is not None or forward_needs_spans(p)
+
+
+def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d_key_bias, spans: Spans | None) -> None:
+    from regard._backends.gpu.attention.hopper.backward import backward_hopper
+    from regard._backends.gpu.attention.hopper.backward_ring import KEYS, BackwardConfig
 
     behind, many = p.reach[1] is not None, p.q.shape[0] * p.q.shape[1]
     inverse = rows.inverse if p.choice.family == "ratio" else None  # no other map asks
@@ -73,7 +98,8 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags) -
     C = BackwardConfig(
         F=bundle.of(p.choice),
         FOLDED=flags["Z_IN_SHIFT"],
-        CAUSAL=behind,
+        CAUSAL=behind and not needs_spans(p),
+        INTERVAL=needs_spans(p),
         D=p.q.shape[-1],
         NUMBERS=2 if inverse is None else 3,
         WARPGROUPS=PARTS,
@@ -81,10 +107,16 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags) -
         REGISTERS=REGISTERS,
     )
     k, v, m = p.k, p.v, p.q.shape[-2]
-    if behind and k.shape[-2] > m:  # what no query sees may hold NaN: it is not read
+    if C.CAUSAL and k.shape[-2] > m:  # what no query sees may hold NaN: it is not read
         k, v = k[:, :, :m], v[:, :, :m]
     blocked = [hopper.describe_rows(x, KEYS.value) for x in (k, v, p.q, do)]
     ds_blocks = None if scratch is None else hopper.make_descriptor(scratch, (1, KEYS.value, KEYS.value))
     outputs = hopper.describe_rows(dk, KEYS.value), hopper.describe_rows(dv, KEYS.value)
     programs = triton.cdiv(p.k.shape[-2], PARTS * KEYS.value) * p.k.shape[0] * p.k.shape[1]
-    launch(key, backward_hopper, programs, (*blocked, *numbers, ds_blocks, *outputs, opt), (C,), num_warps=4)
+    ranges = None
+    if C.INTERVAL:
+        spans = find_spans(p, opt) if spans is None else spans
+        ranges = find_query_ranges(p, spans, PARTS * KEYS.value)
+    opt = opt._replace(bias=view(p.bias))
+    arguments = *blocked, *numbers, ds_blocks, *outputs, spans, ranges, d_key_bias, opt
+    launch(key, backward_hopper, programs, arguments, (C,), num_warps=4)

@@ -19,6 +19,7 @@ from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.dq_product import backward_product
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_blocks, options, view
+from regard._backends.gpu.attention.hopper.spans import find_spans
 from regard._backends.gpu.attention.limits import can_bulk_copy, find_option
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.device import has_large_shared_memory, sm_count
@@ -36,10 +37,12 @@ def supports(call: BackwardCall) -> str | None:
     p = call.problem
     if call.grads.temperature is not None:
         return "a gradient of the temperature"
-    if reason := find_option(p, "bias", "mask", "interval", "row_bias", "relative"):
+    if reason := find_option(p, "mask", "row_bias", "relative"):
         return reason
-    if p.reach not in ((None, None), (None, 0)):
-        return "a window"
+    if p.bias is not None or (dkv.needs_spans(p) and not _is_plain(p)):
+        statistics = "gradients of statistics" if call.flags["STATS_GRAD"] else None
+        if reason := statistics or dkv.supports_hopper(p, call.do, call.rows, call.grads.k, call.grads.v):
+            return reason
     if not p.q.is_cuda or p.q.element_size() != 2:
         return "tensors not of 16 bits on a GPU"
     if (width := max(p.q.shape[-1], p.v.shape[-1])) not in WIDTHS:
@@ -49,6 +52,11 @@ def supports(call: BackwardCall) -> str | None:
     if not can_bulk_copy(p.q, p.k, p.v, call.do) or not has_large_shared_memory(p.q.device):
         return "no bulk copies of these tensors, or less than 160 KiB of shared memory"
     return None if fill_ratio(p) >= FILL else "too few heads at a time to fill the GPU"
+
+
+def _is_plain(p: Problem) -> bool:
+    """True if the Triton kernels can store ds as well: every query sees keys from the first on."""
+    return p.interval is None and p.reach in ((None, None), (None, 0))
 
 
 def fill_ratio(p: Problem) -> float:
@@ -96,13 +104,19 @@ def backward(call: BackwardCall) -> None:
         temperature = p.temperature if p.temperature is None else p.temperature[b, h]
         lengths = p.key_lengths if p.key_lengths is None else p.key_lengths[b]
         q, k, v = p.q[b, h], p.k[b, g], p.v[b, g]
-        part = replace(p, q=q, k=k, v=v, temperature=temperature, key_lengths=lengths, sink=None)
+        bias, interval = p.bias, p.interval
+        part = replace(p, q=q, k=k, v=v, temperature=temperature, key_lengths=lengths, sink=None,
+                       bias=bias if bias is None else bias[b, h],
+                       interval=interval if interval is None else interval[:, b, h])  # fmt: skip
         heads = q.shape[0] * q.shape[1]
         if scratch is None:  # the first piece is the largest
             scratch = torch.empty(heads, n, m, dtype=p.q.dtype, device=p.q.device)
         dq = grads.q[b, h]
-        dkv.run(part, do[b, h], rows, scratch, grads.k[b, g], grads.v[b, g], None, flags)
-        config, how = config_of(part, "backward_product", **flags)
+        spans, opt, (dk, dv) = None, options(part), (grads.k[b, g], grads.v[b, g])
+        if dkv.needs_spans(p) and dkv.supports_hopper(part, do[b, h], rows, dk, dv) is None:
+            spans = find_spans(part, opt)
+        dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, None, spans)
+        config, how = config_of(replace(part, bias=None), "backward_product", **flags)  # no score is computed
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
-        arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), options(part)
+        arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), spans, opt
         launch(launch_key(part, dq), backward_product, count_blocks(part, config), arguments, (config,), **how)

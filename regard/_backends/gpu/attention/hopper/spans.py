@@ -95,6 +95,52 @@ def store_spans(interval, spans, opt, SIZE: tl.constexpr):
     tl.store(to + 7, 0)
 
 
+def find_query_ranges(p: Problem, spans: Spans, keys: int) -> torch.Tensor:
+    """(first query tile, number of query tiles) that see each block of `keys` keys, [B, G, blocks, 2] int32."""
+    batch, heads, n = p.k.shape[:3]
+    blocks = triton.cdiv(n, keys)
+    ranges = torch.empty(batch, heads, blocks, 2, dtype=torch.int32, device=p.k.device)
+    arguments = spans, ranges, blocks, heads, p.q.shape[1] // heads
+    launch(None, store_query_ranges, batch * heads * blocks, arguments, (keys, 256), num_warps=1)
+    return ranges
+
+
+@triton.jit
+def store_query_ranges(spans, ranges, blocks, heads, group, KEYS: tl.constexpr, STEP: tl.constexpr):
+    """Stores the query tiles that one block of keys is seen from, by any head of its group."""
+    pid = tl.program_id(0)
+    j0 = pid % blocks * KEYS
+    g, b = pid // blocks % heads, pid // blocks // heads
+    begin = tl.full([STEP], FAR, tl.int32)
+    end = tl.full([STEP], 0, tl.int32)
+    for h in range(g * group, g * group + tl.where(spans.each == 1, group, 1)):
+        for start in range(0, spans.count, STEP):
+            tile = start + tl.arange(0, STEP)
+            at = find_group(spans, b, h, 0) + tile * FIELDS
+            first = tl.load(at, mask=tile < spans.count, other=FAR)
+            last = tl.load(at + 3, mask=tile < spans.count, other=0)
+            sees = (first < j0 + KEYS) & (last > j0)
+            begin = tl.minimum(begin, tl.where(sees, tile, FAR))
+            end = tl.maximum(end, tl.where(sees, tile + 1, 0))
+    lowest = tl.min(begin, 0)
+    tl.store(ranges + 2 * tiles.wide(pid), tl.where(lowest == FAR, 0, lowest))
+    tl.store(ranges + 2 * tiles.wide(pid) + 1, tl.maximum(tl.max(end, 0) - lowest, 0))
+
+
+@triton.jit
+def load_spans(spans, b, h, i0, M: tl.constexpr):
+    """(first, last) of queries i0 … i0 + M, and their bounds: smallest and largest first, smallest and largest last."""
+    row = find_row(spans, b, h, i0 + tl.arange(0, M))
+    group = find_group(spans, b, h, i0) + tl.arange(0, M // 64) * FIELDS
+    bounds = (
+        tl.min(tl.load(group), 0),
+        tl.max(tl.load(group + 1), 0),
+        tl.min(tl.load(group + 2), 0),
+        tl.max(tl.load(group + 3), 0),
+    )
+    return tl.load(row), tl.load(row + find_plane(spans)), bounds[0], bounds[1], bounds[2], bounds[3]
+
+
 @triton.jit
 def find_row(spans, b, h, i):
     """Pointers to `first` of queries i; `last` and `position` follow at a distance of `find_plane`."""

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +42,7 @@ def examine(
     backend: str | None = None,
     group: Any = None,
     snapshot: str | os.PathLike | None = None,
+    tokenizer: Any = None,
 ) -> Report:
     """Measure every attention head of `model` over `batches` and report readings, findings and what-ifs.
 
@@ -66,6 +68,7 @@ def examine(
             runs its own, and returns the report that one process would.
         snapshot: a file to which the merged readings are saved from time to time; if it exists, the examination resumes
             after its last batch. It is removed at the end.
+        tokenizer: names the tokens that the report shows, as in `regard.look`.
 
     Returns:
         A `Report`: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`.
@@ -110,13 +113,14 @@ def examine(
             recorder.begin()
 
     hook = model.register_forward_pre_hook(begin, prepend=True)
-    started, done, parameters, failure = time.perf_counter(), 0, 0, None
+    started, done, parameters, failure, first = time.perf_counter(), 0, 0, None, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
     pad, room = pad_of(model), max_positions(model)
     columns = OutputColumns(dict(modules))
     try:
         with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
+                first = batch if first is None else first
                 if rounds is not None:
                     rounds.check_batch(done, batch)
                 if rounds is None or rounds.is_mine(done):
@@ -164,7 +168,12 @@ def examine(
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)
         how = describe_measurement(model, parameters, layers, done, time.perf_counter() - started)
-        return _make_report(title or _title(model), modules, layers, changes, how, failure)
+        report = _make_report(title or _title(model), modules, layers, changes, how, failure)
+    if failure is None:
+        from regard.health.tokens.sample import sample_tokens  # imports this module
+
+        report = replace(report, tokens=sample_tokens(model, first, tokenizer, room, report.title))
+    return report
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from regard.health.commands.outputs import check_path, print_error, save_report
 from regard.health.commands.progress import show_progress
 from regard.health.examine import examine
 from regard.health.models.inputs import sample_text
-from regard.health.models.tiny import batches, checkpoint
+from regard.health.models.tiny import CHARACTERS, batches, checkpoint
 from regard.health.report.comparison import compare
 
 SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k, at a high learning rate"))
@@ -28,7 +28,14 @@ def main(options: argparse.Namespace) -> int:
         model, notes = checkpoint(name)
         texts = batches(sample_text(), model.options["length"], 8)
         with show_progress(name, len(texts)) as advance:
-            report = examine(model, texts, CHANGES, title=f"{name}, {description}", progress=advance)
+            report = examine(
+                model,
+                texts,
+                CHANGES,
+                title=f"{name}, {description}",
+                progress=advance,
+                tokenizer=CHARACTERS.__getitem__,
+            )
         report.show()
         print(f"validation loss {notes['validation_loss']} after {notes['steps']} steps of training")
         reports.append(report)

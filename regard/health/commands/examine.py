@@ -103,6 +103,7 @@ def main(options: argparse.Namespace) -> int:
                 progress=advance,
                 group=ranks,
                 snapshot=options.snapshot,
+                tokenizer=subject.tokenizer,
             )
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""

@@ -37,6 +37,12 @@ class HeadReading:
     scale: float = math.nan  # of the scores, over 1/√d; NaN where it is learned
     can_be_judged: bool = True  # has it enough rows with enough keys?
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
+    saved_rows: int | None = None  # of a head that was read from a file
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows that it was measured on; None if a file does not say."""
+        return self.saved_rows if self.reading is None else self.statistics.count("entropy")
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -52,6 +58,8 @@ class HeadReading:
             head=self.head,
             statistics={name: spread.to_json() for name, spread in self.statistics.items()},
             predicted_logit_variance=predicted if math.isfinite(predicted) else None,
+            rows=self.rows,
+            judged=self.can_be_judged,
         )
 
 

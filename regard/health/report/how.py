@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import regard
+from regard.health import findings
 from regard.health.measurement import norms, recorder
 from regard.health.measurement.recorder import Layer
 from regard.health.readings import histogram
@@ -51,6 +52,7 @@ def describe_measurement(
             largest_relative_difference=max((layer.error for layer in measured), default=0.0),
             goes_on_with=f"the model's own output; beyond {recorder.WHOLE} queries the rebuilt one, if it agrees",
         ),
+        looked_for=findings.kinds(),
         counted="rows of padding queries and rows without a visible key are not counted",
         **({"used_too_often_to_be_layers_each": together} if together else {}),
         **({"three_dims": dict(layers=three_dims, means=THREE_DIMS)} if three_dims else {}),

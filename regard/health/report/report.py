@@ -45,6 +45,7 @@ class Report:
     what_if: dict[str, WhatIfReading]
     how: dict[str, Any]
     interrupted: str | None = None  # why the examination did not finish
+    tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `tokens.sample`
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Report:
@@ -71,6 +72,7 @@ class Report:
             what_if={name: reading.to_json() for name, reading in self.what_if.items()},
             how=self.how,
             interrupted=self.interrupted,
+            **({} if self.tokens is None else {"tokens": self.tokens}),
         )
 
     def to_frame(self) -> Any:

@@ -69,8 +69,9 @@ def load_report(path: str | os.PathLike) -> Report:
         }
         unmeasured = [(layer, reason) for layer, reason in data["unmeasured"]]
         return Report(
-            data["title"], _heads(data), _findings(data), unmeasured, what_if, data["how"], data["interrupted"]
-        )
+            data["title"], _heads(data), _findings(data), unmeasured, what_if, data["how"], data["interrupted"],
+            tokens=data.get("tokens"),
+        )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is not a whole report: {type(error).__name__}: {error}") from None
 
@@ -84,6 +85,8 @@ def _heads(data: dict) -> list[HeadReading]:
             SavedSpreads({name: SavedSpread(numbers) for name, numbers in head["statistics"].items()}),
             None,
             math.nan if (predicted := head.get("predicted_logit_variance")) is None else predicted,
+            can_be_judged=head.get("judged", True),
+            saved_rows=head.get("rows"),
         )
         for head in data["heads"]
     ]

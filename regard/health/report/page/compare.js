@@ -18,9 +18,9 @@
   };
 
   const state = { statistic: 0, layer: 0, head: 0 };
-  const size = Math.max(7, Math.min(26, Math.floor(300 / Math.max(...widths))));
+  const size = Math.max(7, Math.min(26, Math.floor(300 / Math.max(...widths)))), high = Math.max(8, Math.min(size, Math.floor(520 / widths.length)));
   const build = (id, label) => buildMap(
-    { parent: byId(id), label: `${label}: layer by head map`, layers: data.layers, widths, size, left: 26, top: 0 }, state, (where) => choose(where)).cells;
+    { parent: byId(id), label: `${label}: layer by head map`, layers: data.layers, widths, size, high, left: 26, top: 0 }, state, (where) => choose(where)).cells;
   const maps = [build("map-a", "A"), build("map-b", "B"), build("map-change", "B minus A")];
 
   const each = (paint) => data.layers.forEach((layer, row) => { for (let head = 0; head < widths[row]; head++) paint(layer, row, head); });

@@ -33,7 +33,7 @@ def render(comparison: Comparison, heads: int) -> str:
         if len(numbers) <= LIMIT:
             break
     title = f"{a['title']} and {b['title']}"
-    return make_document(title=title, script="compare.js", body="\n".join(body), numbers=numbers)
+    return make_document(title=title, scripts=("compare.js",), body="\n".join(body), numbers=numbers)
 
 
 def make_payload(a: dict[str, Any], b: dict[str, Any], keys: Sequence[str], digits: int) -> dict[str, Any]:

@@ -10,19 +10,20 @@ import gzip
 import hashlib
 import html
 import json
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 
-def make_document(title: str, body: str, script: str | None = None, numbers: str = "") -> str:
-    """The file's text: `body` is HTML, `script` a file of this folder, `numbers` the result of `pack`."""
-    code, style = "" if script is None else _read("draw.js") + _read(script), _read("page.css")
+def make_document(title: str, body: str, scripts: Sequence[str] = (), numbers: str = "") -> str:
+    """The file's text: `body` is HTML, `scripts` files of this folder, `numbers` the result of `pack`."""
+    code, style = "".join(map(_read, ("draw.js", *scripts))) if scripts else "", _read("page.css")
     policy = (
         f"default-src 'none'; script-src {_hash(code) if code else _NONE}; style-src {_hash(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    scripts = f"""<script type="application/octet-stream" id="numbers">{numbers}</script>
+    tail = f"""<script type="application/octet-stream" id="numbers">{numbers}</script>
 <script>{code}</script>
 """
     return f"""<!doctype html>
@@ -38,7 +39,7 @@ def make_document(title: str, body: str, script: str | None = None, numbers: str
 <main>
 {body}
 </main>
-{scripts if code else ""}</body>
+{tail if code else ""}</body>
 </html>
 """
 

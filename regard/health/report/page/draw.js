@@ -71,15 +71,15 @@ const ruler = (parent, range, paint) => {
 };
 
 // a layer × head map: cells to click, or to reach with the arrow keys; returns its svg and its cells by row and head
-const buildMap = ({ parent, label, layers, widths, size, left, top }, state, choose) => {
-  const width = left + Math.max(...widths) * size + 4, height = top + layers.length * size + 4, every = Math.ceil(12 / size);
+const buildMap = ({ parent, label, layers, widths, size, high, left, top }, state, choose) => {
+  const width = left + Math.max(...widths) * size + 4, height = top + layers.length * high + 4, every = Math.ceil(12 / high);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0",
     "aria-label": `${label}; arrow keys choose a head` }, parent);
   const cells = layers.map((layer, row) => {
-    const y = top + row * size;
-    if (row % every === 0) draw("text", { x: left - 6, y: y + size / 2 + 4, "text-anchor": "end" }, svg, layer.index);
+    const y = top + row * high;
+    if (row % every === 0) draw("text", { x: left - 6, y: y + high / 2 + 4, "text-anchor": "end" }, svg, layer.index);
     return Array.from({ length: widths[row] }, (_, head) => {
-      const cell = draw("rect", { x: left + head * size + 1, y: y + 1, width: size - 1, height: size - 1, rx: size / 12, class: "cell",
+      const cell = draw("rect", { x: left + head * size + 1, y: y + 1, width: size - 1, height: high - 1, rx: high / 12, class: "cell",
         "data-layer": layer.index, "data-head": head }, svg);
       draw("title", {}, cell);
       cell.addEventListener("click", () => choose({ layer: row, head }));

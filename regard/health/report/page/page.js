@@ -5,7 +5,7 @@
   const state = { statistic: 0, treatment: 0, layer: 0, head: 0 };
   const name = (statistic) => data.statistics[statistic].replaceAll("_", " ");
 
-  const flagged = new Set(data.flagged.map(([layer, head]) => `${layer} ${head}`));
+  const flagged = data.treatments.map((treatment) => new Map(treatment.flagged.map(([layer, head, severity, kinds]) => [`${layer} ${head}`, { severity, kinds }])));
   const rowOf = new Map(data.layers.map((layer, row) => [layer.index, row]));
   const tables = data.treatments.map((treatment) => arrange(data.layers, treatment.heads));
   const widths = tables[0].map((row) => row.length);
@@ -25,12 +25,12 @@
     byId(key).addEventListener("change", (event) => choose({ [key]: Number(event.target.value) }));
   }
 
-  const size = Math.max(16, Math.min(46, Math.floor(900 / widest))), left = 34, top = 20;
+  // every layer fits into the window: rows get lower as there are more of them
+  const size = Math.max(12, Math.min(46, Math.floor(900 / widest))), high = Math.max(10, Math.min(size, Math.floor(560 / data.layers.length))), left = 34, top = 20;
   const rings = new Map();
-  const { svg, cells } = buildMap({ parent: byId("map"), label: "Layer by head map", layers: data.layers, widths, size, left, top }, state, (where) => choose(where));
+  const { svg, cells } = buildMap({ parent: byId("map"), label: "Layer by head map", layers: data.layers, widths, size, high, left, top }, state, (where) => choose(where));
   cells.forEach((row, r) => row.forEach((cell, head) => {
-    if (!flagged.has(`${data.layers[r].index} ${head}`)) return;
-    rings.set(cell, draw("circle", { cx: left + (head + 0.5) * size, cy: top + (r + 0.5) * size, r: Math.max(2, size / 9), class: "ring" }, svg));
+    rings.set(cell, draw("circle", { cx: left + (head + 0.5) * size, cy: top + (r + 0.5) * high, r: Math.max(2.4, Math.min(size, high) / 5), class: "ring" }, svg));
   }));
   for (let head = 0; head < widest; head += widest > 24 ? 8 : widest > 12 ? 4 : 1) {
     draw("text", { x: left + (head + 0.5) * size, y: top - 6, "text-anchor": "middle" }, svg, head);
@@ -69,13 +69,16 @@
       const value = one ? one.numbers[s][0] : null;
       const t = place(value, range);
       cell.setAttribute("fill", colour(t));
-      rings.get(cell)?.classList.toggle("on-light", t > LIGHT);
+      const mark = flagged[state.treatment].get(`${layer.index} ${head}`);
+      rings.get(cell).setAttribute("class", mark ? `ring ${mark.severity}${t > LIGHT ? " on-light" : ""}` : "ring none");
       cell.classList.toggle("chosen", row === state.layer && head === state.head);
-      cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${name(s)} ${show(value)}`;
+      cell.querySelector("title").textContent = `layer ${layer.index}, head ${head}: ${name(s)} ${show(value)}${mark ? `; ${mark.kinds.join(", ")}` : ""}`;
     }));
     const scale = byId("scale");
     ruler(scale, range, colour);
-    if (flagged.size) make("span", scale, "○ has findings");
+    const severities = new Set([...flagged[state.treatment].values()].map((mark) => mark.severity));
+    for (const severity of ["critical", "warning", "note"]) if (severities.has(severity)) make("span", scale, `● ${severity}`, `key ${severity}`);
+    if (!severities.size) make("span", scale, "no head has findings");
     byId("meaning").textContent = data.meaning[s];
   };
 
@@ -84,7 +87,8 @@
     return draw("svg", { viewBox: "0 0 480 210", role: "img", "aria-label": label }, parent);
   };
   const paintHistogram = (one, before) => {
-    const s = state.statistic, edges = data.axes[s], shape = one.shapes[s];
+    const s = state.statistic, edges = data.axes[s], shape = one.shapes[s] ?? [];
+    if (!shape.length) { byId("histogram-title").textContent = `${name(s)}: one number for each head`; byId("histogram").replaceChildren(); return; }
     byId("histogram-title").textContent = `${name(s)}: fraction of rows`;
     const svg = chart(byId("histogram"), `Distribution of ${name(s)}: median ${quantile(one, s, 4)}, from ${show(one.numbers[s][2])} to ${show(one.numbers[s][6])}`);
     const top = Math.max(...shape, ...(before ? before.shapes[s] : [0]), 1), width = 470 / shape.length;
@@ -102,22 +106,26 @@
     draw("text", { x: 5, y: 12 }, svg, `${show(top / 10, 2)} %`);
   };
   const paintCurve = (one, before) => {
-    byId("curve-title").textContent = "entropy ratio by query position";
-    const svg = chart(byId("curve"), "Mean entropy ratio by query position");
-    const last = Math.max(...one.curve.map(([position]) => position), 1);
-    const x = (position) => 30 + 440 * Math.log2(1 + position) / Math.log2(1 + last);
-    const y = (value) => 175 - 160 * value;
-    for (const value of [0, 0.5, 1]) {
-      draw("line", { x1: 30, x2: 470, y1: y(value), y2: y(value), class: "axis" }, svg);
-      draw("text", { x: 25, y: y(value) + 4, "text-anchor": "end" }, svg, value);
+    const statistic = data.statistics[state.statistic], curve = one.curves[statistic], past = before?.curves[statistic];
+    byId("curve-title").textContent = curve ? `${name(state.statistic)} by position of the query in the text` : `${name(state.statistic)} is not recorded by position`;
+    byId("curve").replaceChildren();
+    if (!curve) return;
+    const svg = chart(byId("curve"), `Mean ${name(state.statistic)} by query position`);
+    const last = Math.max(...curve.map(([position]) => position), 1);
+    const most = FRACTIONS.has(statistic) ? 1 : Math.max(...curve.map(([, value]) => value ?? 0), ...(past ?? []).map(([, value]) => value ?? 0), 1e-9);
+    const x = (position) => 40 + 430 * Math.log2(1 + position) / Math.log2(1 + last);
+    const y = (value) => 175 - 160 * value / most;
+    for (const value of [0, most / 2, most]) {
+      draw("line", { x1: 40, x2: 470, y1: y(value), y2: y(value), class: "axis" }, svg);
+      draw("text", { x: 35, y: y(value) + 4, "text-anchor": "end" }, svg, show(value, 2));
     }
     for (let mark = 1; mark <= last; mark *= 4) draw("text", { x: x(mark), y: 192, "text-anchor": "middle" }, svg, mark);
-    const path = (curve, className) => {
-      const points = curve.filter(([, value]) => value !== null);
-      draw("polyline", { points: points.map(([p, v]) => `${x(p).toFixed(1)},${y(v).toFixed(1)}`).join(" "), class: className }, svg);
+    const path = (points, className) => {
+      const known = points.filter(([, value]) => value !== null);
+      draw("polyline", { points: known.map(([p, v]) => `${x(p).toFixed(1)},${y(v).toFixed(1)}`).join(" "), class: className }, svg);
     };
-    if (before) path(before.curve, "line before");
-    path(one.curve, "line");
+    if (past) path(past, "line before");
+    path(curve, "line");
   };
   const quantile = (one, s, i) => showQuantile(one.numbers[s][i], data.least[s], one.numbers[s][6]);
   const paintTable = (one) => {
@@ -129,11 +137,15 @@
     data.statistics.forEach((statistic, s) => {
       const row = make("tr", body, undefined, s === state.statistic ? "now" : "");
       row.dataset.statistic = statistic;
-      make("th", row, name(s));
+      const cell = make("th", row);
+      const link = make("a", cell, name(s), "word");
+      link.href = `#word-${name(s).replaceAll(" ", "-")}`;
+      link.title = data.meaning[s];
       KEYS.forEach((key, i) => { make("td", row, key.startsWith("q") ? quantile(one, s, i) : show(one.numbers[s][i])).dataset.key = key; });
     });
   };
 
+  const showTokens = makeTokenView(data.tokens);
   const choose = (changes) => {
     Object.assign(state, changes);
     const heads = widths[state.layer];
@@ -150,6 +162,8 @@
     const before = state.treatment ? headOf(0, state.layer, state.head) : null;
     const under = state.treatment ? `, with ${data.treatments[state.treatment].name}` : "";
     byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}${under}`;
+    byId("chosen").href = `#layer-${layer.index}-head-${state.head}`;
+    showTokens(layer.index, state.head);
     if (one && byId("histogram")) { paintHistogram(one, before); paintCurve(one, before); }
     if (one) paintTable(one);
   };
@@ -157,12 +171,30 @@
   const chips = [...document.querySelectorAll(".chip")];
   const reachable = chips.filter((chip) => rowOf.has(Number(chip.dataset.layer)));
   chips.forEach((chip) => { chip.disabled = !reachable.includes(chip); });
+  const scrollToHead = () => byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
   reachable.forEach((chip) => chip.addEventListener("click", () => {
     choose({ layer: rowOf.get(Number(chip.dataset.layer)), head: Number(chip.dataset.head) });
-    byId("chosen").scrollIntoView({ behavior: "smooth", block: "start" });
+    scrollToHead();
   }));
 
-  const [first] = reachable;
-  choose(first ? { layer: rowOf.get(Number(first.dataset.layer)), head: Number(first.dataset.head) } : {});
+  // permalinks: #layer-3-head-5 opens that head; the head's title is its link; a word's link opens the glossary
+  const follow = () => {
+    const [, layer, head] = location.hash.match(/^#layer-(\d+)-head-(\d+)$/) ?? [];
+    if (layer !== undefined && rowOf.has(Number(layer)) && Number(head) < widths[rowOf.get(Number(layer))]) {
+      choose({ layer: rowOf.get(Number(layer)), head: Number(head) });
+      scrollToHead();
+      return true;
+    }
+    if (location.hash.startsWith("#word-")) {
+      document.querySelector("#glossary details").open = true;
+      byId(location.hash.slice(1))?.scrollIntoView({ block: "center" });
+    }
+    return false;
+  };
+  addEventListener("hashchange", follow);
+  document.addEventListener("click", (event) => { if (event.target.closest?.("a.word")) document.querySelector("#glossary details").open = true; });
+  const [layer, head] = data.first;
+  choose({ layer: rowOf.get(layer), head });
+  follow();
   document.body.dataset.ready = "true";
 })();

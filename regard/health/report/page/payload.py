@@ -10,31 +10,19 @@ import torch
 
 from regard.health.readings import histogram as bins
 from regard.health.readings.histogram import BINS, ROW
+from regard.health.readings.layer_reading import CURVES
+from regard.health.report.glossary import STATISTICS, WORDS
+from regard.health.report.page.problems import checks_of, first_place
 from regard.health.report.summary import ROOT
 
 if TYPE_CHECKING:
+    from regard.health.findings import Finding
     from regard.health.readings.heads import HeadReading
     from regard.health.readings.layer_reading import LayerReading
     from regard.health.report.report import Report
 
-MEANING = dict(
-    entropy_ratio="Entropy divided by ln(visible keys): 1 is uniform, 0 is one key.",
-    entropy="Entropy of the weights, in nats.",
-    effective_keys="e to the entropy: the number of keys that share the weight.",
-    participation="1/Σp̄²: the number of keys that share the weight; large weights count more.",
-    max_weight="The largest weight of a row.",
-    first_key_mass="The weight on the first visible key: attention sinks.",
-    distance="Mean distance in tokens from the query to its keys.",
-    gain_ratio="Gradient gain divided by that of a uniform softmax row: how much gradient is left.",
-    gradient_gain="Trace of the normaliser's Jacobian.",
-    max_logit="The largest logit of a row.",
-    mean_logit="The mean logit of a row.",
-    logit_variance="Variance of a row's logits: 1/√d aims at 1.",
-    logsumexp="log Σ exp(logits), including the sink.",
-    mass="Sum of the weights: less than 1 if a sink takes some.",
-    support="The number of keys with a weight above 0.",
-    visible_keys="The number of keys that the mask leaves visible.",
-)
+MEANING = STATISTICS
+ABLATION = "ablation"
 KEYS = ("mean", "std", "min", "q05", "q50", "q95", "max")
 
 
@@ -64,11 +52,16 @@ def shorten(x: float | None, digits: int) -> float | None:
 def make_payload(report: Report, groups: int, digits: int, changed: bool = True, spread: bool = True) -> dict[str, Any]:
     """The report's numbers, with histograms of at most `groups` bars (0: no histograms and no curves).
 
-    Without `changed` the what-ifs are left out; without `spread` each statistic has only its mean.
+    Without `changed` the what-ifs are left out; without `spread` each statistic has only its mean. The ablation of
+    heads, where it was measured, is one more statistic, with a mean and no more.
     """
     treatments = {"as measured": report.heads}
+    found = {"as measured": report.findings}
     if changed:
         treatments.update({name: one.heads for name, one in report.what_if.items()})
+        found.update({name: one.findings for name, one in report.what_if.items()})
+    ablation = checks_of(report).get("ablation") or {}
+    effects = {(one["index"], one["head"]): one["change"] for one in ablation.get("heads", ())}
     readings = {id(head.reading): head.reading for heads in treatments.values() for head in heads if groups}
     axes = {
         name: _choose_axis([reading.histogram[ROW[name]] for reading in readings.values()], groups) for name in MEANING
@@ -77,22 +70,41 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
     keys = KEYS if spread else KEYS[:1]
 
     def describe(head: HeadReading) -> dict[str, Any]:
-        curve = head.curves["entropy_ratio"] if groups else []
+        curves = head.curves if groups else {}
+        effect = [[shorten(effects.get((head.index, head.head)), digits)] + [None] * (len(keys) - 1)] if effects else []
         return dict(
             layer=head.index,
             head=head.head,
-            numbers=list_numbers(head.to_json()["statistics"], keys, digits),
+            numbers=list_numbers(head.to_json()["statistics"], keys, digits) + effect,
             shapes=[layer[head.head] for layer in shapes[id(head.reading)]] if groups else [[] for _ in MEANING],
-            curve=[[position, shorten(mean, digits)] for position, mean in curve],
+            curves={name: [[at, shorten(mean, 3)] for at, mean in curves[name]] for name in CURVES if name in curves},
         )
 
+    statistics = describe_statistics()
+    if effects:
+        statistics["statistics"].append(ABLATION)
+        statistics["meaning"].append(WORDS[ABLATION])
+        statistics["least"].append(None)
     return dict(
-        **describe_statistics(),
+        **statistics,
         layers=list_layers([(head.index, head.layer) for head in report.heads]),
         axes=[_edges(name, axes[name]) for name in MEANING],
-        treatments=[dict(name=name, heads=list(map(describe, heads))) for name, heads in treatments.items()],
-        flagged=sorted({place for finding in report.findings for place in finding.places}),
+        treatments=[
+            dict(name=name, heads=list(map(describe, heads)), flagged=list_flagged(found[name]))
+            for name, heads in treatments.items()
+        ],
+        first=first_place(report),
+        tokens=report.tokens,
     )
+
+
+def list_flagged(findings: Sequence[Finding]) -> list[list]:
+    """[layer index, head, gravest severity, kinds] of every head with a finding."""
+    flagged: dict[tuple[int, int], list] = {}
+    for finding in findings:  # the gravest come first
+        for place in finding.places:
+            flagged.setdefault(place, [*place, finding.severity, []])[3].append(finding.kind)
+    return [flagged[place] for place in sorted(flagged)]
 
 
 def _choose_axis(histograms: list[torch.Tensor], groups: int) -> tuple[int, int, int]:

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from regard.health import findings as rules
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
-from regard.health.report.summary import ROOT, count_kinds, count_noun, describe_no_findings
+from regard.health.report.page.problems import checks_of, describe_loss, first_place, list_headlines, make_problems
+from regard.health.report.page.words import link, make_glossary
+from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.health.report.terminal import average
 
 if TYPE_CHECKING:
@@ -26,12 +29,11 @@ VERDICTS = dict(
     note="notes only",
     clean="no problem found",
     partly="no problem found where measured",
-    loaded="no findings",
     unmeasured="not measured",
     unjudged="too little data to judge",
 )
 LIMIT = 2_500_000  # bytes of the packed numbers; beyond it detail is left out, never a head
-CHIPS = 48  # heads of a finding
+PREVIEW = 160  # characters of the text
 LISTED = 200  # unmeasured layers
 SAMPLE = 16  # heads from which the size of all is estimated
 
@@ -66,14 +68,15 @@ def render(report: Report) -> str:
     numbers, detail = _pack_numbers(report)
     parts = [
         _header(report),
-        _findings(report),
-        _explorer(report, detail),
+        make_problems(report),
         _what_if(report, detail),
-        _unmeasured(report),
+        _explorer(report, detail),
+        _checked(report),
         _how(report),
+        make_glossary(),
     ]
     title = f"{report.title}: attention report"
-    return make_document(title=title, script="page.js", body="\n".join(parts), numbers=numbers)
+    return make_document(title=title, scripts=("tokens.js", "page.js"), body="\n".join(parts), numbers=numbers)
 
 
 def _pack_numbers(report: Report) -> tuple[str, Detail]:
@@ -93,11 +96,41 @@ def _header(report: Report) -> str:
     lines = "".join(f"<p>{escape(line)}</p>" for line in report.summary())
     verdict = report.findings[0].severity if report.findings else _verdict_without_findings(report)
     stop = f'<p class="stop" role="alert">Incomplete: {escape(report.interrupted)}</p>' if report.interrupted else ""
+    first = first_place(report)
+    where = "" if first is None else f"layer-{first[0]}-head-{first[1]}"
+    look = f'<p>Look first at <a href="#{where}">layer {first[0]}, head {first[1]}</a>.</p>' if first else ""
     return f"""<header>
 <p class="brand">regard · attention report</p>
 <h1>{escape(report.title)} <span class="pill {verdict}">{VERDICTS[verdict]}</span></h1>
-{stop}<div class="summary">{lines}</div>
+{stop}{_describe_text(report)}
+{list_headlines(report)}<div class="summary">{lines}{_describe_model_loss(report)}{look}</div>
 </header>"""
+
+
+def _describe_text(report: Report) -> str:
+    """Which text was measured, its beginning, and a remark if it is the built-in sample."""
+    source = str(report.how.get("input", "the batches that were passed to regard.examine"))
+    tokens = (report.tokens or {}).get("text") or []
+    text = ("" if any("␣" in token for token in tokens) else " ").join(tokens)
+    text = text.replace("␣", " ").replace(" ##", "").replace("⏎", " ").strip()
+    named = not all(token.startswith("#") for token in tokens)
+    begins = f" It begins: <q>{escape(text[:PREVIEW])}{'…' if len(text) > PREVIEW else ''}</q>" if named else ""
+    sample = "built-in sample" in source
+    remark = " It comes with regard; heads may do other things on your text: pass it with --text." if sample else ""
+    return f'<p class="source">Measured on {escape(source)}.{remark}{begins}</p>'
+
+
+def _describe_model_loss(report: Report) -> str:
+    loss = checks_of(report).get("loss")
+    if not loss:
+        return ""
+    beside = [
+        f"{what} {loss[key]:.3g}"
+        for key, what in (("unigram", "the text's own word frequencies"), ("bigram", "its pairs of words"))
+        if loss.get(key) is not None
+    ]
+    text = f" nats per token: {', '.join(beside)}" if beside else " nats per token"
+    return f"<p>{link('loss', 'Loss')} {loss['mean']:.3g}{escape(text)}.</p>"
 
 
 def _verdict_without_findings(report: Report) -> str:
@@ -105,29 +138,7 @@ def _verdict_without_findings(report: Report) -> str:
     judged = [head.can_be_judged for head in report.heads]
     if not any(judged):
         return "unjudged" if judged else "unmeasured"
-    if report.is_loaded:
-        return "loaded"
     return "clean" if all(judged) and not (report.unmeasured or report.interrupted) else "partly"
-
-
-def _findings(report: Report) -> str:
-    none = "" if report.findings else f'<p class="none">{describe_no_findings(report)}</p>'
-    return f'<section id="findings"><h2>Findings</h2>{none}{"".join(map(_card, report.findings))}</section>'
-
-
-def _card(finding: Finding) -> str:
-    chips = "".join(
-        f'<button type="button" class="chip" data-layer="{index}" data-head="{head}" title="{escape(layer)}">'
-        f"{index}·{head}</button>"
-        for index, (layer, head) in zip(finding.indices[:CHIPS], finding.heads[:CHIPS], strict=True)
-    )
-    more = f'<span class="more">and {len(finding.heads) - CHIPS} more</span>' if len(finding.heads) > CHIPS else ""
-    return f"""<article class="card {finding.severity}">
-<h3>{escape(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span></h3>
-<p>{escape(finding.evidence)}</p>
-<p class="chips"><span class="label">layer·head</span>{chips}{more}</p>
-<dl><dt>Remedy</dt><dd>{escape(finding.remedy)}</dd><dt>Threshold</dt><dd>{escape(finding.threshold)}</dd></dl>
-</article>"""
 
 
 def _explorer(report: Report, detail: Detail) -> str:
@@ -136,10 +147,10 @@ def _explorer(report: Report, detail: Detail) -> str:
     omitted = ", ".join(detail.omissions())
     why = "The JSON file has no" if report.is_loaded and detail == DETAILS[1] else "Left out, for size:"
     note = f'<p class="meaning">{why} {omitted}.</p>' if omitted else ""
-    return f"""<section id="explorer"><h2>Layer × head</h2>
+    return f"""<section id="explorer"><h2>Evidence: every layer and head</h2>
 {note}<div class="controls">
 <label>Statistic <select id="statistic"></select></label>
-<label>Scores <select id="treatment"></select></label>
+<label>What if <select id="treatment"></select></label>
 <label>Layer <select id="layer"></select></label>
 <label>Head <select id="head"></select></label>
 </div>
@@ -147,12 +158,27 @@ def _explorer(report: Report, detail: Detail) -> str:
 <div id="map" class="map"></div>
 <div id="scale" class="scale" aria-hidden="true"></div>
 <div id="gallery" class="gallery"></div>
-<h2 id="chosen">A head</h2>
-{CHARTS if detail.groups else ""}<div class="scroll"><table id="numbers-table">
+<h2><a id="chosen" href="#explorer">A head</a></h2>
+{_tokens(report)}{CHARTS if detail.groups else ""}<div class="scroll"><table id="numbers-table">
 <caption class="hidden">Every statistic of the chosen head</caption>
 </table></div>
 <noscript><p>The maps need JavaScript; the numbers are in the JSON form of this report.</p></noscript>
 </section>"""
+
+
+def _tokens(report: Report) -> str:
+    """The view of what a head looks at; tokens.js fills it."""
+    if report.tokens is None or "reason" in report.tokens:
+        why = (report.tokens or {}).get("reason", "the batches do not hold token ids")
+        return f'<p class="none">No tokens to show: {escape(why)}.</p>'
+    return """<div id="tokens">
+<p id="head-kind"></p>
+<div class="pair"><figure><figcaption>The text. Colour: how much weight a token receives from this head. Choose a token
+to see what it looks at.</figcaption><div id="passage" class="passage"></div>
+<p id="top-keys" class="meaning"></p></figure>
+<figure><figcaption id="map-title"></figcaption><canvas id="weights" class="weights" role="img"></canvas></figure></div>
+</div>
+"""
 
 
 CHARTS = """<div class="pair">
@@ -165,12 +191,16 @@ CHARTS = """<div class="pair">
 def _what_if(report: Report, detail: Detail) -> str:
     if not report.what_if:
         return ""
-    hint = "Choose one under “Scores” above to see it per head." if detail.changed else ""
-    rows = [_what_if_row("as measured", report.heads, report.findings, [])]
-    rows += [_what_if_row(name, one.heads, one.findings, one.refused) for name, one in report.what_if.items()]
-    columns = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in SHOWN)
-    return f"""<section id="what-if"><h2>What if</h2>
-<p class="meaning">Means over all heads, with the same queries and keys and changed scores. {hint}</p>
+    hint = "Choose one under “What if” below to see it for each head." if detail.changed else ""
+    losses = checks_of(report).get("what_if", {})
+    rows = [_what_if_row("as measured", report.heads, report.findings, [], "")]
+    rows += [
+        _what_if_row(name, one.heads, one.findings, one.refused, describe_loss(losses.get(name)))
+        for name, one in report.what_if.items()
+    ]
+    columns = "".join(f"<th>{link(name.replace('_', ' '))}</th>" for name in SHOWN)
+    return f"""<section id="what-if"><h2>What changes would do</h2>
+<p class="meaning">Means over all heads, with the same queries and keys and changed scores, without training. {hint}</p>
 <div class="scroll"><table>
 <thead><tr><th>scores</th>{columns}<th>findings</th></tr></thead>
 <tbody>{"".join(rows)}</tbody>
@@ -179,28 +209,44 @@ def _what_if(report: Report, detail: Detail) -> str:
 
 
 def _what_if_row(
-    name: str, heads: Sequence[HeadReading], findings: Sequence[Finding], refused: Sequence[tuple[str, str]]
+    name: str, heads: Sequence[HeadReading], findings: Sequence[Finding], refused: Sequence[tuple[str, str]], loss: str
 ) -> str:
     cells = "".join(f"<td>{average(heads, statistic)}</td>" for statistic in SHOWN)
     text = ", ".join(count_kinds((finding.kind, len(finding.heads)) for finding in findings)) or "none"
+    text += loss
     if refused:
         text += f"; not possible in {count_noun(len(refused), 'layer')}: {refused[0][1]}"
     return f"<tr><th>{escape(name)}</th>{cells}<td>{escape(text)}</td></tr>"
 
 
-def _unmeasured(report: Report) -> str:
-    if not report.unmeasured:
-        return ""
-    pairs = [(escape(name or ROOT), escape(reason)) for name, reason in report.unmeasured[:LISTED]]
+def _checked(report: Report) -> str:
+    """What was checked, and what was not: layers that could not be measured, checks that were not made."""
+    found = {finding.kind for finding in report.findings}
+    passed = [kind for kind in report.how.get("looked_for", rules.kinds()) if kind not in found]
+    checks = checks_of(report)
+    done = f"<p>Also true: {escape('; '.join(checks['done']))}.</p>" if checks.get("done") else ""
+    gaps = [(name or ROOT, reason) for name, reason in report.unmeasured[:LISTED]]
     if len(report.unmeasured) > LISTED:
-        pairs.append((f"{len(report.unmeasured) - LISTED} more layers", "listed in the JSON form of this report"))
-    rows = "".join(f"<tr><th>{name}</th><td>{reason}</td></tr>" for name, reason in pairs)
-    return f'<section id="unmeasured"><h2>Not measured</h2><div class="scroll"><table>{rows}</table></div></section>'
+        gaps.append((f"{len(report.unmeasured) - LISTED} more layers", "listed in the JSON form of this report"))
+    gaps += [(name, reason) for name, reason in checks.get("skipped", ())]
+    if not checks:
+        gaps.append(("the model's loss", "whether a head or a change matters to it was not measured"))
+    few = sum(not head.can_be_judged for head in report.heads)
+    if few:
+        gaps.append((count_noun(few, "head"), "too few rows or keys to be judged"))
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(reason)}</td></tr>" for name, reason in gaps)
+    return f"""<section id="checked"><h2>What was checked, and what was not</h2>
+<p>Looked for and not found in the measured layers: {", ".join(map(link, passed)) or "nothing"}.</p>{done}
+<h3>Not checked</h3>
+<p class="meaning">A bug that none of these checks knows can pass them all. They see one text, without training.</p>
+<div class="scroll"><table class="text" id="unmeasured">{rows}</table></div></section>"""
 
 
 def _how(report: Report) -> str:
     rows = "".join(
-        f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(_plain(value))}</dd>" for key, value in report.how.items()
+        f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(_plain(value))}</dd>"
+        for key, value in report.how.items()
+        if key != "looked_for"
     )
     return f'<section id="how"><h2>How it was measured</h2><dl>{rows}</dl></section>'
 

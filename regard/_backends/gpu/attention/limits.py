@@ -10,6 +10,9 @@ from regard._core.problem import Problem
 OPTIONS = {
     "softcap": "a soft cap",
     "bias": "a bias",
+    "row_bias": "a bias per query",
+    "relative": "a bias by relative position",
+    "interval": "an interval of keys per query",
     "mask": "a dense mask",
     "temperature": "a temperature per query",
     "key_lengths": "key lengths",

@@ -48,7 +48,8 @@ KERNELS = (
         name="decode",
         summary="programs share the keys of a row",
         families=("ratio", "pointwise"),
-        limits=f"at most {decode.QUERIES} queries, at least {decode.KEYS} keys; no mask, bias or dropout",
+        limits=f"at most {decode.QUERIES} queries, at least {decode.KEYS} keys; no mask, bias per key or "
+        "position, or dropout",
         supports=decode.supports,
         run=forward.run_decode,
     ),
@@ -57,7 +58,8 @@ KERNELS = (
         summary="Gluon warpgroups",
         families=("ratio", "pointwise"),
         limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
-        "queries; statistics of softmax and softmax1 only; no mask, bias or dropout, windows in causal order only",
+        "queries; statistics of softmax and softmax1 only; no mask, interval, bias or dropout, windows in causal order "
+        "only",
         supports=_supports_hopper,
         run=forward.run_hopper,
     ),
@@ -66,7 +68,7 @@ KERNELS = (
         summary="one Gluon sweep lists the keys that may have weight",
         families=("threshold",),
         limits=f"Hopper; bfloat16, float16; heads of 64 or 128; at least {sparse.LENGTHS['forward'].start} visible "
-        "keys; no soft cap, mask, bias or dropout",
+        "keys; no soft cap, mask, interval, bias or dropout",
         supports=lambda problem: sparse.supports(problem, "forward"),
         run=forward.run_sparse_threshold,
     ),
@@ -102,7 +104,7 @@ BACKWARD_KERNELS = (
         summary="dk and dv (Gluon on Hopper) leave ds in scratch, dq is one product",
         families=("ratio", "pointwise"),
         limits=f"bfloat16, float16; heads of {stored_ds.WIDTHS.start} to {stored_ds.WIDTHS[-1]}; at least "
-        f"{stored_ds.SHORT} queries and keys; no window, mask, bias, dropout or gradient of the temperature",
+        f"{stored_ds.SHORT} queries and keys; no window, mask, interval, bias, dropout or gradient of the temperature",
         supports=stored_ds.supports,
         run=stored_ds.backward,
         needs_delta=True,

@@ -15,6 +15,7 @@ from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges, add_tile_map
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
@@ -22,19 +23,24 @@ SHORT = 512  # queries or keys
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads
 
 
-def run(p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags) -> None:
-    """Fill dk, dv and `scratch`; `failed` flags the blocks of keys that are wanted, None: all."""
+def run(
+    p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags,
+    d_key_bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill dk, dv, `scratch` and `d_key_bias` [B, H, N]; `failed` flags the key blocks that are wanted, None: all."""
     known = (x for x in rows if x is not None)
     key, opt = launch_key(p, do, dk, dv, *known), options(p)
     if failed is None and supports_hopper(p, do, rows, dk, dv) is None:
         _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags)
         return
     config, how = config_of(p, "backward_dkv", **flags)
+    opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), keys_first=True))
     queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
     ds_blocks = None
     if scratch is not None:
         ds_blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
-    arguments = view(p.q), view(p.k), view(p.v), view(do), *queries, ds_blocks, view(dk), view(dv), rows, failed, opt
+    outputs = ds_blocks, view(dk), view(dv), d_key_bias
+    arguments = view(p.q), view(p.k), view(p.v), view(do), *queries, *outputs, rows, failed, opt
     blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
     launch(key, backward_dkv, blocks, arguments, (config,), **how)
 
@@ -47,7 +53,8 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
         return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "softcap", "bias", "mask", "temperature", "key_lengths"):
+    options = "softcap", "bias", "row_bias", "relative", "mask", "interval", "temperature", "key_lengths"
+    if reason := find_option(p, *options):
         return reason
     if rows.beta is not None:
         return "gradients of statistics"

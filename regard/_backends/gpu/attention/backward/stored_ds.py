@@ -36,7 +36,7 @@ def supports(call: BackwardCall) -> str | None:
     p = call.problem
     if call.grads.temperature is not None:
         return "a gradient of the temperature"
-    if reason := find_option(p, "bias", "mask"):
+    if reason := find_option(p, "bias", "row_bias", "relative", "mask", "interval"):
         return reason
     if p.reach not in ((None, None), (None, 0)):
         return "a window"

@@ -63,7 +63,7 @@ def supports(p: Problem) -> str | None:
         return "a scale that is not positive"
     if right not in (None, 0) or (left is not None and (right is None or left < 0)):
         return "a window (causal ones only)"
-    if reason := find_option(p, "bias", "mask"):
+    if reason := find_option(p, "bias", "row_bias", "relative", "mask", "interval"):
         return reason
     if p.softcap is not None and p.softcap > LARGEST_CAP:
         return f"a soft cap above {LARGEST_CAP:g}"  # c − 2c/(1 + exp(2s/c)) rounds by the size of c

@@ -61,7 +61,7 @@ def test_every_normalizer_with_statistics(name):
 def test_every_kernel_is_launched():
     launched.clear()
     for name, stats in (("softmax", ("logsumexp",)), ("sparsemax", ())):
-        problem = make(0, name, b=1, h=1, g=1, m=2, n=3, bias="bhm")
+        problem = make(0, name, b=1, h=1, g=1, m=2, n=3, bias="bh")
         check_backward(attention, problem, check_forward(attention, problem), stats)
     assert launched == set(KERNELS)
 

@@ -40,7 +40,7 @@ TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 def view(tensor: torch.Tensor | None) -> View:
     """Return a tensor as a kernel argument; None gives a view without a pointer."""
-    return View(None, (0, 0, 0, 0)) if tensor is None else View(tensor, tensor.stride())
+    return View(None, None) if tensor is None else View(tensor, tensor.stride())
 
 
 def describe_blocks(tensor: torch.Tensor, rows: int, width: int, bulk: bool) -> TensorDescriptor | torch.Tensor:
@@ -73,16 +73,30 @@ def split_float(number: float | None) -> tuple[float, float]:
     return high, float(np.float32(number - high))
 
 
+def _gather_columns(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _clamp(reach: int | None, most: int) -> int | None:
     return None if reach is None else max(-most, min(reach, most))
+
+
+def has_key_bias(p: Problem) -> bool:
+    """True if the bias is one vector of keys per head, which kernels read as such; beside a mask it is a matrix."""
+    return p.bias is not None and p.mask is None and (p.bias.stride(2) == 0 or p.bias.shape[2] == 1)
 
 
 def options(p: Problem) -> Options:
     """Return the options of a call as a kernel argument."""
     (left, right), (_, heads, m, _), n = p.reach, p.q.shape, p.k.shape[-2]
     dropout = p.dropout_p > 0.0
+    key_bias = p.bias[:, :, 0] if p.bias is not None and has_key_bias(p) else None
     return Options(
-        bias=view(p.bias),
+        bias=view(p.bias if key_bias is None else None),
+        key_bias=view(key_bias),
+        row_bias=view(p.row_bias),
+        relative=view(None if p.relative is None else _gather_columns(p.relative)),
+        interval=view(p.interval),
         mask=view(None if p.mask is None else p.mask.view(torch.uint8)),
         temperature=view(p.temperature),
         sink=view(p.sink),
@@ -105,7 +119,8 @@ def options(p: Problem) -> Options:
 
 def is_linear(p: Problem) -> bool:
     """True if s is a positive multiple of q·k, so that the maximum can be taken before scaling."""
-    return p.softcap is None and p.bias is None and p.scale > 0
+    biases = p.bias, p.row_bias, p.relative
+    return p.softcap is None and p.scale > 0 and all(bias is None for bias in biases)
 
 
 def config_of(
@@ -113,13 +128,15 @@ def config_of(
     kernel: str,
     STATS_GRAD: bool = False,
     TEMPERATURE_GRAD: bool = False,
+    ROW_BIAS_GRAD: bool = False,
+    KEY_BIAS_GRAD: bool = False,
     Z_IN_SHIFT: bool = False,
     others: tuple[torch.Tensor, ...] = (),
 ) -> tuple[Config, dict]:
     """Return a kernel's compile-time constants and launch options; it reads `others` in blocks too."""
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
-    dense = p.bias is not None or p.mask is not None
+    dense = p.relative is not None or (p.bias is not None and not has_key_bias(p))
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
     m, n, bulk, how = _choose_blocks(p, kernel, others)
@@ -129,9 +146,12 @@ def config_of(
         SLOT=statistics.slots(stats),
         SPARSE=p.choice.sparse,
         LINEAR=is_linear(p),
-        CAUSAL=right is not None and right <= min(p.first_query, 0),
+        CAUSAL=p.interval is None and right is not None and right <= min(p.first_query, 0),
+        RAGGED=p.interval is not None or p.row_bias is not None,
         STATS_GRAD=STATS_GRAD,
         TEMPERATURE_GRAD=TEMPERATURE_GRAD,
+        ROW_BIAS_GRAD=ROW_BIAS_GRAD,
+        KEY_BIAS_GRAD=KEY_BIAS_GRAD,
         Z_IN_SHIFT=Z_IN_SHIFT,
         ACC=TYPES[p.accumulator],
         PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
@@ -169,6 +189,7 @@ def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, in
         if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
-        if p.bias is not None or p.mask is not None or p.dropout_p > 0.0 or measured:
+        matrix = p.relative is not None or (p.bias is not None and not has_key_bias(p))
+        if matrix or p.dropout_p > 0.0 or measured:
             m, n, warps, stages, bulk = min(m, 64), min(n, 32), 4, min(stages, 2), False  # more registers per score
     return m, n, bulk, dict(num_warps=warps, num_stages=stages)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import key_loop, statistics, tiles
+from regard._backends.gpu.attention import key_loop, scores, statistics, tiles, visibility
 from regard._backends.gpu.attention.decode_partial import FIELDS, load_parts, merge_moments, store_part
 from regard._backends.gpu.attention.limits import find_option
 from regard._backends.gpu.attention.online import find_shift, initial_shift, join_sink, rescale_sums, slopes, terms
@@ -37,7 +37,7 @@ def supports(p: Problem) -> str | None:
         return f"{p.k.shape[2]} keys ({KEYS} at least)"
     if p.first_query or p.first_key or p.queries is not None:
         return "a part of a sequence"
-    return find_option(p, "bias", "mask")
+    return find_option(p, "bias", "mask", "relative")
 
 
 def rows_per_program(p: Problem) -> int:
@@ -81,9 +81,16 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     n = tiles.key_count(opt, b)
     lo = part * length
     hi = tl.minimum(lo + length, n)
-    first, last = tiles.interval(i, opt, n)
-    lowest, least = tiles.interval(0, opt, n)
-    latest, highest = tiles.interval(opt.queries - 1, opt, n)
+    first, last = visibility.visible_range(b, h, i, opt, n)
+    if C.RAGGED:
+        some = inside & (first < last)
+        lowest = tl.min(tl.where(some, first, opt.keys), 0)
+        highest = tl.max(tl.where(some, last, 0), 0)
+        latest = tl.max(tl.where(inside, first, 0), 0)
+        least = tl.min(tl.where(inside, last, opt.keys), 0)
+    else:
+        lowest, least = tiles.interval(0, opt, n)
+        latest, highest = tiles.interval(opt.queries - 1, opt, n)
     lowest = tl.maximum(lowest, lo)
     highest = tl.minimum(highest, hi)
     d = tl.arange(0, C.BD)
@@ -92,14 +99,15 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     queries = tl.load(where, mask=inside[:, None] & (d[None, :] < C.D), other=0.0)  # [M, D]
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     block = key_loop.QueryBlock(
-        queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, a,
+        queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, latest, least,
+        visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC), a,
         tiles.number(opt.theta, C.ACC), 0,
     )  # fmt: skip
     state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.empty_sums(initial_shift(F, C), C)
     begin = lowest // C.BN * C.BN
     inner = tl.cdiv(tl.maximum(latest, lo), C.BN) * C.BN
     outer = tl.minimum(least, hi) // C.BN * C.BN
-    if opt.left is not None:
+    if (opt.left is not None) or C.RAGGED:
         for start in tl.range(begin, tl.minimum(inner, highest), C.BN):
             state = add_tile(state, block, start, opt, C, True)
     for start in tl.range(inner, outer, C.BN):
@@ -124,7 +132,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     acc, r = state
     F: tl.constexpr = C.F
     NEED: tl.constexpr = C.NEED
-    a, theta, i = block.a, block.theta, block.i
+    a, theta = block.a, block.theta
     b2 = a * LOG2E
     _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)  # [M, N]
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
@@ -158,7 +166,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.lse:
             se += tiles.fold(tl.where(visible & below, tl.exp2((y - r.top[:, None]) * b2[:, None]), 0.0), C)
         if NEED.distance:
-            far += statistics.sum_distances(u, i, j, start, su, False, C)
+            far += statistics.sum_distances(u, block.position, j, start, su, False, C)
     weighs = statistics.find_support(u, y, a, visible, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, r.top, weighs, C)
     r = Sums(
@@ -183,12 +191,13 @@ def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, 
     h = (row // opt.queries % opt.heads).to(tl.int32)
     b = (row // opt.queries // opt.heads).to(tl.int32)
     i = i0 + tl.arange(0, 1)  # [1]
-    first, last = tiles.interval(i, opt, tiles.key_count(opt, b))
+    first, last = visibility.visible_range(b, h, i, opt, tiles.key_count(opt, b))
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     b2 = a * LOG2E
     theta = tiles.number(opt.theta, C.ACC)
     queries = tiles.load_block(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
-    block = key_loop.QueryBlock(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, a, theta, 0)
+    bias = scores.load_row_bias(b, h, i, opt, C.ACC)
+    block = key_loop.QueryBlock(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, 0, 0, i, bias, a, theta, 0)
     inside = i < opt.queries
 
     part = tl.arange(0, PARTS)

@@ -1,8 +1,8 @@
 """The loop over the key blocks of a block of queries.
 
-Causal order, window and lengths leave a block of queries one range of key blocks. Blocks that every query sees whole
-carry no masking code, and a block that the dense mask hides from all of them is skipped. A kernel gives the loop a tile
-function, `TILE(state, block, start, opt, C, EDGE) -> state`.
+Causal order, window, lengths and intervals leave a block of queries one range of key blocks; a dense mask leaves it two
+lists of them. Blocks that every query sees whole carry no masking code. A kernel gives the loop a tile function,
+`TILE(state, block, start, opt, C, EDGE) -> state`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention import scores, tiles, visibility
 
 
 class QueryBlock(NamedTuple):
@@ -30,6 +30,10 @@ class QueryBlock(NamedTuple):
     last: Any
     lowest: Any  # the block's interval of keys
     highest: Any
+    earliest: Any  # the keys that each of its rows sees
+    latest: Any
+    position: Any  # [M], among the keys
+    bias: Any  # [M], of rows, or 0
     a: Any  # [M], s = a·y
     theta: Any
     seed: Any
@@ -50,44 +54,72 @@ def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr
     b = index // blocks // opt.heads
     i = i0 + tl.arange(0, C.BM)
     n = tiles.key_count(opt, b)
-    first, last = tiles.interval(i, opt, n)
-    lowest, _ = tiles.interval(i0, opt, n)
-    _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
+    first, last = visibility.visible_range(b, h, i, opt, n)
+    lowest, earliest, latest, highest = visibility.block_range(first, last, b, h, i0, opt, n, C)
     rows = tiles.load_block(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     theta = tiles.number(opt.theta, C.ACC)
+    position, bias = visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC)
     return QueryBlock(
-        rows, k, v, k_blocks, v_blocks, b, h, i, first, last, lowest, highest, a, theta, tiles.load_seed(opt)
-    ), i0
+        rows, k, v, k_blocks, v_blocks, b, h, i, first, last, lowest, highest, earliest, latest, position, bias, a,
+        theta, tiles.load_seed(opt),
+    ), i0  # fmt: skip
 
 
 @triton.jit
 def sweep(state, block, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
     """Return state after TILE(state, …) of every key block that a query of this block sees."""
-    begin, inner, outer = find_key_range(i0, opt, tiles.key_count(opt, block.b), C.BM, C.BN)
-    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):  # every block is masked: one loop does
-        inner = begin
-        outer = begin
-    elif opt.left is not None:
-        for start in tl.range(begin, tl.minimum(inner, block.highest), C.BN):
-            state = run_tile(state, block, i0, start, opt, TILE, C, True)
-    if (opt.bias.ptr is None) and (opt.mask.ptr is None):
-        for start in tl.range(inner, outer, C.BN):
-            state = run_tile(state, block, i0, start, opt, TILE, C, False)
-    for start in tl.range(tl.maximum(inner, outer), block.highest, C.BN):
-        state = run_tile(state, block, i0, start, opt, TILE, C, True)
+    if opt.tiles is not None:
+        state = sweep_lists(state, block, i0, opt, TILE, C)
+    else:
+        begin, inner, outer = find_whole_tiles(block, opt, C)
+        if opt.bias.ptr is not None:  # every block is masked: one loop does
+            inner = begin
+            outer = begin
+        elif (opt.left is not None) or C.RAGGED or (opt.key_index is not None):
+            for start in tl.range(begin, tl.minimum(inner, block.highest), C.BN):
+                state = TILE(state, block, start, opt, C, True)
+        if opt.bias.ptr is None:
+            for start in tl.range(inner, outer, C.BN):
+                state = TILE(state, block, start, opt, C, False)
+        for start in tl.range(tl.maximum(inner, outer), block.highest, C.BN):
+            state = TILE(state, block, start, opt, C, True)
     return state
 
 
 @triton.jit
-def run_tile(state, block, i0, start, opt, TILE: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr):
-    """Run TILE unless the dense mask hides the whole tile."""
-    if opt.mask.ptr is not None:
-        if has_visible_keys(block.b, block.h, i0, start, opt, C.BM, C.BN):
-            state = TILE(state, block, start, opt, C, EDGE)
-    else:
-        state = TILE(state, block, start, opt, C, EDGE)
+def sweep_lists(state, block, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
+    """Return state after TILE(state, …) of the tiles that the mask shows: the full ones, then the partial ones."""
+    entries, full, partial = find_lists(opt.tiles, block.b, block.h, i0 // C.BM)
+    start = tl.load(entries)
+    for at in tl.range(0, full):
+        here = start
+        start = tl.load(entries + at + 1)  # early: the next tile waits for it
+        state = TILE(state, block, here, opt, C, False)
+    for at in tl.range(opt.tiles.tiles - partial, opt.tiles.tiles):
+        state = TILE(state, block, tl.load(entries + at), opt, C, True)
     return state
+
+
+@triton.jit
+def find_lists(table, b, h, block):
+    """Return (pointer to the tiles of a block, how many are full, how many partial)."""
+    entries = visibility.head_of(table.lists, b, h, tiles.wide(table.blocks) * (table.tiles + 1))
+    counts = visibility.head_of(table.counts, b, h, 2 * table.blocks) + 2 * block
+    return entries + tiles.wide(block) * (table.tiles + 1), tl.load(counts), tl.load(counts + 1)
+
+
+@triton.jit
+def find_whole_tiles(block, opt, C: tl.constexpr):
+    """Return (begin, inner, outer): the block sees keys from `begin` on, and whole tiles in [inner, outer)."""
+    begin = block.lowest // C.BN * C.BN
+    inner = tl.cdiv(block.earliest, C.BN) * C.BN
+    outer = tl.maximum(block.latest, 0) // C.BN * C.BN
+    if opt.key_index is not None:
+        _, _, holes = visibility.find_key_span(block.b, block.h, opt)
+        inner = tl.where(holes, begin, inner)
+        outer = tl.where(holes, begin, outer)
+    return begin, inner, outer
 
 
 @triton.jit
@@ -101,36 +133,34 @@ def score_tile(block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         keys = tiles.load_block(block.k, block.b, g, start, block.lowest, block.highest, C.BN, C.D, C.BD, not EDGE)
     x = tiles.dot(block.q, tl.trans(keys), None, C)
     first, last = block.first[:, None], block.last[:, None]
-    y, visible = tiles.compute_scores(x, block.b, block.h, block.i[:, None], j, first, last, opt, C.LINEAR, EDGE)
+    bias = block.bias
+    if opt.row_bias.ptr is not None:
+        bias = bias[:, None]
+    i = block.i[:, None]
+    y, visible = scores.compute_scores(x, block.b, block.h, i, j, first, last, bias, opt, C.LINEAR, EDGE)
     return keys, x, y, visible, j
 
 
 @triton.jit
 def load_values(block, start, visible, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Load v's block [N, E], with keys that the dense mask hides from every row set to 0, as 0·NaN is NaN."""
+    """Load v's block [N, E], with keys that are hidden from every row set to 0, as 0·NaN is NaN."""
     g = block.h // opt.group
     if C.BULK and not EDGE:
         values = tiles.load_bulk_block(block.v_blocks, block.b, g, start, C.BN, C.BE)
     else:
         values = tiles.load_block(block.v, block.b, g, start, block.lowest, block.highest, C.BN, C.E, C.BE, not EDGE)
-    return zero_hidden(values, visible, opt)
+    return zero_hidden(values, visible, opt, EDGE)
 
 
 @triton.jit
-def zero_hidden(block, visible, opt):
-    """Set the rows of a key block to 0 that a dense mask or bias hides from every query."""
-    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
+def zero_hidden(block, visible, opt, EDGE: tl.constexpr):
+    """Set the rows of a key block to 0 that a mask, a bias or intervals hide from every query."""
+    GAPS: tl.constexpr = (
+        (opt.mask.ptr is not None) or (opt.interval.ptr is not None) or (opt.key_bias.ptr is not None)
+    )  # inside the block's range, which no key outside is read of
+    if (opt.bias.ptr is not None) or (EDGE and GAPS):
         block = tl.where(tl.max(visible.to(tl.int32), 0)[:, None] != 0, block, 0.0)
     return block
-
-
-@triton.jit
-def has_visible_keys(b, h, i0, start, opt, BM: tl.constexpr, BN: tl.constexpr):
-    """True if the dense mask shows any key of this tile to any of its queries."""
-    i = (i0 + tl.arange(0, BM))[:, None]
-    j = (start + tl.arange(0, BN))[None, :]
-    there = (i < opt.queries) & (j < opt.keys)
-    return tl.max(tl.max(tl.load(tiles.dense_ptr(opt.mask, b, h, i, j), mask=there, other=0).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
@@ -157,4 +187,19 @@ def find_query_range(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
         end = tl.minimum(end, tl.maximum(j_last + opt.left + 1, 0))
     outer = tl.where(j0 + BN > n, 0, outer // BM * BM)  # a cut block is all edge
     end = tl.where(j0 >= n, 0, end)
+    return begin, inner, outer, end
+
+
+@triton.jit
+def find_query_range_of_head(queries, b, h, j0, opt, C: tl.constexpr):
+    """Return `find_query_range` of one head, where an interval or a bias decides too; `queries` where none does."""
+    begin, inner, outer, end = queries
+    if opt.ranges is not None:
+        where = visibility.head_of(opt.ranges, b, h, 4 * tl.cdiv(opt.keys, C.BN)) + j0 // C.BN * 4
+        begin, inner, outer, end = tl.load(where), tl.load(where + 1), tl.load(where + 2), tl.load(where + 3)
+    if opt.key_index is not None:
+        lowest, highest, holes = visibility.find_key_span(b, h, opt)
+        cut = holes | (j0 < lowest) | (j0 + C.BN > highest)
+        outer = tl.where(cut, 0, outer)  # a cut block is all edge
+        end = tl.where((j0 >= highest) | (j0 + C.BN <= lowest), 0, end)
     return begin, inner, outer, end

@@ -11,11 +11,12 @@ import torch
 from regard._backends.gpu import tape
 from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import cudnn
-from regard._backends.gpu.attention.backward.bias import compute_bias_gradient
+from regard._backends.gpu.attention.backward.bias import compute_bias_gradient, sum_key_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
+from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
-from regard._backends.gpu.attention.config import config_of, count_blocks, options, unexpanded_shape, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, has_key_bias, options, unexpanded_shape, view
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 
@@ -24,7 +25,9 @@ BLOCK_ROWS = 128  # of the largest block
 
 OPTIONS = ("choice", "scale", "softcap", "causal", "left", "right", "stats", "first_query", "first_key", "queries")
 options_of = attrgetter(*OPTIONS)
-tensors_of = attrgetter("q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths")
+tensors_of = attrgetter(
+    "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "interval", "row_bias", "relative"
+)  # fmt: skip
 
 
 def forward(problem: Problem, o: torch.Tensor | None = None) -> Forward:
@@ -71,12 +74,13 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     def compute() -> tuple:
         do = replace(upstream, o=_gather_entries(upstream.o))
         g = _backward(_with_near_entries(problem), forward, do)
-        return g.q, g.k, g.v, g.bias, g.temperature, g.sink
+        return g.q, g.k, g.v, g.bias, g.temperature, g.sink, g.row_bias, g.relative
 
     with on_device_of(problem.q):
         if not _has_tape(problem):
             return Gradients(*compute())
-        wants = upstream.bias, upstream.temperature, upstream.sink, tuple(upstream.stats)
+        biases = upstream.bias, upstream.row_bias, upstream.relative
+        wants = *biases, upstream.temperature, upstream.sink, tuple(upstream.stats)
         saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
         inputs = (*tensors_of(problem), *saved)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -95,6 +99,8 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     grads = Gradients(torch.empty_like(p.q), torch.empty_like(p.k), torch.empty_like(p.v))
     if upstream.temperature and p.temperature is not None:
         grads.temperature = torch.empty(shape, **like)
+    if upstream.row_bias and p.row_bias is not None:
+        grads.row_bias = torch.empty(shape, **like)
     if forward.shift.numel() == 0 or p.k.shape[-2] == 0:
         return _fill_zero_gradients(p, upstream, grads, like)
     has_statistics = bool(upstream.stats)
@@ -103,8 +109,17 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     shift = forward.shift if family == "threshold" else torch.empty(shape, **like)
     inverse = torch.empty(shape, **like) if (not z_in_shift if family == "ratio" else has_statistics) else None
     product = delta = torch.empty(shape, **like)
-    wants_temperature = grads.temperature is not None
-    flags = dict(STATS_GRAD=has_statistics, TEMPERATURE_GRAD=wants_temperature, Z_IN_SHIFT=z_in_shift, others=(do,))
+    wants_bias, key_bias = upstream.bias and p.bias is not None, upstream.bias and has_key_bias(p)
+    if key_bias:
+        grads.bias = torch.empty(*shape[:2], p.k.shape[-2], **like)  # of every head, until it is summed below
+    flags = dict(
+        STATS_GRAD=has_statistics,
+        TEMPERATURE_GRAD=grads.temperature is not None,
+        ROW_BIAS_GRAD=grads.row_bias is not None,
+        KEY_BIAS_GRAD=key_bias,
+        Z_IN_SHIFT=z_in_shift,
+        others=(do,),
+    )
     call = BackwardCall(p, forward, do, State(shift, inverse, delta, None, None, None), grads, flags)
     kernel = registry.choose_backward(call)
     if has_statistics or kernel.needs_delta:
@@ -113,8 +128,10 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         product = delta.clone()
         call = add_statistic_terms(call, upstream)
     kernel.run(call)
-    if upstream.bias and p.bias is not None:
-        grads.bias = compute_bias_gradient(call)
+    if wants_bias:
+        grads.bias = sum_key_gradient(p, grads.bias) if key_bias else compute_bias_gradient(call)
+    if upstream.relative and p.relative is not None:
+        grads.relative = compute_relative_gradient(call)
     if upstream.sink and p.sink is not None:
         share = torch.exp(p.sink.to(delta.dtype) - forward.shift) / forward.z
         grads.sink = torch.where(forward.z > 0, share * (upstream.stats.get("logsumexp", 0.0) - product), 0.0)
@@ -145,7 +162,9 @@ def _has_near_entries(x: torch.Tensor) -> bool:
 
 
 def _fill_zero_gradients(p: Problem, upstream: Upstream, grads: Gradients, like: dict) -> Gradients:
-    for tensor in (grads.q, grads.k, grads.v, grads.temperature):
+    if upstream.relative and p.relative is not None:
+        grads.relative = torch.zeros_like(p.relative)
+    for tensor in (grads.q, grads.k, grads.v, grads.temperature, grads.row_bias):
         if tensor is not None:
             tensor.zero_()
     if upstream.sink and p.sink is not None:

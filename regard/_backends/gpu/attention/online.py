@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import key_loop, statistics, tiles
+from regard._backends.gpu.attention import key_loop, statistics, tiles, visibility
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN, LN2, LOG2E
 from regard._backends.gpu.rows.terms import expm1_terms
@@ -151,10 +151,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.square:
             sq += tiles.fold(statistics.square(under, F), C)
         if NEED.distance:
-            place = i
-            if opt.offset is not None:
-                place = i + opt.offset
-            far += statistics.sum_distances(u, place, j, start, sum_u, C.CAUSAL and not EDGE, C)
+            far += statistics.sum_distances(u, block.position, j, start, sum_u, C.CAUSAL and not EDGE, C)
     weighs = statistics.find_support(u, y, a, visible, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, top, weighs, C)
     r = Sums(
@@ -226,7 +223,7 @@ def forward_block(index, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, op
     acc, r = key_loop.sweep((acc, statistics.empty_sums(initial_shift(F, C), C)), block, i0, opt, add_tile, C)
     r = statistics.sum_lanes(r)
     inside = block.i < opt.queries
-    visible_keys = r.n if C.NEED.count else tl.maximum(block.last - block.first, 0).to(C.ACC)
+    visible_keys = count_visible(r, block, opt, C)
     empty = visible_keys == 0.0
     shift, rest, inverse, z = join_sink(r, block, inside, opt, C)
     inverse = tl.where(empty, 0.0, inverse)
@@ -255,6 +252,18 @@ def forward_block(index, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, op
         statistics.finish(
             stats, row, inside, empty, r, a, visible_keys, u1, v1, d1, x1, first_u, rest, inverse, lse, opt, C, rows
         )
+
+
+@triton.jit
+def count_visible(r, block, opt, C: tl.constexpr):
+    """Return the number of visible keys of each row; 0 or 1 if nobody asks for more."""
+    if C.NEED.count:
+        n = r.n
+    elif (opt.bias.ptr is not None) or (opt.relative.ptr is not None):
+        n = tl.where(r.z == 0.0, 0.0, 1.0).to(C.ACC)
+    else:
+        n = visibility.count_keys(block.b, block.h, block.i, block.first, block.last, opt).to(C.ACC)
+    return n
 
 
 @triton.jit

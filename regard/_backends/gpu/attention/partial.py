@@ -40,18 +40,20 @@ def backward(problem: Problem, whole: Whole, upstream: Upstream) -> Gradients:
 
 
 def localize(problem: Problem) -> Problem:
-    """Return the problem with its window in its own positions; `first_query` stays where distances need it."""
+    """Return the problem with window and intervals in its own positions; `first_query` stays if distances need it."""
     p, ahead = problem, problem.first_query - problem.first_key
     (left, right), queries, keys = p.reach, p.q.shape[2], p.k.shape[2]
     left = None if left is None or left - ahead >= queries - 1 else left - ahead
     right = None if right is None or right + ahead >= keys - 1 else right + ahead
     lengths = None if p.key_lengths is None else (p.key_lengths - p.first_key).clamp(0, keys)
+    interval = p.interval if p.interval is None or not p.first_key else p.interval - p.first_key
     return replace(
         p,
         causal=right == 0,
         left=left,
         right=None if right == 0 else right,
         key_lengths=lengths,
+        interval=interval,
         first_query=ahead if "distance" in p.stats else 0,
         first_key=0,
         queries=None,

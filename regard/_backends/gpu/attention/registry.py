@@ -48,7 +48,8 @@ KERNELS = (
         name="decode",
         summary="programs share the keys of a row",
         families=("ratio", "pointwise"),
-        limits=f"at most {decode.QUERIES} queries, at least {decode.KEYS} keys; no mask, bias or dropout",
+        limits=f"at most {decode.QUERIES} queries, at least {decode.KEYS} keys; no mask, bias per key or "
+        "position, or dropout",
         supports=decode.supports,
         run=forward.run_decode,
     ),
@@ -66,7 +67,7 @@ KERNELS = (
         summary="one Gluon sweep lists the keys that may have weight",
         families=("threshold",),
         limits=f"Hopper; bfloat16, float16; heads of 64 or 128; at least {sparse.LENGTHS['forward'].start} visible "
-        "keys; no soft cap, mask, bias or dropout",
+        "keys; no soft cap, mask, interval, bias or dropout",
         supports=lambda problem: sparse.supports(problem, "forward"),
         run=forward.run_sparse_threshold,
     ),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention import scores, tiles, visibility
 from regard._backends.gpu.attention.tiles import HIDDEN, LN2
 from regard.statistics import NAMES
 
@@ -35,7 +35,7 @@ class Needs(NamedTuple):
     support: bool
     count: bool  # visible keys counted in the loop
     first: bool
-    track_first: bool  # in the loop: a dense mask decides which key is the first
+    track_first: bool  # in the loop: a bias decides which key is the first
 
 
 @cache
@@ -45,7 +45,7 @@ def slots(names: tuple[str, ...]) -> Slots:
 
 
 def needs(names: tuple[str, ...], choice, dense: bool) -> Needs:
-    """Return which sums these statistics take; `dense`: a mask or bias decides which keys are visible."""
+    """Return which sums these statistics take; `dense`: a bias may hide any key of any row."""
     wanted = set(names)
     entropy = bool(wanted & {"entropy", "effective_keys"})
     gain, participation = "gradient_gain" in wanted, "participation" in wanted
@@ -65,7 +65,7 @@ def needs(names: tuple[str, ...], choice, dense: bool) -> Needs:
         moments=bool(wanted & {"mean_logit", "logit_variance"}),
         distance="distance" in wanted,
         support=sparse,
-        count=dense,
+        count=dense and (bool(wanted) or not exponential),  # Z = 0 says where Σ exp has no key
         first="first_key_mass" in wanted,
         track_first=dense and "first_key_mass" in wanted,
     )
@@ -119,15 +119,17 @@ def sum_lanes(r):
 
 @triton.jit
 def first_scores(block, opt, C: tl.constexpr):
-    """Compute y of each row's first key, where an interval decides which that is: one dot product per row."""
+    """Compute y of each row's first key, where no matrix decides which that is: one dot product per row."""
     d = tl.arange(0, C.BD)
     k = block.k
     base = k.ptr + tiles.wide(block.b) * k.stride[0] + tiles.wide(block.h // opt.group) * k.stride[1]
-    there = (block.first < block.last)[:, None] & (d[None, :] < C.D)
-    where = base + tiles.wide(block.first)[:, None] * k.stride[2] + d[None, :] * k.stride[3]
+    first = visibility.first_keys(block.b, block.h, block.i, block.first, block.last, opt)
+    there = (first < block.last)[:, None] & (d[None, :] < C.D)
+    where = base + tiles.wide(first)[:, None] * k.stride[2] + d[None, :] * k.stride[3]
     x = tl.sum(block.q.to(C.ACC) * tl.load(where, mask=there, other=0.0).to(C.ACC), 1)
-    first, last = block.first, block.last
-    y, _ = tiles.compute_scores(x, block.b, block.h, block.i, first, first, last, opt, C.LINEAR, False)
+    y, _ = scores.compute_scores(
+        x, block.b, block.h, block.i, first, first, block.last, block.bias, opt, C.LINEAR, False
+    )  # fmt: skip
     return y
 
 

@@ -30,11 +30,11 @@ class Bracket(NamedTuple):
 
 
 @triton.jit
-def is_worthwhile(block, i0, opt, C: tl.constexpr):
-    """True if there are enough whole key blocks."""
-    _, inner, outer = key_loop.find_key_range(i0, opt, tiles.key_count(opt, block.b), C.BM, C.BN)
+def is_worthwhile(block, opt, C: tl.constexpr):
+    """True if there are enough whole key blocks, and no bias or mask decides which keys a row sees."""
+    _, inner, outer = key_loop.find_whole_tiles(block, opt, C)
     enough = (outer - inner) // C.BN >= 6
-    if (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
+    if C.NEED.count or (opt.mask.ptr is not None):
         enough = inner < 0
     return enough
 
@@ -61,9 +61,9 @@ def tail(n, sigma, k):
 
 
 @triton.jit
-def guess_tau(block, i0, opt, C: tl.constexpr):
+def guess_tau(block, opt, C: tl.constexpr):
     """Return (τ, step) of each row, in x."""
-    _, inner, outer = key_loop.find_key_range(i0, opt, tiles.key_count(opt, block.b), C.BM, C.BN)
+    _, inner, outer = key_loop.find_whole_tiles(block, opt, C)
     quarter = (outer - inner) // C.BN // 4 * C.BN
     _, _, y, _, _ = key_loop.score_tile(block, inner + quarter, opt, C, False)
     one, two = tl.sum(y, 1), tl.sum(y * y, 1)
@@ -118,7 +118,7 @@ def narrow_bracket(low, high, tau, mass, fall):
 @triton.jit
 def survey(block, i0, opt, C: tl.constexpr):
     """Return (bracket, max y, 0) after the first sweep."""
-    tau, step = guess_tau(block, i0, opt, C)
+    tau, step = guess_tau(block, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
     lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
     state = (zero + HIDDEN, tau, step, lanes, lanes, lanes, lanes, lanes, lanes)

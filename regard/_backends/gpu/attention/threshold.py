@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import key_loop, statistics, tau_estimate, tiles
+from regard._backends.gpu.attention import key_loop, statistics, tau_estimate, tiles, visibility
 from regard._backends.gpu.attention.sparse import support
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tau_estimate import Bracket
@@ -25,7 +25,7 @@ from regard._backends.gpu.attention.tiles import HIDDEN
 
 @triton.jit
 def max_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Update max y, and the count of visible keys where a dense mask decides."""
+    """Update max y, and the count of visible keys where a bias decides."""
     top, n = state
     _, _, y, visible, _ = key_loop.score_tile(block, start, opt, C, EDGE)
     top = tl.maximum(top, tl.max(y, 1))
@@ -132,7 +132,7 @@ def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             gap = (y - r.top[:, None]) * (block.a * tiles.LOG2E)[:, None]
             se += tiles.fold(tl.where(visible, tl.where(below, tl.exp2(gap), 0.0), 0.0), C)
         if NEED.distance:
-            far += statistics.sum_distances(u, block.i, j, start, sum_u, C.CAUSAL and not EDGE, C)
+            far += statistics.sum_distances(u, block.position, j, start, sum_u, C.CAUSAL and not EDGE, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, r.top, t, C)
     r = Sums(r.top, r.shift, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
     values = key_loop.load_values(block, start, visible, opt, C, EDGE)
@@ -153,13 +153,15 @@ def forward_threshold(
             return
     block, i0 = key_loop.load_query_block(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    if tau_estimate.is_worthwhile(block, i0, opt, C):
+    if tau_estimate.is_worthwhile(block, opt, C):
         s, top, n = tau_estimate.survey(block, i0, opt, C)
     else:
         s = Bracket(zero - 1.0, zero - 1.0, zero, zero + 1.0)
         top, n = key_loop.sweep((zero + HIDDEN, zero), block, i0, opt, max_tile, C)
     inside = block.i < opt.queries
-    visible_keys = n if C.NEED.count else tl.maximum(block.last - block.first, 0).to(C.ACC)
+    visible_keys = n
+    if not C.NEED.count:
+        visible_keys = visibility.count_keys(block.b, block.h, block.i, block.first, block.last, opt).to(C.ACC)
     empty = visible_keys == 0.0
     tau = solve(s, block, top, inside & (empty == 0), i0, opt, C, LIMIT, CLOSE)
     r = statistics.empty_sums(tau, C)

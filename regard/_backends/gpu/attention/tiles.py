@@ -1,12 +1,4 @@
-"""Tile functions of every attention kernel: loads, stores, and s = (cap(scale·qkᵀ) + bias) / T over visible keys.
-
-Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is exp2 of one multiply-add:
-
-    linear (no soft cap, no bias, scale > 0)    y = q·k                        a = scale / T
-    otherwise                                   y = cap(scale · q·k) + bias    a = 1 / T
-
-Index tiles i and j come expanded, ([M, 1], [1, N]) or transposed, so that one function serves both orientations.
-"""
+"""What every attention kernel is given, `Options` and `Config`, and its loads, stores and small tile functions."""
 
 from __future__ import annotations
 
@@ -24,13 +16,42 @@ class View(NamedTuple):
     """A tensor inside a kernel: its pointer (None: no such input) and its strides."""
 
     ptr: Any
-    stride: tuple
+    stride: Any
+
+
+class Table(NamedTuple):
+    """A contiguous array [heads that differ, …] that a small kernel fills for one call."""
+
+    ptr: Any
+    b: Any  # head b·b + h·h of the array serves head h of batch entry b
+    h: Any
+
+
+class TileMap(NamedTuple):
+    """The tiles of a dense mask: which are full, which partial, per block of queries or of keys."""
+
+    lists: Table  # [heads, blocks, tiles + 1]: full tiles from the front, partial ones from the back
+    counts: Table  # [heads, blocks, 2]: full, partial
+    blocks: Any
+    tiles: Any
+    rows: Any  # Table [heads, queries, 2]: first visible key, number of them; None: the blocks are of keys
+
+
+class KeyIndex(NamedTuple):
+    """Which keys a bias per key leaves visible."""
+
+    rank: Table  # [heads, keys + 1]: visible keys before each key
+    keys: Table  # [heads, keys]: the visible keys in their order
 
 
 class Options(NamedTuple):
     """The options of one call; absent ones are None and cost nothing, floats are pairs (float32, remainder)."""
 
     bias: View
+    key_bias: View  # [B, H, N]: a bias that is the same for every query, beside no mask
+    row_bias: View  # [B, H, M]
+    relative: View  # [H, M + N − 1]
+    interval: View  # [3, B, H, M]: lo, hi, position
     mask: View
     temperature: View
     sink: View
@@ -48,6 +69,9 @@ class Options(NamedTuple):
     queries: Any
     keys: Any
     offset: Any = None  # causal offset, for distances of a part
+    key_index: Any = None  # KeyIndex, beside a key bias
+    tiles: Any = None  # TileMap, beside a mask
+    ranges: Any = None  # Table [heads, key blocks, 4]: the queries that see a key block, in dk and dv of ragged rows
 
 
 class Config(NamedTuple):
@@ -59,8 +83,11 @@ class Config(NamedTuple):
     SPARSE: bool
     LINEAR: bool
     CAUSAL: bool  # no query sees a key after itself
+    RAGGED: bool  # the keys of a row are no function of its index: an interval or a row bias decides
     STATS_GRAD: bool  # statistics have gradients
     TEMPERATURE_GRAD: bool  # the temperature's gradient is wanted
+    ROW_BIAS_GRAD: bool  # that of the bias per query
+    KEY_BIAS_GRAD: bool  # that of the bias per key
     Z_IN_SHIFT: bool  # backward: 1/Z is part of the exponent
     ACC: Any
     PRECISION: str
@@ -192,58 +219,6 @@ def store_block(view, b, h, start, last, tile, SIZE: tl.constexpr, DIM: tl.const
     d = tl.arange(0, PAD)
     where = base + r[:, None] * view.stride[2] + d[None, :] * view.stride[3]
     tl.store(where, tile.to(view.ptr.dtype.element_ty), mask=(start + r < last)[:, None] & (d[None, :] < DIM))
-
-
-@triton.jit
-def dense_ptr(view, b, h, i, j):
-    """Return pointers to view[b, h, i, j]."""
-    where = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
-    return where + wide(i) * view.stride[2] + wide(j) * view.stride[3]
-
-
-@triton.jit
-def tanh(x):
-    """Compute (1 − e)/(1 + e), e = exp(−2|x|); near 0 a convergent of x/(1 + x²/(3 + x²/(5 + …)))."""
-    size = tl.abs(x)
-    e = tl.exp(-2.0 * size)
-    near = tl.minimum(size, 0.25)
-    square = near * near
-    above = tl.where(size < 0.25, near * (10395.0 + square * (1260.0 + square * 21.0)), 1.0 - e)
-    below = tl.where(size < 0.25, 10395.0 + square * (4725.0 + square * (210.0 + square)), 1.0 + e)
-    t = above / below
-    return tl.where(x < 0.0, -t, t)
-
-
-@triton.jit
-def compute_scores(x, b, h, i, j, first, last, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
-    """Turn products x = q·k into (y, visible); y is HIDDEN where a key is not visible."""
-    y = x
-    if not LINEAR:
-        y = x * number(opt.scale, x.dtype)
-        if opt.cap is not None:
-            cap = number(opt.cap, x.dtype)
-            y = cap * tanh(y / cap)
-    if opt.bias.ptr is not None:
-        bias = tl.load(dense_ptr(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)
-        y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
-    if opt.mask.ptr is not None:
-        shown = tl.load(dense_ptr(opt.mask, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0).to(tl.int32)
-        y = tl.where(shown == 0, HIDDEN, y)
-    if EDGE:
-        y = tl.where(j < first, HIDDEN, y)
-        y = tl.where(j < tl.where(i < opt.queries, last, 0), y, HIDDEN)
-    if EDGE or (opt.bias.ptr is not None) or (opt.mask.ptr is not None):
-        visible = y != HIDDEN
-    else:
-        visible = tl.full(x.shape, 1, tl.int1)
-    return y, visible
-
-
-@triton.jit
-def cap_slope(x, opt):
-    """Return ∂ cap(scale·x) / ∂(scale·x) = 1 − tanh²."""
-    t = tanh(x * number(opt.scale, x.dtype) / number(opt.cap, x.dtype))
-    return 1.0 - t * t
 
 
 @triton.jit

@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention import scores, tiles, visibility
 from regard._backends.gpu.attention.backward import slopes
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.config import config_of, options, unexpanded_shape, view
 from regard._backends.gpu.launcher import launch
+from regard._core.problem import Problem
 
 
 @triton.jit
@@ -55,10 +56,10 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
     """Add ds/T of one tile of scores."""
     F: tl.constexpr = C.F
     n = tiles.key_count(opt, b)
-    lowest, _ = tiles.interval(i0, opt, n)
-    _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
+    i = i0 + tl.arange(0, C.BM)
+    first, last = visibility.visible_range(b, h, i, opt, n)
+    lowest, _, _, highest = visibility.block_range(first, last, b, h, i0, opt, n, C)
     if (j0 < highest) & (j0 + C.BN > lowest):
-        i = i0 + tl.arange(0, C.BM)
         j = (j0 + tl.arange(0, C.BN))[None, :]
         g = h // opt.group
         rows = tiles.load_block(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
@@ -68,7 +69,8 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         x = tiles.dot(rows, tl.trans(keys), None, C)
         dp = tiles.dot(d_out, tl.trans(values), None, C)
         r = slopes.broadcast_rows(slopes.load_rows(state, b, h, i, n, opt, C, False), False)
-        y, visible = tiles.compute_scores(x, b, h, i[:, None], j, r.first, r.last, opt, C.LINEAR, True)
+        bias = scores.load_row_bias(b, h, i[:, None], opt, C.ACC)
+        y, visible = scores.compute_scores(x, b, h, i[:, None], j, r.first, r.last, bias, opt, C.LINEAR, True)
         p, up, down, power = slopes.weigh(
             y, visible, r, tiles.number(opt.theta, C.ACC), F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3"
         )
@@ -77,6 +79,13 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
             dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)
         acc += slopes.slope_tile(y, visible, dp, p, up, down, power, r, F, C.STATS_GRAD) * r.a
     return acc
+
+
+def sum_key_gradient(p: Problem, d_key_bias: torch.Tensor) -> torch.Tensor:
+    """Return d bias of a bias per key in the shape before expansion, from that of every head, [B, H, N]."""
+    sizes = unexpanded_shape(p.bias)
+    grad, over = d_key_bias.unsqueeze(2), [at for at in (0, 1, 3) if sizes[at] == 1]
+    return (grad.sum(over, keepdim=True) if over else grad).to(p.bias.dtype)
 
 
 def compute_bias_gradient(call: BackwardCall) -> torch.Tensor:

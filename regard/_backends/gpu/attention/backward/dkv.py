@@ -17,6 +17,7 @@ from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges, add_tile_map
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
@@ -38,11 +39,13 @@ def run(
         _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags, d_key_bias, spans)
         return
     config, how = config_of(p, "backward_dkv", **flags)
+    opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), keys_first=True))
     queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
     ds_blocks = None
     if scratch is not None:
         ds_blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
-    arguments = view(p.q), view(p.k), view(p.v), view(do), *queries, ds_blocks, view(dk), view(dv), rows, failed, opt
+    outputs = ds_blocks, view(dk), view(dv), d_key_bias
+    arguments = view(p.q), view(p.k), view(p.v), view(do), *queries, *outputs, rows, failed, opt
     blocks = triton.cdiv(p.k.shape[-2], config.BN) * p.k.shape[0] * p.k.shape[1]
     launch(key, backward_dkv, blocks, arguments, (config,), **how)
 

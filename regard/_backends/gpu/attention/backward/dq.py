@@ -7,6 +7,7 @@ from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.sparse import launch as sparse
+from regard._backends.gpu.attention.tables import add_key_index, add_tile_map
 from regard._backends.gpu.launcher import launch
 
 
@@ -31,14 +32,16 @@ def run_two_sweeps(call: BackwardCall) -> None:
 
 def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
     p, forward, do, rows, grads, flags = call
-    opt, key = options(p), call.key
     inputs = view(p.q), view(p.k), view(p.v), view(do)
     config, how = config_of(p, "backward_dq", **flags)
+    opt, key = add_tile_map(p, config, add_key_index(p, options(p))), call.key
     failed = iter((None, None))  # blocks of queries, then of keys, that are left to the sweeps; None: all
     if with_lists:
         outputs = view(grads.q), view(grads.k), view(grads.v)
         failed = sparse.backward(p, key, inputs, forward.shift, forward.z, outputs, rows.delta, opt, config)
-    queries = view(forward.o), inputs[3], view(grads.q), grads.temperature, forward.shift, forward.z, rows
+    results = view(grads.q), grads.temperature, grads.row_bias
+    queries = view(forward.o), inputs[3], *results, forward.shift, forward.z, rows
     arguments = *inputs[:3], *describe_keys(p, config), *queries, next(failed), opt
     launch(key, backward_dq, count_blocks(p, config), arguments, (config,), **how)
-    dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags)
+    d_key_bias = grads.bias if flags["KEY_BIAS_GRAD"] else None
+    dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags, d_key_bias)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention import tiles, visibility
 from regard._backends.gpu.attention.tiles import LOG2E
 from regard._backends.gpu.rows.terms import expm1_terms
 
@@ -41,7 +41,7 @@ class State(NamedTuple):
 def load_rows(state, b, h, i, n, opt, C: tl.constexpr, ALL: tl.constexpr):
     """Load what is known of rows i; ALL: every one of them exists."""
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
-    first, last = tiles.interval(i, opt, n)
+    first, last = visibility.visible_range(b, h, i, opt, n)
     shift = load_number(state.shift, row, i, opt, ALL)
     inverse = shift
     if state.inverse is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import key_loop, tiles
+from regard._backends.gpu.attention import key_loop, scores, tiles
 from regard._backends.gpu.attention.backward.slopes import Rows, broadcast_rows, load_rows, slope_tile, weigh
 from regard._backends.gpu.attention.sparse import gather, support
 from regard._backends.gpu.attention.tiles import LOG2E
@@ -55,9 +55,9 @@ def backward_rows(q, o, do, shifts, sums, state, opt, C: tl.constexpr):
 
 @triton.jit
 def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Add one key block: dq += ds·k. `sums` are (Σ g′dp, Σ ds·y, Σ g′·y), as far as they are needed."""
+    """Add one key block: dq += ds·k. `sums` are (Σ g′dp, Σ ds·y, Σ g′·y, Σ ds, Σ g′), as far as they are needed."""
     dq, dq1, sums, d_out, rows = state
-    s_dp, s_ds_y, s_slope_y = sums
+    s_dp, s_ds_y, s_slope_y, s_ds, s_slope = sums
     F: tl.constexpr = C.F
     keys, x, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
     r = broadcast_rows(rows, False)
@@ -67,15 +67,17 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     if opt.seed is not None:
         kept = tiles.dropout_mask(block.b, block.h, block.i[:, None], j, opt, block.seed)
         dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)
-    keys = key_loop.zero_hidden(keys, visible, opt)
+    keys = key_loop.zero_hidden(keys, visible, opt, EDGE)
     if F.family == "threshold":
         ds = tl.where(visible, up * dp, 0.0)
         s_dp += tl.sum(ds, 1)
         if C.TEMPERATURE_GRAD:
             s_ds_y += tl.sum(ds * y, 1)
             s_slope_y += tl.sum(up * y, 1)
+        if C.ROW_BIAS_GRAD:
+            s_slope += tl.sum(up, 1)
         if opt.cap is not None:
-            bent = tiles.cap_slope(x, opt)
+            bent = scores.cap_slope(x, opt)
             ds = tl.where(visible, ds * bent, 0.0)
             up = tl.where(visible, up * bent, 0.0)
         dq1 = tiles.dot(up.to(keys.dtype), keys, dq1, C)
@@ -83,17 +85,19 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         ds = slope_tile(y, visible, dp, p, up, down, power, r, F, C.STATS_GRAD)
         if C.TEMPERATURE_GRAD:
             s_ds_y += tl.sum(ds * y, 1)
+        if C.ROW_BIAS_GRAD:
+            s_ds += tl.sum(ds, 1)
         if opt.cap is not None:
-            ds = tl.where(visible, ds * tiles.cap_slope(x, opt), 0.0)
+            ds = tl.where(visible, ds * scores.cap_slope(x, opt), 0.0)
     dq = tiles.dot(ds.to(keys.dtype), keys, dq, C)
-    return dq, dq1, (s_dp, s_ds_y, s_slope_y), d_out, rows
+    return dq, dq1, (s_dp, s_ds_y, s_slope_y, s_ds, s_slope), d_out, rows
 
 
 @triton.jit
 def backward_dq(
-    q, k, v, k_blocks, v_blocks, o, do, dq, d_temperature, shifts, sums, state, failed, opt, C: tl.constexpr
+    q, k, v, k_blocks, v_blocks, o, do, dq, d_temperature, d_row_bias, shifts, sums, state, failed, opt, C: tl.constexpr
 ):  # fmt: skip
-    """Compute dq, and the gradient of the temperature, of one block of queries."""
+    """Compute dq, and the gradients of temperature and row bias, of one block of queries."""
     if failed is not None:
         if support.are_queries_solved(failed, opt, C.BM, gather.ROWS):
             return
@@ -106,14 +110,17 @@ def backward_dq(
         rows = prepare_rows(o, shifts, sums, state, block, i0, d_out, opt, C)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    acc, acc1, sums, _, _ = key_loop.sweep((acc, acc, (zero, zero, zero), d_out, rows), block, i0, opt, dq_tile, C)
+    state_0 = acc, acc, (zero, zero, zero, zero, zero), d_out, rows
+    acc, acc1, sums, _, _ = key_loop.sweep(state_0, block, i0, opt, dq_tile, C)
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     s_temperature = sums[1]
+    s_row = sums[3]
     if C.F.family == "threshold":
         delta = sums[0] * rows.inverse
         acc = acc - delta[:, None] * acc1
         s_temperature = s_temperature - delta * sums[2]
+        s_row = sums[0] - delta * sums[4]
         tl.store(state.delta + row, delta, mask=inside)
     factor = rows.a
     if not C.LINEAR:
@@ -122,12 +129,14 @@ def backward_dq(
     if C.TEMPERATURE_GRAD:
         t = tiles.load_rows(opt.temperature, b, h, i, inside, 1.0).to(C.ACC)
         tl.store(d_temperature + row, -s_temperature * rows.a / t, mask=inside)
+    if C.ROW_BIAS_GRAD:
+        tl.store(d_row_bias + row, s_row * rows.a, mask=inside)
 
 
 @triton.jit
 def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Add one query block, keys first: dv += pᵀ·do, dk += dsᵀ·q; ds is stored where `ds_blocks` is given."""
-    dk, dv = acc
+    dk, dv, db = acc
     keys, values, q, do, q_blocks, do_blocks, ds_blocks, state = inputs
     F: tl.constexpr = C.F  # Triton 3.6 passes on no part of a configuration that has no name
     i = start + tl.arange(0, C.BM)
@@ -140,7 +149,8 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
     x = tiles.dot(keys, tl.trans(q_rows), None, C)  # [N, M]
     r = broadcast_rows(load_rows(state, b, h, i, n, opt, C, not EDGE), True)
     i = i[None, :]
-    y, visible = tiles.compute_scores(x, b, h, i, j, r.first, r.last, opt, C.LINEAR, EDGE)
+    bias = scores.load_row_bias(b, h, i, opt, C.ACC)
+    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, opt, C.LINEAR, EDGE)
     p, up, down, power = weigh(y, visible, r, tiles.number(opt.theta, C.ACC), F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
@@ -150,22 +160,52 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
         passed = p * kept
     dv = tiles.dot(passed.to(d_out.dtype), d_out, dv, C)
     ds = slope_tile(y, visible, dp, p, up, down, power, r, F, C.STATS_GRAD)
+    if C.KEY_BIAS_GRAD:
+        db += tl.sum(ds * r.a, 1)
     if opt.cap is not None:
-        ds = tl.where(visible, ds * tiles.cap_slope(x, opt), 0.0)
+        ds = tl.where(visible, ds * scores.cap_slope(x, opt), 0.0)
     if opt.temperature.ptr is not None:
         ds = ds * r.a  # LINEAR carries the scale along
     ds = ds.to(q_rows.dtype)
     if ds_blocks is not None:
         ds_blocks.store([b * opt.heads + h, j0, start], tl.reshape(ds, [1, C.BN, C.BM]))
     dk = tiles.dot(ds, q_rows, dk, C)
-    return dk, dv
+    return dk, dv, db
+
+
+@triton.jit
+def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, C: tl.constexpr):
+    """Return acc after `dkv_tile` of every query block of head h that sees a key of this block."""
+    if opt.tiles is not None:
+        entries, full, partial = key_loop.find_lists(opt.tiles, b, h, j0 // C.BN)
+        start = tl.load(entries)
+        for at in tl.range(0, full):
+            here = start
+            start = tl.load(entries + at + 1)  # early: the next tile waits for it
+            acc = dkv_tile(acc, inputs, b, h, j, j0, here, n, seed, opt, C, False)
+        for at in tl.range(opt.tiles.tiles - partial, opt.tiles.tiles):
+            acc = dkv_tile(acc, inputs, b, h, j, j0, tl.load(entries + at), n, seed, opt, C, True)
+    else:
+        begin, inner, outer, end = queries
+        if opt.bias.ptr is not None:  # every block is masked: one loop does
+            inner = begin
+            outer = begin
+        elif (opt.right is not None) or (opt.ranges is not None):
+            for start in tl.range(begin, tl.minimum(inner, end), C.BM):
+                acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
+        if opt.bias.ptr is None:
+            for start in tl.range(inner, outer, C.BM):
+                acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, False)
+        for start in tl.range(tl.maximum(inner, outer), end, C.BM):
+            acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
+    return acc
 
 
 @triton.jit
 def backward_dkv(
-    q, k, v, do, q_blocks, do_blocks, ds_blocks, dk, dv, state, failed, opt, C: tl.constexpr
+    q, k, v, do, q_blocks, do_blocks, ds_blocks, dk, dv, d_key_bias, state, failed, opt, C: tl.constexpr
 ):  # fmt: skip
-    """Compute dk and dv of one block of keys, and store ds where `ds_blocks` is given."""
+    """Compute dk, dv and the key bias's gradient of one block of keys, and store ds where `ds_blocks` is given."""
     blocks = tl.cdiv(opt.keys, C.BN)
     pid = tl.program_id(0)
     j0 = pid % blocks * C.BN  # the first keys have the most causal queries
@@ -178,25 +218,19 @@ def backward_dkv(
     j = (j0 + tl.arange(0, C.BN))[:, None]
     n = tiles.key_count(opt, b)
     seed = tiles.load_seed(opt)
-    begin, inner, outer, end = key_loop.find_query_range(j0, opt, n, C.BM, C.BN)
+    queries = key_loop.find_query_range(j0, opt, n, C.BM, C.BN)
     keys = tiles.load_block(k, b, g, j0, 0, n, C.BN, C.D, C.BD, False)
     values = tiles.load_block(v, b, g, j0, 0, n, C.BN, C.E, C.BE, False)
-    DENSE: tl.constexpr = (opt.bias.ptr is not None) or (opt.mask.ptr is not None)
-    acc = tiles.zeros(C.BN, C.BD, C.ACC), tiles.zeros(C.BN, C.BE, C.ACC)
+    acc = tiles.zeros(C.BN, C.BD, C.ACC), tiles.zeros(C.BN, C.BE, C.ACC), tiles.full(C.BN, 0.0, C.ACC)
     inputs = keys, values, q, do, q_blocks, do_blocks, ds_blocks, state
     for h in range(g * opt.group, (g + 1) * opt.group):
-        if DENSE:  # every block is masked: one loop does
-            inner = begin
-            outer = begin
-        elif opt.right is not None:
-            for start in tl.range(begin, tl.minimum(inner, end), C.BM):
-                acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
-        if not DENSE:
-            for start in tl.range(inner, outer, C.BM):
-                acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, False)
-        for start in tl.range(tl.maximum(inner, outer), end, C.BM):
-            acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
-    acc_k, acc_v = acc
+        mine = key_loop.find_query_range_of_head(queries, b, h, j0, opt, C)
+        acc = sweep_queries(acc, inputs, b, h, j, j0, n, mine, seed, opt, C)
+        if C.KEY_BIAS_GRAD:
+            place = (tiles.wide(b) * opt.heads + h) * opt.keys + j0 + tl.arange(0, C.BN)
+            tl.store(d_key_bias + place, acc[2], mask=j0 + tl.arange(0, C.BN) < opt.keys)
+            acc = acc[0], acc[1], tiles.full(C.BN, 0.0, C.ACC)
+    acc_k, acc_v, _ = acc
     if not (C.LINEAR and opt.temperature.ptr is not None):
         acc_k = acc_k * tiles.number(opt.scale, C.ACC)
     tiles.store_block(dk, b, g, j0, opt.keys, acc_k, C.BN, C.D, C.BD)

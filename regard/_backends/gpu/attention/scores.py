@@ -1,0 +1,98 @@
+"""s = (cap(scale·qkᵀ) + bias) / T of a tile, over the keys that are visible.
+
+Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is exp2 of one multiply-add:
+
+    linear (no soft cap, no bias, scale > 0)    y = q·k                        a = scale / T
+    otherwise                                   y = cap(scale · q·k) + bias    a = 1 / T
+
+Index tiles i and j come expanded, ([M, 1], [1, N]) or transposed, so that one function serves both orientations.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.attention.tiles import HIDDEN, load_rows, number, wide
+
+
+@triton.jit
+def dense_ptr(view, b, h, i, j):
+    """Return pointers to view[b, h, i, j]."""
+    where = view.ptr + wide(b) * view.stride[0] + wide(h) * view.stride[1]
+    return where + wide(i) * view.stride[2] + wide(j) * view.stride[3]
+
+
+@triton.jit
+def tanh(x):
+    """Compute (1 − e)/(1 + e), e = exp(−2|x|); near 0 a convergent of x/(1 + x²/(3 + x²/(5 + …)))."""
+    size = tl.abs(x)
+    e = tl.exp(-2.0 * size)
+    near = tl.minimum(size, 0.25)
+    square = near * near
+    above = tl.where(size < 0.25, near * (10395.0 + square * (1260.0 + square * 21.0)), 1.0 - e)
+    below = tl.where(size < 0.25, 10395.0 + square * (4725.0 + square * (210.0 + square)), 1.0 + e)
+    t = above / below
+    return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def load_row_bias(b, h, i, opt, like):
+    """Load the bias of rows i, 0 without one."""
+    bias = 0.0
+    if opt.row_bias.ptr is not None:
+        bias = load_rows(opt.row_bias, b, h, i, i < opt.queries, 0.0).to(like)
+    return bias
+
+
+@triton.jit
+def load_relative(h, i, j, opt, like):
+    """Load relative[h, j − i + M − 1]; indices beyond the last query or key read that of the last."""
+    i = tl.minimum(i, opt.queries - 1)
+    j = tl.minimum(j, opt.keys - 1)
+    return tl.load(opt.relative.ptr + wide(h) * opt.relative.stride[0] + (j - i + opt.queries - 1)).to(like)
+
+
+@triton.jit
+def compute_scores(x, b, h, i, j, first, last, row_bias, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
+    """Turn products x = q·k into (y, visible); y is HIDDEN where a key is not visible.
+
+    A tile that is no EDGE lies inside every row's keys, also by the mask and by the key bias.
+    """
+    y = x
+    if not LINEAR:
+        y = x * number(opt.scale, x.dtype)
+        if opt.cap is not None:
+            cap = number(opt.cap, x.dtype)
+            y = cap * tanh(y / cap)
+    if opt.row_bias.ptr is not None:
+        y = y + row_bias
+    if opt.key_bias.ptr is not None:
+        bias = load_rows(opt.key_bias, b, h, j, j < opt.keys, 0.0).to(x.dtype)  # a vector
+        y = y + bias
+        if EDGE:
+            y = tl.where(bias == -float("inf"), HIDDEN, y)
+    if opt.relative.ptr is not None:
+        bias = load_relative(h, i, j, opt, x.dtype)
+        y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
+    if opt.bias.ptr is not None:
+        bias = tl.load(dense_ptr(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)
+        y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
+    if (opt.mask.ptr is not None) and EDGE:
+        shown = tl.load(dense_ptr(opt.mask, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0).to(tl.int32)
+        y = tl.where(shown == 0, HIDDEN, y)
+    if EDGE:
+        y = tl.where(j < first, HIDDEN, y)
+        y = tl.where(j < tl.where(i < opt.queries, last, 0), y, HIDDEN)
+    if EDGE or (opt.bias.ptr is not None) or (opt.relative.ptr is not None):
+        visible = y != HIDDEN
+    else:
+        visible = tl.full(x.shape, 1, tl.int1)
+    return y, visible
+
+
+@triton.jit
+def cap_slope(x, opt):
+    """Return ∂ cap(scale·x) / ∂(scale·x) = 1 − tanh²."""
+    t = tanh(x * number(opt.scale, x.dtype) / number(opt.cap, x.dtype))
+    return 1.0 - t * t

@@ -10,12 +10,12 @@ from regard._core.problem import Problem
 OPTIONS = {
     "softcap": "a soft cap",
     "bias": "a bias",
+    "row_bias": "a bias per query",
+    "relative": "a bias by relative position",
+    "interval": "an interval of keys per query",
     "mask": "a dense mask",
     "temperature": "a temperature per query",
     "key_lengths": "key lengths",
-    "interval": "an interval of keys per query",
-    "row_bias": "a bias per query",
-    "relative": "a bias by relative position",
 }
 GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

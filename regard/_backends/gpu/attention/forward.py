@@ -44,7 +44,7 @@ def run_hopper(p: Problem, result: Forward) -> None:
     sums = hopper.forward(p, result.o, result.shift, result.z, spans, opt, key)
     if p.stats:
         finish_statistics(p, sums, result.stats, opt, key, spans)
-    if hopper.has_fixed_shift(p):
+    if hopper.has_fixed_shift(p) or p.bias is not None:
         recompute_overflow(p, result, opt, key)
 
 
@@ -62,7 +62,10 @@ def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: 
     """Turn the Gluon kernel's sums into statistics and recompute the imprecise rows."""
     config, how = config_of(p, "forward_imprecise")
     rows, blocks_per_program = p.q.shape[:-1].numel(), 8
-    launch(key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, spans, opt), (config, ROWS))
+    linear = config._replace(LINEAR=p.softcap is None)  # the kernel's sums have a bias per key among the products
+    launch(
+        key, forward_statistics, triton.cdiv(rows, ROWS), (sums, stats, rows, spans, opt), (linear, ROWS, config.LINEAR)
+    )
     if not (config.NEED.shares or config.NEED.moments):
         return
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)

@@ -115,7 +115,7 @@ def backward(call: BackwardCall) -> None:
         spans, opt, (dk, dv) = None, options(part), (grads.k[b, g], grads.v[b, g])
         if dkv.needs_spans(p) and dkv.supports_hopper(part, do[b, h], rows, dk, dv) is None:
             spans = find_spans(part, opt)
-        d_key_bias = grads.bias[b, h] if flags["KEY_BIAS_GRAD"] and grads.bias is not None else None
+        d_key_bias = grads.bias if grads.bias is None else grads.bias[b, h]
         dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans)
         config, how = config_of(replace(part, bias=None), "backward_product", **flags)  # no score is computed
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.finish_statistics import RowIndex
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
+from regard._backends.gpu.attention.hopper.key_bias import is_left_out
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.online import find_shift, join_sink
@@ -41,6 +42,7 @@ class Outputs(NamedTuple):
     raw_sums: Any  # [9, B, H, M], see `forward_statistics`
     moments: Any  # `key_moments.KeyMoments`
     spans: Any  # `spans.Spans`
+    key_bias: Any  # `key_bias.KeyBias`
 
 
 @gluon.jit
@@ -106,6 +108,8 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
         total = gl.where(empty, 0.0, total)
+    if C.KEY_BIAS:
+        total = gl.where(is_left_out(outputs.key_bias, work.b, work.h), float("nan"), total)
     o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
     at = work.round % 2 * C.WARPGROUPS + group
     parts = split_columns(o, C.E // C.PANEL)

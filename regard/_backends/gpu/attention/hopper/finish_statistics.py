@@ -31,11 +31,12 @@ class RowIndex(NamedTuple):
 
 
 @triton.jit
-def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl.constexpr):
+def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl.constexpr, SAME: tl.constexpr):
     """Stores the statistics of N rows per program.
 
     raw_sums [9, rows]: max y, Z, Σu·|i − j|, Σy, Σy², |q|²·Σ|k|², Σu·log₂u, Σu², first y, in the shift of the maximum.
-    For `forward_imprecise`, max y becomes +inf in precise rows, and Σy becomes Σy/n in the others.
+    For `forward_imprecise`, max y becomes +inf in precise rows, and Σy becomes Σy/n in the others, in its units of y:
+    the SAME, or y times the scale.
     """
     F: tl.constexpr = C.F
     row = tl.program_id(0) * tl.cast(N, tl.int64) + tl.arange(0, N)
@@ -85,5 +86,9 @@ def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl
         spread = m2 - mean * mean_y
         precise = (mean * mean_y <= 256.0 * spread) & (magnitude <= 8192.0 * spread)
         imprecise = imprecise | ((precise == 0) & (empty == 0) & (z == z))
+        if C.LINEAR and not SAME:
+            mean_y = mean_y * tiles.number(opt.scale, tl.float32)
         tl.store(raw_sums + 3 * rows + row, mean_y, mask=inside & imprecise)
+    if C.LINEAR and not SAME:
+        top = top * tiles.number(opt.scale, tl.float32)
     tl.store(raw_sums + row, tl.where(imprecise, top, float("inf")), mask=inside)

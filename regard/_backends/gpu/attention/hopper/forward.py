@@ -28,6 +28,7 @@ from regard._backends.gpu.attention.hopper.epilogue import Outputs, sum_key_mome
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_keys, zeros
 from regard._backends.gpu.attention.hopper.ring import (
     Ring,
+    clear_hidden,
     count_rounds,
     divide_tiles,
     first_key,
@@ -54,6 +55,9 @@ def start_scores(t, at, ring, C: gl.constexpr):
             q = q.slice(0, C.LAST, 1)
             keys = keys.slice(0, C.LAST, 1)
         s = warpgroup_mma(q, keys.permute((1, 0)), s, use_acc=c > 0, is_async=True)
+    if C.KEY_BIAS:
+        bias = ring.bias.index(t % C.STAGES).reshape([C.BN, 16])
+        s = warpgroup_mma(ring.ones, bias.permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -119,28 +123,6 @@ def process_tile(t, o, p, r, at, ring, work, rows, opt, group: gl.constexpr, C: 
 
 
 @gluon.jit
-def clear_hidden(values, start, work, opt, C: gl.constexpr):
-    """Zeroes the values of keys that no row of the block sees, because 0·NaN is NaN.
-
-    Both warpgroups may do so at once: they write the same numbers.
-    """
-    if C.INTERVAL:
-        lowest, highest = work.lowest, work.keys
-    else:
-        lowest, _ = tiles.interval(work.i0, opt, work.keys)
-        _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
-    if (start < lowest) | (start + C.BN > highest):
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
-        STEPS: gl.constexpr = C.BN // 16
-        for c in gl.static_range(STEPS):
-            rows = values.slice(c * 16, 16)
-            j = start + c * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-            visible = gl.expand_dims((j >= lowest) & (j < highest), 1)
-            rows.store(gl.where(visible, rows.load(LAYOUT), 0.0))
-        fence_async_shared()
-
-
-@gluon.jit
 def to_operand(u, ring, C: gl.constexpr):
     """u in 16 bits, in the layout of a tensor core's first operand."""
     F: gl.constexpr = C.F
@@ -154,11 +136,12 @@ def consume(outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, outputs.spans, opt, C)
+            work = get_work(round, base, outputs.spans, outputs.key_bias, opt, C)
             process_block(outputs, ring, work, opt, blocks, group, C)
             base = work.end + C.MOMENT_TILES
     else:
-        process_block(outputs, ring, get_work(0, 0, outputs.spans, opt, C), opt, blocks, group, C)
+        work = get_work(0, 0, outputs.spans, outputs.key_bias, opt, C)
+        process_block(outputs, ring, work, opt, blocks, group, C)
 
 
 @gluon.jit
@@ -252,7 +235,7 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, moment_blocks, shifts, sums, raw_sums, moments, spans, opt, blocks,
+    q_blocks, k_blocks, v_blocks, o_blocks, extra_blocks, shifts, sums, raw_sums, moments, spans, key_bias, opt, blocks,
     C: gl.constexpr,
 ):  # fmt: skip
     """Computes o, the row state and, for statistics, the raw sums that `forward_statistics` finishes."""
@@ -261,6 +244,14 @@ def forward_hopper(
     STAGES: gl.constexpr = C.STAGES
     PANELS: gl.constexpr = C.PANELS
     QUERIES: gl.constexpr = 2 * C.WARPGROUPS if C.PERSISTENT else C.WARPGROUPS
+    ones = None
+    bias = None
+    if C.KEY_BIAS:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        ones = gl.allocate_shared_memory(TYPE, [ROWS, 16], gl.NVMMASharedLayout(32, 16, 2))
+        column = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
+        ones.store(gl.where(column < 3, gl.full([ROWS, 16], 1.0, gl.float32, LAYOUT), 0.0).to(TYPE))
+        bias = gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, 16], extra_blocks.layout)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [QUERIES * PANELS, 1, 1, ROWS, C.PANEL], q_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES * PANELS, 1, 1, C.BN, C.PANEL], k_blocks.layout),
@@ -270,15 +261,17 @@ def forward_hopper(
         make_barriers(STAGES, 1),
         make_barriers(STAGES, 1),
         make_barriers(STAGES, WARPGROUPS),
+        ones,
+        bias,
     )
     fence_async_shared()
-    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans)
+    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans, key_bias)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, spans, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, key_bias, opt, blocks, C)),
             ],
             [4, 1],
             [C.REGISTERS, 24],
@@ -289,7 +282,7 @@ def forward_hopper(
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
                 (consume, (outputs, ring, opt, blocks, 2, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, moment_blocks, ring, spans, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, key_bias, opt, blocks, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],

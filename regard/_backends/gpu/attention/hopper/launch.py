@@ -13,6 +13,7 @@ import triton.language as tl
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.hopper import key_moments
+from regard._backends.gpu.attention.hopper.key_bias import COLUMNS, is_key_bias, make_key_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, needs_spans
 from regard._backends.gpu.attention.limits import (
     GLUON_TYPES,
@@ -45,6 +46,8 @@ SHARED_MEMORY = 224 * 1024  # for the tiles of one program
 LARGEST_CAP = 1e4
 TAKES_INTERVALS = True  # an interval of keys per query
 TAKES_WINDOWS = True  # that are not causal
+TAKES_KEY_BIAS = True
+TAKES_KEY_BIAS_STATISTICS = True
 WIDTHS = (64, 128, 256)  # columns of v in shared memory
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
@@ -72,7 +75,7 @@ def supports(p: Problem) -> str | None:
         return "a scale that is not positive"
     if needs_spans(p) and not (TAKES_INTERVALS if p.interval is not None else TAKES_WINDOWS):
         return "a window (causal ones only)" if p.interval is None else OPTIONS["interval"]
-    if reason := find_option(p, "bias", "mask", "row_bias", "relative"):
+    if reason := find_option(p, "mask", "row_bias", "relative") or _find_bias_obstacle(p):
         return reason
     if p.softcap is not None and p.softcap > LARGEST_CAP:
         return f"a soft cap above {LARGEST_CAP:g}"  # c − 2c/(1 + exp(2s/c)) rounds by the size of c
@@ -81,6 +84,21 @@ def supports(p: Problem) -> str | None:
     if p.q.shape[-2] < ROWS:
         return f"{p.q.shape[-2]} queries ({ROWS} at least)"
     return find_layout_obstacle(p.q, p.k, p.v)
+
+
+def _find_bias_obstacle(p: Problem) -> str | None:
+    """Say why the kernel cannot take the call's bias: it takes one per key, of softmax and softmax1."""
+    if p.bias is None:
+        return None
+    if not (TAKES_KEY_BIAS and is_key_bias(p)):
+        return OPTIONS["bias"]
+    if (
+        p.softcap is not None
+        or p.q.dtype != torch.bfloat16
+        or not (p.choice.family == "ratio" and p.choice.exponential)
+    ):
+        return "a bias per key (softmax and softmax1 in bfloat16, without a soft cap, only)"
+    return "statistics with a bias per key" if p.stats and not TAKES_KEY_BIAS_STATISTICS else None
 
 
 def _find_normalizer_obstacle(p: Problem) -> str | None:
@@ -125,11 +143,14 @@ def forward(
         describe_rows(v, C.BN, C.E),
         describe_rows(o, ROWS, C.PANEL),
     )
-    moments, moment_blocks = None, None
+    moments, key_bias, extra_blocks = None, None, None
     if C.MOMENT_SPAN != 0:
         moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
-        moment_blocks = describe_rows(moments.products, C.BN)
-    arguments = *descriptors, moment_blocks, shift, z, raw_sums, moments, spans, options, blocks
+        extra_blocks = describe_rows(moments.products, C.BN)
+    if C.KEY_BIAS:
+        key_bias, columns = make_key_bias(p, options)
+        extra_blocks = describe_rows(columns, C.BN)
+    arguments = *descriptors, extra_blocks, shift, z, raw_sums, moments, spans, key_bias, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
     return raw_sums
 
@@ -150,6 +171,7 @@ def make_config(p: Problem) -> ForwardConfig:
         NEED=need,
         CAUSAL=causal,
         INTERVAL=needs_spans(p),
+        KEY_BIAS=p.bias is not None,
         **panels._asdict(),
         BM=ROWS * groups,
         BN=keys,
@@ -181,7 +203,7 @@ def has_fixed_shift(p: Problem) -> bool:
     """
     batch, heads, queries, _ = p.q.shape
     shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    shifted = shifted and not p.stats and not needs_spans(p)
+    shifted = shifted and not p.stats and p.bias is None and not needs_spans(p)
     return shifted and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
 
 
@@ -218,7 +240,8 @@ def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
         ]
         return fitting[0]
     table = FOUR_STAGES if p.stats else TWO_GROUPS
-    takes_registers = p.softcap is not None or p.reach[0] is not None or p.key_lengths is not None or needs_spans(p)
+    options = p.softcap, p.bias, p.reach[0], p.key_lengths
+    takes_registers = any(option is not None for option in options) or needs_spans(p)
     if takes_registers or wastes_rows(p.q.shape[-2]):
         return table.get(columns, TWO_GROUPS[columns])
     if not p.stats and F.family == "ratio" and F.exponential and not has_fixed_shift(p):
@@ -250,7 +273,8 @@ def shared_bytes(p: Problem, keys: int, stages: int, queries: int) -> int:
     """Shared memory that the tiles of one program take."""
     panels = choose_panels(p.q.shape[-1], p.v.shape[-1])
     columns = panels.PANEL * panels.PANELS
-    return p.q.element_size() * (queries * columns + stages * keys * (columns + panels.E))
+    beside = 0 if p.bias is None else COLUMNS
+    return p.q.element_size() * (queries * columns + ROWS * beside + stages * keys * (columns + panels.E + beside))
 
 
 def describe_rows(x: torch.Tensor, rows: int, width: int | None = None) -> TensorDescriptor:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper.fragment import ROWS
+from regard._backends.gpu.attention.hopper.key_bias import is_left_out
 from regard._backends.gpu.attention.hopper.spans import FIELDS, find_group
 
 # Triton 3.9, 3.6
@@ -29,6 +30,7 @@ class ForwardConfig(NamedTuple):
     NEED: Any
     CAUSAL: bool  # otherwise every query sees every key
     INTERVAL: bool  # or each query its own interval of keys, see `spans`
+    KEY_BIAS: bool  # see `key_bias`
     PANEL: int  # columns of one buffer of q, k or o
     PANELS: int  # buffers of a tile of q or k
     LAST: int  # columns of the last of them that are multiplied
@@ -60,6 +62,8 @@ class Ring(NamedTuple):
     k_full: Any
     v_full: Any
     free: Any  # at step t: keys of tile t and values of tile t − 1
+    ones: Any  # [64, 16], columns beside q, and [STAGES, 1, 1, N, 16], beside k: the bias of each key
+    bias: Any
 
 
 class Work(NamedTuple):
@@ -120,7 +124,7 @@ def count_rounds(blocks, C: gl.constexpr):
 
 
 @gluon.jit
-def get_work(round, base, spans, opt, C: gl.constexpr):
+def get_work(round, base, spans, key_bias, opt, C: gl.constexpr):
     """Work of this program in a round, whose first step is `base`."""
     row = gl.cdiv(opt.queries, C.BM)
     number = block_number(round, opt, C)
@@ -143,6 +147,8 @@ def get_work(round, base, spans, opt, C: gl.constexpr):
         keys = gl.maximum(gl.load(group + 3), gl.load(group + FIELDS + 3))
         low = gl.minimum(lowest, keys) // C.BN
         count = gl.maximum(gl.cdiv(keys, C.BN) - low, 1)
+    if C.KEY_BIAS:
+        count = gl.where(is_left_out(key_bias, head // opt.heads, head % opt.heads), 1, count)
     if C.MOMENT_SPAN > 0:
         before = gl.minimum(i0, opt.keys) // C.MOMENT_SPAN * C.MOMENT_SPAN
     return Work(round, head // opt.heads, head % opt.heads, i0, keys, lowest, low, count, before, base, base + count)
@@ -196,21 +202,22 @@ def moments_index(work, opt, C: gl.constexpr):
 
 
 @gluon.jit
-def produce(q_blocks, k_blocks, v_blocks, moment_blocks, ring, spans, opt, blocks, C: gl.constexpr):
+def produce(q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, key_bias, opt, blocks, C: gl.constexpr):
     """The producer warp: loads every tile that the consumers of this program need."""
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, spans, opt, C)
-            load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C)
+            work = get_work(round, base, spans, key_bias, opt, C)
+            load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias, opt, C)
             base = work.end + C.MOMENT_TILES
     else:
-        load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, get_work(0, 0, spans, opt, C), opt, C)
+        work = get_work(0, 0, spans, key_bias, opt, C)
+        load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias, opt, C)
 
 
 @gluon.jit
-def load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C: gl.constexpr):
-    """Loads q, then k and v tile by tile, then the key moments of one block."""
+def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias, opt, C: gl.constexpr):
+    """Loads q, then k and v tile by tile, of one block; `extra_blocks` are the keys' bias or, loaded last, moments."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PANELS: gl.constexpr = C.PANELS
     MOMENT_TILES: gl.constexpr = C.MOMENT_TILES
@@ -229,7 +236,9 @@ def load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C: 
         start = first_key(t, work, C)
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
         full = ring.k_full.index(stage)
-        mbarrier.expect(full, C.BN * C.PANEL * PANELS * 2)
+        mbarrier.expect(full, C.BN * (C.PANEL * PANELS + (16 if C.KEY_BIAS else 0)) * 2)
+        if C.KEY_BIAS:
+            async_load(extra_blocks, [work.b * key_bias.b, work.h * key_bias.h, start, 0], full, ring.bias.index(stage))
         for c in gl.static_range(PANELS):
             async_load(k_blocks, [work.b, g, start, c * C.PANEL], full, ring.k.index(stage * PANELS + c))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
@@ -241,7 +250,7 @@ def load_block(q_blocks, k_blocks, v_blocks, moment_blocks, ring, work, opt, C: 
         head, prefix = moments_index(work, opt, C)
         mbarrier.wait(ring.free.index(stage), ((t // C.STAGES) & 1) ^ 1)
         mbarrier.expect(ring.k_full.index(stage), C.BN * C.PANEL * 2)
-        async_load(moment_blocks, [head, prefix, c * C.BN, 0], ring.k_full.index(stage), ring.k.index(stage))
+        async_load(extra_blocks, [head, prefix, c * C.BN, 0], ring.k_full.index(stage), ring.k.index(stage))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)
         mbarrier.arrive(ring.v_full.index(stage), count=1)  # no values belong to it
 
@@ -260,3 +269,25 @@ def skip_tiles(begin, end, ring, C: gl.constexpr):
         mbarrier.wait(ring.k_full.index(stage), phase)
         mbarrier.wait(ring.v_full.index(stage), phase)
         mbarrier.arrive(ring.free.index(stage), count=1)
+
+
+@gluon.jit
+def clear_hidden(values, start, work, opt, C: gl.constexpr):
+    """Zeroes the values of keys that no row of the block sees, because 0·NaN is NaN.
+
+    Both warpgroups may do so at once: they write the same numbers.
+    """
+    if C.INTERVAL:
+        lowest, highest = work.lowest, work.keys
+    else:
+        lowest, _ = tiles.interval(work.i0, opt, work.keys)
+        _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
+    if (start < lowest) | (start + C.BN > highest):
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
+        STEPS: gl.constexpr = C.BN // 16
+        for c in gl.static_range(STEPS):
+            rows = values.slice(c * 16, 16)
+            j = start + c * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+            visible = gl.expand_dims((j >= lowest) & (j < highest), 1)
+            rows.store(gl.where(visible, rows.load(LAYOUT), 0.0))
+        fence_async_shared()

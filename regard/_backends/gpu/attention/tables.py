@@ -19,7 +19,7 @@ from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
 
-COLUMNS = 256  # of a mask that are read at once
+COLUMNS = 128  # of a mask that are read at once
 KEYS = 1024  # of a key bias
 QUERIES = 1024
 

@@ -60,8 +60,8 @@ class Relative(Bias):
         centre = self.table.shape[1] // 2
         if centre < max(queries, keys) - 1:
             raise ValueError(
-                f"table of bias.relative must have at least 2·{max(queries, keys)} − 1 columns for {queries} queries and "
-                f"{keys} keys, got {self.table.shape[1]}"
+                f"table of bias.relative must have at least 2·{max(queries, keys)} − 1 columns for {queries} queries "
+                f"and {keys} keys, got {self.table.shape[1]}"
             )
         first = centre - (queries - 1) - (keys - queries if self.bottom_right else 0)
         cut = self.table[:, first : first + max(0, queries + keys - 1)]
@@ -151,14 +151,14 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
 
 
 def forgetting(log_gates: Tensor) -> Forgetting:
-    """bias_ij = Σ of log_gates over the keys j + 1 … i (forgetting attention, arXiv 2503.02130); use it with causal order.
+    """bias_ij = Σ of log_gates over the keys j + 1 … i (forgetting attention, arXiv 2503.02130), for causal order.
 
     >>> forgetting(torch.full((1, 1, 3), -1.0)).dense(torch.zeros(1, 1, 3, 4), 3)[0, 0, 2]
     tensor([-2., -1.,  0.])
 
     Args:
-        log_gates: (B, H, Lk), the logarithm of each key's forget gate; it has gradients. Fewer queries than keys are the
-            last ones.
+        log_gates: (B, H, Lk), the logarithm of each key's forget gate; it has gradients. Fewer queries than keys are
+            the last ones.
     """
     if not isinstance(log_gates, Tensor) or not log_gates.is_floating_point():
         kind = log_gates.dtype if isinstance(log_gates, Tensor) else type(log_gates).__name__

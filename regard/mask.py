@@ -80,7 +80,7 @@ class Mask:
 
     @classmethod
     def padding(cls, mask: Tensor) -> Mask:
-        """Batch entry b shows the keys where mask[b] is True: (B, N) bools, padded on the left, the right or both sides.
+        """Batch entry b shows the keys where mask[b] is True: (B, N) bools, padded on the left or the right.
 
         Raises:
             ValueError: The visible keys of an entry do not lie side by side.
@@ -122,7 +122,7 @@ class Mask:
 
     @classmethod
     def prefix(cls, lengths: Ints | int, bottom_right: bool = False) -> Mask:
-        """Prefix-LM: the first lengths[b] keys are visible to every query, the rest to later queries; (B,) or an int."""
+        """Prefix-LM: the first lengths[b] keys are visible to every query, the rest is causal; (B,) or an int."""
         per_entry = as_integers(lengths, "lengths") if isinstance(lengths, int) else _per_entry(lengths, "lengths")
         return cls((Prefix(per_entry, _flag(bottom_right, "bottom_right")),))
 
@@ -168,7 +168,8 @@ class Mask:
 
     def bounds(self, queries: int, keys: int, device: torch.device) -> Bounds:
         """(lo, hi), each None or ints that broadcast to (B, H, queries); not clipped to 0 … keys."""
-        los, his = [], []
+        los: list[Tensor] = []
+        his: list[Tensor] = []
         for part in self.parts:
             for own, x in zip((los, his), part.bounds(queries, keys, device), strict=True):
                 if x is not None and x.device not in (device, torch.device("cpu")):

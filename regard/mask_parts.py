@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -110,8 +111,8 @@ class Documents:
         tokens = self.lo.shape[-1]
         if not queries == keys == tokens:
             raise ValueError(
-                f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; queries and keys that are "
-                "packed differently go to regard.attention_varlen"
+                f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; queries and keys that "
+                "are packed differently go to regard.attention_varlen"
             )
         lo, hi = (x if x.ndim == 1 else x[:, None] for x in (self.lo, self.hi))
         return Bounds(lo, hi)
@@ -160,7 +161,7 @@ class Intervals:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Query i of packed documents sees keys lo_i ≤ j < hi_i, and its distances count from position_i; [queries] each."""
+    """Query i of packed documents sees keys lo_i ≤ j < hi_i; distances count from position_i; [queries] each."""
 
     lo: Tensor
     hi: Tensor
@@ -226,7 +227,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], name: str, tokens: int 
     if has_no_values(cu) or (tokens is not None and cu.device.type != "cpu"):
         return cu
     ends = cu.tolist()
-    if ends[0] != 0 or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+    if ends[0] != 0 or any(a > b for a, b in itertools.pairwise(ends)):
         raise ValueError(f"{name} must begin with 0 and never fall, got {ends[:8]}{'…' if len(ends) > 8 else ''}")
     if tokens is not None and ends[-1] != tokens:
         raise ValueError(f"{name} must end at the number of tokens, {tokens}, got {ends[-1]}")

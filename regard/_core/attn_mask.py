@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,8 +43,9 @@ def split_attn_mask(attn_mask: Any, is_causal: bool, device: torch.device | None
         TypeError: It is neither a tensor, a Mask, a bias nor a pair of a mask and a bias.
     """
     found = GivenMask(is_causal=is_causal)
-    pair = attn_mask if isinstance(attn_mask, (tuple, list)) and len(attn_mask) == 2 else (attn_mask,)
-    for x in pair:
+    if isinstance(attn_mask, (tuple, list)) and not attn_mask:
+        raise TypeError("attn_mask must be a tensor, a regard.Mask, a bias or a pair (mask, bias), got an empty one")
+    for x in attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,):
         x, causal = resolve_causal_bias(x, found.is_causal, device, past)
         found = found._replace(is_causal=causal)
         if x is None:
@@ -62,16 +65,31 @@ def split_attn_mask(attn_mask: Any, is_causal: bool, device: torch.device | None
                 f"attn_mask must be a tensor, a regard.Mask, a bias of regard.bias or a pair (mask, bias), got "
                 f"{type(x).__name__}"
             )
-    if len(found.tensors) == 2 and found.tensors[0].dtype != torch.bool:
-        raise TypeError("attn_mask=(mask, bias): the first of two tensors must be bool (True = visible)")
+    if sum(x.dtype != torch.bool for x in found.tensors) > 1:
+        raise TypeError("attn_mask takes one float tensor, which is added to the scores, got two; pass their sum")
     return found
+
+
+def densify(attn_mask: Any, q: Tensor, keys: int) -> Tensor | None:
+    """Return all of `attn_mask` as one tensor that broadcasts to [B, H, M, N]; None if it hides and adds nothing."""
+    given = split_attn_mask(attn_mask, False, q.device)
+    hidden = [x for x in given.tensors if x.dtype == torch.bool]
+    hidden += [given.mask.dense(q.shape[2], keys, device=q.device)] if given.mask is not None else []
+    added = [x for x in given.tensors if x.dtype != torch.bool]
+    added += [given.bias.dense(q, keys)] if given.bias is not None else []
+    mask = functools.reduce(torch.logical_and, hidden) if hidden else None
+    bias = functools.reduce(torch.add, added) if added else None
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    return torch.where(mask, bias, -math.inf)
 
 
 def densify_block_mask(block_mask: Any, device: torch.device | None) -> Tensor:
     """Return FlexAttention's BlockMask as a bool tensor [B, H, M, N]."""
     from torch.nn.attention.flex_attention import create_mask
 
-    return create_mask(block_mask.mask_mod, *block_mask.shape, device=device)  # type: ignore[arg-type]
+    batch, heads, queries, keys = block_mask.shape
+    return create_mask(block_mask.mask_mod, batch, heads, queries, keys, device)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from regard._core.options import AttentionOptions
+from regard.bias import Bias
+from regard.mask import Mask
+from regard.mask_parts import Intervals
 from regard.statistics import Statistics
 
 
@@ -53,6 +56,7 @@ def attention(function: Callable, q, k, v, options: AttentionOptions):
                 x = x.narrow(dim, start[whole], shape[whole])
         return x
 
+    _check_mask(options.attn_mask, sharded, heads)
     given = {name: local(name, x) for name, x in options._asdict().items()}
     keys = [_keys(x, whole_keys) for x in (k, v)]
     if whole_keys:
@@ -67,6 +71,17 @@ def attention(function: Callable, q, k, v, options: AttentionOptions):
         out, stats = result
         return placed(out), Statistics({name: placed(x) for name, x in stats.items()})
     return placed(result)
+
+
+def _check_mask(attn_mask: Any, sharded: list[int], heads: int) -> None:
+    """Raise for a `regard.Mask` or bias that would have to be cut to the rank's heads or batch entries."""
+    for x in attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,):
+        by_head = isinstance(x, Bias) or (isinstance(x, Mask) and any(isinstance(p, Intervals) for p in x.parts))
+        by_head = by_head or (isinstance(x, Tensor) and x is not attn_mask)  # one of a pair
+        by_entry = isinstance(x, Mask) and not x.is_static and any(dim != heads for dim in sharded)
+        if (by_head and sharded) or by_entry:
+            kind = type(x).__name__
+            raise TypeError(f"attn_mask: a {kind} is not cut to a rank's DTensor; pass all as one dense tensor")
 
 
 def _axes_with_whole_keys(q, k, v, shard: Any, replicate: Any) -> list[int]:

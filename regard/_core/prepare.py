@@ -124,8 +124,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         is_causal, narrowed = is_causal or visible.causal, visible.with_window(left, right, keys)
         left, right, interval = narrowed.left, narrowed.right, visible.interval
         for lengths in visible.lengths:
-            checked = check_key_lengths(lengths, batch, keys, q, "lengths of Mask")
-            key_lengths = checked if key_lengths is None else torch.minimum(key_lengths, checked)
+            shorter = check_key_lengths(lengths, batch, keys, q, "lengths of Mask")
+            assert shorter is not None  # as given
+            key_lengths = shorter if key_lengths is None else torch.minimum(key_lengths, shorter)
         if interval is not None and not fits(interval.shape[1:], full[:3]):
             raise ValueError(
                 f"attn_mask {given.mask!r} must broadcast to (B, H, Lq) = {full[:3]}, got {tuple(interval.shape[1:])}"

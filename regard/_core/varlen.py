@@ -115,8 +115,8 @@ def attention_varlen(
         sink=sink,
         backend=backend,
     )
-    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    found: Any = attention(*heads_first, Mask((packed,)), return_stats=return_stats, **options)
+    options |= dict(attn_mask=Mask((packed,)), return_stats=return_stats)
+    found: Any = attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), **options)
     if not isinstance(found, tuple):
         return found[0].transpose(0, 1)
     out, stats = found

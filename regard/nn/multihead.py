@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from regard import statistics
 from regard._core.attention import attention
+from regard._core.attn_mask import split_attn_mask
 from regard._core.double_backward import is_saved_elsewhere
+from regard._core.options import AttnMask
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
 from regard._core.validation import check_key_lengths, check_mask
-from regard.masks import resolve_causal_bias
 from regard.nn import additive, torch_weights, validation
-from regard.nn.visibility import Visibility
+from regard.nn.visibility import Visibility, pack_documents
 from regard.temperature import Fixed, named
 
 
@@ -148,10 +149,11 @@ class MultiheadAttention(nn.Module):
         value: Tensor | None = None,
         *,
         is_causal: bool = False,
-        attn_mask: Tensor | None = None,
+        attn_mask: AttnMask = None,
         key_lengths: Tensor | Sequence[int] | None = None,
         window: tuple[int | None, int | None] | None = None,
         cache: Cache | bool | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
         return_stats: bool | str | tuple[str, ...] = False,
     ) -> Any:
         """Return out, followed by the statistics if `return_stats`, followed by the new cache if `cache`.
@@ -161,11 +163,14 @@ class MultiheadAttention(nn.Module):
             key: (B, Lk, kdim), default query (self-attention).
             value: (B, Lk, vdim), default key.
             is_causal: hide later keys; may be combined with `attn_mask`.
-            attn_mask: bool (True = visible) or additive, broadcasts to (B, H, Lq, N); N counts cached keys too.
+            attn_mask: bool (True = visible) or additive, broadcasts to (B, H, Lq, N); N counts cached keys too. Or a
+                `regard.Mask`, a bias of `regard.bias`, or a pair (mask, bias).
             key_lengths: (B,) visible keys, cached keys included.
             window: (left, right) keys around each query that are visible.
             cache: True starts a cache; a `Cache` continues it. New keys follow the cached ones, and `is_causal` and
                 `window` place query 0 right after the cached keys.
+            cu_seqlens: (documents + 1,) ints 0, …, L of a packed batch, whose inputs are (1, L, embed_dim): tokens
+                attend within their document, `is_causal` and `window` count there.
             return_stats: True for all statistics, or their names.
 
         The statistic `distance` counts queries from 0, with or without a cache, and keys from the first that a
@@ -184,13 +189,22 @@ class MultiheadAttention(nn.Module):
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
         is_causal = check_flag(is_causal, "is_causal")
-        attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, q.device, past)
         batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-        if attn_mask is not None:
-            attn_mask = check_mask(attn_mask, (batch, heads), batch, heads, queries, keys, q)
         key_lengths = check_key_lengths(key_lengths, batch, keys, q)
-        visibility = Visibility.with_cache(keys, past, is_causal, window, attn_mask, key_lengths)
+        if cu_seqlens is not None:
+            validation.check_packed(batch, attn_mask, key_lengths, cache)
+            attn_mask, is_causal, window = pack_documents(cu_seqlens, queries, keys, is_causal, window, q), False, None
+        given = split_attn_mask(attn_mask, is_causal, q.device, past)
+        tensors = [check_mask(x, (batch, heads), batch, heads, queries, keys, q) for x in given.tensors]
+        if given.mask is None and given.bias is None and len(tensors) < 2:
+            dense = tensors[0] if tensors else None
+            visibility = Visibility.with_cache(keys, past, given.is_causal, window, dense, key_lengths)
+        else:
+            given = given._replace(tensors=tuple(tensors))
+            visibility = Visibility.with_mask(given, (queries, keys, past), window, key_lengths)
         wanted = statistics.requested(return_stats)
+        if self.score == "additive":
+            visibility = visibility.densify(q, keys)
         attend = self._attend_additive if self.score == "additive" else self._attend_product
         out, stats = attend(q, visibility.trim(k), visibility.trim(v), wanted or (), visibility.options)
         out = self.out_proj(out.transpose(1, 2).flatten(2))

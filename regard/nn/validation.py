@@ -53,6 +53,17 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
         raise ValueError(f"key and value must have the same length, got {key.shape[1]} and {value.shape[1]}")
 
 
+def check_packed(batch: int, attn_mask: Any, key_lengths: Tensor | None, cache: Any) -> None:
+    """Raise ValueError if an argument says what `cu_seqlens` says already, or the batch is not packed."""
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens needs inputs of shape (1, L, embed_dim), the packed tokens, got a batch of {batch}"
+        )
+    for name, x in (("attn_mask", attn_mask), ("key_lengths", key_lengths), ("cache", cache or None)):
+        if x is not None:
+            raise ValueError(f"cu_seqlens says which keys are visible; {name} beside it must be None")
+
+
 def check_cache(cache: Any, shape: tuple[int | str, ...]) -> tuple[Tensor, Tensor]:
     """Return the cache; raise an error unless both tensors have the shape (B, G, "N", D)."""
     if not (isinstance(cache, tuple) and len(cache) == 2 and all(isinstance(x, Tensor) for x in cache)):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from regard._core.attn_mask import GivenMask, densify
 from regard._core.validation import check_window
+from regard.mask import Mask
+from regard.mask_parts import Packed, check_cu_seqlens
 
 
 class Visibility(NamedTuple):
@@ -51,6 +56,57 @@ class Visibility(NamedTuple):
                 key_lengths = (key_lengths - first).clamp_min(0)
         return cls(dict(attn_mask=attn_mask, is_causal=is_causal, key_lengths=key_lengths, window=window), first)
 
+    @classmethod
+    def with_mask(
+        cls,
+        given: GivenMask,
+        sizes: tuple[int, int, int],
+        window: tuple[int | None, int | None] | None,
+        key_lengths: Tensor | None,
+    ) -> Visibility:
+        """Return the visibility of a `regard.Mask` or bias; sizes are (queries, keys, cached keys).
+
+        Behind a cache causal order and window join the mask, aligned at the bottom right; no key is cut off.
+        """
+        queries, keys, past = sizes
+        left, right = check_window(window)
+        if past and keys - queries != past:
+            raise ValueError(
+                f"attn_mask: a regard.Mask or bias beside a cache needs as many new keys as queries, got {keys - past} "
+                f"and {queries}"
+            )
+        mask = Mask() if given.mask is None else given.mask
+        if given.is_causal:
+            mask &= Mask.causal(bottom_right=past > 0)
+        if (left, right) != (None, None):
+            mask &= Mask.window(left, right, bottom_right=past > 0)
+        hidden = [x for x in given.tensors if x.dtype == torch.bool]
+        biases = [*(x for x in given.tensors if x.dtype != torch.bool), given.bias]
+        attn_mask = (*hidden, mask, *biases)
+        return cls(dict(attn_mask=attn_mask, is_causal=False, key_lengths=key_lengths, window=None))
+
+    def densify(self, q: Tensor, keys: int) -> Visibility:
+        """Return the same with a tensor in the place of a `regard.Mask` or bias."""
+        dense = densify(self.options["attn_mask"], q, keys)
+        return self._replace(options={**self.options, "attn_mask": dense})
+
     def trim(self, x: Tensor) -> Tensor:
         """Drop the keys that no query sees from x [B, G, N, D]."""
         return x[:, :, self.first :]
+
+
+def pack_documents(
+    cu_seqlens: Tensor | Sequence[int],
+    queries: int,
+    keys: int,
+    is_causal: bool,
+    window: tuple[int | None, int | None] | None,
+    q: Tensor,
+) -> Mask:
+    """Return the mask of packed documents; causal order and window count within each."""
+    if queries != keys:
+        raise ValueError(
+            f"cu_seqlens needs as many keys as queries ({queries}), got {keys}; see regard.attention_varlen"
+        )
+    cu = check_cu_seqlens(cu_seqlens, "cu_seqlens", queries).to(q.device)
+    return Mask((Packed.of(cu, cu, queries, is_causal, *check_window(window)),))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard._core.attn_mask import resolve_mask, split_attn_mask
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
-from regard._core.validation import repeat_heads
+from regard._core.rows.validation import fits
+from regard._core.validation import check_key_lengths, repeat_heads
+from regard.mask import Mask
 from regard.parallel import torch_engine
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import compare_calls, sketch, sketches_match, summarize
@@ -32,6 +36,7 @@ class ShardedCall:
     lengths: Any
     backend: str | None
     shared: bool = False
+    mask: Mask | None = None  # sized by the whole sequence, after the handshake
 
     def make_plan(self, group: RankGroup) -> tuple[Plan, Call, int]:
         """Return (the plan, the call, the seed of dropout) after the handshake."""
@@ -40,6 +45,7 @@ class ShardedCall:
         numbers: list[int] = []
         alike: dict[str, object] = {}
         try:
+            self._split_mask()
             call = self._validate(self._estimate_keys(group.world))
             choose_engine(call.problem, self.backend)
             numbers, alike = self._describe(call)
@@ -51,10 +57,50 @@ class ShardedCall:
         if total != call.problem.k.shape[2]:
             call = self._validate(total)
         call = self._with_own_keys(call)
+        interval = None
+        if self.mask is not None:
+            spans = queries[0] if self.shared else [span for own in queries for span in own]
+            call, interval = self._with_mask(call, count_positions(spans), total)
         per_row = any(n[2] != 1 for n in answers) or all(n[0] == 1 for n in answers)
-        plan = _plan(call, group, queries, keys, per_row, self.backend)
+        plan = _plan(call, group, queries, keys, per_row, self.backend, interval)
         plan.wants_gradients = self._wants_gradients(call)
         return plan, call, answers[0][5]
+
+    def _split_mask(self) -> None:
+        """Take a `regard.Mask` out of the options; a bias of `regard.bias` is refused."""
+        given = split_attn_mask(self.options["attn_mask"], self.options["is_causal"], getattr(self.q, "device", None))
+        if given.bias is not None:
+            raise TypeError("attn_mask: regard.parallel takes no bias of regard.bias; pass it as a dense tensor")
+        if len(given.tensors) > 1:
+            raise TypeError("attn_mask: regard.parallel takes one tensor beside a regard.Mask, got two")
+        tensor = given.tensors[0] if given.tensors else None
+        self.mask, self.options = given.mask, {**self.options, "attn_mask": tensor, "is_causal": given.is_causal}
+
+    def _with_mask(self, call: Call, queries: int, keys: int) -> tuple[Call, Tensor | None]:
+        """Return the call narrowed by the mask of the whole sequence, and the interval of all queries."""
+        assert self.mask is not None
+        problem = call.problem
+        batch, heads = problem.q.shape[:2]
+        counts_distance = "distance" in problem.stats or call.policy is not None
+        visible = resolve_mask(self.mask, queries, keys, problem.q.device, counts_distance)
+        narrowed = visible.with_window(problem.left, problem.right, keys)
+        lengths = [check_key_lengths(x, batch, keys, problem.q, "lengths of Mask") for x in visible.lengths]
+        given = [x for x in (problem.key_lengths, *lengths) if x is not None]
+        interval = visible.interval
+        if interval is not None and not fits(interval.shape[1:], (batch, heads, queries)):
+            raise ValueError(
+                f"attn_mask {self.mask!r} must broadcast to (B, H, Lq) = {(batch, heads, queries)}, got "
+                f"{tuple(interval.shape[1:])}"
+            )
+        problem = replace(
+            problem,
+            causal=problem.causal or visible.causal,
+            left=narrowed.left,
+            right=narrowed.right,
+            key_lengths=functools.reduce(torch.minimum, given) if given else None,
+        )
+        whole = None if interval is None else interval.expand(3, batch, heads, queries)
+        return replace(call, problem=problem), whole
 
     def _estimate_keys(self, world: int) -> int:
         """Estimate the keys of all ranks together: from the mask or key_lengths, else as for equal shards."""
@@ -112,6 +158,7 @@ class ShardedCall:
         numbers = [self.q.shape[-2], self.k.shape[-2], self._mask_size(-2), self._mask_size(-1)]
         numbers += [max(lengths, default=0), seed, *(sketch(self.q) if self.shared else [])]
         options = {name: x for name, x in self.options.items() if name != "key_lengths"}
+        options["attn_mask"] = options["attn_mask"] if self.mask is None else (options["attn_mask"], self.mask)
         options |= dict(layout=self.layout, lengths=self.lengths, backend=self.backend)
         alike: dict[str, object] = {f"with different {name}": summarize(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
@@ -163,7 +210,9 @@ class ShardedCall:
         return queries, keys
 
 
-def _plan(call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], per_row: bool, backend) -> Plan:
+def _plan(
+    call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], per_row: bool, backend, interval=None
+) -> Plan:
     engine = choose_engine(call.problem, backend)
     problem = call.problem
     if engine is torch_engine and problem.q.device.type == "cpu":  # float64, as `regard.attention` without a kernel;
@@ -174,13 +223,14 @@ def _plan(call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans],
             if x is not None and x.shape[2] != problem.q.shape[2]:
                 dense[name] = x = x.expand(-1, -1, problem.q.shape[2], -1).contiguous()
                 problem = replace(problem, **{name: x.expand(getattr(problem, name).shape)})
-    reach = _reach_if_alone(call)
+    reach = _reach_if_alone(call) if interval is None else None
     if reach == (None, None):  # positions do not matter: treat shards as contiguous
         queries, keys = (
             spans_of_lengths([count_positions(own) for own in cut], "contiguous", "") for cut in (queries, keys)
         )
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
-    plan = Plan(problem, group, queries, keys, engine, **dense)
+    plan = Plan(problem, group, queries, keys, engine, **dense, interval=interval)
+    plan.problem = replace(problem, interval=plan.interval_of(group.rank))
     plan.bias_per_row = plan.mask_per_row = per_row
     plan.causal_only = reach == (None, 0)
     return plan

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from regard.mask import Mask
 from regard.parallel.group import RankGroup
 
 NUMBERS = 48  # in every handshake, so that calls of different functions can be compared too
@@ -64,6 +65,11 @@ def summarize(x: object) -> object:
     """
     if isinstance(x, Tensor):
         return str(x.dtype), x.ndim
+    if isinstance(x, Mask):  # the same on every rank, to the number
+        tensors = [y for part in x.parts for y in vars(part).values() if isinstance(y, Tensor)]
+        return repr(x), [y.tolist() for y in tensors]
+    if isinstance(x, tuple):
+        return tuple(map(summarize, x))
     if not callable(x):
         return x
     settings = {

@@ -38,6 +38,7 @@ class Plan:
     mask_per_row: bool = False
     wants_gradients: bool = False
     delta_known: list[bool] = field(default_factory=list)  # per rank of queries, set by forward: δ needs no extra sweep
+    interval: Tensor | None = None  # [3, B, H, the queries of all ranks]
     causal_only: bool = False  # True if positions matter for causal order alone
 
     @property
@@ -114,6 +115,7 @@ class Plan:
             mask=cut(rows.mask),
             temperature=None if rows.temperature is None else rows.temperature[:, :, here],
             sink=None,
+            interval=None if rows.interval is None else rows.interval[..., here],
             first_query=first_query,
             first_key=first_key,
             queries=self.total_queries,
@@ -123,6 +125,13 @@ class Plan:
         """Yield each chunk of queries: its slice, and the problem of its rows."""
         for (q0, _), here in locate_spans(queries):
             yield here, replace(rows.block(here.start, here.stop), first_query=q0)
+
+    def interval_of(self, rank: int) -> Tensor | None:
+        """Return the interval of a rank's queries; None without one."""
+        if self.interval is None:
+            return None
+        cut = torch.cat([self.interval[..., start:stop] for start, stop in self.queries[rank]], -1)
+        return cut[:, :, :1].expand(cut.shape) if self.interval.stride(2) == 0 else cut
 
     def has_one_column(self, x: Tensor) -> bool:
         """True if a bias or mask has one column for all keys (with one key in total, the column is that key's)."""

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
 from regard._core.execute import check_policy_tensor
+from regard._core.options import AttnMask
 from regard._core.prepare import Call
-from regard.masks import resolve_causal_bias
 from regard.parallel.autograd import ParallelAttention, ReplicatedQueries, ShardedQueries
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import RankGroup
@@ -26,7 +26,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: AttnMask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | str | Tensor | None = None,
@@ -62,7 +62,8 @@ def attention(
 
     Args:
         q, k, v: this rank's shards (…, length, head_dim), cut by `regard.parallel.shard`.
-        attn_mask: rows as q (cut by `shard(mask, dim=-2)`, or 1 row for all), columns of the whole sequence.
+        attn_mask: rows as q (cut by `shard(mask, dim=-2)`, or 1 row for all), columns of the whole sequence. Or a
+            `regard.Mask` of the whole sequence, the same on every rank.
         temperature, sink: per query where they have as many rows as q, otherwise the same on every rank.
         window, key_lengths, is_causal: count positions of the whole sequence; key_lengths is the same on every rank.
         group: the ranks that share the sequence, or a DeviceMesh of them; None is all.
@@ -80,7 +81,6 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
@@ -91,7 +91,7 @@ def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: AttnMask = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | str | Tensor | None = None,
@@ -130,7 +130,6 @@ def decode(
         ValueError: As `regard.parallel.attention` raises it.
         RankError: Another rank died or stalled.
     """
-    attn_mask, is_causal = resolve_causal_bias(attn_mask, is_causal, getattr(q, "device", None))
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
                    key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip

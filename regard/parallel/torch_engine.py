@@ -44,9 +44,11 @@ class Block:
 
     @property
     def positions(self) -> tuple[Tensor, Tensor]:
-        """Positions of queries [m, 1] and of keys [N] in the whole sequence."""
+        """Positions of queries [m, 1] or [B, H, m, 1] and of keys [N] in the whole sequence."""
         first, p = self.rows.start + self.problem.first_query, self.problem
         i = torch.arange(first, first + self.s.shape[2], device=self.s.device, dtype=self.s.dtype)[:, None]
+        if p.interval is not None:
+            i = p.interval[2, :, :, self.rows, None].to(self.s.dtype)
         return i, torch.arange(p.first_key, p.first_key + self.s.shape[3], device=self.s.device, dtype=self.s.dtype)
 
     def dropout_factors(self) -> Tensor | None:
@@ -93,6 +95,9 @@ def _visible(problem: Problem, rows: slice, count: int, keys: int) -> Tensor:
     if problem.key_lengths is not None:
         ends = (problem.key_lengths - problem.first_key).clamp(0, keys)
         visible = visible & masks.padding(ends, keys)[:, None, None]
+    if problem.interval is not None:
+        lo, hi, _ = problem.interval[..., rows] - problem.first_key
+        visible = visible & masks.interval(lo, hi, keys)
     if problem.mask is not None:
         visible = visible & problem.mask[:, :, rows]
     if problem.bias is not None:

@@ -73,7 +73,7 @@ def _visiting_rows(plan: Plan, step: str) -> Iterator[tuple[int, Problem]]:
         q = transfer.wait()
         if root + 1 < group.world:
             transfer = start(root + 1)
-        rows = replace(problem, q=q, sink=None)
+        rows = replace(problem, q=q, sink=None, interval=plan.interval_of(root))
         for name in ("bias", "mask"):
             setattr(rows, name, _own_columns(plan, name, root, step))
         if problem.temperature is not None:

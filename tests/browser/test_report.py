@@ -223,3 +223,80 @@ def test_a_map_beyond_one_has_its_own_range_and_marks_that_can_be_seen(browser, 
         Select(browser.find_element(By.ID, "treatment")).select_by_visible_text(treatment)
         ends = browser.find_elements(By.CSS_SELECTOR, "#scale span")
         assert [float(end.text) for end in ends[:2]] == pytest.approx([0.0, top], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def tokens_saved(tmp_path_factory):
+    from regard.health.models.tiny import CHARACTERS, TinyLM, encode
+
+    torch.manual_seed(0)
+    model = TinyLM(layers=48, heads=4, width=32, length=64)
+    with torch.no_grad():
+        model.blocks[40].attention.qkv.weight[:64] *= 40.0
+    ids = encode("the cat sat on the mat and the dog sat on the log, for the old cat ")[None, :64]
+    report = examine(model, [ids], what_if=["qk_norm"], tokenizer=CHARACTERS.__getitem__, title="deep")
+    assert {index for index, _ in report.findings[0].places} == {40}
+    return report.save(tmp_path_factory.mktemp("tokens") / "report.html"), report
+
+
+def open_page(browser, address):
+    browser.get("about:blank")  # another hash of the same file would not load it again
+    browser.get(address)
+    WebDriverWait(browser, 20).until(
+        lambda driver: driver.find_element(By.TAG_NAME, "body").get_attribute("data-ready")
+    )
+
+
+def test_the_head_to_look_at_first_is_open_and_links_choose_another(browser, tokens_saved):
+    path, report = tokens_saved
+    open_page(browser, path.as_uri())
+    first = min(report.findings[0].places)
+    chosen = browser.find_element(By.ID, "chosen")
+    assert chosen.text.startswith(f"Layer {first[0]}, head {first[1]} ")
+    assert chosen.get_attribute("href").endswith(f"#layer-{first[0]}-head-{first[1]}")
+    open_page(browser, f"{path.as_uri()}#layer-7-head-2")
+    assert browser.find_element(By.ID, "chosen").text.startswith("Layer 7, head 2 ")
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_a_token_shows_its_top_keys(browser, tokens_saved):
+    path, report = tokens_saved
+    open_page(browser, f"{path.as_uri()}#layer-40-head-1")
+    head = next(one for one in report.tokens["heads"] if (one["index"], one["head"]) == (40, 1))
+    assert head["kind"] in browser.find_element(By.ID, "head-kind").text
+    token = browser.find_elements(By.CSS_SELECTOR, "#passage .token")[20]
+    browser.execute_script("arguments[0].click()", token)
+    text = browser.find_element(By.ID, "top-keys").text
+    assert text.startswith("Token 20,")
+    for key, weight in zip(head["keys"][20], head["weights"][20], strict=True):
+        assert f"({key}) {weight:.2f}" in text
+    tops = browser.find_elements(By.CSS_SELECTOR, "#passage .token.top")
+    assert len(tops) == len(head["keys"][20])
+
+
+def test_marks_follow_the_what_if_and_all_layers_fit(browser, tokens_saved):
+    path, report = tokens_saved
+    open_page(browser, path.as_uri())
+    shown = "return document.querySelectorAll('circle.ring:not(.none)').length"
+    assert browser.execute_script(shown) == len({place for one in report.findings for place in one.places})
+    Select(browser.find_element(By.ID, "treatment")).select_by_visible_text("qk_norm")
+    changed = report.what_if["qk_norm"].findings
+    assert browser.execute_script(shown) == len({place for one in changed for place in one.places})
+    assert browser.execute_script("return document.querySelector('#map svg').getBoundingClientRect().height") < 700
+
+
+def test_the_chart_follows_the_statistic(browser, tokens_saved):
+    open_page(browser, tokens_saved[0].as_uri())
+    for name, has_curve in (("distance", True), ("entropy ratio", True), ("max logit", False)):
+        Select(browser.find_element(By.ID, "statistic")).select_by_visible_text(name)
+        assert browser.find_element(By.ID, "curve-title").text.startswith(name)
+        assert bool(browser.find_elements(By.CSS_SELECTOR, "#curve polyline")) == has_curve
+
+
+def test_a_word_leads_to_its_meaning(browser, tokens_saved):
+    open_page(browser, tokens_saved[0].as_uri())
+    link = browser.find_element(By.CSS_SELECTOR, "#findings a.word")
+    assert link.get_attribute("title")
+    browser.execute_script("arguments[0].click()", link)
+    entry = browser.find_element(By.ID, link.get_attribute("href").partition("#")[2])
+    assert entry.is_displayed()

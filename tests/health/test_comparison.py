@@ -73,8 +73,20 @@ def test_a_layer_in_one_report_only_differs(healthy, tmp_path):
 def test_it_is_saved_and_shown_as_a_page(healthy, tmp_path):
     comparison = regard.compare(healthy, stack((2.0, 40.0, 2.0)))
     html = comparison.save(tmp_path / "both.html").read_text()
-    assert "New in B: scale off" in html
+    assert html.index("<h3>New in B</h3>") < html.index("scale off") < html.index("Means over heads")
+    assert "Resolved in B: nothing" in html and "since layer 1" in html
     shown = comparison._repr_html_()
     assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="') and "<script" not in shown
     with pytest.raises(ValueError, match=r"path must end in \.html"):
         comparison.save(tmp_path / "both.json")
+
+
+def test_files_are_called_by_their_names(healthy, tmp_path):
+    (tmp_path / "old").mkdir()
+    a, b, same = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "old" / "a.json"
+    for path in (a, b, same):
+        healthy.save(path)
+    assert regard.compare(a, b).summary()[:2] == ["A: a.json (TransformerEncoder)", "B: b.json (TransformerEncoder)"]
+    assert regard.compare(a, same).names == (str(a), str(same))
+    assert regard.compare(healthy, b).names == ("TransformerEncoder", "b.json")
+    assert "<h1>a.json" in regard.compare(a, b).save(tmp_path / "both.html").read_text()

@@ -61,10 +61,14 @@ class Comparison:
     Attributes:
         new, resolved, changed: kinds of findings in B only, in A only, and in both but of other heads.
         first_differences: per statistic, the first layer that differs; a statistic that agrees everywhere is left out.
+        names: what A and B are called: the file's name, or the report's title.
     """
 
-    def __init__(self, a: dict[str, Any], b: dict[str, Any], tolerance: float) -> None:
+    def __init__(
+        self, a: dict[str, Any], b: dict[str, Any], tolerance: float, names: tuple[str, str] | None = None
+    ) -> None:
         self.a, self.b, self.tolerance = a, b, tolerance
+        self.names = names or (a["title"], b["title"])
         heads_a, heads_b = _heads_by_kind(a), _heads_by_kind(b)
         none: frozenset = frozenset()
         changes = [
@@ -79,7 +83,8 @@ class Comparison:
     def summary(self) -> list[str]:
         """The comparison in a few lines."""
         lines = [
-            f"{letter}: {report['title']}{describe_gaps(report)}" for letter, report in (("A", self.a), ("B", self.b))
+            f"{letter}: {describe_name(name, report)}{describe_gaps(report)}"
+            for letter, name, report in zip("AB", self.names, (self.a, self.b), strict=True)
         ]
         lines += [f"New in B: {change.kind}, {_list(change.appeared)}" for change in self.new]
         lines += [f"Resolved in B: {change.kind}, {_list(change.gone)}" for change in self.resolved]
@@ -142,7 +147,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         counts = f"{len(self.new)} new, {len(self.resolved)} resolved, {len(self.changed)} changed"
-        return f"<Comparison of {self.a['title']} and {self.b['title']}: findings {counts}>"
+        return f"<Comparison of {self.names[0]} and {self.names[1]}: findings {counts}>"
 
     def _repr_html_(self) -> str:
         """The page in a sandboxed frame, as notebooks show it."""
@@ -175,7 +180,7 @@ def compare(a: Report | str | os.PathLike, b: Report | str | os.PathLike, *, tol
     """
     if not 0.0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance must be a number ≥ 0, got {tolerance!r}")
-    return Comparison(_json_of("a", a), _json_of("b", b), tolerance)
+    return Comparison(_json_of("a", a), _json_of("b", b), tolerance, names_of(a, b))
 
 
 def _json_of(name: str, report: Report | str | os.PathLike) -> dict[str, Any]:
@@ -184,6 +189,20 @@ def _json_of(name: str, report: Report | str | os.PathLike) -> dict[str, Any]:
     if isinstance(report, (str, os.PathLike)):
         return read_json(report)
     raise TypeError(f"{name} must be a Report or the path of its JSON file, got {type(report).__name__}")
+
+
+def names_of(a: Report | str | os.PathLike, b: Report | str | os.PathLike) -> tuple[str, str]:
+    """What two reports are called: files by their names, or by their paths if the names are the same."""
+    if isinstance(a, Report) or isinstance(b, Report):
+        first, second = (one.title if isinstance(one, Report) else Path(one).name for one in (a, b))
+        return first, second
+    same = Path(a).name == Path(b).name
+    return (str(a), str(b)) if same else (Path(a).name, Path(b).name)
+
+
+def describe_name(name: str, report: dict[str, Any]) -> str:
+    """`before.json (my-model)`; the title alone if the report was not a file."""
+    return name if name == report["title"] else f"{name} ({report['title']})"
 
 
 def describe_gaps(report: dict[str, Any]) -> str:

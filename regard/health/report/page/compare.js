@@ -68,9 +68,24 @@
     paintTable();
     const layer = data.layers[state.layer];
     byId("chosen").textContent = `Layer ${layer.index}, head ${state.head} · ${layer.name}`;
+    byId("chosen").href = `#layer-${layer.index}-head-${state.head}`;
   };
   data.statistics.forEach((_, s) => { make("option", byId("statistic"), name(s)).value = s; });
   byId("statistic").addEventListener("change", (event) => choose({ statistic: Number(event.target.value) }));
+  const rowOf = new Map(data.layers.map((layer, row) => [layer.index, row]));
+  const go = (index, head) => {
+    if (!rowOf.has(index) || head >= widths[rowOf.get(index)]) return;
+    choose({ layer: rowOf.get(index), head });
+    byId("maps").scrollIntoView({ behavior: "smooth", block: "start" });
+  };
+  for (const chip of document.querySelectorAll(".chip")) chip.addEventListener("click", () => go(Number(chip.dataset.layer), Number(chip.dataset.head)));
+  document.addEventListener("click", (event) => { if (event.target.closest?.("a.word")) document.querySelector("#glossary details").open = true; });
+  const follow = () => {
+    const [, layer, head] = location.hash.match(/^#layer-(\d+)-head-(\d+)$/) ?? [];
+    if (layer !== undefined) go(Number(layer), Number(head));
+  };
+  addEventListener("hashchange", follow);
   choose({});
+  follow();
   document.body.dataset.ready = "true";
 })();

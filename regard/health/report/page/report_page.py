@@ -82,7 +82,7 @@ def render(report: Report) -> str:
 def _pack_numbers(report: Report) -> tuple[str, Detail]:
     """The numbers in as much detail as fits; what a sample of heads shows to be far too large is not tried."""
     what_if = {name: replace(one, heads=one.heads[:SAMPLE]) for name, one in report.what_if.items()}
-    sample = replace(report, heads=report.heads[:SAMPLE], what_if=what_if)
+    sample = replace(report, heads=report.heads[:SAMPLE], what_if=what_if, tokens=None)
     factor = max(len(report.heads) / SAMPLE, 1.0)
     for detail in DETAILS[1 if report.is_loaded else 0 : -1]:
         if len(pack(make_payload(sample, *detail))) * factor <= 1.5 * LIMIT:

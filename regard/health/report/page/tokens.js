@@ -11,8 +11,9 @@ const makeTokenView = (data) => {
     brush.fillStyle = ink.getPropertyValue("--line");
     brush.fillRect(0, chosen * size, canvas.width, size);
     brush.fillStyle = ink.getPropertyValue("--accent");
+    const most = Math.max(...one.weights.flat(), 0.01);
     one.keys.forEach((row, at) => row.forEach((key, i) => {
-      brush.globalAlpha = Math.max(0.08, one.weights[at][i]);
+      brush.globalAlpha = Math.max(0.12, Math.sqrt(one.weights[at][i] / most));
       brush.fillRect(key * size, at * size, size, size);
     }));
     brush.globalAlpha = 1;

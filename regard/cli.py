@@ -1,4 +1,4 @@
-"""The command line: regard demo | examine | look | compare | lab | explore | bench | list.
+"""The command line: regard demo | examine | look | compare | timeline | lab | explore | bench | list.
 
 A command is one line of `COMMANDS` and one module with `main(options)` and, if it takes any, `arguments(parser)`. The
 module is imported only when its command runs; if it lacks a package, the error names the extra that installs it.
@@ -36,6 +36,7 @@ COMMANDS = {
     "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
     "look": Command("regard.health.commands.look", "list which tokens a head looks at on one text", "hf"),
     "compare": Command("regard.health.commands.compare", "list what differs between two reports", "report"),
+    "timeline": Command("regard.health.commands.timeline", "draw what a Monitor's file says about a training"),
     "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
     "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),
     "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser", "lab"),

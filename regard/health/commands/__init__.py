@@ -1,1 +1,1 @@
-"""The commands `regard demo`, `regard examine` and `regard compare`."""
+"""The commands `regard demo`, `regard examine`, `regard compare` and `regard timeline`."""

@@ -1,0 +1,221 @@
+"""The timeline page of a monitor's JSONL file: alarms, curves over training, a map of layers over samples.
+
+One HTML file without script and without network; the curves are SVG.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+from regard.health.findings._finding import LOGIT_LIMIT
+from regard.health.report.files import read_text
+from regard.health.report.page.document import escape
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 200, 52, 12, 12, 26
+COLUMNS = 160  # of a map, at most; more samples are put together
+STYLE = """
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1.2rem; }
+@media (max-width: 30rem) { .grid { grid-template-columns: 1fr; } }
+.limit { stroke: var(--critical); stroke-dasharray: 5 4; } .alarm { stroke: var(--tone); stroke-width: 1.5; }
+.point, .cool { fill: var(--accent); } .hot { fill: var(--critical); } .gap { fill: var(--line); }
+td, th { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
+td:first-child { font-variant-numeric: tabular-nums; } table { border-collapse: collapse; width: 100%; }
+"""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One chart: the series that it shows, its title in words, and its vertical scale."""
+
+    series: str
+    title: str
+    is_log: bool = False
+    limit: float | None = None
+    fraction: bool = False  # drawn from 0 to 1
+
+
+CURVES = (
+    Curve("max_logit", "Largest logit of any head; beyond 100 training is at risk", is_log=True, limit=LOGIT_LIMIT),
+    Curve("entropy_ratio_min", "Entropy ratio of the sharpest head (1: uniform rows, 0: one key each)", fraction=True),
+    Curve("entropy_ratio_mean", "Entropy ratio, mean over heads", fraction=True),
+    Curve("gradient_gain", "Gradient that passes through the softmax, mean over heads (0: none)", fraction=True),
+    Curve("sink_rate", "Share of heads with more than 0.3 of their mass on the first key", fraction=True),
+    Curve("q_norm", "Mean norm of queries", is_log=True),
+    Curve("k_norm", "Mean norm of keys", is_log=True),
+    Curve("v_norm", "Mean norm of values", is_log=True),
+)
+
+
+@dataclass
+class Log:
+    """What a monitor wrote: a dict per sample and per alarm."""
+
+    samples: list[dict] = field(default_factory=list)
+    alarms: list[dict] = field(default_factory=list)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Returns (step, value) of a series, without missing values."""
+        found = ((sample["step"], sample.get(f"attention/{name}")) for sample in self.samples)
+        return [(step, value) for step, value in found if value is not None]
+
+    def layers(self) -> list[str]:
+        """Returns the names of the layers' series, in order."""
+        names = {name.split("/")[1] for sample in self.samples for name in sample if name.count("/") == 2}
+        return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+
+
+def read_log(path: str | Path) -> Log:
+    """Reads the JSONL file that `regard.Monitor(log=path)` wrote; raises ValueError where it is none."""
+    log = Log()
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row["step"] + 0
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{str(path)!r}, line {number} is not of a monitor's log: {line[:60]!r}") from None
+        if "alarm" in row:
+            log.alarms.append(row)
+        elif "attention/max_logit" in row:
+            log.samples.append(row)
+    if not log.samples:
+        raise ValueError(f"{str(path)!r} has no samples; write it with regard.Monitor(model, log={str(path)!r})")
+    return log
+
+
+def render(log: Log, title: str) -> str:
+    """Returns the page's HTML."""
+    steps = [sample["step"] for sample in log.samples]
+    serious = [alarm for alarm in log.alarms if alarm["severity"] != "note"]
+    first = f"First warning at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No warning."
+    counted = f"{len(steps)} samples from step {steps[0]} to step {steps[-1]}, {len(serious)} warnings."
+    curves = [_draw_curve(log, curve) for curve in CURVES if log.series(curve.series)]
+    body = f"""<header><p class="brand">regard · attention during training</p><h1>{escape(title)}</h1>
+<div class="summary"><p><strong>{escape(first)}</strong></p><p>{counted}</p></div></header>
+{_list_alarms(log)}
+<h2>Over the model</h2><p class="meaning">A vertical line is an alarm.</p><div class="grid">{"".join(curves)}</div>
+{_draw_map(log, "max_logit", "Largest logit per layer; red beyond 100", _heat_of_logit)}
+{_draw_map(log, "entropy_ratio_min", "Entropy ratio of each layer's sharpest head; red below 0.02", _heat_of_ratio)}
+"""
+    style = resources.files("regard.health.report.page").joinpath("page.css").read_text(encoding="utf-8") + STYLE
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>
+<style>{style}</style></head><body><main>
+{body}</main></body></html>
+"""
+
+
+def _list_alarms(log: Log) -> str:
+    if not log.alarms:
+        return ""
+    rows = "".join(
+        f'<tr class="{escape(alarm["severity"])}"><td>{alarm["step"]}</td>'
+        f'<td><span class="pill {escape(alarm["severity"])}">{escape(alarm["severity"])}</span></td>'
+        f"<td>{escape(alarm['alarm'])}</td><td>{escape(alarm['text'])}</td></tr>"
+        for alarm in log.alarms
+    )
+    head = "<tr><th>step</th><th>severity</th><th>alarm</th><th>what was seen</th></tr>"
+    return f'<h2>Alarms</h2><div class="scroll"><table>{head}{rows}</table></div>'
+
+
+def _draw_curve(log: Log, curve: Curve) -> str:
+    points = log.series(curve.series)
+    first, last = log.samples[0]["step"], log.samples[-1]["step"]
+    values = [value for _, value in points] + ([curve.limit] if curve.limit is not None else [])
+    low, high = (0.0, 1.0) if curve.fraction else (min(values), max(values))
+    if curve.is_log:
+        low, high = max(min(low, high / 10.0), high * 1e-6, 1e-3), max(high * 1.2, 1e-2)
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / max(last - first, 1)
+
+    def y(value: float) -> float:
+        share = (value - low) / max(high - low, 1e-12)
+        if curve.is_log:
+            share = math.log(max(value, low) / low) / math.log(high / low)
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1.0 - min(max(share, 0.0), 1.0))
+
+    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
+    parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
+             f'<text x="{LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{v:g}</text>'
+             for v in _ticks(low, high, curve.is_log)]  # fmt: skip
+    parts += [
+        f'<text x="{x(step):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {step}</text>'
+        for step, anchor in ((first, "start"), (last, "end"))
+    ]
+    if curve.limit is not None:
+        at = f"{y(curve.limit):.1f}"
+        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
+    parts += [
+        f'<line class="alarm {escape(alarm["severity"])}" x1="{x(alarm["step"]):.1f}" x2="{x(alarm["step"]):.1f}" '
+        f'y1="{TOP}" y2="{HEIGHT - BOTTOM}"><title>step {alarm["step"]}: {escape(alarm["text"])}</title></line>'
+        for alarm in log.alarms
+        if alarm["severity"] != "note"
+    ]
+    parts.append(f'<polyline class="line" points="{path}"/>')
+    if len(points) == 1:
+        parts.append(f'<circle class="point" cx="{x(points[0][0]):.1f}" cy="{y(points[0][1]):.1f}" r="3"/>')
+    return f"""<figure><figcaption>{escape(curve.title)}: <strong>{points[-1][1]:.3g}</strong> at the end</figcaption>
+<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(curve.title)}">{"".join(parts)}</svg></figure>"""
+
+
+def _ticks(low: float, high: float, is_log: bool) -> list[float]:
+    """Returns a few round values between two numbers."""
+    if is_log:
+        powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+        return [10.0**power for power in powers][-5:]
+    return [low, (low + high) / 2, high]
+
+
+def _heat_of_logit(value: float) -> tuple[str, float]:
+    """Returns the class and opacity of a cell."""
+    share = math.log1p(max(value, 0.0)) / math.log1p(LOGIT_LIMIT)
+    return ("hot" if value > LOGIT_LIMIT else "cool"), min(1.0, max(0.05, share))
+
+
+def _heat_of_ratio(value: float) -> tuple[str, float]:
+    return ("hot" if value < 0.02 else "cool"), min(1.0, max(0.05, 1.0 - value))
+
+
+def _draw_map(log: Log, series: str, title: str, heat: Callable[[float], tuple[str, float]]) -> str:
+    """Draws one series of every layer, a row each, over the samples."""
+    layers = [layer for layer in log.layers() if log.series(f"{layer}/{series}")]
+    if len(layers) < 2:
+        return ""
+    groups = _columns(log.samples)
+    cell, row, left = (WIDTH * 1.5 - 80) / len(groups), max(8, min(18, 360 // len(layers))), 70
+    worst = max if series == "max_logit" else min
+    parts = []
+    for at, layer in enumerate(layers):
+        if row >= 12 or at % 4 == 0:
+            parts.append(f'<text x="{left - 6}" y="{at * row + row - 3}" text-anchor="end">{escape(layer)}</text>')
+        for column, samples in enumerate(groups):
+            values = (sample.get(f"attention/{layer}/{series}") for sample in samples)
+            numbers = [value for value in values if value is not None]
+            name, opacity = heat(worst(numbers)) if numbers else ("gap", 1.0)
+            tip = f"{layer}, step {samples[0]['step']}: " + (f"{worst(numbers):.3g}" if numbers else "not finite")
+            parts.append(
+                f'<rect class="{name}" fill-opacity="{opacity:.2f}" x="{left + column * cell:.1f}" y="{at * row}" '
+                f'width="{cell:.1f}" height="{row - 1}"><title>{escape(tip)}</title></rect>'
+            )
+    end = len(layers) * row + 14
+    for column in sorted({0, len(groups) // 2, len(groups) - 1}):
+        parts.append(f'<text x="{left + column * cell:.1f}" y="{end}">{groups[column][0]["step"]}</text>')
+    size = f"0 0 {left + len(groups) * cell + 40:.0f} {end + 6}"
+    return f"""<h2>{escape(title)}</h2><p class="meaning">A column per sample, by step.</p>
+<div class="map"><svg viewBox="{size}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></div>"""
+
+
+def _columns(samples: Sequence[dict]) -> list[list[dict]]:
+    """Returns the samples in groups, at most `COLUMNS` of them."""
+    size = math.ceil(len(samples) / COLUMNS)
+    return [list(samples[at : at + size]) for at in range(0, len(samples), size)]

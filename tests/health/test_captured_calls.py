@@ -138,13 +138,13 @@ def test_nested_tensors_are_reported():
 
 
 def flash_attn_func(q, k, v):
-    """Stands for a kernel that is not caught."""
-    return (q @ k.mT).softmax(-1) @ v
+    """Stands for a kernel that is not caught: another module's function of this name, in another language."""
+    return v.detach().numpy() @ torch.eye(v.shape[-1]).numpy()
 
 
 class Kernel(nn.Module):
     def forward(self, x):
-        return flash_attn_func(x, x, x)
+        return torch.as_tensor(flash_attn_func(x, x, x))
 
 
 class Rotary(nn.Module):

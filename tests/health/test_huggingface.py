@@ -108,12 +108,20 @@ def test_a_custom_function_that_is_no_softmax_is_not_measured(monkeypatch):
     torch.testing.assert_close(model(**batch).last_hidden_state, own, rtol=0, atol=0)
 
 
-def test_a_path_around_the_interface_is_reported_as_not_measured():
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=60, n_positions=64, reorder_and_upcast_attn=True)
-    config._attn_implementation = "eager"
-    model = GPT2LMHeadModel(config)
-    with pytest.raises(ValueError, match="no attention was found"):
-        examine(model, [dict(input_ids=torch.randint(1, 60, (1, 8)))])
+def test_a_path_around_the_interface_is_followed_by_hand():
+    config = GPT2Config(
+        n_embd=32, n_layer=1, n_head=4, vocab_size=60, n_positions=64, bos_token_id=1, eos_token_id=2
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, batch = GPT2LMHeadModel(config), dict(input_ids=torch.randint(3, 60, (2, 8)))
+    expected = examine(model, [batch])
+    model.transformer.h[0].attn.reorder_and_upcast_attn = True
+    model.set_attn_implementation("eager")
+    report = examine(model, [batch])
+    assert report.unmeasured == [] and len(report.heads) == 4
+    for head, same in zip(report.heads, expected.heads, strict=True):
+        for name in ("entropy", "max_logit", "visible_keys", "logit_variance"):
+            assert head.statistics[name].mean == pytest.approx(same.statistics[name].mean, rel=1e-5)
 
 
 def test_nothing_of_transformers_stays_changed():

@@ -1,7 +1,8 @@
 """Hooks on a model's modules, and the interceptions that every captured attention call is routed through.
 
 A captured call is a `Call`. Swaps may change it; then an observer computes its output, or the model's own function.
-`torch_calls.py` captures torch's functions and regard's op, `transformers_calls.py` the registry of transformers.
+`torch_calls.py` captures torch's functions and regard's op, `handwritten.py` attention written out, `packages.py`
+functions of other packages, `transformers_calls.py` the registry of transformers.
 """
 
 from __future__ import annotations
@@ -118,6 +119,9 @@ class Interception:
             if module._modules or not _lacks_attention(module):
                 self._hooks.append(module.register_forward_pre_hook(_enter_forward, with_kwargs=True))
                 self._hooks.append(module.register_forward_hook(_leave_forward, always_call=True))
+        from regard.health.capture import packages
+
+        packages.patch_packages()
         if "transformers" in sys.modules:
             from regard.health.capture import transformers_calls
 
@@ -144,6 +148,9 @@ class Interception:
         if ACTIVE:
             return
         torch.backends.mha.set_fastpath_enabled(_FAST_PATH[0])
+        from regard.health.capture import packages
+
+        packages.unpatch_packages()
         if "transformers" in sys.modules:
             from regard.health.capture import transformers_calls
 
@@ -154,6 +161,7 @@ class Interception:
         """Captures torch's own attention functions in this thread; what was compiled runs as it was written."""
         depth = len(STATE.stack)
         is_compiled = any("_orig_mod" in module._modules for module in self._all_modules())
+        is_compiled = is_compiled or "torch.nn.attention.flex_attention" in sys.modules  # compiled by itself, mostly
         eagerly = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
         from regard.health.capture.torch_calls import TorchCalls
 
@@ -251,8 +259,19 @@ def route(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
     active = interceptions_of(call.module)
     before, STATE.busy = STATE.busy, True
     try:
-        with _without_mode():
+        with without_mode():
             return _route(active, call, run_original)
+    finally:
+        STATE.busy = before
+
+
+def route_to_observers(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
+    """Returns the model's own output of a call that cannot be measured, after every observer was told the reason."""
+    active = [one for one in interceptions_of(call.module) if one.observe is not None]
+    before, STATE.busy = STATE.busy, True
+    try:
+        with without_mode():
+            return _route(active, call, run_original) if active else run_original()
     finally:
         STATE.busy = before
 
@@ -277,7 +296,7 @@ def _run_swapped(call: Call) -> Tensor:
 
 
 @contextlib.contextmanager
-def _without_mode() -> Iterator[None]:
+def without_mode() -> Iterator[None]:
     """Pops our function mode where it is the innermost one: torch calls are cheaper without it."""
     depth = torch._C._len_torch_function_stack()
     if not depth or not getattr(torch._C._get_function_stack_at(depth - 1), "captures_attention", False):

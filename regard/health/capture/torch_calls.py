@@ -1,6 +1,7 @@
 """Captures torch's `scaled_dot_product_attention` and `multi_head_attention_forward`, regard's op and its reference.
 
-A torch function mode sees them inside a hooked module's forward, whatever name they were imported under.
+A torch function mode sees them inside a hooked module's forward, whatever name they were imported under. Every other
+function goes to `handwritten.py`, which follows attention that is written out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from regard._core.execute import dense_attention
 from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
+from regard.health.capture.handwritten import Follower
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, route, running_module
 from regard.masks import resolve_causal_bias
 from regard.reference import joined_mask
@@ -36,6 +38,7 @@ class TorchCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.follower = Follower()
         self.handlers = {
             **dict.fromkeys(SDPA_NAMES, lambda func, args, kwargs: _capture_sdpa(*args, **kwargs)),
             F.multi_head_attention_forward: _capture_multi_head,
@@ -49,10 +52,10 @@ class TorchCalls(TorchFunctionMode):
             super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        handler = self.handlers.get(func)
-        if handler is None or torch.compiler.is_compiling():  # mostly none: a forward calls hundreds of functions
+        if torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
-        return handler(func, args, kwargs or {})
+        handler = self.handlers.get(func)
+        return self.follower.run(func, args, kwargs or {}) if handler is None else handler(func, args, kwargs or {})
 
 
 def _capture_sdpa(

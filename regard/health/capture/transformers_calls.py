@@ -14,6 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from regard.health.capture.call import Call, causal_rows, clean_mask, derive, merge_mask_and_bias, select_rows
+from regard.health.capture.documents import documents_of_positions
+from regard.health.capture.flex_calls import mask_of_block
+from regard.health.capture.fused_call import FusedCall, capture
 from regard.health.capture.interception import SDPA, interceptions_of, route
 
 try:  # the outputs that the running forward collects from its modules, by name
@@ -55,6 +58,8 @@ def _wrap_lookup(lookup: Callable) -> Callable:
 def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *args, **kwargs):
     if args or not interceptions_of(module) or kwargs.get("cache") is not None or _is_ours(own):
         return own(module, query, key, value, attention_mask, *args, **kwargs)
+    if _name(own) == "flash_attention_forward":
+        return _capture_flash(own, module, query, key, value, attention_mask, kwargs), None
     weights = None
 
     def run_original():
@@ -67,6 +72,45 @@ def _capture(own, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
         call.weights = []
     out = route(call, run_original)
     return out.transpose(1, 2), call.weights[0] if call.weights else weights
+
+
+def _name(own: Callable) -> str:
+    """Returns the name of an attention function; kernels of the hub are partial functions."""
+    return getattr(getattr(own, "func", own), "__name__", type(own).__name__)
+
+
+def _capture_flash(own, module, query, key, value, mask, kwargs) -> Tensor:
+    """Captures flash_attention_2, 3, 4 and kernels of the hub: masks of two dims, or packed documents."""
+
+    def run(dropout):
+        given = kwargs if dropout is None else {**kwargs, "dropout": dropout}
+        return own(module, query, key, value, mask, **given)[0]  # [B, M, H, E]
+
+    causal, window = kwargs.get("is_causal"), kwargs.get("sliding_window")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    keys = key.shape[2] if mask is None else min(key.shape[2], mask.shape[-1])
+    q, k, v = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
+    fused = FusedCall(
+        _name(own).removesuffix("_forward"), run, q, k, v, scale=kwargs.get("scaling"), causal=causal,
+        window=(None, None) if not window else (window - 1, None if causal else window - 1),
+        softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"), dropout=kwargs.get("dropout") or 0.0,
+    )  # fmt: skip
+    if mask is not None:
+        if mask.ndim != 2:
+            fused.obstacle = f"its mask has {mask.ndim} dims, where flash-attention takes two"
+        else:
+            fused.mask = (mask[:, :keys] != 0)[:, None, None]
+        return capture(fused, module)
+    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if cu_q is None or cu_k is None:
+        packed = query.shape[2] == key.shape[2]
+        cu_q = cu_k = documents_of_positions(kwargs.get("position_ids")) if packed else None
+    if cu_q is None:
+        return capture(fused, module)
+    fused.q, fused.k, fused.v = (x.flatten(0, 1) for x in (q, k, v))
+    fused.cu_q, fused.cu_k = cu_q.to(q.device), cu_k.to(q.device)
+    fused.run = lambda dropout: run(dropout).flatten(0, 1)
+    return capture(fused, module).unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _is_ours(own: Callable) -> bool:
@@ -99,7 +143,7 @@ def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
 
 
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
-    name = getattr(own, "__name__", type(own).__name__)
+    name = _name(own)
     eager = name == "eager_attention_forward"
     sdpa = name == "sdpa_attention_forward"
     wants_weights = eager and _wants_weights(module, kwargs)
@@ -108,6 +152,8 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     causal = getattr(module, "is_causal", True) if causal is None else causal
     causal = bool(causal) and queries > 1 and attention_mask is None and not eager
     obstacle, mask = None, attention_mask
+    if type(mask).__name__ == "BlockMask":
+        mask = mask_of_block(mask, query, key)
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
         shape = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         obstacle = f"its mask ({shape}) belongs to {name}; load the model with attn_implementation='sdpa' or 'eager'"

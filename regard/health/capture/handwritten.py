@@ -1,0 +1,258 @@
+"""Attention written in plain torch, softmax(c·q kᵀ + mask)·v, followed from the first product to the second.
+
+    s = q kᵀ              a `Product`: q […, M, D] and k [… , N, D]
+    s·c, s + mask, …      the same product; c is followed where it is a number
+    p = softmax(s)        `Weights`: the product, its logits and p
+    p·v                   a `Call` with the bias logits − c·q kᵀ, which holds mask, bias and soft cap alike
+
+The bias makes every reading that of the model's own logits, whatever was done to them. Weights whose scores are no
+product of queries and keys are reported with the line that multiplies them by values.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from regard.health.capture.call import HIDES_ALWAYS, HIDES_AMONG_ZEROS, Call
+from regard.health.capture.equation import key_rows, parse_scores, parse_values, query_rows
+from regard.health.capture.interception import interceptions_of, route, route_to_observers, running_module
+
+PRODUCTS = {"matmul", "__matmul__", "bmm", "baddbmm", "einsum"}
+TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
+OVER = {"div", "div_", "__truediv__", "__itruediv__", "divide", "true_divide"}
+TRANSPOSING = {"transpose", "swapaxes", "swapdims"}
+DROPPING = {"dropout", "dropout_"}
+EXACT, ROUNDED = 2e-6, 4.0  # a bias below EXACT·max|s| + ROUNDED·eps·|s| is rounding
+PLACES = (f"{torch.__path__[0]}/", __file__.rpartition("health")[0])  # files of torch and of regard
+
+
+@dataclass
+class Product:
+    """q kᵀ before or after it was scaled, masked and shaped: q [*, M, D], k [*, N, D], and the factor so far."""
+
+    q: Tensor
+    k: Tensor
+    shape: tuple[int, int]  # M, N
+    numel: int
+    scale: float = 1.0
+
+
+@dataclass
+class Weights:
+    """softmax(logits), perhaps after dropout; `product` is None where the logits are no product."""
+
+    p: Tensor
+    logits: Tensor
+    product: Product | None
+    dropout: float = 0.0
+    transposed: bool = False
+
+
+class Follower:
+    """Follows the tensors of one thread from product to product; what is known of a tensor lives as long as it."""
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
+        name = getattr(func, "__name__", "")
+        if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
+            return self._multiply(module, name, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and (len(self._known) or name == "softmax"):
+            self._follow(name, args, kwargs, result)
+        return result
+
+    def _follow(self, name: str, args: tuple, kwargs: dict, result: Tensor) -> None:
+        inputs = [x for x in (*args[:3], kwargs.get("input"), kwargs.get("other")) if isinstance(x, Tensor)]
+        known = next((self._known[x] for x in inputs if x in self._known), None)
+        if name == "softmax":
+            self._follow_softmax(known, args, kwargs, result)
+        elif isinstance(known, Product) and result.numel() == known.numel and result.shape[-2:] == known.shape:
+            self._known[result] = replace(known, scale=known.scale * _factor(name, args))
+        elif isinstance(known, Weights) and result.numel() == known.p.numel():
+            if name in DROPPING:
+                training = args[2] if len(args) > 2 else kwargs.get("training", True)
+                rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+                known = replace(known, dropout=rate if training else known.dropout)
+            if _transposes(name, args, result.ndim):
+                known = replace(known, transposed=not known.transposed)
+            elif result.shape[-2:] != known.logits.shape[-2:]:
+                return
+            self._known[result] = known
+
+    def _follow_softmax(self, known: Any, args: tuple, kwargs: dict, result: Tensor) -> None:
+        logits = args[0] if args else kwargs["input"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        if dim in (-1, logits.ndim - 1) and logits.ndim > 1 and not isinstance(known, Weights):
+            self._known[result] = Weights(result, logits, known)
+
+    def _multiply(self, module: nn.Module, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        weights = next((self._known[x] for x in tensors if isinstance(self._known.get(x), Weights)), None)
+        run = partial(func, *args, **kwargs)
+        if weights is not None and name != "baddbmm" and len(tensors) == 2:
+            return self._weigh(module, name, weights, args, tensors, run)
+        result = run()
+        if not isinstance(result, Tensor) or any(isinstance(x, nn.Parameter) for x in tensors):
+            return result
+        operands = _scores_of(name, args, result)
+        if operands is not None:
+            q, k = operands
+            alpha = kwargs.get("alpha", 1.0) if name == "baddbmm" else 1.0
+            self._known[result] = Product(q, k, tuple(result.shape[-2:]), result.numel(), float(alpha))
+        return result
+
+    def _weigh(self, module: nn.Module, name: str, weights: Weights, args: tuple, tensors: list, run: Callable) -> Any:
+        """Captures p·v, or reports that it cannot be measured."""
+        values = tensors[0] if tensors[1] in self._known else tensors[1]
+        if isinstance(values, nn.Parameter) or values.ndim < 3 or weights.logits.ndim < 3:
+            return run()  # a lookup in a table, or a mixture of a few tensors
+        layout = _values_of(name, args, weights, values)
+        if layout is None or weights.product is None or not _fits(weights):
+            reason = f"{_line()} multiplies softmax weights by values, but their scores could not be followed to q·kᵀ"
+            call = Call(module, weights.p, values, values, own=lambda rows: run(), kind="by hand", obstacle=reason)
+            return route_to_observers(call, run)
+        return _capture(module, weights, layout, run)
+
+
+def _factor(name: str, args: tuple) -> float:
+    """Returns the number that a function multiplies its scores by; 1 where it does something else."""
+    if len(args) < 2 or not (name in TIMES or name in OVER):
+        return 1.0
+    number = next((x for x in args[:2] if isinstance(x, (int, float))), None)
+    if number is None:
+        single = next((x for x in args[:2] if isinstance(x, Tensor) and x.numel() == 1 and x.ndim < 2), None)
+        number = None if single is None else float(single)
+    if not number:
+        return 1.0
+    return 1.0 / number if name in OVER else float(number)
+
+
+def _transposes(name: str, args: tuple, ndim: int) -> bool:
+    """True if a function exchanges the last two dims and leaves the others."""
+    if name in TRANSPOSING:
+        return {dim % ndim for dim in args[1:3]} == {ndim - 1, ndim - 2}
+    if name != "permute":
+        return False
+    dims = args[1:]
+    order = [dim % ndim for dim in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
+    return order[:-2] == list(range(ndim - 2)) and order[-2:] == [ndim - 1, ndim - 2]
+
+
+def _scores_of(name: str, args: tuple, result: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns (q […, M, D], k […, N, D]) of a product that may be scores; None for any other."""
+    if name == "einsum":
+        parsed = parse_scores(args) if result.ndim > 2 else None
+        return None if parsed is None else (query_rows(parsed), key_rows(parsed))
+    first, second = args[1:3] if name == "baddbmm" else args[:2]
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or min(first.ndim, second.ndim) < 3:
+        return None
+    return first, second.transpose(-1, -2)
+
+
+def _values_of(name: str, args: tuple, weights: Weights, values: Tensor) -> tuple[Tensor, Callable, Callable] | None:
+    """Returns (v […, N, E], the product's own layout → […, M, E], and back)."""
+    if name == "einsum":
+        return parse_values(args, weights.p)
+    if weights.transposed:  # vᵀ pᵀ = (p v)ᵀ
+        flip = partial(torch.transpose, dim0=-1, dim1=-2)
+        return (flip(values), flip, flip) if args[0] is values else None
+    return None if args[0] is values else (values, _same, _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _fits(weights: Weights) -> bool:
+    """True if q and k of the product have the heads and sequences of the logits, or share them."""
+    product, logits = weights.product, weights.logits
+    if product is None or logits.numel() != product.numel or logits.shape[-2:] != product.shape:
+        return False
+    batch, heads = _lead(logits)
+    return all(_as_heads(x, batch, heads) is not None for x in (product.q, product.k))
+
+
+def _lead(logits: Tensor) -> tuple[int, int]:
+    """Returns (B, H) of logits […, M, N]: three dims are a batch of single heads."""
+    lead = logits.shape[:-2]
+    return (math.prod(lead), 1) if len(lead) == 1 else (math.prod(lead[:-1]), lead[-1])
+
+
+def _as_heads(x: Tensor, batch: int, heads: int) -> Tensor | None:
+    """Views […, L, D] as [B, H, L, D], or [B, G, L, D] where heads share it; None if it is neither."""
+    lead, rest = x.shape[:-2], x.shape[-2:]
+    number = math.prod(lead)
+    if number == batch * heads:
+        return x.reshape(batch, heads, *rest)
+    if x.ndim == 4 and lead[0] == batch and heads % lead[1] == 0:
+        return x
+    if number == batch:
+        return x.reshape(batch, 1, *rest)
+    return x.reshape(1, 1, *rest).expand(batch, 1, *rest) if number == 1 else None
+
+
+def _capture(module: nn.Module, weights: Weights, layout: tuple[Tensor, Callable, Callable], run: Callable) -> Tensor:
+    values, forth, back = layout
+    product = weights.product
+    assert product is not None
+    batch, heads = _lead(weights.logits)
+    q, k, v = (_as_heads(x, batch, heads) for x in (product.q, product.k, values))
+    if q is None or k is None or v is None or q.shape[1] != heads:
+        return run()
+    rows, width = weights.logits.shape[-2], values.shape[-1]
+    results: list[Tensor] = []
+
+    def run_original() -> Tensor:
+        results.append(run())
+        return forth(results[0]).reshape(batch, heads, rows, width)
+
+    def own(wanted: Tensor | None) -> Tensor:
+        p = weights.p.reshape(batch, heads, rows, -1)
+        output = p.to(v.dtype) @ v.repeat_interleave(heads // v.shape[1], 1)
+        return output if wanted is None else output.index_select(2, wanted)
+
+    swapped = any(one.swap is not None for one in interceptions_of(module))
+    with torch.set_grad_enabled(swapped and torch.is_grad_enabled()):
+        mask = _mask_of(weights.logits.reshape(batch, heads, rows, -1), q, k, product.scale)
+    call = Call(
+        module, q, k, v, own=own, kind="by hand", mask=mask, options=dict(scale=product.scale),
+        dropout=weights.dropout, sliceable=False, three_dims=weights.logits.ndim == 3,
+    )  # fmt: skip
+    output = route(call, run_original)
+    if results and not swapped:
+        return results[0]
+    lead = weights.logits.shape[:-2]
+    return back(output.reshape(*lead, rows, width)).to(values.dtype)
+
+
+def _mask_of(logits: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor | None:
+    """Returns what was done to c·q kᵀ: None, a bool mask, or an additive one."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = scale * (q.to(wide) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2))
+    bias = logits.to(wide) - scores
+    visible = bias > HIDES_AMONG_ZEROS
+    size = scores.abs()
+    rounding = EXACT * size.amax() + ROUNDED * max(torch.finfo(x.dtype).eps for x in (logits, q)) * size
+    if not bias.requires_grad and bool(((bias.abs() <= rounding) | ~visible).all()):
+        return None if bool(visible.all()) else visible
+    return bias.masked_fill(bias <= max(HIDES_ALWAYS, torch.finfo(logits.dtype).min / 2), -math.inf)
+
+
+def _line() -> str:
+    """Returns file and line of the innermost code that is neither torch's nor regard's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

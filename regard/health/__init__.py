@@ -1,9 +1,10 @@
 """Health: measure every attention head of a model, report problems, try remedies, watch training."""
 
 from regard.health.examine import examine
+from regard.health.model_comparison import ModelComparison
 from regard.health.monitor import AttentionWarning, Monitor
 from regard.health.report.comparison import Comparison, compare
 from regard.health.report.report import Report
 from regard.health.using import using
 
-__all__ = ["AttentionWarning", "Comparison", "Monitor", "Report", "compare", "examine", "using"]
+__all__ = ["AttentionWarning", "Comparison", "ModelComparison", "Monitor", "Report", "compare", "examine", "using"]

@@ -37,6 +37,7 @@ class HeadReading:
     scale: float = math.nan  # of the scores, over 1/√d; NaN where it is learned
     can_be_judged: bool = True  # has it enough rows with enough keys?
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
+    ablation: float = math.nan  # nats that the loss gains without it, or relative change of the output: see `Ablation`
 
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
@@ -52,6 +53,7 @@ class HeadReading:
             head=self.head,
             statistics={name: spread.to_json() for name, spread in self.statistics.items()},
             predicted_logit_variance=predicted if math.isfinite(predicted) else None,
+            **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
         )
 
 

@@ -2,10 +2,22 @@
 
 from regard.health.examine import examine
 from regard.health.look import look
+from regard.health.model_comparison import ModelComparison
 from regard.health.monitor import AttentionWarning, Monitor
 from regard.health.report.comparison import Comparison, compare
 from regard.health.report.report import Report
 from regard.health.tokens.view import Look
 from regard.health.using import using
 
-__all__ = ["AttentionWarning", "Comparison", "Look", "Monitor", "Report", "compare", "examine", "look", "using"]
+__all__ = [
+    "AttentionWarning",
+    "Comparison",
+    "Look",
+    "ModelComparison",
+    "Monitor",
+    "Report",
+    "compare",
+    "examine",
+    "look",
+    "using",
+]

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from regard.health import findings
 from regard.health.capture.call import forget_derived
 from regard.health.capture.interception import Interception, as_written, refuse_data_parallel
+from regard.health.checks import KEPT, run_checks
+from regard.health.measurement.missed import find_missed, hint_at_missed
 from regard.health.measurement.norms import OutputColumns
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.measurement.recorder import Layer, Recorder, merge_uses
@@ -27,8 +28,7 @@ from regard.health.report.report import Report, WhatIfReading
 from regard.health.what_if import WhatIf, parse_all
 
 Modules = list[tuple[str, nn.Module]]
-# parts of the names of kernels that are not captured
-NOT_CAPTURED = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
+LEAST_ABLATION, ABLATION = 2.0, 30.0  # seconds: by default at least, and with ablate=True
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # names of learned position tables
 
 
@@ -43,6 +43,10 @@ def examine(
     group: Any = None,
     snapshot: str | os.PathLike | None = None,
     tokenizer: Any = None,
+    checks: bool = True,
+    ablate: bool | float | None = None,
+    causal: bool | None = None,
+    loss: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Report:
     """Measure every attention head of `model` over `batches` and report readings, findings and what-ifs.
 
@@ -69,9 +73,16 @@ def examine(
         snapshot: a file to which the merged readings are saved from time to time; if it exists, the examination resumes
             after its last batch. It is removed at the end.
         tokenizer: names the tokens that the report shows, as in `regard.look`.
+        checks: run the model a few times more, on a few sequences: does it see later tokens, other sequences or
+            padding, is its loss below that of the text's frequencies, what do what-ifs and remedies do to the loss.
+        ablate: measure the loss without each head: True, False or a budget in seconds; None for as many seconds as the
+            measurement took, 2 at least.
+        causal: True if the model must not see later tokens, False if it may; None to find out.
+        loss: `loss(model, batch)` runs the model and returns the mean loss of a batch; None for the batch's `labels`,
+            or the next token if the model predicts it.
 
     Returns:
-        A `Report`: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`.
+        A `Report`: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`, `.checks`, `.loss`.
 
     Raises:
         TypeError: `model` is not an nn.Module or is TorchScript, or `batches` is not an iterable of batches.
@@ -86,6 +97,8 @@ def examine(
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is TorchScript, whose calls cannot be captured; pass the module it was made from")
     changes = parse_all(what_if)
+    if ablate is not None and not isinstance(ablate, bool) and not 0.0 <= ablate < float("inf"):
+        raise ValueError(f"ablate must be True, False or seconds from 0 on, got {ablate!r}")
     if isinstance(batches, (str, bytes)):
         raise TypeError("batches must be the model's inputs, got text; tokenize it, or run `regard examine`")
     batches = [batches] if isinstance(batches, (Tensor, Mapping)) or callable(batches) else batches
@@ -116,7 +129,7 @@ def examine(
     started, done, parameters, failure, first = time.perf_counter(), 0, 0, None, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
     pad, room = pad_of(model), max_positions(model)
-    columns = OutputColumns(dict(modules))
+    columns, kept = OutputColumns(dict(modules)), []  # type: ignore[var-annotated]
     try:
         with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
@@ -136,6 +149,8 @@ def examine(
                     while recorder.finish_batch():
                         recorder.begin()
                         _run(model, batch, done, room)
+                if len(kept) < KEPT and (isinstance(batch, (Tensor, Mapping)) or not callable(batch)):
+                    kept.append(batch)
                 done += 1
                 if rounds is not None:
                     rounds.end_batch(done - 1)
@@ -163,17 +178,33 @@ def examine(
         raise ValueError(
             f"no attention was found in {type(model).__name__}: it did not call scaled_dot_product_attention, "
             "torch.nn.MultiheadAttention, regard.attention or a transformers attention function (if you ran what "
-            f"torch.compile returned, examine that){_hint_at_missed(modules)}"
+            f"torch.compile returned, examine that){hint_at_missed(modules)}"
         )
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)
-        how = describe_measurement(model, parameters, layers, done, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        how = describe_measurement(model, parameters, layers, done, seconds)
         report = _make_report(title or _title(model), modules, layers, changes, how, failure)
     if failure is None:
         from regard.health.tokens.sample import sample_tokens  # imports this module
 
         report = replace(report, tokens=sample_tokens(model, first, tokenizer, room, report.title))
-    return report
+    if not checks or failure is not None or rounds is not None or not report.heads:
+        return report
+    budget = max(LEAST_ABLATION, seconds) if ablate is None else ABLATION if ablate is True else float(ablate)
+    with _evaluation_mode(model, modules), torch.no_grad():
+        outcome, found = run_checks(
+            model,
+            kept,
+            layers,
+            report.heads,
+            report.findings,
+            changes,
+            causal=causal,
+            loss=loss,
+            ablation_seconds=budget,
+        )
+    return report.with_checks(outcome, found)
 
 
 @contextlib.contextmanager
@@ -241,43 +272,13 @@ def _make_report(
         what_if[change.name] = WhatIfReading(changed, findings.find_all(changed), refused)
     unmeasured = [(layer.name, layer.reason) for layer in layers if layer.reason is not None]
     unmeasured += layers_without_rows(layers, heads)
-    unmeasured += _find_missed(modules, layers).items()
+    unmeasured += find_missed(modules, layers).items()
     interrupted = None
     if failure is not None:
         message = str(failure).strip().splitlines()
         reason = f"{type(failure).__name__}{f': {message[0]}' if message else ''}"
         interrupted = f"{reason} (after {how['batches']} whole batches)"
     return Report(title, heads, findings.find_all(heads, layers), unmeasured, what_if, how, interrupted)
-
-
-def _find_missed(modules: Modules, layers: list[Layer]) -> dict[str, str]:
-    """Modules that look like attention but in which no call was captured, with the reason."""
-    captured = {layer.name for layer in layers}
-    reasons = {kind: _why_attention(kind) for kind in {type(module) for _, module in modules}}
-    suspected = {name: reason for name, module in modules if (reason := reasons[type(module)])}
-
-    def is_related(name: str) -> bool:
-        return any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in captured)
-
-    missed = [name for name in suspected if name and not is_related(name)]
-    return {name: suspected[name] for name in missed if not any(other.startswith(f"{name}.") for other in missed)}
-
-
-def _why_attention(kind: type[nn.Module]) -> str | None:
-    """Why a class should have called attention: its name, or a kernel in its code that is not captured."""
-    methods = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
-    names = {name for method in methods for name in method.__code__.co_names if "." not in name}  # not imports
-    kernel = next((name for name in sorted(names) if any(part in name for part in NOT_CAPTURED)), None)
-    if kernel is not None:
-        return f"no attention call was seen in it; its code has {kernel}, which is not captured"
-    return "no attention call was seen in it" if kind.__name__.endswith(("Attention", "Attn")) else None
-
-
-def _hint_at_missed(modules: Modules) -> str:
-    for name, reason in _find_missed(modules, []).items():
-        kernel = reason.partition("its code has ")[2]
-        return f"; {name!r} has {kernel}" if kernel else f"; {name!r} is named attention, but computes it by hand"
-    return ""
 
 
 def _count_parameters(modules: Modules) -> int:

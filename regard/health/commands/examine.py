@@ -57,6 +57,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds after which a silent rank counts as lost (600)"
     )
+    parser.add_argument(
+        "--no-checks", action="store_true", help="measure only; no leak, loss, padding or ablation check"
+    )
+    parser.add_argument("--no-ablation", action="store_true", help="do not measure the loss without each head")
     parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
     parser.add_argument(
         "--allow-missing",
@@ -104,6 +108,8 @@ def main(options: argparse.Namespace) -> int:
                 group=ranks,
                 snapshot=options.snapshot,
                 tokenizer=subject.tokenizer,
+                checks=not options.no_checks,
+                ablate=not options.no_ablation,
             )
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""

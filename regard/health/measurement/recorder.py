@@ -75,6 +75,7 @@ class Layer:
     unused_heads: list[int] = field(default_factory=list)  # the heads that nothing reads: see `norms.OutputColumns`
     not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
     three_dims: bool = False  # were its calls of three dims?
+    most_keys: int = 0  # of a call with several queries
     early_heads: tuple[LayerReading, list] | None = None  # head readings made while the model was still running
 
     @property
@@ -163,7 +164,7 @@ class Recorder:
         forget_derived()
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a block in which readings may be fetched without waiting for what the model still does."""
+        """Returns a block in which readings are fetched without waiting for what the model still does."""
         return self._side.after_marks()
 
     def finish_batch(self) -> bool:
@@ -256,6 +257,7 @@ class Recorder:
             layer.heads, layer.three_dims = heads, call.three_dims
             layer.kind, layer.dtype = call.kind, norms.coarsest_dtype(call.q, call.k, call.v)
             layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
+            layer.most_keys = call.k.shape[2] * (call.q.shape[2] > 1)
             scale = resolve_scale(call.options.get("scale"), layer.head_dim)
             layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
             self._batch[key] = BatchReading(LayerReading(heads, device), norms.tolerance(layer.dtype, device))

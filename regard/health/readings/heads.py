@@ -37,6 +37,7 @@ class HeadReading:
     scale: float = math.nan  # of the scores, over 1/√d; NaN where it is learned
     can_be_judged: bool = True  # has it enough rows with enough keys?
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
+    ablation: float = math.nan  # nats that the loss gains without it, or relative change of the output: see `Ablation`
     saved_rows: int | None = None  # of a head that was read from a file
 
     @property
@@ -60,6 +61,7 @@ class HeadReading:
             predicted_logit_variance=predicted if math.isfinite(predicted) else None,
             rows=self.rows,
             judged=self.can_be_judged,
+            **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
         )
 
 

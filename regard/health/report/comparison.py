@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from torch import nn
+
 from regard.health.report import files
 from regard.health.report.report import Report
 from regard.health.report.saved import read_json
@@ -156,30 +158,38 @@ class Comparison:
         return embed(self._page())
 
 
-def compare(a: Report | str | os.PathLike, b: Report | str | os.PathLike, *, tolerance: float = 0.01) -> Comparison:
-    """Compare two reports, each a `Report` or the path of its JSON file.
+def compare(a: Any, b: Any, batches: Any = None, *, tolerance: float | None = None) -> Any:
+    """Compare two reports, each a `Report` or the path of its JSON file; or a model with a reference, on batches.
 
-    >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
-    >>> x = torch.randn(2, 10, 32)
+    >>> layer, x = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True), torch.randn(2, 10, 32)
     >>> before = regard.examine(layer, [x])
     >>> _ = layer.self_attn.in_proj_weight.data.mul_(3.0)
-    >>> comparison = regard.compare(before, regard.examine(layer, [x]))
-    >>> comparison.first_differences["entropy"].layer
+    >>> regard.compare(before, regard.examine(layer, [x])).first_differences["entropy"].layer
     'self_attn'
 
     Args:
-        a, b: the reports; B is the later one.
-        tolerance: how much a head's mean may differ, relative to the larger of its size and its spread over rows.
+        a, b: the reports, B the later one; or a model and the reference that it should equal.
+        batches: for two models, what both are run on, as in `examine`.
+        tolerance: how much a head's mean may differ, relative to the larger of its size and its spread over rows
+            (0.01); for two models, how much a tensor may differ relative to its size (0.001).
 
     Returns:
-        A `Comparison`: `.new`, `.resolved`, `.changed`, `.first_differences`.
+        A `Comparison`: `.new`, `.resolved`, `.changed`, `.first_differences`. For two models a `ModelComparison`:
+        `.first` (the first layer that differs), `.parts` (of q, k, v, scores, output), `.meaning`, `.layers`.
 
     Raises:
         TypeError: `a` or `b` is neither a `Report` nor a path.
         ValueError: A file is not a report, or `tolerance` is negative.
     """
-    if not 0.0 <= tolerance < float("inf"):
+    if tolerance is not None and not 0.0 <= tolerance < float("inf"):
         raise ValueError(f"tolerance must be a number ≥ 0, got {tolerance!r}")
+    if isinstance(a, nn.Module) or isinstance(b, nn.Module):
+        from regard.health.model_comparison import TOLERANCE, compare_models
+
+        return compare_models(a, b, batches, TOLERANCE if tolerance is None else tolerance)
+    if batches is not None:
+        raise TypeError("batches is for two models; two reports are compared without")
+    tolerance = 0.01 if tolerance is None else tolerance
     return Comparison(_json_of("a", a), _json_of("b", b), tolerance, names_of(a, b))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from regard.health.checks import Checks, LossChange, LossReading
 from regard.health.findings import Finding
 from regard.health.readings.heads import HeadReading
 from regard.health.report import files
@@ -24,6 +26,7 @@ class WhatIfReading:
     heads: list[HeadReading]
     findings: list[Finding]
     refused: list[tuple[str, str]] = field(default_factory=list)  # (layer, why the change is impossible there)
+    loss: LossChange | None = None  # the effect on the model's loss, where every layer has the change
 
     def to_json(self) -> dict[str, Any]:
         """The reading as schema.json describes it."""
@@ -31,6 +34,7 @@ class WhatIfReading:
             heads=[head.to_json() for head in self.heads],
             findings=[finding.to_json() for finding in self.findings],
             refused=[list(pair) for pair in self.refused],
+            **({} if self.loss is None else {"loss": self.loss.to_json()}),
         )
 
 
@@ -46,6 +50,7 @@ class Report:
     how: dict[str, Any]
     interrupted: str | None = None  # why the examination did not finish
     tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `tokens.sample`
+    checks: Checks | None = None  # what more forwards of the model showed; None if they were not made
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Report:
@@ -56,6 +61,20 @@ class Report:
         from regard.health.report.saved import load_report
 
         return load_report(path)
+
+    @property
+    def loss(self) -> LossReading | None:
+        """The model's loss on the examined text beside that of the text's frequencies; None if it is not known."""
+        return None if self.checks is None else self.checks.loss
+
+    def with_checks(self, checks: Checks, findings: list[Finding]) -> Report:
+        """Returns the report with the outcome of the checks, the ablation of each head and the loss of each what-if."""
+        heads = self.heads
+        if checks.ablation is not None:
+            known = checks.ablation.heads
+            heads = [replace(head, ablation=known.get((head.index, head.head), math.nan)) for head in heads]
+        what_if = {name: replace(one, loss=checks.what_if.get(name)) for name, one in self.what_if.items()}
+        return replace(self, heads=heads, findings=findings, what_if=what_if, checks=checks)
 
     @property
     def is_loaded(self) -> bool:
@@ -73,6 +92,7 @@ class Report:
             how=self.how,
             interrupted=self.interrupted,
             **({} if self.tokens is None else {"tokens": self.tokens}),
+            **({} if self.checks is None else {"checks": self.checks.to_json()}),
         )
 
     def to_frame(self) -> Any:

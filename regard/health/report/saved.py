@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from regard.health.checks import Ablation, Checks, LossChange, LossReading
 from regard.health.findings import Finding
 from regard.health.readings.heads import HeadReading
 from regard.health.report import files
@@ -64,13 +65,18 @@ def load_report(path: str | os.PathLike) -> Report:
     data = read_json(path)
     try:
         what_if = {
-            name: WhatIfReading(_heads(one), _findings(one), [(layer, why) for layer, why in one["refused"]])
+            name: WhatIfReading(
+                _heads(one),
+                _findings(one),
+                [(layer, why) for layer, why in one["refused"]],
+                _loss_change(one.get("loss")),
+            )
             for name, one in data["what_if"].items()
         }
         unmeasured = [(layer, reason) for layer, reason in data["unmeasured"]]
         return Report(
             data["title"], _heads(data), _findings(data), unmeasured, what_if, data["how"], data["interrupted"],
-            tokens=data.get("tokens"),
+            tokens=data.get("tokens"), checks=_checks(data.get("checks")),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is not a whole report: {type(error).__name__}: {error}") from None
@@ -87,9 +93,33 @@ def _heads(data: dict) -> list[HeadReading]:
             math.nan if (predicted := head.get("predicted_logit_variance")) is None else predicted,
             can_be_judged=head.get("judged", True),
             saved_rows=head.get("rows"),
+            ablation=math.nan if (change := head.get("ablation")) is None else change,
         )
         for head in data["heads"]
     ]
+
+
+def _checks(data: dict | None) -> Checks | None:
+    if data is None:
+        return None
+    skipped = [(name, why) for name, why in data["skipped"]]
+    loss = None if data["loss"] is None else LossReading(**data["loss"])
+    what_if = {name: change for name, one in data["what_if"].items() if (change := _loss_change(one))}
+    return Checks(data["done"], skipped, loss, what_if, _ablation(data["ablation"]), data["seconds"])
+
+
+def _loss_change(data: dict | None) -> LossChange | None:
+    names = ("loss", "change", "low", "high")
+    return None if data is None else LossChange(*(math.nan if data[name] is None else data[name] for name in names))
+
+
+def _ablation(data: dict | None) -> Ablation | None:
+    if data is None:
+        return None
+    heads = {(one["index"], one["head"]): one["change"] for one in data["heads"]}
+    layers = {one["index"]: one["change"] for one in data["layers"]}
+    own = math.nan if data["own"] is None else data["own"]
+    return Ablation(data["unit"], own, heads, layers, data["missing"], data["seconds"], data["sequences"])
 
 
 def _findings(data: dict) -> list[Finding]:

@@ -17,7 +17,7 @@ LISTED = 8  # layers
 
 def summarize(report: Report) -> list[str]:
     """The report in a few sentences."""
-    lines = [_describe_extent(report)]
+    lines = [*_describe_predictions(report), _describe_extent(report)]
     if report.findings:
         lines.append(_describe_findings(report))
     elif report.heads:
@@ -27,6 +27,20 @@ def summarize(report: Report) -> list[str]:
     if report.interrupted:
         lines.append(f"The examination did not finish: {report.interrupted}.")
     return lines
+
+
+def _describe_predictions(report: Report) -> list[str]:
+    """Whether the model works at all, before anything about its heads; nothing if its loss is not known."""
+    loss = report.loss
+    if loss is None:
+        return []
+    if loss.unigram is None or loss.bigram is None:
+        return [f"Loss {loss.mean:.3g} ({loss.kind})."]
+    numbers = f"loss {loss.mean:.3g} nats per token; the text's unigrams reach {loss.unigram:.3g}"
+    if any(finding.kind == "untrained or broken" for finding in report.findings):
+        return [f"Untrained or broken: the model predicts this text worse than the text's own frequencies ({numbers})."]
+    than = "its unigrams and worse than its bigrams" if loss.mean > loss.bigram else "its bigrams"
+    return [f"The model predicts this text better than {than} ({numbers}, its bigrams {loss.bigram:.3g})."]
 
 
 def _describe_extent(report: Report) -> str:
@@ -67,7 +81,9 @@ def describe_no_findings(report: Report) -> str:
         return "Too few rows or keys to judge any head; examine more or longer text."
     part = " of the measured heads" if report.unmeasured or report.interrupted else ""
     rest = f" {count_noun(few, 'head')} had too few rows or keys to be judged." if few else ""
-    return f"No problem found in these {len(report.how.get('looked_for', findings.kinds()))} checks{part}.{rest}"
+    done = [] if report.checks is None else report.checks.done
+    looked_for = report.how.get("looked_for", findings.kinds())
+    return f"No problem found in these {len(looked_for) + len(done)} checks{part}.{rest}"
 
 
 def count_kinds(found: Iterable[tuple[str, int]]) -> list[str]:

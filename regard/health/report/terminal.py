@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BLOCKS, DIGITS = " ▁▂▃▄▅▆▇█", " 0123456789"  # the first is for NaN; digits where the encoding has no blocks
 COLUMNS = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio")
-LISTED, HEADS_LISTED = 24, 12  # unmeasured layers, heads of a finding
+LISTED, HEADS_LISTED, ABLATED = 24, 12, 4  # unmeasured layers, heads of a finding, heads that matter most
 COLOURS = {"critical": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -42,10 +42,29 @@ def show(report: Report, file: TextIO | None = None) -> None:
         write(f"\nwhat if {printable(name)}: {kinds}", "bold")
         before, after = average(report.heads, "entropy_ratio"), average(reading.heads, "entropy_ratio")
         print(f"  mean entropy ratio {before} → {after}", file=file)
+        if reading.loss is not None:
+            print(f"  {reading.loss}", file=file)
+    for line in describe_checks(report):
+        print(printable(line), file=file)
     for layer, reason in report.unmeasured[:LISTED]:
         write(f"not measured: {printable(layer or ROOT)}: {printable(reason)}", "yellow")
     if len(report.unmeasured) > LISTED:
         write(f"not measured: {len(report.unmeasured) - LISTED} more layers, listed in the report's files", "yellow")
+
+
+def describe_checks(report: Report) -> list[str]:
+    """The heads that matter most by ablation, and what was not checked."""
+    if report.checks is None:
+        return []
+    lines, ablation = [], report.checks.ablation
+    if ablation is not None and ablation.heads:
+        most = sorted(ablation.heads.items(), key=lambda item: -item[1])[:ABLATED]
+        unit = "the loss gains" if ablation.unit == "loss" else "the output changes by, relatively,"
+        listed = ", ".join(f"{change:.2g} ({index}·{head})" for (index, head), change in most)
+        idle = sum(abs(change) <= ablation.small for change in ablation.heads.values())
+        left = f"; {count_noun(ablation.missing, 'head')} left out, for time" if ablation.missing else ""
+        lines.append(f"\nwithout a head {unit} up to {listed}; {idle} of {len(ablation.heads)} do not matter{left}")
+    return lines + [f"not checked: {name}: {reason}" for name, reason in report.checks.skipped]
 
 
 def printable(text: str) -> str:

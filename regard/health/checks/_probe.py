@@ -1,0 +1,157 @@
+"""`Probe`: runs a model and captures, changes or removes parts of its attention on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.capture.attention_weights import output_and_weights
+from regard.health.capture.call import Call, UseCounter, forget_derived
+from regard.health.capture.interception import Interception, forward_token
+from regard.health.checks._tokens import TokenBatch
+
+Key = tuple[str, int]  # a module's name, and which use of it in a forward
+Transform = Callable[[Call, Key, Callable[[], Tensor]], Tensor]
+
+
+class StopForward(Exception):
+    """Ends a forward whose rest is of no interest."""
+
+
+@dataclass
+class ProbedCall(Call):
+    """A call whose output goes through a function before the model goes on with it."""
+
+    transform: Callable[[Callable[[], Tensor]], Tensor] | None = None
+
+    def run(self) -> Tensor:
+        """Returns the changed output."""
+        assert self.transform is not None
+        return self.transform(self._run_own)
+
+    def _run_own(self) -> Tensor:
+        if self.weights is None:
+            return self.own(None)
+        output, p = output_and_weights(self)
+        self.weights[:] = [p]
+        return output
+
+
+@dataclass
+class CapturedCall:
+    """What one attention call was given and returned, detached."""
+
+    key: Key
+    call: Call
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor  # [B, H, M, E]
+
+
+class Probe:
+    """Intercepts the attention calls of a model, inside `with probe:`; `run` runs one batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._uses = UseCounter()
+        self._transform: Transform | None = None
+        self._interception = Interception(model, swap=self._swap)
+        self.names = {id(module): name for name, module in self._interception.modules}
+
+    @contextmanager
+    def active(self) -> Iterator[Probe]:
+        """Intercepts within the block."""
+        with self._interception, self._interception.torch_calls():
+            yield self
+
+    def _swap(self, call: Call) -> Call:
+        transform = self._transform
+        if transform is None or call.obstacle is not None:
+            return call
+        key = self.names[id(call.module)], self._uses.count(call, self.names[id(call.module)], forward_token())
+        values = {field.name: getattr(call, field.name) for field in fields(Call)}
+        return ProbedCall(**values, transform=lambda run: transform(call, key, run))
+
+    def run(self, batch: TokenBatch, transform: Transform | None = None) -> Tensor:
+        """Returns the model's main output; `transform(call, key, run)` returns the output of each call."""
+        return main_output(self.run_model(batch, transform))
+
+    def run_model(self, batch: TokenBatch, transform: Transform | None = None) -> Any:
+        """Returns what the model returns."""
+        return self.call(lambda: self.model(*batch.args, **batch.named), transform)
+
+    def call(self, function: Callable[[], Any], transform: Transform | None = None) -> Any:
+        """Returns function(), which runs the model, with `transform` on its calls."""
+        self._uses.begin()
+        forget_derived()
+        before, self._transform = self._transform, transform
+        try:
+            return function()
+        finally:
+            self._transform = before
+            forget_derived()
+
+    def capture(self, batch: TokenBatch) -> tuple[Tensor, dict[Key, CapturedCall]]:
+        """Returns the main output, and every attention call in order."""
+        calls: dict[Key, CapturedCall] = {}
+
+        def keep(call: Call, key: Key, run: Callable[[], Tensor]) -> Tensor:
+            output = run()
+            q, k, v, o = (x.detach().clone() for x in (call.q, call.k, call.v, output))
+            calls[key] = CapturedCall(key, call, q, k, v, o)
+            return output
+
+        return self.run(batch, keep), calls
+
+
+def remove_heads(heads: Iterable[tuple[Key, int]]) -> Transform:
+    """A transform that sets the output of these heads to 0."""
+    wanted: dict[Key, list[int]] = {}
+    for key, head in heads:
+        wanted.setdefault(key, []).append(head)
+
+    def transform(call: Call, key: Key, run: Callable[[], Tensor]) -> Tensor:
+        output = run()
+        if key not in wanted:
+            return output
+        return output.index_fill(1, torch.tensor(wanted[key], device=output.device), 0.0)
+
+    return transform
+
+
+def change_calls(change: Callable[[Call], Call]) -> Transform:
+    """A transform that computes each call after `change`, as `regard.using` does."""
+
+    def transform(call: Call, key: Key, run: Callable[[], Tensor]) -> Tensor:
+        return change(call).run()
+
+    return transform
+
+
+def main_output(result: Any) -> Tensor:
+    """The tensor that a model returns: logits, else hidden states, else the first tensor of real numbers."""
+    for name in ("logits", "prediction_logits", "last_hidden_state"):
+        found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+        if isinstance(found, Tensor):
+            return found
+    if isinstance(result, Tensor):
+        return result
+    parts = result.values() if isinstance(result, Mapping) else result if isinstance(result, (tuple, list)) else ()
+    for part in parts:
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return part
+    raise TypeError(f"the model returned {type(result).__name__}, which holds no tensor of real numbers")
+
+
+def relative_change(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ over ‖a‖, of real tensors of one shape; inf where one is not finite and the other is."""
+    a, b = a.double(), b.double()
+    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return 0.0 if a.equal(b) else float("inf")
+    return float((a - b).norm() / a.norm().clamp_min(1e-30))

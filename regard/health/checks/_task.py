@@ -1,0 +1,165 @@
+"""What a model predicts, and its loss on the examined text, sequence by sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from regard.health.checks._baselines import frequency_losses
+from regard.health.checks._probe import Probe, Transform, main_output
+from regard.health.checks._tokens import TokenBatch
+
+STUDENT = {
+    2: 12.7,
+    3: 4.30,
+    4: 3.18,
+    5: 2.78,
+    6: 2.57,
+    7: 2.45,
+    8: 2.36,
+    9: 2.31,
+    10: 2.26,
+    12: 2.20,
+    16: 2.13,
+    32: 2.04,
+}
+NO_DIFFERENCE = 0.002  # of the loss: a change below it is none, however sure
+NEXT, LABELS, GIVEN = "next token", "labels of the batches", "the given loss"
+WORDS = dict(helps="helps", same="no difference", worse="makes it worse now; may help training", unknown="cannot tell")
+
+
+@dataclass(frozen=True)
+class LossReading:
+    """The model's loss on the examined text in nats, beside that of the text's own frequencies."""
+
+    kind: str  # what is predicted
+    mean: float
+    low: float  # 95 % interval over sequences
+    high: float
+    sequences: int
+    tokens: int = 0  # that were predicted; 0 where they are not known
+    unigram: float | None = None
+    bigram: float | None = None
+    uniform: float | None = None  # ln(vocabulary)
+
+    def to_json(self) -> dict[str, Any]:
+        """The reading as schema.json describes it; numbers that are not finite are None."""
+        return {key: finite(value) for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class LossChange:
+    """The loss under a change minus the model's own, over the same sequences: mean and 95 % interval."""
+
+    loss: float  # under the change
+    change: float
+    low: float
+    high: float
+
+    @property
+    def word(self) -> str:
+        """ "helps", "no difference", "makes it worse now; may help training" or "cannot tell"."""
+        small = NO_DIFFERENCE * abs(self.loss - self.change)
+        if not math.isfinite(self.change):
+            return WORDS["worse"]
+        if self.high < 0 and self.change < -small:
+            return WORDS["helps"]
+        if self.low > 0 and self.change > small:
+            return WORDS["worse"]
+        if abs(self.change) <= small or (math.isfinite(self.low) and self.low <= 0 <= self.high):
+            return WORDS["same"]
+        return WORDS["unknown"]
+
+    def to_json(self) -> dict[str, Any]:
+        """The change as schema.json describes it."""
+        return {**{key: finite(value) for key, value in asdict(self).items()}, "word": self.word}
+
+    def __str__(self) -> str:
+        own = self.loss - self.change
+        return f"loss {own:.3g} → {self.loss:.3g} ({self.word})"
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def interval(values: Tensor) -> tuple[float, float, float]:
+    """Mean and 95 % interval of independent values; the interval of one value is infinite."""
+    count, mean = len(values), float(values.mean())
+    if count < 2:
+        return mean, -math.inf, math.inf
+    student = next((t for many, t in STUDENT.items() if many >= count), 1.98)
+    half = student * float(values.std()) / math.sqrt(count)
+    return mean, mean - half, mean + half
+
+
+class Task:
+    """A model's loss on some batches: one number per sequence, or per batch for labels or a given loss."""
+
+    def __init__(
+        self, probe: Probe, batches: Sequence[TokenBatch], kind: str, loss: Callable | None, pad: int | None
+    ) -> None:
+        self.probe, self.batches, self.kind, self.loss, self.pad = probe, batches, kind, loss, pad
+        self.vocabulary: int | None = None
+
+    def losses(self, transform: Transform | None = None) -> Tensor:
+        """Returns the losses under a transform of the attention calls, float64."""
+        return torch.cat([self._losses(batch, transform) for batch in self.batches]).double().cpu()
+
+    def _losses(self, batch: TokenBatch, transform: Transform | None) -> Tensor:
+        if self.kind == GIVEN:
+            assert self.loss is not None
+            function = self.loss
+            value = self.probe.call(lambda: function(self.probe.model, _as_given(batch)), transform)
+            return torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu()
+        result = self.probe.run_model(batch, transform)
+        if self.kind == LABELS:
+            return result.loss.detach().reshape(1)
+        logits, targets = main_output(result), batch.targets
+        self.vocabulary = logits.shape[-1]
+        keep = batch.text_mask(self.pad)[:, 1:]
+        each = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten(), reduction="none")
+        each = each.view_as(keep) * keep
+        return each.sum(1) / keep.sum(1).clamp_min(1)
+
+    def read(self, losses: Tensor) -> LossReading:
+        """The reading of the model's own losses."""
+        mean, low, high = interval(losses)
+        if self.kind != NEXT or self.vocabulary is None:
+            return LossReading(self.kind, mean, low, high, len(losses))
+        keep = [batch.text_mask(self.pad)[:, 1:] for batch in self.batches]
+        previous = torch.cat([batch.targets[:, :-1][kept] for batch, kept in zip(self.batches, keep, strict=True)])
+        targets = torch.cat([batch.targets[:, 1:][kept] for batch, kept in zip(self.batches, keep, strict=True)])
+        unigram, bigram = frequency_losses(previous, targets, self.vocabulary)
+        uniform = math.log(self.vocabulary)
+        return LossReading(self.kind, mean, low, high, len(losses), len(targets), unigram, bigram, uniform)
+
+    def compare(self, own: Tensor, changed: Tensor) -> LossChange:
+        """The effect of a change on the same sequences."""
+        return LossChange(float(changed.mean()), *interval(changed - own))
+
+
+def _as_given(batch: TokenBatch) -> Any:
+    """The batch in the form in which the user gave it."""
+    if batch.own is not None:
+        return batch.own
+    return batch.named if batch.named else batch.args if len(batch.args) > 1 else batch.args[0]
+
+
+def names_next_token(model: nn.Module) -> bool | None:
+    """True if the class or configuration says that the model predicts the next token, False if another, else None."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if name.endswith(("LMHeadModel", "ForCausalLM")) or getattr(config, "is_encoder_decoder", False):
+        return True
+    if name.endswith(("ForMaskedLM", "Classification", "ForQuestionAnswering", "ForPreTraining")):
+        return False
+    if getattr(config, "is_decoder", False) is True:
+        return True
+    return None

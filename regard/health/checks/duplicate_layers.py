@@ -1,0 +1,65 @@
+"""Duplicate layers: two attention layers hold the same weights, as a conversion that repeats a layer leaves them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.checks._probe import Key
+from regard.health.checks._trial import NotApplicable, Trial
+from regard.health.findings._finding import Finding
+
+NAME = "no two layers hold the same weights"
+KIND = "duplicate layers"
+
+
+def check(trial: Trial) -> list[Finding]:
+    trial.tokens  # noqa: B018 – without token ids no check is made
+    modules = dict(trial.model.named_modules())
+    weights = {key: own for key in unique_keys(trial) if (own := weights_of(modules, key[0]))}
+    if len(weights) < 2:
+        raise NotApplicable("fewer than two layers have weights of their own")
+    groups: list[list[Key]] = []
+    for key, own in weights.items():
+        same = next((group for group in groups if are_equal(weights[group[0]], own)), None)
+        if same is None:
+            groups.append([key])
+        else:
+            same.append(key)
+    repeated = [group for group in groups if len(group) > 1]
+    if not repeated:
+        return []
+    if len(groups) == 1:
+        raise NotApplicable("all layers are copies of one, as a fresh nn.TransformerEncoder has them")
+    listed = "; ".join(" = ".join(key[0] for key in group[:4]) for group in repeated[:4])
+    return trial.find(
+        KIND,
+        "warning",
+        [key for group in repeated for key in group],
+        f"Layers hold the same weights: {listed}.",
+        "all weights of two attention modules equal, and not those of every other layer",
+        "Check the names in the conversion of weights: one layer was read twice.",
+    )
+
+
+def unique_keys(trial: Trial) -> list[Key]:
+    """The first use of each module that was measured."""
+    return [(layer.name, layer.use) for layer in trial.layers if layer.use == 0]
+
+
+def weights_of(modules: dict[str, nn.Module], name: str) -> list[Tensor]:
+    """The weight matrices of a module, or of its parent if it has none."""
+    for candidate in (name, name.rpartition(".")[0]):
+        found = [p.detach() for p in modules[candidate].parameters() if p.ndim > 1] if candidate in modules else []
+        if found or not candidate:
+            return found
+    return []
+
+
+def are_equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """True if two lists of matrices are equal and not one and the same; shared weights are by design."""
+    if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
+        return False
+    if all(x.data_ptr() == y.data_ptr() for x, y in zip(a, b, strict=True)):
+        return False
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,36 @@
+"""Encoder ignored: another text for the encoder leaves the decoder's output as it is."""
+
+from __future__ import annotations
+
+import torch
+
+from regard.health.checks._probe import relative_change
+from regard.health.checks._tokens import exchange_tokens
+from regard.health.checks._trial import NotApplicable, Trial
+from regard.health.findings._finding import Finding
+
+NAME = "the decoder depends on the encoder's text"
+KIND = "encoder ignored"
+LEAST = 1e-4  # relative change of the output
+
+
+def check(trial: Trial) -> list[Finding]:
+    tokens = trial.tokens
+    if not tokens.has_decoder:
+        raise NotApplicable("the model has no decoder that reads an encoder")
+    trial.require_repeatable()
+    everywhere = torch.ones_like(tokens.ids, dtype=torch.bool)
+    changed = trial.probe.run(tokens.with_ids(exchange_tokens(tokens.ids, everywhere)))
+    amount = relative_change(trial.captured[0], changed)
+    if amount > LEAST:
+        return []
+    cross = [key for key, one in trial.captured[1].items() if one.call.is_cross(key[0])]
+    return trial.find(
+        KIND,
+        "critical",
+        cross,
+        f"Another text for the encoder changes the decoder's output by {amount:.2g} of its size: it does not read it.",
+        f"relative change < {LEAST:g}",
+        "Check that cross-attention takes keys and values from the encoder's output (not from the decoder), that this "
+        "output is not 0 or masked away, and that the cross-attention weights were loaded.",
+    )

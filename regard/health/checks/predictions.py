@@ -1,0 +1,50 @@
+"""Untrained or broken: the model predicts its text worse than the text's own frequencies do.
+
+The loss of unigrams and bigrams is that of counts with each token left out of its own count, which no model that has
+learned anything loses to. A model whose heads look untrained too gets a note, because every model starts like this.
+"""
+
+from __future__ import annotations
+
+from regard.health.checks._task import LossReading
+from regard.health.checks._trial import NotApplicable, Trial
+from regard.health.findings._finding import Finding
+from regard.health.findings.diffuse import untrained_heads
+
+NAME = "the model predicts its text better than the text's frequencies"
+KIND = "untrained or broken"
+
+
+def check(trial: Trial) -> list[Finding]:
+    reading = trial.loss_reading
+    if reading is None:
+        raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
+    if reading.unigram is None:
+        raise NotApplicable(f"{reading.kind} has no frequencies to compare with")
+    if reading.tokens < LEAST_TOKENS:
+        raise NotApplicable(f"{reading.tokens} tokens are too few to compare losses; {LEAST_TOKENS} are enough")
+    if reading.low <= reading.unigram:
+        return []
+    untrained = bool(untrained_heads(trial.heads)) and reading.mean > FRESH * reading.unigram
+    return trial.find(
+        KIND,
+        "note" if untrained else "critical",
+        [],
+        describe(reading) + (" Its heads look untrained too." if untrained else ""),
+        "loss of the next token, 95 % interval, above that of the text's unigrams",
+        "If it was trained, look for what is wrong outside the scores as well: token ids of another tokenizer, weights "
+        "that were not loaded, positions, norms, the output layer; regard.compare(model, reference, batches) names the "
+        "first layer that differs from a model that works. Or the text is not of the kind that it was trained on.",
+    )
+
+
+LEAST_TOKENS = 200
+FRESH = 0.97  # of the unigrams' loss: an untrained model is not below
+
+
+def describe(reading: LossReading) -> str:
+    """The loss beside the frequencies, in a sentence."""
+    return (
+        f"The model's loss on this text is {reading.mean:.3g} nats per token; the text's own unigram frequencies reach "
+        f"{reading.unigram:.3g}, its bigrams {reading.bigram:.3g}, a uniform guess {reading.uniform:.3g}."
+    )

@@ -1,0 +1,156 @@
+"""Repairs: a change of the wiring that lowers the model's loss names what is wired wrongly.
+
+Each repair undoes one mistake in every layer: another scale, key or value heads in another order, q and k exchanged,
+rotary positions on one side only or shifted. In a sound model all of them raise the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.health.capture.call import Call
+from regard.health.checks._probe import change_calls
+from regard.health.checks._task import NEXT, Task
+from regard.health.checks._trial import NotApplicable, Trial
+from regard.health.findings._finding import Finding
+from regard.scores import resolve_scale
+
+NAME = "no other wiring of q, k and v lowers the loss"
+SCALE, ORDER, EXCHANGED, ROTARY = "scale off", "heads in another order", "q and k exchanged", "rotary positions off"
+KINDS = (ORDER, EXCHANGED, ROTARY)
+GAIN, ROTARY_GAIN = 0.02, 0.05  # of the loss, at least; rotations also help a layer whose logits are too large
+SEQUENCES, LENGTH = 8, 128
+BASE = 10000.0  # of rotary angles
+
+
+class Repair(NamedTuple):
+    """A change of every call, the kind of finding it stands for, and what it means if it lowers the loss."""
+
+    kind: str
+    meaning: str
+    change: Callable[[Call], Call]
+
+
+def check(trial: Trial) -> list[Finding]:
+    task = trial.task
+    if task is None:
+        raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
+    batches = [task.batches[0].cut(SEQUENCES, LENGTH)] if task.kind == NEXT else list(task.batches)
+    task = Task(trial.probe, batches, task.kind, task.loss, task.pad)
+    own = task.losses()
+    best: dict[str, tuple[float, Repair, float]] = {}
+    for repair in list_repairs(trial):
+        try:
+            changed = task.losses(change_calls(repair.change))
+        except (ValueError, TypeError, RuntimeError):
+            continue  # this model's calls do not have the shapes for it
+        effect = task.compare(own, changed)
+        least = ROTARY_GAIN if repair.kind == ROTARY else GAIN
+        if effect.change < -least * abs(float(own.mean())) and not effect.high >= 0.0:
+            gain = effect.change
+            if repair.kind not in best or gain < best[repair.kind][0]:
+                best[repair.kind] = gain, repair, effect.loss
+    if not best:
+        return []
+    _, repair, loss = min(best.values(), key=lambda one: one[0])
+    return trial.find(
+        repair.kind,
+        "warning",
+        [],
+        f"{repair.meaning} With that undone in every layer, the loss falls from {float(own.mean()):.3g} to {loss:.3g}.",
+        f"loss lower by more than {GAIN:.0%} ({ROTARY_GAIN:.0%} for rotations), 95 % interval below 0",
+        "Compare the attention code with the one that the model was trained with, or use regard.compare(model, "
+        "reference, batches).",
+    )
+
+
+def list_repairs(trial: Trial) -> list[Repair]:
+    """The repairs that fit the shapes of the model's calls."""
+    one = next(iter(trial.captured[1].values()), None) if trial.batches else None
+    if one is None:
+        return []
+    d, heads, groups = one.q.shape[-1], one.q.shape[1], one.k.shape[1]
+    used = resolve_scale(one.call.options.get("scale"), d)
+    ratio = 1.0 if isinstance(used, Tensor) else float(used) * d**0.5
+    repairs = [
+        Repair(
+            SCALE, f"The logits look {d**0.5:.3g} times too small, as if 1/√d were applied twice.", scale_by(d**0.5)
+        ),
+        Repair(SCALE, f"The logits look {d**0.5:.3g} times too large, as if 1/√d were left out.", scale_by(d**-0.5)),
+    ]
+    if not 0.98 < ratio < 1.02:
+        text = f"The scale of the scores is {ratio:.3g}/√d, where 1/√d predicts better."
+        repairs.append(Repair(SCALE, text, lambda call: call.with_options(scale=None)))
+    if groups > 1:
+        for name, part in (("Key", "k"), ("Value", "v")):
+            text = f"{name} heads do not belong to the query heads that they are paired with."
+            for step in {1, groups - 1}:
+                repairs.append(Repair(ORDER, text, roll(part, step)))
+    if groups == heads:
+        for size in [n for n in (2, 4, 8) if heads % n == 0 and n < heads]:
+            text = "Groups of query heads read the wrong key-value heads: repeat_interleave and repeat were confused."
+            repairs.append(Repair(ORDER, text, regroup(size)))
+        repairs.append(Repair(EXCHANGED, "The queries and keys are exchanged.", exchange))
+    if d % 2 == 0:
+        repairs += list_rotations()
+    return repairs
+
+
+def list_rotations() -> list[Repair]:
+    """Rotary positions (base 10000, halves) added to one side, or shifted on it."""
+    repairs = []
+    for part, name in (("k", "keys"), ("q", "queries")):
+        text = f"Rotary positions are missing on the {name}."
+        repairs.append(Repair(ROTARY, text, turn(part, lambda at: at)))
+    for shift in (-3, -2, -1, 1, 2, 3):
+        text = f"The rotary positions of the keys are {abs(shift)} too {'large' if shift < 0 else 'small'}."
+        repairs.append(Repair(ROTARY, text, turn("k", partial(torch.full_like, fill_value=shift))))
+    return repairs
+
+
+def scale_by(factor: float) -> Callable[[Call], Call]:
+    def change(call: Call) -> Call:
+        scale = resolve_scale(call.options.get("scale"), call.q.shape[-1])
+        return call.with_options(scale=scale * factor)
+
+    return change
+
+
+def roll(part: str, step: int) -> Callable[[Call], Call]:
+    return lambda call: replace(call, **{part: getattr(call, part).roll(step, 1)})
+
+
+def regroup(size: int) -> Callable[[Call], Call]:
+    """Key-value heads a, b, a, b as a, a, b, b."""
+
+    def mend(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, size)).transpose(1, 2).flatten(1, 2)
+
+    return lambda call: replace(call, k=mend(call.k), v=mend(call.v))
+
+
+def exchange(call: Call) -> Call:
+    return replace(call, q=call.k, k=call.q) if call.q.shape == call.k.shape else call
+
+
+def turn(part: str, positions: Callable[[Tensor], Tensor]) -> Callable[[Call], Call]:
+    """Rotates queries or keys of self-attention by their positions."""
+
+    def change(call: Call) -> Call:
+        x = getattr(call, part)
+        if call.q.shape[2] != call.k.shape[2]:
+            return call
+        half = x.shape[-1] // 2
+        at = positions(torch.arange(x.shape[2], device=x.device))
+        angle = at[:, None] * BASE ** (-torch.arange(half, device=x.device) / half)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, b = x[..., :half], x[..., half:]
+        return replace(call, **{part: torch.cat([a * cos - b * sin, a * sin + b * cos], -1)})
+
+    return change

@@ -1,0 +1,53 @@
+"""Strangers: in one layer q and k do not know of each other, while in the model's other layers they do.
+
+Trained queries and keys agree in direction, so the logit variance is larger than their norms predict. The ratio of the
+two, median over a layer's heads, was at least 1.22 in 94 layers of sound trained models, and below 1.15 where heads
+were rolled, shards exchanged or stacked weights misread. A layer at its random start has it too. Under
+rotary positions and QK-norm sound layers are near 1.5, so only models whose median layer is above 2 are judged.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from regard.health.findings._finding import Finding, Heads, make_finding
+from regard.health.findings._variance import group_by_layer, is_from_bias, median_of, variances
+
+KIND = "q and k are strangers"
+STRANGERS, USUAL = 1.15, 2.0  # ratio of a layer, and of the model's median layer
+LEAST_VARIANCE = 1e-3  # below it both are rounding, or the layer is diffuse
+LAYERS = 2  # of a model besides the first, at least
+
+
+def find(heads: Heads) -> list[Finding]:
+    later = group_by_layer(heads)[1:]  # the first layer of sound models has 1.1 to 1.5
+    layers = [(members, ratio) for members in later if (ratio := agreement(members)) is not None]
+    if len(layers) < LAYERS or median(ratio for _, ratio in layers) < USUAL:
+        return []
+    found = [(head, ratio) for members, ratio in layers if ratio < STRANGERS for head in members]
+    return make_finding(
+        KIND,
+        "warning",
+        found,
+        "The logit variance is {range} times what the norms of q and k alone predict, while in the model's other "
+        "layers they agree: here q and k do not belong together, or the layer never learned.",
+        f"measured over predicted logit variance of a layer < {STRANGERS:g}, of the median layer > {USUAL:g}",
+        "Check how this layer's weights were loaded: heads rolled or sharded in another order, a stacked q, k, v "
+        "matrix read in another order, or a layer left at its random start.",
+    )
+
+
+def agreement(members: Heads) -> float | None:
+    """Measured over predicted logit variance, medians over a layer's heads; None if it says nothing."""
+    measured, predicted = variances(members)
+    if (
+        not predicted > 0.0
+        or measured < LEAST_VARIANCE
+        or any(head.predicted_variance != head.predicted_variance for head in members)
+    ):
+        return None
+    if is_from_bias(members):
+        return None
+    gain, gain_ratio = median_of(members, "gradient_gain"), median_of(members, "gain_ratio")
+    few_keys = min(gain / gain_ratio, 1.0) if gain_ratio > 0.0 else 1.0  # E(1 − 1/n): n keys vary less than many
+    return measured / (predicted * few_keys)

@@ -1,0 +1,186 @@
+"""Two models on the same batches: the first attention layer that differs, in what, and what that usually means."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from regard.health.capture.interception import as_written, refuse_data_parallel
+from regard.health.checks._probe import CapturedCall, Key, Probe, relative_change
+from regard.health.checks._tokens import as_batch
+from regard.health.differences import explain, scores_of, visible_of
+from regard.health.report.terminal import printable
+from regard.table import Table
+
+TOLERANCE = 1e-3  # relative difference of a tensor, where none is given
+BATCHES = 4  # that are compared, at most
+PARTS = ("q", "k", "v", "scores", "output")
+AFTER_ALL = (
+    "The attention agrees; the difference is after the last attention: its output projection, the last MLP, the final "
+    "norm or the output layer."
+)
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """One attention layer of both models: the relative difference of each tensor."""
+
+    index: int
+    layer: str  # its name in the model
+    reference: str  # its name in the reference
+    q: float
+    k: float
+    v: float
+    scores: float  # of the logits, on keys that both see; inf where the visible keys differ
+    output: float
+
+    def parts(self, tolerance: float) -> list[str]:
+        """The names of the tensors that differ."""
+        return [part for part in PARTS if not getattr(self, part) <= tolerance]
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """What differs between a model and a reference that should compute the same.
+
+    Attributes:
+        layers: every layer, in order of execution.
+        first: the first layer that differs, None if none does.
+        parts: what differs in it, of q, k, v, scores and output.
+        meaning: what that usually means.
+        output: the relative difference of the models' outputs.
+    """
+
+    layers: list[LayerDifference]
+    first: LayerDifference | None
+    parts: list[str]
+    meaning: str
+    output: float
+    tolerance: float
+
+    def summary(self) -> list[str]:
+        """The comparison in a few lines."""
+        lines = [f"The outputs differ by {self.output:.2g} of their size."]
+        if self.first is None:
+            return [*lines, f"No attention layer differs by more than {self.tolerance:g}.", self.meaning]
+        first = self.first
+        where = f"layer {first.index} ({first.layer or 'the model itself'})"
+        listed = ", ".join(f"{part} ({getattr(first, part):.2g})" for part in self.parts)
+        return [*lines, f"First difference: {where}, in {listed}.", self.meaning]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts; an infinite difference is None."""
+        layers = [
+            {key: None if value == float("inf") else value for key, value in asdict(layer).items()}
+            for layer in self.layers
+        ]
+        first = None if self.first is None else self.first.index
+        return dict(layers=layers, first=first, parts=self.parts, meaning=self.meaning, output=self.output)
+
+    def show(self, file: TextIO | None = None) -> None:
+        """Print the summary and a row per layer."""
+        file = sys.stdout if file is None else file
+        for line in self.summary():
+            print(printable(line), file=file)
+        rows = [
+            [str(one.index), printable(one.layer), *(f"{getattr(one, part):.2g}" for part in PARTS)]
+            for one in self.layers
+        ]
+        Table(["", "layer", *PARTS], rows, "relative differences").show(file)
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary())
+
+
+def compare_models(
+    model: nn.Module, reference: nn.Module, batches: Any, tolerance: float = TOLERANCE
+) -> ModelComparison:
+    """Run both models on the same batches and find the first attention layer that differs."""
+    for name, one in (("a", model), ("b", reference)):
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"{name} must be a torch.nn.Module as the other is, got {type(one).__name__}")
+        refuse_data_parallel(one)
+    if batches is None:
+        raise ValueError("batches is missing; two models are compared on batches: compare(model, reference, batches)")
+    batches = [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
+    chosen = [batch for _, batch in zip(range(BATCHES), batches, strict=False)]
+    if not chosen:
+        raise ValueError("batches is empty; there is nothing to compare")
+    pairs = [(_run(model, batch), _run(reference, batch)) for batch in chosen]
+    outputs = [_difference(a[0], b[0]) for a, b in pairs]
+    layers = [compare_calls(list(a[1].values()), list(b[1].values())) for a, b in pairs]
+    if not layers[0]:
+        raise ValueError("no attention call was captured in both models; regard.examine says why")
+    merged = [
+        max(same, key=lambda one: max(one.q, one.k, one.v, one.scores, one.output))
+        for same in zip(*layers, strict=False)
+    ]
+    at = next((at for at, one in enumerate(merged) if one.parts(tolerance)), None)
+    counts = len(pairs[0][0][1]), len(pairs[0][1][1])
+    if at is None:
+        meaning = _explain_agreement(max(outputs) > tolerance, counts)
+        return ModelComparison(merged, None, [], meaning, max(outputs), tolerance)
+    worst = max(range(len(layers)), key=lambda one: layers[one][at].output if at < len(layers[one]) else 0.0)
+    a, b = (list(side[1].values()) for side in pairs[worst])
+    parts = merged[at].parts(tolerance)
+    return ModelComparison(merged, merged[at], parts, explain(a, b, at, parts), max(outputs), tolerance)
+
+
+def _run(model: nn.Module, batch: Any) -> tuple[Tensor, dict[Key, CapturedCall]]:
+    """The main output and the captured calls of one forward in evaluation mode."""
+    model = as_written(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    training = [module for module in model.modules() if module.training]
+    probe = Probe(model)
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad(), probe.active():
+            return probe.capture(as_batch(batch, device))
+    finally:
+        for module in training:
+            module.training = True
+
+
+def compare_calls(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> list[LayerDifference]:
+    """The differences of the calls of two forwards, paired in order of execution."""
+    found = []
+    for index, (one, other) in enumerate(zip(a, b, strict=False)):
+        tensors = [_difference(getattr(one, part), getattr(other, part)) for part in ("q", "k", "v")]
+        output = _difference(one.output, other.output)
+        scores = _score_difference(one, other) if one.q.shape == other.q.shape else float("inf")
+        q, k, v = tensors
+        found.append(LayerDifference(index, one.key[0], other.key[0], q, k, v, scores, output))
+    return found
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖/‖b‖ with shared heads repeated; inf for other shapes."""
+    if a.ndim == b.ndim == 4 and a.shape[1] != b.shape[1] and a.shape[1] and b.shape[1]:
+        many = max(a.shape[1], b.shape[1])
+        if many % a.shape[1] == 0 and many % b.shape[1] == 0:
+            a, b = (x.repeat_interleave(many // x.shape[1], 1) for x in (a, b))
+    return relative_change(b.cpu(), a.cpu()) if a.shape == b.shape else float("inf")
+
+
+def _score_difference(one: CapturedCall, other: CapturedCall) -> float:
+    a, b = scores_of(one), scores_of(other)
+    seen = visible_of(one), visible_of(other)
+    if a.shape != b.shape or not torch.equal(seen[0], seen[1]):
+        return float("inf")
+    return relative_change(b.masked_fill(~seen[0], 0.0), a.masked_fill(~seen[0], 0.0))
+
+
+def _explain_agreement(outputs_differ: bool, counts: tuple[int, int]) -> str:
+    if counts[0] != counts[1]:
+        return f"The models have {counts[0]} and {counts[1]} attention layers; the common ones agree."
+    if outputs_differ:
+        return AFTER_ALL
+    return "Both models compute the same."

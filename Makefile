@@ -8,14 +8,14 @@ ENCODER := .venv/.encoder
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz soak test-gpu bench lint format figures docs clean
+.PHONY: help setup demo test test-all fuzz soak test-gpu bench lint format figures docs matrix dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(DEMO): pyproject.toml constraints.txt  # the package and what its demo imports, nothing else
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) --no-compile --editable '.[demo]'
+	$(INSTALL) --no-compile --editable .
 	@touch $@
 
 $(READY): $(DEMO)
@@ -65,6 +65,14 @@ figures: $(READY)  ## the picture of the eight normalisers
 docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers, API
 	$(BIN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+matrix: $(READY)  ## the smoke tests in fresh environments of other versions, as the table of docs/versions.md; ARGS=… for tools/matrix.py
+	$(BIN)/python tools/matrix.py $(ARGS)
+
+dist:  ## the sdist and the wheel, into dist/: checked, under 1 MB, the same bytes from the same commit
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(INSTALL) build twine
+	$(BIN)/python tools/dist.py
 
 clean:  ## everything made here
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build site

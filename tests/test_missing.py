@@ -75,9 +75,8 @@ def test_the_rest_works_and_a_call_names_what_it_lacks(missing, backend, calls, 
 
 
 def test_the_rest_works_without_transformers_and_an_extra_is_named(tmp_path):
-    examine, explore, demo = run(
-        ["transformers", "tokenizers", "marimo"], ["examine nowhere", "explore", "demo"], tmp_path
-    )
+    missing = ["transformers", "tokenizers", "safetensors", "marimo"]
+    examine, explore, demo = run(missing, ["examine nowhere", "explore", "demo"], tmp_path)
     for (code, _, said), extra in ((examine, "regard[hf]"), (explore, "regard[lab]")):
         assert code and extra in said and len(said.strip().splitlines()) == 1, said
     assert demo[0] == 0, demo
@@ -92,9 +91,7 @@ def test_the_rest_works_without_pictures_tables_or_weights_and_a_report_says_so(
     kinds = ("json", "html", "png")
     lacking = {
         "from regard import lab; lab.names()": "regard[lab]",
-        "from regard.health.models import tiny; tiny.checkpoint('tiny-scaled')": "regard[hf]",
         "lab range": "needs scipy; pip install 'regard[lab]'",
-        "demo": "needs safetensors; pip install 'regard[hf]'",
     }
     missing = ["altair", "vl_convert", "matplotlib", "rich", "safetensors", "scipy"]
     told = run(missing, [*map(SAVE.format, kinds), *lacking], tmp_path)

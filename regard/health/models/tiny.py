@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
+from typing import IO
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "\ufffd"  # the last stands for everything else
+LEVELS = 7  # a saved matrix keeps −7, −6, …, 7 times a step per row, about 4 bits a weight in the file
 
 
 class Attention(nn.Module):
@@ -38,11 +41,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm Transformer block."""
 
-    def __init__(self, width: int, heads: int, scale: str) -> None:
+    def __init__(self, width: int, heads: int, scale: str, expansion: int) -> None:
         super().__init__()
         self.attention = Attention(width, heads, scale)
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, expansion * width), nn.GELU(), nn.Linear(expansion * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before_attention(x))
@@ -53,13 +56,19 @@ class TinyLM(nn.Module):
     """Next-character logits. Query and key weights start with unit variance, so that q·k has variance d_k."""
 
     def __init__(
-        self, layers: int = 4, heads: int = 4, width: int = 128, length: int = 128, scale: str = "sqrt"
+        self,
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        length: int = 128,
+        scale: str = "sqrt",
+        expansion: int = 4,
     ) -> None:
         super().__init__()
-        self.options = dict(layers=layers, heads=heads, width=width, length=length, scale=scale)
+        self.options = dict(layers=layers, heads=heads, width=width, length=length, scale=scale, expansion=expansion)
         self.token = nn.Embedding(len(CHARACTERS), width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, scale) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, scale, expansion) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(CHARACTERS), bias=False)
         for embedding in (self.token, self.position):
@@ -95,26 +104,49 @@ def batches(text: str, length: int, size: int) -> list[Tensor]:
     return list(windows.split(size))
 
 
-def save(model: TinyLM, path: Path, **notes: str) -> None:
-    """Write float16 weights and the model's options to one safetensors file."""
-    from safetensors.torch import save_file
+def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (whole numbers from −LEVELS to LEVELS, a step per row): their product is the matrix, rounded.
 
-    weights = {name: value.to(torch.float16).contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, path, metadata={"options": json.dumps(model.options), **notes})
+    >>> from regard.health.models.tiny import quantize
+    >>> numbers, steps = quantize(torch.tensor([[0.3, -1.4, 0.72]]))
+    >>> numbers, steps
+    (tensor([[ 2, -7,  4]], dtype=torch.int8), tensor([[0.2000]]))
+    """
+    steps = matrix.abs().amax(1, keepdim=True) / LEVELS
+    return (matrix / steps).round().to(torch.int8), steps
+
+
+def save(model: TinyLM, file: Path | IO[bytes], **notes: str) -> None:
+    """Write the weights, matrices rounded by `quantize`, the model's options and notes to one .npz file."""
+    state = model.state_dict().values()
+    matrices = [quantize(value) for value in state if value.ndim == 2]
+    parts = dict(
+        numbers=[numbers for numbers, _ in matrices],
+        steps=[steps.half() for _, steps in matrices],
+        vectors=[value.half() for value in state if value.ndim == 1],
+    )
+    arrays = {name: torch.cat([x.flatten() for x in values]).numpy() for name, values in parts.items()}
+    numpy.savez_compressed(file, notes=numpy.array(json.dumps({"options": model.options, **notes})), **arrays)
+
+
+def load(file: IO[bytes]) -> tuple[TinyLM, dict[str, str]]:
+    """Return a saved model and its notes."""
+    arrays = dict(numpy.load(file, allow_pickle=False))
+    notes = json.loads(str(arrays.pop("notes")))
+    model = TinyLM(**notes.pop("options"))
+    state = model.state_dict()
+    matrices, vectors = ([name for name, value in state.items() if value.ndim == n] for n in (2, 1))
+    flat = {name: torch.from_numpy(values).float() for name, values in arrays.items()}
+    numbers = flat["numbers"].split([state[name].numel() for name in matrices])
+    steps = flat["steps"].split([len(state[name]) for name in matrices])
+    weights = dict(zip(vectors, flat["vectors"].split([len(state[name]) for name in vectors]), strict=True))
+    for name, number, step in zip(matrices, numbers, steps, strict=True):
+        weights[name] = number.reshape_as(state[name]) * step[:, None]
+    model.load_state_dict(weights)
+    return model.eval(), notes
 
 
 def checkpoint(name: str) -> tuple[TinyLM, dict[str, str]]:
     """Load a model of `regard/checkpoints` and the notes saved with it."""
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as missing:
-        text = 'checkpoint needs safetensors: pip install "regard[hf]"'
-        raise ModuleNotFoundError(text, name=missing.name) from None
-
-    path = resources.files("regard").joinpath("checkpoints", f"{name}.safetensors")
-    with resources.as_file(path) as local, safe_open(local, "pt") as file:
-        notes = dict(file.metadata())
-        weights = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118
-    model = TinyLM(**json.loads(notes["options"]))
-    model.load_state_dict(weights)
-    return model.eval(), notes
+    with resources.files("regard").joinpath("checkpoints", f"{name}.npz").open("rb") as file:
+        return load(file)

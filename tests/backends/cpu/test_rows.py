@@ -297,6 +297,29 @@ def test_an_unwritable_cache_folder_is_no_obstacle(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(SECOND_PROCESS)], env=environment, check=True, timeout=240)
 
 
+def test_regard_cache_names_the_folder_and_an_unusable_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "kernels"))
+    assert compile.cache_folder() == tmp_path / "kernels"
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"REGARD_CACHE=.*file cannot keep compiled kernels: .*; name another"):
+        compile._store_source("any", "content")
+
+
+@pytest.mark.slow
+def test_two_processes_compile_into_one_empty_folder(tmp_path):
+    environment = {**os.environ, "REGARD_CACHE": str(tmp_path)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    command = [sys.executable, "-c", textwrap.dedent(SECOND_PROCESS)]
+    options = dict(env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen(command, **options) for _ in range(2)]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240)
+    assert run.stdout.strip() == "1"  # what the two left is whole: a third loads it
+    assert [path.suffix for path in tmp_path.iterdir() if path.is_file()] == [".py"]
+
+
 def test_without_numba_the_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(ImportError, match="pip install numba"):

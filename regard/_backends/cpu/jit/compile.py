@@ -220,17 +220,20 @@ def _store_source(name: str, content: str) -> Path:
                 beside.write_text(content, encoding="utf-8")
                 os.replace(beside, path)
             return path
-        except OSError:
-            continue
+        except OSError as error:
+            if chosen := os.environ.get("REGARD_CACHE"):
+                raise ValueError(f"REGARD_CACHE={chosen} cannot keep compiled kernels: {error}; name another") from None
     raise OSError(f"no folder to keep compiled kernels in: neither {_default_folder()} nor a temporary one is writable")
 
 
 def _default_folder() -> Path:
+    if chosen := os.environ.get("REGARD_CACHE"):
+        return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard"
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept, for their owner alone: $XDG_CACHE_HOME/regard or ~/.cache/regard."""
+    """The owner's folder of compiled kernels: $REGARD_CACHE, $XDG_CACHE_HOME/regard or ~/.cache/regard."""
     folder = _default_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()

@@ -1,0 +1,168 @@
+"""Runs tests/test_smoke.py over fresh environments and prints the Markdown table of docs/versions.md.
+
+python tools/matrix.py                              # every row; each environment is made, used and deleted
+python tools/matrix.py --only 2.15                  # the rows whose description contains this
+python tools/matrix.py --cuda-libraries DIR         # torch without its gigabytes of CUDA packages
+
+torch's wheels on PyPI for Linux need CUDA libraries to be imported at all. With `--cuda-libraries` torch is installed
+without its dependencies, and the folders of DIR that hold libraries are put on LD_LIBRARY_PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
+PATIENCE = 1800  # seconds for one environment
+
+
+@dataclass(frozen=True)
+class Row:
+    """One environment of the table."""
+
+    python: str
+    torch: str
+    transformers: str = "5.22.2"
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, torch {self.torch}, transformers {self.transformers}"
+
+
+ROWS = (
+    Row("3.12", "2.9.1", "4.57.6"),
+    Row("3.12", "2.10.0"),
+    Row("3.12", "2.11.0"),
+    Row("3.12", "2.12.1"),
+    Row("3.11", "2.13.0"),
+    Row("3.11", "2.13.0", "4.57.6"),
+    Row("3.13", "2.14.1"),
+    Row("3.12", "2.15.0"),
+    Row("3.14", "2.15.0"),
+)
+
+
+class InstallError(Exception):
+    """A row's environment could not be made; the message is the last line of what pip said."""
+
+
+def find_interpreter(version: str) -> str | None:
+    """Return the path of an interpreter of this version: on PATH, or one of pyenv's."""
+    if found := shutil.which(f"python{version}"):
+        if subprocess.run([found, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+            return found
+    installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(installed[-1]) if installed else None
+
+
+def run_pip(python: Path, *words: str) -> None:
+    """Run pip in an environment; raise InstallError if it fails."""
+    command = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+        raise InstallError(lines[-1].removeprefix("ERROR: ") if lines else done.stderr[-200:])
+
+
+def install(row: Row, python: Path, wheel: Path, bare: bool) -> None:
+    """Install torch, the wheel and what the smoke tests need."""
+    if bare:
+        run_pip(python, "--no-deps", f"torch=={row.torch}")
+        run_pip(python, *TORCH_NEEDS, "numpy", "numba", "rich", "pytest")
+        run_pip(python, "--no-deps", str(wheel))
+    else:
+        run_pip(python, f"torch=={row.torch}", str(wheel), "pytest")
+    run_pip(python, f"transformers=={row.transformers}")
+
+
+def find_library_folders(folder: Path) -> str:
+    """Return the folders below one that hold shared libraries, as LD_LIBRARY_PATH has them."""
+    return os.pathsep.join(sorted({str(path.parent) for path in folder.rglob("*.so*")}))
+
+
+def run_smoke(python: Path, folder: Path, libraries: Path | None) -> str:
+    """Run the smoke tests outside the repository; return "n passed", or the tests that failed."""
+    results = folder / "results.xml"
+    shutil.copy(ROOT / "tests" / "test_smoke.py", folder)
+    environment = {**os.environ, "PYTHONPATH": "", "REGARD_CACHE": str(folder / "cache")}
+    if libraries:
+        environment["LD_LIBRARY_PATH"] = find_library_folders(libraries)
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", "test_smoke.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    if not results.exists():
+        return f"failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
+    sys.stderr.write(done.stdout[-3000:] if done.returncode else "")
+    cases = list(ElementTree.parse(results).iter("testcase"))
+    failed = [case.get("name") for case in cases if {child.tag for child in case} & {"failure", "error"}]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    if failed or not cases:
+        return f"failed: {', '.join(failed) or 'no test ran'}"
+    return f"{len(cases) - skipped} passed" + (f", {skipped} skipped" if skipped else "")
+
+
+def list_versions(python: Path, *names: str) -> list[str]:
+    """Return the installed versions of packages, "–" for one that is missing."""
+    listing = subprocess.run(
+        [str(python), "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True
+    ).stdout
+    found = dict(line.split("==") for line in listing.splitlines())
+    return [found.get(name, "–") for name in names]
+
+
+def measure(row: Row, wheel: Path, libraries: Path | None) -> str:
+    """Return a row of the table."""
+    interpreter = find_interpreter(row.python)
+    if interpreter is None:
+        return (
+            f"| {row.python} | {row.torch} | | | {row.transformers} | not run: no Python {row.python} on this machine |"
+        )
+    with tempfile.TemporaryDirectory(prefix="regard-matrix-") as name:
+        folder = Path(name)
+        subprocess.run([interpreter, "-m", "venv", str(folder / "venv")], check=True, timeout=PATIENCE)
+        python = folder / "venv" / "bin" / "python"
+        try:
+            install(row, python, wheel, bare=libraries is not None)
+            result = run_smoke(python, folder, libraries)
+        except InstallError as error:
+            result = f"not installed: {error}"
+        versions = list_versions(python, "torch", "numpy", "numba", "transformers")
+        full = subprocess.run([str(python), "-V"], capture_output=True, text=True).stdout.split()[-1]
+    return f"| {full} | {' | '.join(versions)} | {result.replace('|', '/')} |"
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel of this checkout."""
+    run = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    subprocess.run(run, check=True, timeout=PATIENCE)
+    return next(folder.glob("regard-*.whl"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose description contains this text")
+    parser.add_argument("--cuda-libraries", metavar="DIR", type=Path, help="install torch without its CUDA packages")
+    options = parser.parse_args()
+    rows = [row for row in ROWS if options.only in str(row)]
+    if not rows:
+        parser.error(f"--only {options.only!r} matches no row; rows: {'; '.join(map(str, ROWS))}")
+    print("| Python | torch | numpy | numba | transformers | smoke tests |\n| --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory(prefix="regard-wheel-") as folder:
+        wheel = build_wheel(Path(folder))
+        lines = []
+        for row in rows:
+            lines.append(measure(row, wheel, options.cuda_libraries))
+            print(lines[-1], flush=True)
+    return int(any(re.search("failed", line) for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

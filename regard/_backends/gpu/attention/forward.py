@@ -48,8 +48,8 @@ def run_hopper(p: Problem, result: Forward) -> None:
 
 
 def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
-    """Recompute the rows whose weights outgrew the fixed shift; their Z is NaN."""
-    config, how = config_of(p, "forward_online")
+    """Recompute the rows whose weights outgrew the fixed shift, and heads whose bias is not finite; their Z is NaN."""
+    config, how = config_of(p, "forward_online" if p.bias is None else "forward_imprecise")
     blocks_per_program = 4
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
     outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()

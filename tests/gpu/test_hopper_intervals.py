@@ -110,7 +110,7 @@ def leaves_of(p):
 def check_forward(p, floor=FLOOR):
     assert registry.choose(p).name == "hopper", registry.describe(p)
     answer = attention.forward(p)
-    o, found = compute_dense(p, *leaves_of(p))
+    o, found = (x.detach() if isinstance(x, torch.Tensor) else x for x in compute_dense(p, *leaves_of(p)))
     error = float((answer.o.double() - o).norm() / o.norm())
     assert error <= 1.2e-2, f"o is off by {error:.2e}"
     wrong = {}
@@ -227,6 +227,24 @@ def add_key_bias(p, hidden=0.0, seed=4):
     bias = slope * torch.arange(n) + torch.randn(b, h, 1, n, generator=generator)
     bias = bias.masked_fill(torch.rand(b, h, 1, n, generator=generator) < hidden, -math.inf)
     return replace(p, bias=bias.cuda().expand(b, h, m, n))
+
+
+KEY_BIAS = [
+    ("causal-plain", None, 0.0, dict(stats=(), causal=True, **MANY)),
+    ("causal-statistics", None, 0.0, dict(stats=ALL, causal=True, **MANY)),
+    ("full-few-blocks", None, 0.0, dict(stats=(), **FEW)),
+    ("documents-statistics", "documents", 0.0, dict(stats=ALL, **MANY)),
+    ("some-hidden-plain", None, 0.3, dict(stats=(), causal=True, **MANY)),
+    ("some-hidden-statistics", None, 0.3, dict(stats=ALL, causal=True, **MANY)),
+    ("64-statistics", None, 0.0, dict(stats=ALL, causal=True, **MANY | dict(d=64, e=64))),
+]
+
+
+@pytest.mark.parametrize(("draw", "hidden", "options"), [x[1:] for x in KEY_BIAS], ids=[x[0] for x in KEY_BIAS])
+def test_forward_of_a_key_bias(draw, hidden, options):
+    p = add_key_bias(make_problem(draw, 6, options), hidden)
+    assert hopper.make_config(p).KEY_BIAS
+    check_forward(p)
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.3], ids=["shown", "some-hidden"])

@@ -151,6 +151,23 @@ def test_an_interval_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
     assert hopper.supports(problem) == "an interval of keys per query"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options", "reason"),
+    [
+        ((1, 16, 1, 4096), dict(), None),
+        ((1, 1, 1, 4096), dict(stats=("entropy",)), None),
+        ((1, 16, 4096, 4096), dict(), "a bias"),
+        ((1, 16, 4096, 1), dict(), "a bias"),
+        ((1, 16, 1, 4096), dict(softcap=30.0), "a bias per key (softmax and softmax1 in bfloat16, without a soft cap"),
+        ((1, 16, 1, 4096), dict(name="sigmoid"), "a bias per key (softmax and softmax1 in bfloat16"),
+    ],
+)
+def test_a_bias_per_key_takes_hopper(sizes, options, reason):
+    bias = torch.empty(sizes, device="cuda:0").expand(1, 16, 4096, 4096)
+    found = hopper.supports(call_of(bias=bias, **options))
+    assert found is None if reason is None else found.startswith(reason)
+
+
 def test_other_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert dict(registry.explain(call_of()))["hopper"] == "no Hopper GPU with Triton 3.6 or later"

@@ -39,7 +39,7 @@ def run_decode(p: Problem, result: Forward) -> None:
 
 def run_hopper(p: Problem, result: Forward) -> None:
     """Fill `result` by the Gluon kernel, then recompute the rows that overflowed or lost precision."""
-    opt, key = options(p), launch_key(p, result.o)
+    opt, key = add_key_index(p, options(p)), launch_key(p, result.o)
     spans = find_spans(p, opt) if needs_spans(p) else None
     sums = hopper.forward(p, result.o, result.shift, result.z, spans, opt, key)
     if p.stats:
@@ -49,8 +49,8 @@ def run_hopper(p: Problem, result: Forward) -> None:
 
 
 def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
-    """Recompute the rows whose weights outgrew the fixed shift; their Z is NaN."""
-    config, how = config_of(p, "forward_online")
+    """Recompute the rows whose weights outgrew the fixed shift, and heads whose bias is not finite; their Z is NaN."""
+    config, how = config_of(p, "forward_online" if p.bias is None else "forward_imprecise")
     blocks_per_program = 4
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
     outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()

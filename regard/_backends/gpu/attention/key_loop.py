@@ -69,14 +69,14 @@ def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr
 @triton.jit
 def sweep(state, block, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
     """Return state after TILE(state, …) of every key block that a query of this block sees."""
-    if opt.tiles is not None:
+    if opt.tiles.lists.ptr is not None:
         state = sweep_lists(state, block, i0, opt, TILE, C)
     else:
         begin, inner, outer = find_whole_tiles(block, opt, C)
         if opt.bias.ptr is not None:  # every block is masked: one loop does
             inner = begin
             outer = begin
-        elif (opt.left is not None) or C.RAGGED or (opt.key_index is not None):
+        elif (opt.left is not None) or C.RAGGED or (opt.key_index.rank.ptr is not None):
             for start in tl.range(begin, tl.minimum(inner, block.highest), C.BN):
                 state = TILE(state, block, start, opt, C, True)
         if opt.bias.ptr is None:
@@ -115,7 +115,7 @@ def find_whole_tiles(block, opt, C: tl.constexpr):
     begin = block.lowest // C.BN * C.BN
     inner = tl.cdiv(block.earliest, C.BN) * C.BN
     outer = tl.maximum(block.latest, 0) // C.BN * C.BN
-    if opt.key_index is not None:
+    if opt.key_index.rank.ptr is not None:
         _, _, holes = visibility.find_key_span(block.b, block.h, opt)
         inner = tl.where(holes, begin, inner)
         outer = tl.where(holes, begin, outer)
@@ -194,10 +194,10 @@ def find_query_range(j0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
 def find_query_range_of_head(queries, b, h, j0, opt, C: tl.constexpr):
     """Return `find_query_range` of one head, where an interval or a bias decides too; `queries` where none does."""
     begin, inner, outer, end = queries
-    if opt.ranges is not None:
+    if opt.ranges.ptr is not None:
         where = visibility.head_of(opt.ranges, b, h, 4 * tl.cdiv(opt.keys, C.BN)) + j0 // C.BN * 4
         begin, inner, outer, end = tl.load(where), tl.load(where + 1), tl.load(where + 2), tl.load(where + 3)
-    if opt.key_index is not None:
+    if opt.key_index.rank.ptr is not None:
         lowest, highest, holes = visibility.find_key_span(b, h, opt)
         cut = holes | (j0 < lowest) | (j0 + C.BN > highest)
         outer = tl.where(cut, 0, outer)  # a cut block is all edge

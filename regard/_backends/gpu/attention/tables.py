@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import scores, tiles, visibility
-from regard._backends.gpu.attention.tiles import Config, KeyIndex, Options, Table, TileMap
+from regard._backends.gpu.attention.tiles import NO_TABLE, Config, KeyIndex, Options, Table, TileMap
 from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
@@ -149,7 +149,7 @@ def add_tile_map(p: Problem, config: Config, opt: Options, keys_first: bool = Fa
     each = None if keys_first else torch.empty(heads, queries, 2, **like)
     arguments = lists, counts, each, opt, per_entry, columns
     launch(None, map_tiles, heads * blocks, arguments, (block, tile, many, keys_first), num_warps=8)
-    table = None if each is None else Table(each, *shared)
+    table = NO_TABLE if each is None else Table(each, *shared)
     return opt._replace(tiles=TileMap(Table(lists, *shared), Table(counts, *shared), blocks, in_row, table))
 
 
@@ -189,4 +189,4 @@ def _find_shared(p: Problem, strides: tuple, ragged: bool, lengths: bool = True)
     differs_h = any(step[1] for step in steps)
     batch, heads = p.q.shape[:2]
     per_entry = heads if differs_h else 1
-    return (per_entry if differs_b else 0, int(differs_h)), per_entry, per_entry * (batch if differs_b else 1)
+    return (2 * per_entry if differs_b else 0, 2 * int(differs_h)), per_entry, per_entry * (batch if differs_b else 1)

@@ -23,8 +23,11 @@ class Table(NamedTuple):
     """A contiguous array [heads that differ, …] that a small kernel fills for one call."""
 
     ptr: Any
-    b: Any  # head b·b + h·h of the array serves head h of batch entry b
+    b: Any  # head (b·b + h·h)/2 of the array serves head h of batch entry b: Triton 3.6 loses a 1 in nested tuples
     h: Any
+
+
+NO_TABLE = Table(None, 0, 0)  # kernels ask for `.ptr`: Triton 3.6 cannot compare a tuple with None
 
 
 class TileMap(NamedTuple):
@@ -34,7 +37,7 @@ class TileMap(NamedTuple):
     counts: Table  # [heads, blocks, 2]: full, partial
     blocks: Any
     tiles: Any
-    rows: Any  # Table [heads, queries, 2]: first visible key, number of them; None: the blocks are of keys
+    rows: Table  # [heads, queries, 2]: first visible key, number of them; none where the blocks are of keys
 
 
 class KeyIndex(NamedTuple):
@@ -69,9 +72,9 @@ class Options(NamedTuple):
     queries: Any
     keys: Any
     offset: Any = None  # causal offset, for distances of a part
-    key_index: Any = None  # KeyIndex, beside a key bias
-    tiles: Any = None  # TileMap, beside a mask
-    ranges: Any = None  # Table [heads, key blocks, 4]: the queries that see a key block, in dk and dv of ragged rows
+    key_index: KeyIndex = KeyIndex(NO_TABLE, NO_TABLE)  # beside a key bias
+    tiles: TileMap = TileMap(NO_TABLE, NO_TABLE, 0, 0, NO_TABLE)  # beside a mask
+    ranges: Table = NO_TABLE  # [heads, key blocks, 4]: the queries that see a key block, in dk and dv of ragged rows
 
 
 class Config(NamedTuple):

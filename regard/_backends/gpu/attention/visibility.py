@@ -17,7 +17,7 @@ NOWHERE = tl.constexpr(2147483647)
 @triton.jit
 def head_of(table, b, h, SIZE):
     """Return a pointer to the SIZE numbers of one head."""
-    return table.ptr + (tiles.wide(b) * table.b + tiles.wide(h) * table.h) * SIZE
+    return table.ptr + (tiles.wide(b) * table.b + tiles.wide(h) * table.h) // 2 * SIZE
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def visible_range(b, h, i, opt, n):
     if opt.row_bias.ptr is not None:
         bias = tiles.load_rows(opt.row_bias, b, h, i, i < opt.queries, 0.0)
         last = tl.where(bias == -float("inf"), 0, last)
-    if opt.key_index is not None:
+    if opt.key_index.rank.ptr is not None:
         lowest, highest, _ = find_key_span(b, h, opt)
         first = tl.maximum(first, lowest)
         last = tl.minimum(last, highest)
@@ -70,9 +70,9 @@ def positions(b, h, i, opt):
 @triton.jit
 def count_keys(b, h, i, first, last, opt):
     """Return the number of visible keys of rows whose range is [first, last), beside no bias that is a matrix."""
-    if opt.tiles is not None:
+    if opt.tiles.lists.ptr is not None:
         count = tl.load(head_of(opt.tiles.rows, b, h, 2 * opt.queries) + 2 * i + 1, mask=i < opt.queries, other=0)
-    elif opt.key_index is not None:
+    elif opt.key_index.rank.ptr is not None:
         rank = head_of(opt.key_index.rank, b, h, opt.keys + 1)
         some = first < last
         count = tl.load(rank + last, mask=some, other=0) - tl.load(rank + first, mask=some, other=0)
@@ -84,9 +84,9 @@ def count_keys(b, h, i, first, last, opt):
 @triton.jit
 def first_keys(b, h, i, first, last, opt):
     """Return the first visible key of each row, NOWHERE or any number ≥ last for a row without one."""
-    if opt.tiles is not None:
+    if opt.tiles.lists.ptr is not None:
         key = tl.load(head_of(opt.tiles.rows, b, h, 2 * opt.queries) + 2 * i, mask=i < opt.queries, other=NOWHERE)
-    elif opt.key_index is not None:
+    elif opt.key_index.rank.ptr is not None:
         rank = head_of(opt.key_index.rank, b, h, opt.keys + 1)
         shown = tl.load(rank + opt.keys)
         before = tl.load(rank + first, mask=first < last, other=NOWHERE)

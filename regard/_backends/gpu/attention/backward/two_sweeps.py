@@ -176,7 +176,7 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
 @triton.jit
 def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, C: tl.constexpr):
     """Return acc after `dkv_tile` of every query block of head h that sees a key of this block."""
-    if opt.tiles is not None:
+    if opt.tiles.lists.ptr is not None:
         entries, full, partial = key_loop.find_lists(opt.tiles, b, h, j0 // C.BN)
         start = tl.load(entries)
         for at in tl.range(0, full):
@@ -190,7 +190,7 @@ def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, C: tl.constex
         if opt.bias.ptr is not None:  # every block is masked: one loop does
             inner = begin
             outer = begin
-        elif (opt.right is not None) or (opt.ranges is not None):
+        elif (opt.right is not None) or (opt.ranges.ptr is not None):
             for start in tl.range(begin, tl.minimum(inner, end), C.BM):
                 acc = dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C, True)
         if opt.bias.ptr is None:

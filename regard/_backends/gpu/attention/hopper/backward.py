@@ -9,7 +9,7 @@
 Queries beyond the last are loaded as zeros, and so is their row state: p = 1, but do = 0, dp = 0 and δ = 0.
 
 With intervals of keys (`spans`) a block of keys visits the query tiles from the first to the last that see one of them,
-and masks those that see them in part.
+and masks each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from regard._backends.gpu.attention.hopper.backward_ring import (
 from regard._backends.gpu.attention.hopper.fragment import ROWS, zeros
 from regard._backends.gpu.attention.hopper.ring import async_store, make_barriers
 from regard._backends.gpu.attention.hopper.row_sums import cap_scores
-from regard._backends.gpu.attention.hopper.spans import find_group, find_plane, find_row
+from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.tiles import HIDDEN
 
 
@@ -142,17 +142,11 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
         if j0 + KEYS > opt.keys:
             inner = end
         i0 = (work.begin - begin) * ROWS
-        if C.INTERVAL:
+        if C.INTERVAL:  # every tile is masked: Triton 3.6 miscompiles these products inside a branch
             for t in range(begin, end):
-                at = find_group(blocks.spans, work.b, work.g * opt.group + h, i0 + t * ROWS)
-                if (gl.load(at + 1) <= j0) & (gl.load(at + 2) >= j0 + KEYS):
-                    pending = process_tile(
-                        t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, opt, group, C, False
-                    )
-                else:
-                    pending = process_tile(
-                        t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, opt, group, C, True
-                    )
+                pending = process_tile(
+                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, opt, group, C, True
+                )
         else:
             for t in range(first, inner):
                 pending = process_tile(

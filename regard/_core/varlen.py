@@ -116,7 +116,8 @@ def attention_varlen(
         backend=backend,
     )
     options |= dict(attn_mask=Mask((packed,)), return_stats=return_stats)
-    found: Any = attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), **options)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    found: Any = attention(q, k, v, **options)
     if not isinstance(found, tuple):
         return found[0].transpose(0, 1)
     out, stats = found

@@ -27,6 +27,36 @@ OF_NORMALIZED = ("entropy", "effective_keys", "participation", "distance", "firs
 
 
 @st.composite
+def masks(draw, batch, lq, lk, generator):
+    """A `regard.Mask` of one to three parts for batch × lq × lk."""
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=generator)
+
+    def pick(*choices):
+        return draw(st.sampled_from(choices))
+
+    aligned, side = pick(False, True), pick(None, 0, 3, 40)
+    start = ints(0, lk, batch, 1)
+    parts = [
+        regard.Mask.causal(aligned),
+        regard.Mask.window(side, pick(None, 0, 2), aligned),
+        regard.Mask.lengths(ints(0, lk, batch)),
+        regard.Mask.padding((torch.arange(lk) >= start) & (torch.arange(lk) < start + pick(0, 5, 200))),
+        regard.Mask.prefix(ints(0, lk, batch), aligned),
+        regard.Mask.chunks(pick(1, 7, 64)),
+        regard.Mask.intervals(ints(0, lk, batch, 1, lq), ints(0, lk, lq)),
+    ]
+    if lq == lk:
+        cuts = ints(0, lk, pick(1, 5)).sort().values.tolist()
+        parts.append(regard.Mask.documents([0, *cuts, lk]))
+    mask = regard.Mask()
+    for part in draw(st.lists(st.sampled_from(parts), min_size=1, max_size=3)):
+        mask &= part
+    return mask
+
+
+@st.composite
 def calls(draw):
     """(q, k, v, options, off) of a call of `regard.attention` right in form; off: how far its logits may be."""
 
@@ -43,9 +73,19 @@ def calls(draw):
     kv_lead = (*lead[:-1], groups) if lead else ()
     options = {"normalizer": pick(*FUSED), "enable_gqa": rank > 2 and share > 1}
     full = (*lead, lq, lk)
-    kind = pick("none", "none", "causal", "causal", "bool", "bias")
+    kind = pick(
+        "none", "none", "causal", "causal", "bool", "bias", *(("mask", "mask", "small bias") if rank == 4 else ())
+    )
     if kind == "causal":
         options["is_causal"] = True
+    elif kind == "mask":
+        options["attn_mask"] = draw(masks(batch, lq, lk, generator))
+    elif kind == "small bias":
+        heads, length = lead[-1], max(lq, lk, 1)
+        given = regard.bias.relative(torch.randn(heads, 2 * length - 1, generator=generator), pick(False, True))
+        if 0 < lq <= lk and pick(False, True):
+            given = regard.bias.forgetting(-0.05 * torch.rand(batch, heads, lk, generator=generator))
+        options["attn_mask"] = pick(regard.Mask.causal(bottom_right=True), None), given
     elif kind != "none":
         sizes = [1 if pick(False, False, True) else size for size in full[pick(0, len(full) - 2) :]]
         shown = torch.rand(sizes, generator=generator) < pick(0.0, 0.5, 0.9)
@@ -70,7 +110,7 @@ def calls(draw):
     size = pick(0.1, 1.0, 6.0, pick(1e-6, 1e-3, 30.0, 1e3, 1e4))
     size = min(size, 1e3) if dtype == torch.float16 else size
     even = options.get("scale") in ("none", -0.5) or (d in (1, 16) and options.get("scale") != 0.3)
-    even = even and "softcap" not in options and kind != "bias" and not torch.is_tensor(options.get("temperature"))
+    even = even and "softcap" not in options and "bias" not in kind and not torch.is_tensor(options.get("temperature"))
     exact = even and pick(False, True)
 
     def tensor(*shape):

@@ -354,3 +354,45 @@ def test_a_soft_cap_far_above_additive_scores_is_none(dtype):
     torch.testing.assert_close(got, wanted, rtol=1e-2, atol=0)
     with pytest.raises(ValueError, match="softcap must lie between"):  # all would be NaN
         MultiheadAttention(8, 2, score="additive", softcap=1e300, dtype=dtype)(x)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "cosine", "additive"])
+def test_packed_documents_are_calls_by_themselves(score):
+    torch.manual_seed(0)
+    layer = regard.nn.MultiheadAttention(16, 4, normalizer="entmax15", score=score)
+    x = torch.randn(1, 11, 16)
+    options = dict(is_causal=True, window=(2, None), return_stats=("distance", "visible_keys"))
+    out, stats = layer(x, cu_seqlens=[0, 4, 4, 11], **options)
+    parts = [layer(x[:, :4], **options), layer(x[:, 4:], **options)]
+    torch.testing.assert_close(out, torch.cat([part for part, _ in parts], 1), atol=1e-5, rtol=1e-5)
+    for name in stats:
+        torch.testing.assert_close(stats[name], torch.cat([own[name] for _, own in parts], -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+def test_masks_and_biases_are_their_dense_tensors(score):
+    torch.manual_seed(0)
+    layer = regard.nn.MultiheadAttention(16, 4, score=score)
+    x, mask, alibi = torch.randn(2, 9, 16), regard.Mask.prefix([3, 5]), regard.bias.alibi(4)
+    dense = alibi.dense(torch.zeros(2, 4, 9, 4), 9).masked_fill(~mask.dense(9, 9), -torch.inf)
+    torch.testing.assert_close(layer(x, attn_mask=(mask, alibi)), layer(x, attn_mask=dense), atol=1e-5, rtol=1e-5)
+    lengths = regard.Mask.lengths([9, 8])
+    _, cache = layer(x[:, :6], cache=True)
+    out, _ = layer(x[:, 6:], attn_mask=lengths, is_causal=True, window=(4, None), cache=cache)
+    whole = layer(x, attn_mask=lengths, is_causal=True, window=(4, None))
+    torch.testing.assert_close(out, whole[:, 6:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "options", "message"),
+    [
+        (9, 2, dict(cu_seqlens=[0, 9]), "got a batch of 2"),
+        (9, 1, dict(cu_seqlens=[0, 8]), "cu_seqlens must end at the number of tokens, 9, got 8"),
+        (9, 1, dict(cu_seqlens=[0, 9], key_lengths=[3]), "key_lengths beside it must be None"),
+        (9, 1, dict(cu_seqlens=[0, 9], cache=True), "cache beside it must be None"),
+    ],
+)
+def test_packed_input_that_does_not_fit(length, batch, options, message):
+    layer = regard.nn.MultiheadAttention(16, 4)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(batch, length, 16), **options)

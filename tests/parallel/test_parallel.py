@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_cases import bytes_sent, dies, every_case, large_logits, odd_pieces, same_bits, triton_parts
+from parallel_cases import bytes_sent, dies, every_case, large_logits, masked, odd_pieces, same_bits, triton_parts
 from parallel_models import (
     clipped_after_a_change_of_layers,
     clipped_shards,
@@ -25,6 +25,7 @@ from regard.parallel.layout import spans, spans_of_lengths
 def test_shards_give_the_whole(world):
     with RankProcesses(world) as ranks:
         ranks(every_case)
+        ranks(masked)
         ranks(odd_pieces)
         ranks(large_logits)
         ranks(bytes_sent)

@@ -170,6 +170,42 @@ def large_logits(rank: int, world: int) -> None:
             torch.testing.assert_close(stats[key], parallel.shard(known[key], dim=-1), msg=f"{name} {size} {key}")
 
 
+def masked(rank: int, world: int) -> None:
+    """A `regard.Mask` of the whole sequence, the same on every rank; biases and masks that differ are refused."""
+    g = torch.Generator().manual_seed(2)
+    x, y, w = torch.randn(3, 2, 2, 13, 4, generator=g)
+    documents = regard.Mask.documents([0, 4, 4, 9, 13]) & regard.Mask.causal()
+    padded = regard.Mask.padding(torch.arange(13) >= torch.tensor([[0], [5]])) & regard.Mask.causal()
+    for mask, name, backend in (
+        (documents, "softmax", None),
+        (documents, "entmax15", "torch"),
+        (regard.Mask.prefix([3, 8]), "entmax15", None),
+        (padded, "sigmoid", None),
+    ):
+        leaves, whole = ([z.clone().requires_grad_() for z in (x, y)] for _ in range(2))
+        q, k = map(parallel.shard, leaves)
+        out, stats = parallel.attention(q, k, k, mask, normalizer=name, return_stats=True, backend=backend)
+        out.backward(parallel.shard(w))
+        truth, exact = regard.attention(whole[0], whole[1], whole[1], mask, normalizer=name, return_stats=True)
+        truth.backward(w)
+        assert torch.allclose(parallel.unshard(out), truth, atol=2e-5)
+        for statistic in exact:
+            ours = parallel.unshard(stats[statistic], dim=-1)
+            assert torch.allclose(ours, exact[statistic], atol=1e-4, rtol=1e-4), (mask, name, statistic)
+        for ours, theirs in zip(leaves, whole, strict=True):
+            dist.all_reduce(ours.grad)
+            assert torch.allclose(ours.grad, theirs.grad, atol=2e-5), (mask, name)
+    last = regard.Mask.causal(bottom_right=True)
+    options = dict(normalizer="entmax15", return_stats=("distance",))
+    out, stats = parallel.decode(x[:, :, :3], parallel.shard(y), parallel.shard(y), last, **options)
+    truth, exact = regard.attention(x[:, :, :3], y, y, last, **options)
+    assert torch.allclose(out, truth, atol=2e-5) and torch.allclose(stats.distance, exact.distance, atol=1e-4)
+    with pytest.raises(TypeError, match=r"no bias of regard\.bias"):
+        parallel.attention(x, y, y, regard.bias.alibi(2))
+    with pytest.raises(ValueError, match="different attn_mask"):
+        parallel.attention(x, y, y, regard.Mask.prefix([min(rank, 1), 1]))
+
+
 def odd_pieces(rank: int, world: int) -> None:
     """Pieces of any length, none at all, fewer positions than ranks, dropout, policies."""
     x = torch.randn(1, 2, 9, 4, generator=torch.Generator().manual_seed(1))

@@ -55,11 +55,11 @@ class Block:
         self.has_all_keys = j1 - j0 == blocks.n
         query, key = blocks.start
         limits = [limit + key for limit in blocks.limits[task.b0 : task.b1]]
-        geometry = [i0 + query, i1 - i0, j0 + key, blocks.left, blocks.right, self.size[1] * (i1 - i0), 0, *limits]
+        geometry = [i0 + query, i1 - i0, j0 + key, blocks.left, blocks.right, self.size[1] * (i1 - i0), 0, 0, *limits]
         self.geometry = np.array(geometry)  # see `forward_rows.visible_columns`
         if blocks.intervals is not None:
-            self.geometry[6] = len(geometry)
-            self.geometry = np.concatenate([self.geometry, blocks.intervals.rows_of(self.rows, self.size, j0)])
+            self.geometry[6:8] = len(geometry), blocks.intervals.varies_by_head
+            self.geometry = np.concatenate([self.geometry, blocks.intervals.rows_of(self.rows, j0)])
 
     def take(self, x: Tensor) -> Tensor:
         """The block's rows of x [B, H, M, …]."""
@@ -167,6 +167,7 @@ class Blocks:
         alike = self.intervals is None or not self.intervals.varies_by_head
         is_narrow = self.queries <= self.step or width < self.n
         self.together = max(1, min(self.groups, fit)) if is_narrow and alike else 1
+        self.most = self.step * max(1, fit // self.together)  # queries of a block whose rows see the same keys
         self.parts = self._count_parts()
         if total:
             self.tasks = self._make_tasks()
@@ -209,9 +210,9 @@ class Blocks:
         heads = slice(task.g0 * self.share, task.g1 * self.share)
         lo, hi = self.intervals.bounds((slice(task.b0, task.b1), heads, slice(task.i0, task.i1)))
         if self.is_small:
-            cuts = [(0, task.i1 - task.i0, min(int(lo.min(initial=self.n)), self.n), int(hi.max(initial=0)))]
+            cuts = [(0, task.i1 - task.i0, *self._key_range(task))]
         else:
-            cuts = cut_queries(lo, hi, self.step, (task.g1 - task.g0) * self.share)
+            cuts = cut_queries(lo, hi, self.step, self.most, (task.g1 - task.g0) * self.share)
         for i0, i1, j0, j1 in reversed(cuts):
             yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
 
@@ -241,13 +242,22 @@ class Blocks:
         by_entry = problem.mask is problem.bias is problem.interval is None
         if by_entry and (problem.key_lengths is None or not self.is_small):
             return k, v
-        bad = ~torch.isfinite(k.sum(-1) + v.sum(-1))  # [g, N]
+        start, stop = self._key_range(task)
+        bad = ~torch.isfinite(k[:, start:stop].sum(-1) + v[:, start:stop].sum(-1))  # [g, keys]
         if not bad.any():
             return k, v
-        columns = bad.any(0).nonzero().squeeze(-1)
-        hidden = torch.zeros_like(bad)
+        columns = bad.any(0).nonzero().squeeze(-1) + start
+        hidden = torch.zeros(k.shape[:2], dtype=torch.bool)
         hidden[:, columns] = ~self._is_visible(task, columns)
         return k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0)
+
+    def _key_range(self, task: Task) -> tuple[int, int]:
+        """The keys that the task's blocks multiply, from the first to the last."""
+        if self.intervals is None:
+            return 0, self.n
+        heads = slice(task.g0 * self.share, task.g1 * self.share)
+        lo, hi = self.intervals.bounds((slice(task.b0, task.b1), heads, slice(task.i0, task.i1)))
+        return min(int(lo.min(initial=self.n)), self.n), int(hi.max(initial=0))
 
     def _heads_of(self, x: Tensor, task: Task) -> Tensor:
         """The task's heads of x [B, G, N, C] as [g, N, C], with contiguous rows as BLAS wants them."""

@@ -26,14 +26,15 @@ def visible_columns(geometry, r, n):
     """(i, first, last): the position that row r's distances count from, and the columns [first, last) that it sees.
 
     geometry: the first query's position, queries, the first key's position, how far a query sees to the left and to
-    the right, rows per batch entry, 0, and for each entry the position after its last key. Where rows have intervals,
-    the 0 is the place from which on (first, last, i) of each row are listed.
+    the right, rows per batch entry, 0, 0, and for each entry the position after its last key. Where rows have
+    intervals, the zeros are the place from which on (first, last, i) are listed, and whether heads differ in them.
     """
     if geometry[6] > 0:
-        at = geometry[6] + 3 * r
+        listed = r if geometry[7] else r // geometry[5] * geometry[1] + r % geometry[1]
+        at = geometry[6] + 3 * listed
         return geometry[at + 2], geometry[at], geometry[at + 1]
     i = geometry[0] + r % geometry[1]
-    limit = geometry[7 + r // geometry[5]]
+    limit = geometry[8 + r // geometry[5]]
     first = min(max(i - geometry[3] - geometry[2], 0), n)
     last = min(min(limit, i + geometry[4] + 1) - geometry[2], n)
     return i, first, max(first, last)

@@ -48,25 +48,29 @@ class Intervals:
         lo = np.where(hi > lo, lo, np.iinfo(np.int64).max)
         return lo.min((0, 1)), hi.max((0, 1))
 
-    def rows_of(self, rows: tuple[slice, slice, slice], size: tuple[int, int, int], first_key: int) -> np.ndarray:
-        """(first, last, position) of each row of a block, one after another; columns count from `first_key`."""
-        lo, hi, position = (np.broadcast_to(self._take(x, rows), size) for x in (self.lo, self.hi, self.position))
-        start = np.where(hi > lo, first_key, 0)
-        return np.stack([lo - start, hi - start, position], -1).reshape(-1)
+    def rows_of(self, rows: tuple[slice, slice, slice], first_key: int) -> np.ndarray:
+        """(first, last, position) of each row of a block, of one head if all are alike; from column `first_key` on."""
+        lo, hi, position = (self._take(x, rows) for x in (self.lo, self.hi, self.position))
+        found = np.empty((*lo.shape, 3), np.int64)
+        np.subtract(lo, first_key, out=found[..., 0], where=hi > lo)
+        np.subtract(hi, first_key, out=found[..., 1], where=hi > lo)
+        found[hi <= lo, :2] = 0
+        found[..., 2] = position
+        return found.reshape(-1)
 
     def _take(self, x: np.ndarray, rows: tuple[slice, slice, slice]) -> np.ndarray:
         entries, heads, queries = rows
         return x[entries, heads if x.shape[1] > 1 else slice(None), queries]
 
 
-def cut_queries(lo: np.ndarray, hi: np.ndarray, step: int, heads: int) -> list[tuple[int, int, int, int]]:
-    """(i0, i1, j0, j1) of blocks of at most `step` queries, and the keys from their smallest lo to their largest hi.
+def cut_queries(lo: np.ndarray, hi: np.ndarray, step: int, most: int, heads: int) -> list[tuple[int, int, int, int]]:
+    """(i0, i1, j0, j1) of blocks of queries, and the keys from their smallest lo to their largest hi.
 
-    A block ends where the interval jumps (the next document), unless two blocks would cost more than the keys that
-    one of them multiplies in vain.
+    A block ends after `step` queries and where the interval jumps (the next document), unless two blocks would cost
+    more than the keys that one of up to `most` queries multiplies in vain.
 
     >>> import numpy as np
-    >>> cut_queries(np.repeat([0, 400], 400), np.repeat([400, 800], 400), 512, 1)
+    >>> cut_queries(np.repeat([0, 400], 400), np.repeat([400, 800], 400), 64, 512, 1)
     [(0, 400, 0, 400), (400, 800, 400, 800)]
     """
     jumps = np.flatnonzero((np.abs(np.diff(lo)) > JUMP) | (np.abs(np.diff(hi)) > JUMP)) + 1
@@ -76,7 +80,7 @@ def cut_queries(lo: np.ndarray, hi: np.ndarray, step: int, heads: int) -> list[t
     found: list[tuple[int, int, int, int]] = []
     for i0, i1, j0, j1 in zip(starts.tolist(), edges[1:].tolist(), firsts, lasts, strict=True):
         own = i0, i1, j0, j1
-        if found and i1 - found[-1][0] <= step:
+        if found and i1 - found[-1][0] <= most:
             joined = found[-1][0], i1, min(found[-1][2], j0), max(found[-1][3], j1)
             if heads * (_area(joined) - _area(found[-1]) - _area(own)) <= BLOCK_COST:
                 found[-1] = joined

@@ -1,0 +1,52 @@
+"""Blocks of intervals: they multiply little beside the visible keys, and dense masks that are intervals become them."""
+
+import numpy as np
+import pytest
+import torch
+
+from regard import Mask, normalizers
+from regard._backends.cpu.attention.blocks import Blocks
+from regard._backends.cpu.attention.intervals import cut_queries, find_intervals
+from regard._core.attn_mask import make_interval
+from regard._core.problem import Problem
+
+N = 2048
+DOCUMENTS = Mask.documents(cu_seqlens=[0, 700, 700, 1500, N])
+
+
+def problem(**options):
+    x = torch.zeros(1, 8, N, 4)
+    return Problem(x, x, x, normalizers.get("softmax"), 1.0, **options)
+
+
+def multiplied(given):
+    """The scores that the blocks of a problem compute, per head."""
+    blocks = Blocks(given)
+    return sum(np.prod(block.shape) for tasks in blocks.tasks for task in tasks for block in blocks.blocks_of(task)) / 8
+
+
+@pytest.mark.parametrize("mask", [DOCUMENTS, DOCUMENTS & Mask.causal(), Mask.causal() & Mask.window(511, None)])
+def test_blocks_follow_the_interval(mask):
+    visible = int(mask.dense(N, N).sum())
+    interval = make_interval(mask, None, N, N, torch.device("cpu")).expand(3, 1, 8, N)
+    assert visible <= multiplied(problem(interval=interval)) <= 1.3 * visible
+
+
+def test_a_dense_mask_becomes_an_interval():
+    dense = DOCUMENTS.dense(N, N).expand(1, 8, N, N)
+    assert multiplied(problem(mask=dense)) <= 1.3 * int(DOCUMENTS.dense(N, N).sum())
+    holed = dense.clone()
+    holed[0, 0, 5, 3] = False
+    assert multiplied(problem(mask=holed)) == N * N
+
+
+def test_find_intervals():
+    shown = torch.tensor([[False, True, True, False], [False] * 4, [True] * 4])
+    lo, hi = find_intervals(shown)
+    assert lo.tolist() == [1, 0, 0] and hi.tolist() == [3, 0, 4]
+    assert find_intervals(torch.tensor([[True, False, True, False]])) is None
+
+
+def test_small_documents_share_a_block():
+    starts = np.arange(64) // 4 * 4
+    assert cut_queries(starts, starts + 4, 64, 64, 1) == [(0, 64, 0, 64)]

@@ -1,0 +1,83 @@
+"""`regard.bias`: each bias against its dense form, with gradients, alone and beside a mask; what is refused."""
+
+import pytest
+import torch
+
+import regard
+from regard import Mask, bias, normalizers
+
+M, N = 6, 9
+
+
+def biases(heads=2):
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(heads, 2 * N + 3, generator=generator, dtype=torch.float64).requires_grad_()
+    gates = (-torch.rand(2, heads, N, generator=generator, dtype=torch.float64)).requires_grad_()
+    slopes = torch.rand(heads, generator=generator, dtype=torch.float64).requires_grad_()
+    return {
+        "alibi": (bias.alibi(slopes, bottom_right=True), slopes),
+        "relative": (bias.relative(table), table),
+        "forgetting": (bias.forgetting(gates), gates),
+    }
+
+
+def dense_of(name, leaf):
+    """The definition, entry by entry."""
+    i, j = torch.arange(M)[:, None], torch.arange(N)
+    if name == "alibi":
+        return -leaf[:, None, None] * (i + N - M - j).abs()
+    if name == "relative":
+        return leaf[:, j - i + leaf.shape[1] // 2]
+    total = leaf.cumsum(-1)
+    return total[..., N - M :, None] - total[:, :, None]
+
+
+@pytest.mark.parametrize("normalizer", normalizers.names())
+@pytest.mark.parametrize("name", ["alibi", "relative", "forgetting"])
+def test_a_bias_is_its_dense_tensor(name, normalizer):
+    given, leaf = biases()[name]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, upstream = (torch.randn(2, 2, n, 4, generator=generator, dtype=torch.float64) for n in (M, N, N, M))
+    mask = Mask.causal(bottom_right=True)
+    options = dict(normalizer=normalizer, temperature=0.7, return_stats=("logsumexp", "mean_logit", "entropy"))
+    out, stats = regard.attention(q, k, v, (mask, given), **options)
+    dense = dense_of(name, leaf)
+    torch.testing.assert_close(given.dense(q, N).expand(2, 2, M, N), dense.expand(2, 2, M, N))
+    truth, _, exact = regard.reference.attention(q, k, v, (mask, dense), **options)
+    torch.testing.assert_close(out, truth)
+    for statistic, values in stats.items():
+        torch.testing.assert_close(values, exact[statistic], msg=statistic)
+    ours, theirs = (torch.autograd.grad(x, leaf, upstream)[0] for x in (out, truth))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_second_derivatives():
+    _, leaf = biases()["relative"]
+    q = torch.randn(1, 2, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
+
+    def call(q, table):
+        return regard.attention(q, q, q, (Mask.prefix(2), bias.relative(table)), normalizer="sigmoid")
+
+    assert torch.autograd.gradgradcheck(call, (q, leaf))
+
+
+def test_slopes_of_heads_that_are_no_power_of_two():
+    slopes = bias.alibi(6).slopes
+    torch.testing.assert_close(slopes, torch.tensor([2.0**-e for e in (2, 4, 6, 8, 1, 3)]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bias.relative(torch.zeros(2, 2 * N - 3)), "at least 2·9 − 1 columns"),
+        (lambda: bias.relative(torch.zeros(2, 2 * N)), "odd width"),
+        (lambda: bias.relative(torch.zeros(3, 2 * N + 1)), "3 heads, but q has 2"),
+        (lambda: bias.alibi(3), "3 heads, but q has 2"),
+        (lambda: bias.alibi(0), "heads must be"),
+        (lambda: bias.forgetting(torch.zeros(2, 2, N - 1)), "log_gates must have shape"),
+    ],
+)
+def test_refused(make, message):
+    q, k = torch.randn(2, 2, M, 4), torch.randn(2, 2, N, 4)
+    with pytest.raises(ValueError, match=message):
+        regard.attention(q, k, k, make())

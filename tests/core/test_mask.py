@@ -1,0 +1,140 @@
+"""`regard.Mask`: every normaliser against the reference and against the dense mask; alignment; what is refused."""
+
+import pytest
+import torch
+
+import regard
+from regard import Mask, normalizers
+from regard._core.plans import plans
+
+N = 13
+PADDED = torch.arange(N) >= torch.tensor([[0], [4]])
+MASKS = {
+    "causal documents": Mask.documents(cu_seqlens=[0, 5, 5, 9, N]) & Mask.causal(),
+    "ids per entry": Mask.documents(ids=torch.tensor([[0] * 6 + [1] * 7, [7] * N])),
+    "left padding": Mask.padding(PADDED) & Mask.causal(),
+    "right padding": Mask.padding(~PADDED),
+    "prefix in a window": Mask.prefix([3, 9]) & Mask.window(5, None),
+    "chunks": Mask.chunks(4) & Mask.causal(),
+    "intervals per head": Mask.intervals(torch.randint(0, 7, (4, N)), torch.randint(5, N + 1, (4, N))),
+}
+
+
+def draw(queries=N, keys=N, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, queries, 8, generator=generator, dtype=dtype) * 2
+    k, v = torch.randn(2, 2, 2, keys, 8, generator=generator, dtype=dtype)
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("normalizer", normalizers.names())
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_its_dense_mask(name, normalizer):
+    mask, inputs = MASKS[name], draw()
+    options = dict(enable_gqa=True, normalizer=normalizer, return_stats=True)
+    out, stats = regard.attention(*inputs, mask, **options)
+    dense = mask.dense(N, N)
+    assert torch.broadcast_shapes(dense.shape, (2, 4, N, N)) == (2, 4, N, N)
+    truth, _, exact = regard.reference.attention(*inputs, dense, **options)
+    torch.testing.assert_close(out.double(), truth, atol=1e-5, rtol=1e-5)
+    for statistic in stats:
+        torch.testing.assert_close(stats[statistic].double(), exact[statistic], atol=2e-4, rtol=2e-4, msg=statistic)
+    by_reference = regard.reference.attention(*inputs, mask, **options)[0]
+    torch.testing.assert_close(by_reference, truth)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad(out, inputs, upstream)
+    for gradient, theirs in zip(ours, torch.autograd.grad(truth, inputs, upstream.double()), strict=True):
+        torch.testing.assert_close(gradient, theirs, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 4, N, N + 3])
+def test_bottom_right(queries):
+    q, k, v = draw(queries)
+    mask = Mask.causal(bottom_right=True) & Mask.window(6, None, bottom_right=True)
+    i = torch.arange(queries)[:, None] + N - queries
+    j = torch.arange(N)
+    shown = (j <= i) & (j >= i - 6)
+    assert torch.equal(mask.dense(queries, N), shown)
+    out, stats = regard.attention(q, k, v, mask, enable_gqa=True, normalizer="entmax15", return_stats=True)
+    truth, p, _ = regard.reference.attention(
+        q, k, v, shown, enable_gqa=True, normalizer="entmax15", return_stats=("mass",)
+    )
+    torch.testing.assert_close(out.double(), truth, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stats.distance.double(), (p * (i - j).abs()).sum(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_static_masks_keep_their_plan():
+    q, k, v = (x.detach() for x in draw())
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    plans.clear()
+    for mask in (Mask.chunks(4) & Mask.causal(), Mask.chunks(4) & Mask.causal(), Mask.chunks(5)):
+        out = regard.attention(q, k, v, mask, normalizer="sparsemax")
+        torch.testing.assert_close(out, regard.attention(q, k, v, mask.dense(N, N), normalizer="sparsemax"))
+    assert len(plans) == 2
+    leaf = q.clone().requires_grad_()
+    regard.attention(leaf, k, v, Mask.chunks(5), normalizer="sparsemax").sum().backward()
+    other = q.clone().requires_grad_()
+    regard.attention(other, k, v, Mask.chunks(5).dense(N, N), normalizer="sparsemax").sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_pairs_options_and_block_masks():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    x = draw()[0].detach()
+    shown = torch.rand(2, 1, N, N, generator=torch.Generator().manual_seed(3)) < 0.7
+    options = dict(normalizer="entmax15", is_causal=True, window=(4, None), key_lengths=[N, 6])
+    ours = regard.attention(x, x, x, (Mask.prefix([5, 2]), shown), **options)
+    dense = Mask.prefix([5, 2]).dense(N, N) & shown
+    torch.testing.assert_close(ours, regard.attention(x, x, x, dense, **options))
+    block = create_block_mask(lambda b, h, i, j: i - j < 5, None, None, N, N, device="cpu")
+    i = torch.arange(N)
+    ours = regard.attention(x, x, x, block, normalizer="entmax15")
+    torch.testing.assert_close(ours, regard.attention(x, x, x, i[:, None] - i < 5, normalizer="entmax15"))
+
+
+def test_compiled_and_mapped():
+    x = draw()[0].detach()
+    mask = MASKS["left padding"]
+    run = torch.compile(lambda x: regard.attention(x, x, x, mask, normalizer="entmax15"), backend="aot_eager")
+    truth = regard.attention(x, x, x, mask, normalizer="entmax15")
+    torch.testing.assert_close(run(x), truth)
+    mapped = torch.vmap(lambda y: regard.attention(y, y, y, mask, normalizer="entmax15"))(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(mapped[0], truth)
+
+
+def test_a_policy_counts_visible_keys():
+    x, mask = draw()[0].detach(), MASKS["causal documents"]
+    policy = regard.temperature.SSMax()
+    torch.testing.assert_close(
+        regard.attention(x, x, x, mask, temperature=policy),
+        regard.attention(x, x, x, mask.dense(N, N), temperature=policy),
+    )
+
+
+REFUSED = {
+    "a union": (lambda x: Mask.causal() | Mask.prefix(3), TypeError, r"Mask.causal\(\) \| Mask.prefix\(3\).*dense"),
+    "a complement": (lambda x: ~Mask.causal(), TypeError, r"~Mask.causal\(\).*dense"),
+    "a tensor": (lambda x: Mask.causal() & torch.ones(2, 2, dtype=torch.bool), TypeError, "dense"),
+    "holes": (lambda x: Mask.padding(torch.tensor([[True, False, True]])), ValueError, "holes.*dense"),
+    "an id that comes back": (lambda x: Mask.documents(ids=[0, 1, 0]), ValueError, "ids.*side by side"),
+    "falling cu_seqlens": (lambda x: Mask.documents([0, 5, 3]), ValueError, "cu_seqlens.*never fall"),
+    "cu_seqlens and ids": (lambda x: Mask.documents([0, 5], ids=[0]), ValueError, "one of them"),
+    "other tokens": (lambda x: regard.attention(x, x, x, Mask.documents([0, 5])), ValueError, "5 tokens.*13"),
+    "beyond the keys": (
+        lambda x: regard.attention(x, x, x, Mask.intervals([0] * N, [N + 1] * N)), ValueError, "hi .*0, 13",
+    ),
+    "too long": (lambda x: regard.attention(x, x, x, Mask.lengths([N + 1, 0])), ValueError, "lengths of Mask"),
+    "another batch": (lambda x: regard.attention(x, x, x, Mask.prefix([1, 2, 3])), ValueError, "must broadcast"),
+    "floats": (lambda x: Mask.lengths([1.5]), TypeError, "lengths must be"),
+    "a size of 0": (lambda x: Mask.chunks(0), ValueError, "size of Mask.chunks"),
+    "a window of −1": (lambda x: Mask.window(-1, 0), ValueError, "left of Mask.window"),
+    "a word": (lambda x: regard.attention(x, x, x, (Mask.causal(), "alibi")), TypeError, "pair.*got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    call, error, message = REFUSED[what]
+    with pytest.raises(error, match=message):
+        call(draw()[0].detach())

@@ -1,0 +1,79 @@
+"""`regard.attention_varlen`: each document by itself gives the same, with every normaliser, statistic and gradient."""
+
+import pytest
+import torch
+
+import regard
+from regard import Mask, normalizers
+
+CU_Q, CU_K = [0, 5, 5, 12, 16], [0, 6, 8, 14, 15]  # no queries, fewer and more queries than keys
+
+
+def draw():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 8, generator=generator) for n, h in ((16, 4), (15, 2), (15, 2)))
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def by_document(q, k, v, mask, **options):
+    """(out, statistics) of one reference call per document."""
+    found = []
+    for i0, i1, j0, j1 in zip(CU_Q, CU_Q[1:], CU_K, CU_K[1:], strict=False):
+        own = (x.transpose(0, 1)[None] for x in (q[i0:i1], k[j0:j1], v[j0:j1]))
+        found.append(regard.attention(*own, mask, enable_gqa=True, return_stats=True, backend="reference", **options))
+    out = torch.cat([o[0].transpose(0, 1) for o, _ in found])
+    return out, {name: torch.cat([stats[name][0] for _, stats in found], -1) for name in found[0][1]}
+
+
+@pytest.mark.parametrize("normalizer", normalizers.names())
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window_size": (3, -1)}])
+def test_documents_by_themselves(normalizer, options):
+    inputs, mask = draw(), Mask()
+    if options:
+        mask = Mask.causal(bottom_right=True)
+    if "window_size" in options:
+        mask &= Mask.window(3, None, bottom_right=True)
+    out, stats = regard.attention_varlen(
+        *inputs, CU_Q, torch.tensor(CU_K, dtype=torch.int32), 7, 6, normalizer=normalizer, return_stats=True, **options
+    )
+    truth, exact = by_document(*inputs, mask, normalizer=normalizer)
+    torch.testing.assert_close(out, truth, atol=1e-5, rtol=1e-5)
+    for name, values in stats.items():
+        assert values.shape == (4, 16)
+        torch.testing.assert_close(values, exact[name], atol=2e-4, rtol=2e-4, msg=name)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    theirs = torch.autograd.grad(truth, inputs, upstream)
+    for ours, gradient in zip(torch.autograd.grad(out, inputs, upstream), theirs, strict=True):
+        torch.testing.assert_close(ours, gradient, atol=2e-5, rtol=2e-4)
+
+
+def test_two_names_of_the_scale():
+    inputs = draw()
+    ours = regard.attention_varlen(*inputs, CU_Q, CU_K, softmax_scale=0.5)
+    torch.testing.assert_close(ours, regard.attention_varlen(*inputs, CU_Q, CU_K, scale=0.5))
+    with pytest.raises(ValueError, match="two names"):
+        regard.attention_varlen(*inputs, CU_Q, CU_K, softmax_scale=0.5, scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(cu_seqlens_q=[0, 5, 15]), "cu_seqlens_q must end at the number of tokens, 16, got 15"),
+        (dict(cu_seqlens_k=[0, 9, 8, 14, 15]), "cu_seqlens_k must begin with 0 and never fall"),
+        (dict(cu_seqlens_q=[1, 5, 5, 12, 16]), "begin with 0"),
+        (dict(cu_seqlens_q=[0, 16]), "as many documents"),
+        (dict(cu_seqlens_k=None), "cu_seqlens_k must be given"),
+        (dict(max_seqlen_q=3), "max_seqlen_q is 3"),
+        (dict(window_size=(-2, 0)), "window_size"),
+    ],
+)
+def test_refused(changed, message):
+    q, k, v = draw()
+    with pytest.raises(ValueError, match=message):
+        regard.attention_varlen(q, k, v, **{"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, **changed})
+
+
+def test_refused_shapes():
+    q, k, v = draw()
+    with pytest.raises(ValueError, match=r"q must have shape \(tokens, heads, width\)"):
+        regard.attention_varlen(q[None], k, v, CU_Q, CU_K)

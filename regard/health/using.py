@@ -51,7 +51,7 @@ class using:
     that the model gives `regard.attention` as temperature, with no soft cap or bias, is part of its scale here: `scale`
     and `qk_norm` replace both, `temperature` multiplies. Any other temperature stays, or is replaced.
 
-    A copy of the model, or the whole model saved by pickle, loses the change and warns. A state dict holds weights only.
+    A copy of the model, or the whole model pickled, loses the change and warns. A state dict holds weights only.
 
     A compiled model runs as it was written, uncompiled; a block that intercepted no call warns. With gradient
     checkpointing, which runs the forward again in backward, call `backward()` inside the block too: outside, the

@@ -25,6 +25,7 @@ from regard.health.readings.heads import heads_if, heads_of, layers_without_rows
 from regard.health.readings.histogram import LAYOUT
 from regard.health.report.how import describe_measurement
 from regard.health.report.report import Report, WhatIfReading
+from regard.health.tokens.text import first_text
 from regard.health.what_if import WhatIf, parse_all
 
 Modules = list[tuple[str, nn.Module]]
@@ -133,7 +134,7 @@ def examine(
     try:
         with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
             for batch in batches:
-                first = batch if first is None else first
+                first = first_text(batch) if done == 0 else first
                 if rounds is not None:
                     rounds.check_batch(done, batch)
                 if rounds is None or rounds.is_mine(done):

@@ -16,6 +16,24 @@ from regard.scores import resolve_scale
 from regard.temperature import unsized
 
 
+class CopyWarning:
+    """A hook without effect on a changed model; a copy or pickle of the model takes it along, and it warns then."""
+
+    def __call__(self, module: nn.Module, inputs: tuple) -> None:
+        return None
+
+    def __deepcopy__(self, memo: dict) -> CopyWarning:
+        return self.__reduce__()[0]()
+
+    def __reduce__(self) -> tuple:
+        warnings.warn(
+            "a copy or a saved model does not have what regard.using changed, only the model's own attention; "
+            "call regard.using on the copy, or restore() before copying",
+            stacklevel=4,
+        )
+        return CopyWarning, ()
+
+
 class using:
     """Makes every attention in `model` compute p = normaliser(cap(scale·q kᵀ)/T) until the block ends.
 
@@ -32,6 +50,8 @@ class using:
     and bias stay, except that a learned sink is dropped under a normaliser without an exponential denominator. A number
     that the model gives `regard.attention` as temperature, with no soft cap or bias, is part of its scale here: `scale`
     and `qk_norm` replace both, `temperature` multiplies. Any other temperature stays, or is replaced.
+
+    A copy of the model, or the whole model pickled, loses the change and warns. A state dict holds weights only.
 
     A compiled model runs as it was written, uncompiled; a block that intercepted no call warns. With gradient
     checkpointing, which runs the forward again in backward, call `backward()` inside the block too: outside, the
@@ -89,12 +109,14 @@ class using:
             self._shards = ModelShards(model, context_parallel)
         self._interception: Interception | None = Interception(model, swap=self._swap, in_every_forward=True)
         self._interception.start()
+        self._mark = model.register_forward_pre_hook(CopyWarning())
 
     def restore(self) -> None:
         """Restores the model's own attention; a second call does nothing."""
         if self._interception is not None:
             self._interception.stop()
             self._interception = None
+            self._mark.remove()
             if self._shards is not None:
                 self._shards.stop()
 

@@ -73,7 +73,7 @@ def test_a_layer_in_one_report_only_differs(healthy, tmp_path):
 def test_it_is_saved_and_shown_as_a_page(healthy, tmp_path):
     comparison = regard.compare(healthy, stack((2.0, 40.0, 2.0)))
     html = comparison.save(tmp_path / "both.html").read_text()
-    assert html.index("<h3>New in B</h3>") < html.index("scale off") < html.index("Means over heads")
+    assert html.index("<h3>New in B</h3>") < html.index("scale off") < html.index("means over heads")
     assert "Resolved in B: nothing" in html and "since layer 1" in html
     shown = comparison._repr_html_()
     assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="') and "<script" not in shown

@@ -85,7 +85,8 @@ def test_marks_follow_the_what_if(ill):
 
 def test_curves_belong_to_their_statistic(ill):
     head = payload.make_payload(ill, 8, 3)["treatments"][0]["heads"][0]
-    assert set(head["curves"]) == {"entropy_ratio", "max_weight", "distance"}
+    assert set(head["curves"]) == {"at", "entropy_ratio", "max_weight", "distance"}
+    assert len(head["curves"]["at"]) == len(head["curves"]["distance"])
     assert head["curves"]["distance"] != head["curves"]["max_weight"]
 
 

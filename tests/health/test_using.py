@@ -163,3 +163,23 @@ def test_outputs_lie_in_memory_as_those_of_torch():
         model(x).sum().backward()
     report = regard.examine(nn.Sequential(model), [x])  # beyond 256 queries it goes on with the rebuilt output
     assert report.interrupted is None and len(report.heads) == 2
+
+
+def test_copies_and_pickles_lose_the_change_loudly(tmp_path):
+    import copy
+    import pickle
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
+    x = torch.randn(1, 7, 16)
+    own = layer(x)
+    with regard.using(layer, normalizer="sparsemax", temperature=0.1):
+        with pytest.warns(UserWarning, match=r"does not have what regard\.using changed"):
+            twin = copy.deepcopy(layer)
+        with pytest.warns(UserWarning, match=r"does not have what regard\.using changed"):
+            saved = pickle.dumps(layer)
+        changed = layer(x)
+    assert bool((changed != own).any())
+    for other in (twin, pickle.loads(saved)):
+        torch.testing.assert_close(other(x), own)
+    copy.deepcopy(layer)  # restored: no warning

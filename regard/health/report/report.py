@@ -78,7 +78,7 @@ class Report:
 
     @property
     def is_loaded(self) -> bool:
-        """True if the report was read from a file, which has no histograms and no row counts."""
+        """True if the report was read from a file, which has no histograms."""
         return any(head.reading is None for head in self.heads)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,8 +98,9 @@ class Report:
     def to_frame(self) -> Any:
         """A data frame (pandas, or polars if pandas is missing) with one row per head.
 
-        Columns: `layer`, `index`, `head`, `findings` (kinds joined by ", "), `predicted_logit_variance`, and for each
-        statistic its mean under its own name (`entropy_ratio`) and the rest with a suffix (`entropy_ratio_q95`).
+        Columns: `layer`, `index`, `head`, `findings` (kinds joined by ", "), `kind` (of head, if tokens were read),
+        `rows`, `predicted_logit_variance`, and for each statistic its mean under its own name (`entropy_ratio`) and the
+        rest with a suffix (`entropy_ratio_q95`).
         """
         from regard.health.report.frame import make_frame
 

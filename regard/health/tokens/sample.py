@@ -14,24 +14,22 @@ from torch import nn
 
 from regard.health.look import run_observed, run_repeated
 from regard.health.tokens.reader import TokenReader
-from regard.health.tokens.text import cut, is_plain, list_special, read_sides
+from regard.health.tokens.text import list_special, read_sides
 from regard.health.tokens.view import HeadLook, Look
 
-LENGTH = 128  # tokens
 TOP = 4  # keys of a row
 LEAST_WEIGHT = 0.01
 MOST_ROWS = 24_000  # of all heads together: large models show fewer rows of each
 LEAST_ROWS = 16
 
 
-def sample_tokens(model: nn.Module, batch: Any, tokenizer: Any, room: int, title: str) -> dict[str, Any] | None:
-    """What every head looks at on the first tokens of a batch; None if the batch does not hold token ids.
+def sample_tokens(model: nn.Module, short: Any, tokenizer: Any, room: int, title: str) -> dict[str, Any] | None:
+    """What every head looks at on a short text (see `first_text`); None if there is none.
 
     If the model cannot run on such a text, the result is {"reason": why}.
     """
-    if not is_plain(batch):
+    if short is None:
         return None
-    short = cut(batch, 0, LENGTH)
     reader = TokenReader(read_sides(short, tokenizer), list_special(tokenizer), top=TOP, keeps_maps=False)
     try:
         run_observed(model, short, reader, room)

@@ -15,6 +15,7 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 PER_TOKEN = ("token_type_ids", "position_ids", "labels", "cache_position")
 LEAST_TOKENS = 8  # different ones, for a repeated sequence
 LONGEST_PERIOD = 48
+SHORT = 128  # tokens of the text that a report shows
 
 
 @dataclass
@@ -84,6 +85,16 @@ def cut(batch: Any, sequence: int, length: int | None = None) -> Any:
     if not isinstance(batch, Mapping):
         return find_ids(batch)[rows, :length]  # type: ignore[index]
     return {name: None if x is None else x[rows, :length] for name, x in batch.items() if name != "labels"}
+
+
+def first_text(batch: Any) -> Any:
+    """Returns a copy of a batch's first tokens, which does not keep the batch alive; None if it holds no token ids."""
+    if not is_plain(batch):
+        return None
+    short = cut(batch, 0, SHORT)
+    if isinstance(short, Mapping):
+        return {name: None if x is None else x.clone() for name, x in short.items()}
+    return short.clone()
 
 
 def repeat_tokens(batch: Any, room: int, is_special: Callable[[int], bool]) -> tuple[Any, int] | None:

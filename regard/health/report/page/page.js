@@ -106,7 +106,8 @@
     draw("text", { x: 5, y: 12 }, svg, `${show(top / 10, 2)} %`);
   };
   const paintCurve = (one, before) => {
-    const statistic = data.statistics[state.statistic], curve = one.curves[statistic], past = before?.curves[statistic];
+    const statistic = data.statistics[state.statistic], pairs = (curves) => curves?.[statistic]?.map((value, i) => [curves.at[i], value]);
+    const curve = pairs(one.curves), past = pairs(before?.curves);
     byId("curve-title").textContent = curve ? `${name(state.statistic)} by position of the query in the text` : `${name(state.statistic)} is not recorded by position`;
     byId("curve").replaceChildren();
     if (!curve) return;

@@ -77,7 +77,7 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
             head=head.head,
             numbers=list_numbers(head.to_json()["statistics"], keys, digits) + effect,
             shapes=[layer[head.head] for layer in shapes[id(head.reading)]] if groups else [[] for _ in MEANING],
-            curves={name: [[at, shorten(mean, 3)] for at, mean in curves[name]] for name in CURVES if name in curves},
+            curves=_align(curves) if curves else {},
         )
 
     statistics = describe_statistics()
@@ -96,6 +96,13 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
         first=first_place(report),
         tokens=report.tokens,
     )
+
+
+def _align(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list]:
+    """The positions of all curves as "at", and per statistic its means there; None where it has none."""
+    at = sorted({position for name in CURVES for position, _ in curves[name]})
+    means = {name: dict(curves[name]) for name in CURVES}
+    return {"at": at, **{name: [shorten(means[name].get(position), 3) for position in at] for name in CURVES}}
 
 
 def list_flagged(findings: Sequence[Finding]) -> list[list]:

@@ -35,7 +35,7 @@ VERDICTS = dict(
 LIMIT = 2_500_000  # bytes of the packed numbers; beyond it detail is left out, never a head
 PREVIEW = 160  # characters of the text
 LISTED = 200  # unmeasured layers
-SAMPLE = 16  # heads from which the size of all is estimated
+SAMPLE = 12  # heads from which the size of all is estimated
 
 
 class Detail(NamedTuple):

@@ -30,7 +30,7 @@ def main(args):
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     rows = []  # or log=a TensorBoard writer, a wandb run, a path
-    monitor = regard.Monitor(model, every=args.every, log=rows.append, budget=1.0)
+    monitor = regard.Monitor(model, every=args.every, log=rows.append, heads=True, budget=1.0)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=args.max_steps, per_device_train_batch_size=4, learning_rate=3e-3,
@@ -45,7 +45,7 @@ def main(args):
     print(f"mean loss {loss:.3f} over {monitor.step} steps; {monitor.samples} of them measured")
     step = rows[-1]["step"]
     print(f"{f'step {step}':32}  entropy ratio  largest weight  largest logit")
-    for row in [row for row in rows if row["step"] == step]:
+    for row in [row for row in rows if row["step"] == step and "head" in row]:
         name = f"{row['layer']} head {row['head']}"
         print(f"{name:32}  {row['entropy_ratio']:13.3f}  {row['max_weight']:14.3f}  {row['max_logit']:13.2f}")
 

@@ -55,15 +55,15 @@ def main(args):
     loader = DataLoader(ids.unfold(0, args.length + 1, 8), batch_size=8, shuffle=True)
     task = LitLanguageModel(layers=args.layers, heads=args.heads, width=args.width, length=args.length)
     rows = []  # or log=a TensorBoard writer, a wandb run, a path
-    monitor = regard.Monitor(task.model, every=args.every, log=rows.append, budget=1.0)
+    monitor = regard.Monitor(task.model, every=args.every, log=rows.append, heads=True, budget=1.0)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=args.max_steps, max_epochs=-1, callbacks=[monitor.lightning_callback()],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(task, loader)
 
-    for step in sorted({row["step"] for row in rows}):
-        entropy = [row["entropy_ratio"] for row in rows if row["step"] == step]
+    for step in range(1, args.max_steps + 1, args.every):
+        entropy = [row["entropy_ratio"] for row in rows if "head" in row and row["step"] == step]
         print(f"step {step}: entropy ratio of {len(entropy)} heads {min(entropy):.3f} to {max(entropy):.3f}")
     print(f"train_loss {trainer.callback_metrics['train_loss']:.3f} after {trainer.global_step} steps")
 

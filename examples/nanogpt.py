@@ -64,7 +64,7 @@ def main(args):
     model = GPT(256, args.block_size, args.n_layer, args.n_head, args.n_embd)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     rows = []  # or log=a TensorBoard writer, a wandb run, a path
-    monitor = regard.Monitor(model, every=args.log_interval, log=rows.append, budget=1.0)
+    monitor = regard.Monitor(model, every=args.log_interval, log=rows.append, heads=True, budget=1.0)
     with monitor, regard.using(model, normalizer=args.normalizer):
         for iter_num in range(args.max_iters):
             loss = model(*get_batch(args.batch_size))
@@ -72,7 +72,7 @@ def main(args):
             loss.backward()
             optimizer.step()
             if iter_num % args.log_interval == 0:
-                entropy = [row["entropy_ratio"] for row in rows if row["step"] == iter_num + 1]
+                entropy = [row["entropy_ratio"] for row in rows if "head" in row and row["step"] == iter_num + 1]
                 print(f"iter {iter_num}: loss {loss:.3f}, min entropy ratio of {len(entropy)} heads {min(entropy):.2f}")
         batch = get_batch(64)
         swapped = model(*batch).item()

@@ -8,8 +8,10 @@ from regard.health.report.comparison import Comparison, compare
 from regard.health.report.report import Report
 from regard.health.tokens.view import Look
 from regard.health.using import using
+from regard.health.watching.alarms import Alarm
 
 __all__ = [
+    "Alarm",
     "AttentionWarning",
     "Comparison",
     "Look",

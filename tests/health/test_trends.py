@@ -142,6 +142,18 @@ def test_an_output_that_is_not_finite_is_critical_at_once():
     assert alarm.to_json() == dict(step=7, alarm="not finite", severity="critical", heads=(("a", 2),), text=alarm.text)
 
 
+def test_alarms_of_one_kind_are_raised_again_when_twice_as_many_heads_have_it():
+    rules, seen = AlarmRules(), []
+    for step in range(1, 12):
+        found = flags("exploding logits", *range(min(step, 9)), number=130.0)
+        seen += rules.add(step, many(step, heads=9), found)
+    assert [(alarm.step, len(alarm.heads)) for alarm in seen] == [(2, 1), (3, 1), (5, 2), (9, 4)]
+    assert (
+        seen[3].text
+        == "a, head 4: exploding logits in each of the last 2 samples (largest logit 130); also 3 more heads"
+    )
+
+
 def test_diffuse_heads_are_a_note_while_training_is_young():
     rules, seen = AlarmRules(), []
     for step in range(YOUNG - SAMPLES, YOUNG + SAMPLES):

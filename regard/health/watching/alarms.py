@@ -9,7 +9,8 @@
 | diffuse | in ten samples on end | a note while training is young, then a warning |
 | logits rising, entropy falling towards the limit | by a trend over ten samples | warning |
 
-Each is raised once per head; heads that get the same alarm in one sample share it.
+Each is raised once per head; heads that get the same alarm in one sample share it. After the first alarm of a kind the
+next one waits until twice as many heads have it, so that a large model raises a few, not hundreds.
 """
 
 from __future__ import annotations
@@ -63,23 +64,28 @@ class AlarmRules:
         self._streaks: dict[tuple[str, Place], int] = {}
         self._wide_streaks: dict[str, int] = {}
         self._raised: set[tuple[str, str, Place]] = set()
+        self._waiting: dict[tuple[str, str], list[tuple[Place, str]]] = {}  # events that the next alarm will tell
+        self._told: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
     def add(self, step: int, rows: Iterable[dict], flags: Flags) -> list[Alarm]:
         """Returns the new alarms after one more sample: a dict per head (see `head_rows`), and what findings say."""
         rows = list(rows)
-        new: dict[tuple[str, str], list[tuple[Place, str]]] = {}
         for kind, severity, place, text in self._events(step, rows, flags):
             if (kind, severity, place) not in self._raised:
                 self._raised.add((kind, severity, place))
-                new.setdefault((kind, severity), []).append((place, text))
+                self._waiting.setdefault((kind, severity), []).append((place, text))
         over = {(kind, place) for kind in ("exploding logits", *WIDE) for place in flags.get(kind, {})}
         reported = {(kind, place) for kind, severity, place in self._raised if severity != "note"}
         self.is_suspicious = bool(over - reported)
-        return [
-            Alarm(step, kind, severity, tuple(place for place, _ in events), _describe(events))
-            for (kind, severity), events in new.items()
-        ]
+        new = []
+        for (kind, severity), events in list(self._waiting.items()):
+            told = self._told.get((kind, severity), 0)
+            if len(events) >= told:
+                self._told[kind, severity] = told + len(events)
+                del self._waiting[kind, severity]
+                new.append(Alarm(step, kind, severity, tuple(place for place, _ in events), _describe(events)))
+        return new
 
     def _events(self, step: int, rows: list[dict], flags: Flags) -> Iterator[Event]:
         for place in flags.get("not finite", {}):

@@ -1,7 +1,8 @@
 """Which training steps a monitor samples: dense at first, then one in `every`.
 
 The first ten samples are one step apart, the next ten two steps, then four, and so on up to `every`, so that a short
-fine-tuning is watched too. With `every` below 8, one step in `every` is sampled from the start.
+fine-tuning is watched too. With `every` below 8, one step in `every` is sampled from the start. Steps 1, 1 + every,
+1 + 2·every, … are always due.
 
 >>> from regard.health.watching.schedule import Schedule
 >>> schedule, found = Schedule(every=100), []
@@ -32,16 +33,15 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """True if `step` is to be sampled."""
-        if self.gap == self.every and not self._closer:
-            return step >= self._next and (step - 1) % self.every == 0
-        return step >= self._next
+        is_on_grid = (step - 1) % self.every == 0
+        return is_on_grid or (step >= self._next and (self.gap < self.every or self._closer > 0))
 
     def take(self, step: int) -> None:
         """Notes that `step` was sampled, or skipped to save time, and sets the next one."""
         self._taken_at_gap += 1
         if self._taken_at_gap >= PER_GAP and self.gap < self.every:
             self.gap, self._taken_at_gap = min(2 * self.gap, self.every), 0
-        self._next = step + self.gap if self.gap < self.every else step + 1
+        self._next = step + self.gap
 
     def look_closer(self, step: int, is_suspicious: bool) -> None:
         """Makes the next step due if a head is suspicious, for a few samples in a row."""

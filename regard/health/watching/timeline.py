@@ -26,7 +26,8 @@ STYLE = """
 .limit { stroke: var(--critical); stroke-dasharray: 5 4; } .alarm { stroke: var(--tone); stroke-width: 1.5; }
 .point, .cool { fill: var(--accent); } .hot { fill: var(--critical); } .gap { fill: var(--line); }
 td, th { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }
-td:first-child { font-variant-numeric: tabular-nums; } table { border-collapse: collapse; width: 100%; }
+td { white-space: normal; } td:first-child { font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; }
 """
 
 

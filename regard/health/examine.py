@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from regard.health.what_if import WhatIf, parse_all
 Modules = list[tuple[str, nn.Module]]
 # parts of the names of kernels that are not captured
 NOT_CAPTURED = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
+NAMED_ATTENTION = re.compile(r"(Attention|Attn)(Block|Layer|Module|\d[dD])?$")  # names of classes
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")  # names of learned position tables
 
 
@@ -101,7 +103,9 @@ def examine(
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
     modules = interception.modules
-    if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None):
+    if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None) and not (
+        any(hasattr(module, "_hf_hook") for _, module in modules)  # accelerate loads them in each forward
+    ):
         raise ValueError("model has weights on the meta device, which have no values; load them first")
     here = threading.get_ident()  # other threads may run the model too
 
@@ -185,9 +189,18 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def max_positions(model: nn.Module) -> int:
-    """The number of positions with a learned embedding; a very large number if there are none."""
+    """The number of positions of text with a learned embedding; a very large number if there are none.
+
+    Tables of a part that takes images or sounds, by transformers' `main_input_name`, do not count.
+    """
     tables = []
+    others = [
+        f"{name}." for name, module in model.named_modules()
+        if name and getattr(module, "main_input_name", "input_ids") not in ("input_ids", "decoder_input_ids")
+    ]  # fmt: skip
     for name, module in model.named_modules():
+        if name.startswith(tuple(others)):
+            continue
         if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS:
             first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             tables.append(module.num_embeddings - first)
@@ -198,7 +211,7 @@ def _run(model: nn.Module, batch: Any, number: int, room: int) -> None:
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         batch(model)
         return
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
     def move(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
@@ -261,7 +274,7 @@ def _why_attention(kind: type[nn.Module]) -> str | None:
     kernel = next((name for name in sorted(names) if any(part in name for part in NOT_CAPTURED)), None)
     if kernel is not None:
         return f"no attention call was seen in it; its code has {kernel}, which is not captured"
-    return "no attention call was seen in it" if kind.__name__.endswith(("Attention", "Attn")) else None
+    return "no attention call was seen in it" if NAMED_ATTENTION.search(kind.__name__) else None
 
 
 def _hint_at_missed(modules: Modules) -> str:

@@ -95,5 +95,5 @@ def test_dropping_everything(normalizer):
     lambda z: regard.entmax(z, 1.5, ensure_sum_one=True),
 ])  # fmt: skip
 def test_arguments_that_mean_something_else_in_entmax_are_refused(call):
-    with pytest.raises(TypeError, match="positional|'k'|'n_iter'|'ensure_sum_one'"):
+    with pytest.raises(TypeError, match=r"positional|'k'|'n_iter'|'ensure_sum_one'"):
         call(torch.randn(2, 5))

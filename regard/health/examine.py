@@ -162,8 +162,8 @@ def examine(
     if not layers:
         raise ValueError(
             f"no attention was found in {type(model).__name__}: it did not call scaled_dot_product_attention, "
-            "torch.nn.MultiheadAttention, regard.attention or a known kernel, nor compute softmax(q kᵀ)·v (if you ran what "
-            f"torch.compile returned, examine that){_hint_at_missed(modules)}"
+            "torch.nn.MultiheadAttention, regard.attention or a known kernel, nor compute softmax(q kᵀ)·v (if you ran "
+            f"what torch.compile returned, examine that){_hint_at_missed(modules)}"
         )
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)

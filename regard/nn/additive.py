@@ -92,6 +92,7 @@ def attention(
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     # torch.func carries no saved-tensor hooks, and so no checkpoints
+    run: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     run = block if is_transformed(q, k, v) else partial(checkpoint, block, use_reentrant=False)
     parts = []
     for first in range(0, max(queries, 1), BLOCK):  # one empty block if there are no queries

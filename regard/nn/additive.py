@@ -92,13 +92,12 @@ def attention(
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
     # torch.func carries no saved-tensor hooks, and so no checkpoints
-    run: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    run = block if is_transformed(q, k, v) else partial(checkpoint, block, use_reentrant=False)
+    run = partial(block) if is_transformed(q, k, v) else partial(checkpoint, block, use_reentrant=False)
     parts = []
     for first in range(0, max(queries, 1), BLOCK):  # one empty block if there are no queries
         rows = slice(first, first + BLOCK)
         cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
-        parts.append(run(q[:, :, rows], k, v, *cut, first))
+        parts.append(run(q[:, :, rows], k, v, cut[0], cut[1], first))
     out = torch.cat([o for o, _ in parts], 2)
     stats = {name: torch.cat([stats[name] for _, stats in parts], 2) for name in wanted}
     return out, statistics.Statistics(stats)

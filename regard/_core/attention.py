@@ -5,8 +5,9 @@ No path but the reference builds an N × N tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Literal, overload
 
 from torch import Tensor
@@ -20,6 +21,23 @@ from regard._core.prepare import prepare
 from regard.statistics import Statistics
 
 __all__ = ["Path", "attention", "attention_path"]
+
+TORCH_NAMES = (("query", "q"), ("key", "k"), ("value", "v"))
+
+
+def takes_torch_names(function: Callable) -> Callable:
+    """Lets q, k and v also be named query, key and value, as torch's function names them."""
+
+    @wraps(function)
+    def named(*args, **kwargs):
+        for theirs, ours in TORCH_NAMES:
+            if theirs in kwargs:
+                if ours in kwargs:
+                    raise TypeError(f"{function.__name__} got both {ours} and {theirs}; give one of them")
+                kwargs[ours] = kwargs.pop(theirs)
+        return function(*args, **kwargs)
+
+    return named
 
 
 @overload
@@ -66,6 +84,7 @@ def attention(
 ) -> tuple[Tensor, Statistics]: ...
 
 
+@takes_torch_names
 def attention(
     q: Tensor,
     k: Tensor,
@@ -94,7 +113,8 @@ def attention(
     tensor([[[1., 2., 3., 4.]]])
 
     Args:
-        q, k, v: (…, Hq, Lq, D), (…, Hk, Lk, D), (…, Hk, Lk, Dv). Hk may divide Hq with `enable_gqa`.
+        q, k, v: (…, Hq, Lq, D), (…, Hk, Lk, D), (…, Hk, Lk, Dv). Hk may divide Hq with `enable_gqa`. As keywords they
+            may also be named query, key and value.
         attn_mask: bool (True = visible) or additive float, broadcastable to (…, Lq, Lk); a `regard.Mask`; a bias of
             `regard.bias`; a pair (mask, bias); or torch's `CausalBias` or `BlockMask`. With `is_causal` both hide.
         dropout_p: probability of dropping a weight, reproducible from torch's seed.
@@ -135,11 +155,12 @@ def attention(
     if any(map(dtensor.is_dtensor, (q, k, v))):
         return dtensor.attention(attention, q, k, v, options)
     call = prepare(q, k, v, options)
-    if key is not None:
+    if key is not None and dropout_p != 1.0:  # then v is not the one that came
         keep_plan(key, q, k, v, call)
     return execute(call)
 
 
+@takes_torch_names
 def attention_path(
     q: Tensor,
     k: Tensor,

@@ -53,7 +53,10 @@ def run_torch(call: Call) -> Result:
     """Plain softmax by torch's sdpa; rows that see no key are 0, and hidden keys cannot leak, not even as NaN."""
     problem = call.problem
     q, k, v = problem.q, problem.k, problem.v
-    if problem.causal and k.shape[2] > q.shape[2]:  # keys that no query sees
+    if problem.causal and isinstance(k.shape[2], torch.SymInt):  # a comparison would bind the exported lengths
+        hidden = (torch.arange(k.shape[2], device=k.device) >= q.shape[2])[:, None]
+        k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    elif problem.causal and k.shape[2] > q.shape[2]:  # keys that no query sees
         k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
     mask = call.bias if call.bias is not None else call.mask
     if problem.key_lengths is not None:

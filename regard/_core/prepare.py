@@ -75,6 +75,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     (q, k, v), tensors = cast_for_autocast(q, k, v), cast_for_autocast(*given.tensors, like=q)
     dtype = q.dtype
     dropout_p = check_dropout(options.dropout_p, wanted)
+    if dropout_p == 1.0:  # every weight is dropped: output and gradients are 0
+        v, dropout_p = v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), 0.0
     is_causal, enable_gqa = check_flag(given.is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
     if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
         k, v = repeat_heads(k, "k", q), repeat_heads(v, "v", q)

@@ -14,7 +14,12 @@ def readable(x: Tensor) -> bool:
 
 def has_no_values(x: Tensor) -> bool:
     """True while tracing, and of vmapped, fake and meta tensors."""
-    return torch.compiler.is_compiling() or is_mapped(x) or x.is_meta or isinstance(x, FakeTensor)
+    return torch.compiler.is_compiling() or is_mapped(x) or x.is_meta or isinstance(x, FakeTensor) or _is_recorded()
+
+
+def _is_recorded() -> bool:
+    """True inside make_fx, which records operations on tensors that do have values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def is_mapped(x: Tensor) -> bool:

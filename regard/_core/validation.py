@@ -168,8 +168,8 @@ def check_window(window) -> tuple[int | None, int | None]:
 
 def check_dropout(dropout_p: float, wanted: tuple[str, ...] | None) -> float:
     """Return the probability of dropping a weight, which statistics do not go with."""
-    if not isinstance(dropout_p, numbers.Real) or not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p!r}")
+    if not isinstance(dropout_p, numbers.Real) or not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1], got {dropout_p!r}")
     if dropout_p and wanted:
         raise ValueError(
             "return_stats with dropout_p > 0 is undefined: statistics describe the weights used, and dropout uses a "

@@ -118,7 +118,9 @@ def examine(
         rounds = Rounds(recorder, group, snapshot, what)
     interception = Interception(model, observe=recorder)
     modules = interception.modules
-    if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None):
+    if any(p.is_meta for _, module in modules for p in module._parameters.values() if p is not None) and not (
+        any(hasattr(module, "_hf_hook") for _, module in modules)  # accelerate loads them in each forward
+    ):
         raise ValueError("model has weights on the meta device, which have no values; load them first")
     here = threading.get_ident()  # other threads may run the model too
 
@@ -178,8 +180,8 @@ def examine(
     if not layers:
         raise ValueError(
             f"no attention was found in {type(model).__name__}: it did not call scaled_dot_product_attention, "
-            "torch.nn.MultiheadAttention, regard.attention or a transformers attention function (if you ran what "
-            f"torch.compile returned, examine that){hint_at_missed(modules)}"
+            "torch.nn.MultiheadAttention, regard.attention or a known kernel, nor compute softmax(q kᵀ)·v (if you ran "
+            f"what torch.compile returned, examine that){hint_at_missed(modules)}"
         )
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)
@@ -226,9 +228,18 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def max_positions(model: nn.Module) -> int:
-    """The number of positions with a learned embedding; a very large number if there are none."""
+    """The number of positions of text with a learned embedding; a very large number if there are none.
+
+    Tables of a part that takes images or sounds, by transformers' `main_input_name`, do not count.
+    """
     tables = []
+    others = [
+        f"{name}." for name, module in model.named_modules()
+        if name and getattr(module, "main_input_name", "input_ids") not in ("input_ids", "decoder_input_ids")
+    ]  # fmt: skip
     for name, module in model.named_modules():
+        if name.startswith(tuple(others)):
+            continue
         if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS:
             first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             tables.append(module.num_embeddings - first)
@@ -239,7 +250,7 @@ def _run(model: nn.Module, batch: Any, number: int, room: int) -> None:
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         batch(model)
         return
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
     def move(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x

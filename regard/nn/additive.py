@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from regard import normalizers, statistics
+from regard._core.rows.execute import is_transformed
 from regard._core.rows.functions import normalize
 from regard._core.validation import check_policy_result, check_softcap, check_temperature
 from regard.masks import blanked, dense
@@ -89,11 +91,13 @@ def attention(
             p = normalize(joined[0], normalizer, mask=joined[1])[..., :-1]
         return F.dropout(p.to(v.dtype), dropout_p) @ v, stats
 
+    # torch.func carries no saved-tensor hooks, and so no checkpoints
+    run = partial(block) if is_transformed(q, k, v) else partial(checkpoint, block, use_reentrant=False)
     parts = []
     for first in range(0, max(queries, 1), BLOCK):  # one empty block if there are no queries
         rows = slice(first, first + BLOCK)
         cut = [x if x is None or x.shape[-2] == 1 else x[..., rows, :] for x in (visible, bias)]
-        parts.append(checkpoint(block, q[:, :, rows], k, v, *cut, first, use_reentrant=False))
+        parts.append(run(q[:, :, rows], k, v, cut[0], cut[1], first))
     out = torch.cat([o for o, _ in parts], 2)
     stats = {name: torch.cat([stats[name] for _, stats in parts], 2) for name in wanted}
     return out, statistics.Statistics(stats)

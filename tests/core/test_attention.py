@@ -246,7 +246,7 @@ Q = torch.randn(1, 4, 6, 8)
         (lambda: regard.attention(Q, Q, Q, attn_mask=torch.ones(6, 5).bool()), ValueError, "attn_mask"),
         (lambda: regard.attention(Q, Q, Q, attn_mask=torch.ones(6, 6).long()), TypeError, "attn_mask"),
         (lambda: regard.attention(Q, Q, Q, return_stats=("entrpy",)), ValueError, "entropy"),
-        (lambda: regard.attention(Q, Q, Q, dropout_p=1.0), ValueError, "dropout_p"),
+        (lambda: regard.attention(Q, Q, Q, dropout_p=1.1), ValueError, "dropout_p"),
         (lambda: regard.attention(Q, Q, Q, dropout_p=-0.1), ValueError, "dropout_p"),
         (lambda: regard.attention(Q, Q, Q, dropout_p=0.5, return_stats=True), ValueError, "dropout"),
         (lambda: regard.attention(Q, Q, Q, normalizer="sofmax"), ValueError, "softmax"),

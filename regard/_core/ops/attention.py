@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
 
 from regard._core.autograd import LEARNED, differentiable_gradients, fit_gradient, make_upstream, place_gradients
 from regard._core.dtypes import accumulator
@@ -143,6 +144,20 @@ def _backward(ctx, do, dshift, dz, dstats):
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+
+
+@register_flop_formula([torch.ops.regard.attention])
+def _count_flops(q, k, v, *_, out_shape=None, **__) -> int:
+    """Two products over all pairs, as torch counts its own attention: masks and the normaliser are left out."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (width + v[3])
+
+
+@register_flop_formula([torch.ops.regard.attention_backward])
+def _count_backward_flops(do, dstats, o, shift, z, stat_values, q, k, v, *_, out_shape=None, **__) -> int:
+    """Five products over all pairs: scores, dv, dp, dq and dk."""
+    batch, heads, queries, width = q
+    return 2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3])
 
 
 def _fold_batch(size: int, batch: int, name: str, arg: Tensor | None, dim: int | None) -> Tensor | None:

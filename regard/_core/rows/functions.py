@@ -71,7 +71,7 @@ def softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: T
     return _named(z, "softmax", dim, temperature, mask)
 
 
-def sparsemax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
+def sparsemax(z: Tensor, dim: int = -1, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
     """argmin_{p ∈ Δ} ‖p − z/T‖²: exact zeros.
 
     >>> import regard, torch
@@ -88,7 +88,7 @@ def sparsemax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask:
     return _named(z, "sparsemax", dim, temperature, mask)
 
 
-def entmax15(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
+def entmax15(z: Tensor, dim: int = -1, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
     """max(z_i/2T − τ, 0)² with Σ = 1.
 
     >>> import regard, torch
@@ -109,12 +109,13 @@ def entmax(
     z: Tensor,
     alpha: float | Tensor = 1.5,
     dim: int = -1,
+    *,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
 ) -> Tensor:
     """max((α−1)·z_i/T − τ, 0)^{1/(α−1)} with Σ = 1; α = 1 is softmax, α = 2 sparsemax.
 
-    `alpha` is a number ≥ 1, or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
+    `alpha` is a number in [1, 32], or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
     1 < α < 1.1 is computed in float64; below 1.001 and above 2 in plain torch, some 50 to 100 times as slow.
 
     >>> import regard, torch

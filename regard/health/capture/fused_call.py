@@ -117,8 +117,8 @@ def _arrange(fused: FusedCall) -> tuple[Callable, Callable, dict, Tensor | None,
     if fused.used_k is not None:
         options["key_lengths"] = fused.used_k
     elif ordered and queries != keys and not fused.at_first_key:
-        ends = (torch.tensor([0, n], device=fused.q.device) for n in (queries, keys))
-        order = document_mask(*ends, queries, keys, causal, fused.window)
+        end_q, end_k = (torch.tensor([0, n], device=fused.q.device) for n in (queries, keys))
+        order = document_mask(end_q, end_k, queries, keys, causal, fused.window)
         mask = order if mask is None else mask & order if mask.dtype == torch.bool else _hide(mask, order)
         causal = False
     elif fused.window != (None, None):

@@ -45,6 +45,7 @@ class ThreadState(threading.local):
         self.scopes: list[tuple[contextlib.AbstractContextManager, int, Any]] = []  # context, stack depth, owner
         self.captures = 0  # `torch_calls` blocks that are open
         self.busy = False  # inside a captured call: what it calls is not captured again
+        self.weights_depth: int | None = None  # of the stack where a forward was given output_attentions=True
         self.multi_head: dict | None = None  # passed by a multi-head call to the sdpa call inside it
 
 
@@ -172,6 +173,7 @@ class Interception:
         finally:
             STATE.captures -= 1
             del STATE.stack[depth:]
+            STATE.weights_depth = None
             forget_derived()
 
     @contextlib.contextmanager
@@ -217,6 +219,8 @@ def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) 
             close_scopes(opener)  # of a forward that Ctrl-C ended
         if not STATE.scopes:
             open_scope(opener.torch_calls(), opener)
+    if named and named.get("output_attentions") and STATE.weights_depth is None:
+        STATE.weights_depth = len(STATE.stack)
     STATE.stack.append((module, object() if is_given_tokens(inputs, named or {}) else forward_token()))
 
 
@@ -225,6 +229,8 @@ def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
         return
     if STATE.stack and STATE.stack[-1][0] is module:
         STATE.stack.pop()
+    if STATE.weights_depth is not None and len(STATE.stack) <= STATE.weights_depth:
+        STATE.weights_depth = None
     if not STATE.stack:
         forget_derived()
     if STATE.scopes and len(STATE.stack) <= STATE.scopes[-1][1]:

@@ -17,7 +17,7 @@ from regard.health.capture.call import Call, causal_rows, clean_mask, derive, me
 from regard.health.capture.documents import documents_of_positions
 from regard.health.capture.flex_calls import mask_of_block
 from regard.health.capture.fused_call import FusedCall, capture
-from regard.health.capture.interception import SDPA, interceptions_of, route
+from regard.health.capture.interception import SDPA, STATE, interceptions_of, route
 
 try:  # the outputs that the running forward collects from its modules, by name
     from transformers.utils.output_capturing import _active_collector as _COLLECTOR
@@ -134,7 +134,9 @@ def _fold_mask(mask: Tensor, group: int, rows: int) -> Tensor:
 
 
 def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
-    """True if the model collects its weights, by `output_attentions` of the call or of its configuration."""
+    """True if the model collects its weights, by `output_attentions` of a running forward or of its configuration."""
+    if STATE.weights_depth is not None:
+        return True
     collected = None if _COLLECTOR is None else _COLLECTOR.get()
     if collected is not None:
         return any(name.endswith("attentions") for name in collected)
@@ -174,7 +176,8 @@ def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
         return own(module, query.index_select(2, rows), key, value, mask_rows, **without_dropout)[0].transpose(1, 2)
 
     mask, causal = merge_mask_and_bias(clean_mask(mask), bias, causal, queries, keys)
-    options = dict(scale=kwargs.get("scaling"), softcap=kwargs.get("softcap"), sink=kwargs.get("s_aux"))
+    softcap = None if sdpa else kwargs.get("softcap")  # transformers before 5 passes it to sdpa, which ignores it
+    options = dict(scale=kwargs.get("scaling"), softcap=softcap, sink=None if sdpa else kwargs.get("s_aux"))
     return Call(
         module, query, key, value, own=run, kind=name.removesuffix("_attention_forward"), mask=mask, causal=causal,
         options=options, dropout=kwargs.get("dropout") or 0.0, sliceable=(eager and not wants_weights) or sdpa,

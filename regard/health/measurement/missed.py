@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 Modules = list[tuple[str, nn.Module]]
 # parts of the names of kernels that are not captured
 NOT_CAPTURED = ("flex_attention", "flash_attn", "memory_efficient_attention", "varlen_attn", "sageattn")
+NAMED_ATTENTION = re.compile(r"(Attention|Attn)(Block|Layer|Module|\d[dD])?$")  # names of classes
 
 
 def find_missed(modules: Modules, layers: Sequence[Layer]) -> dict[str, str]:
@@ -36,7 +38,7 @@ def _why_attention(kind: type[nn.Module]) -> str | None:
     kernel = next((name for name in sorted(names) if any(part in name for part in NOT_CAPTURED)), None)
     if kernel is not None:
         return f"no attention call was seen in it; its code has {kernel}, which is not captured"
-    return "no attention call was seen in it" if kind.__name__.endswith(("Attention", "Attn")) else None
+    return "no attention call was seen in it" if NAMED_ATTENTION.search(kind.__name__) else None
 
 
 def hint_at_missed(modules: Modules) -> str:

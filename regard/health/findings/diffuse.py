@@ -18,13 +18,14 @@ UNTRAINED_VARIANCE, UNTRAINED_RATIO = 2.0, 1.25  # logit variance, and its ratio
 EVIDENCE = "Rows are close to uniform: the mean entropy ratio is {range}."
 THRESHOLD = f"mean entropy_ratio > {MEAN} and 5th percentile > {LOW}"
 REMEDY = (
-    "In a trained model the scale is too small or the head is unused: try what_if=['temperature=0.5', 'ssmax'], or "
-    "prune it. A freshly initialised model starts like this."
+    "In a trained model the scale is too small or the head is unused: try what_if=['temperature={}'], which brings the "
+    "logit variance to 1, or prune it. A freshly initialised model starts like this."
 )
 
 
 def find(heads: Heads) -> list[Finding]:
     found = [(head, head.statistics.mean("entropy_ratio")) for head in heads if is_diffuse(head)]
+    remedy = REMEDY.format(f"{unit_temperature([head for head, _ in found]):.2g}")
     excused = {id(head) for head in untrained_heads(heads)} if found else set()
     untrained = [pair for pair in found if id(pair[0]) in excused]
     found = [pair for pair in found if id(pair[0]) not in excused]
@@ -36,10 +37,15 @@ def find(heads: Heads) -> list[Finding]:
         crowded = counts[head.index] >= min(size, max(2, size * CROWD))
         (many if crowded or has_constant_logits(head) else single).append((head, mean))
     return [
-        *make_finding(KIND, "warning", many, EVIDENCE, THRESHOLD, REMEDY),
-        *make_finding(KIND, "note", single, EVIDENCE, f"{THRESHOLD}; only one head of its layer", REMEDY),
-        *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", REMEDY),
+        *make_finding(KIND, "warning", many, EVIDENCE, THRESHOLD, remedy),
+        *make_finding(KIND, "note", single, EVIDENCE, f"{THRESHOLD}; only one head of its layer", remedy),
+        *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", remedy),
     ]
+
+
+def unit_temperature(heads: Heads) -> float:
+    """The temperature that brings the median logit variance of these heads to 1, 0.01 at least."""
+    return max(median_of(heads, "logit_variance") ** 0.5, 0.01) if heads else 0.5
 
 
 def is_diffuse(head: Head) -> bool:

@@ -27,7 +27,7 @@ def examine_pretrained(folders: Sequence[Path], texts: int = 4) -> list[Outcome]
     for folder in folders:
         model = load(transformers, folder).eval()
         tokenize = make_tokenizer(folder)
-        sample = REACTIONS * 4 if "rxn" in str(folder) else Path(__file__).read_text(encoding="utf-8") * 4
+        sample = REACTIONS * 20 if "rxn" in str(folder) else Path(__file__).read_text(encoding="utf-8") * 4
         for number in range(texts):
             text = sample[number * 97 :]
             ids = torch.tensor([tokenize(text[at * 211 :])[:96] for at in range(4)])

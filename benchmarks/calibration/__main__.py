@@ -83,7 +83,7 @@ def judge_bug(bug: Bug, number: int, given: argparse.Namespace, texts: dict) -> 
         notes = sorted({one.kind for one in report.findings} - set(grave))
         named = bool(set(bug.names) & {one.kind for one in report.findings})
         located = None
-        if not bug.trained:
+        if not bug.trained and not bug.is_in_batches:
             found = compare(model, build(recipe, sound), batches)
             located = found.first is not None or found.output > found.tolerance
         outcomes.append(Outcome(f"{bug.name} ({recipe.name})", bug.name, half, grave, notes, named, located))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def examine_pretrained(folders: Sequence[Path], texts: int = 4) -> list[Outcome]
     transformers.utils.logging.set_verbosity_error()
     outcomes = []
     for folder in folders:
-        model = transformers.AutoModel.from_pretrained(folder).eval()
+        model = load(transformers, folder).eval()
         tokenize = make_tokenizer(folder)
-        sample = REACTIONS * 4 if "rxn" in str(folder) else Path(__file__).read_text(encoding="utf-8") * 4
+        sample = REACTIONS * 20 if "rxn" in str(folder) else Path(__file__).read_text(encoding="utf-8") * 4
         for number in range(texts):
             text = sample[number * 97 :]
             ids = torch.tensor([tokenize(text[at * 211 :])[:96] for at in range(4)])
@@ -36,6 +37,14 @@ def examine_pretrained(folders: Sequence[Path], texts: int = 4) -> list[Outcome]
             outcomes.append(Outcome(f"{folder.name}, text {number}", "pretrained", 1, grave, notes))
             print(outcomes[-1], flush=True)
     return outcomes
+
+
+def load(transformers, folder: Path):
+    """The model of a folder; an old configuration that names no kind of model is a BERT's."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "model_type" in config:
+        return transformers.AutoModel.from_pretrained(folder)
+    return transformers.BertModel.from_pretrained(folder, config=transformers.BertConfig(**config))
 
 
 def make_tokenizer(folder: Path):

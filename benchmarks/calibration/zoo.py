@@ -101,7 +101,7 @@ class Attention(nn.Module):
         scale = self.scale(q.shape[-1])
         mask = self.mask(q.shape[2], k.shape[2], shown, q.device) if not cross else None
         if cross and has("cross-attention sees one key"):
-            mask = torch.arange(k.shape[2]) < 1
+            mask = (torch.arange(k.shape[2]) < 1).expand(q.shape[2], -1)
         drop = 0.2 if has("dropout in attention") else 0.0
         if has("attention over heads"):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))

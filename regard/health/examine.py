@@ -26,6 +26,7 @@ from regard.health.readings.histogram import LAYOUT
 from regard.health.report.how import describe_measurement
 from regard.health.report.report import Report, WhatIfReading
 from regard.health.tokens.text import first_text
+from regard.health.using import changes_of
 from regard.health.what_if import WhatIf, parse_all
 
 Modules = list[tuple[str, nn.Module]]
@@ -48,6 +49,7 @@ def examine(
     ablate: bool | float | None = None,
     causal: bool | None = None,
     loss: Callable[[nn.Module, Any], Any] | None = None,
+    predictor: nn.Module | None = None,
 ) -> Report:
     """Measure every attention head of `model` over `batches` and report readings, findings and what-ifs.
 
@@ -81,6 +83,7 @@ def examine(
         causal: True if the model must not see later tokens, False if it may; None to find out.
         loss: `loss(model, batch)` runs the model and returns the mean loss of a batch; None for the batch's `labels`,
             or the next token if the model predicts it.
+        predictor: a model that holds `model` and returns logits, for the checks; None for `model` itself.
 
     Returns:
         A `Report`: `.heads`, `.findings`, `.unmeasured`, `.what_if`, `.how`, `.checks`, `.loss`.
@@ -186,7 +189,7 @@ def examine(
     with recorder.on_side_stream():
         columns.find_unused_heads(layers)
         seconds = time.perf_counter() - started
-        how = describe_measurement(model, parameters, layers, done, seconds)
+        how = describe_measurement(model, parameters, layers, done, seconds, changes_of(model))
         report = _make_report(title or _title(model), modules, layers, changes, how, failure)
     if failure is None:
         from regard.health.tokens.sample import sample_tokens  # imports this module
@@ -197,16 +200,9 @@ def examine(
     budget = max(LEAST_ABLATION, seconds) if ablate is None else ABLATION if ablate is True else float(ablate)
     with _evaluation_mode(model, modules), torch.no_grad():
         outcome, found = run_checks(
-            model,
-            kept,
-            layers,
-            report.heads,
-            report.findings,
-            changes,
-            causal=causal,
-            loss=loss,
-            ablation_seconds=budget,
-        )
+            model, kept, layers, report.heads, report.findings, changes, causal=causal, loss=loss,
+            ablation_seconds=budget, predictor=predictor,
+        )  # fmt: skip
     return report.with_checks(outcome, found)
 
 

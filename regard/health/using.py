@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard import normalizers
 from regard.health.capture.call import Call
-from regard.health.capture.interception import Interception, refuse_data_parallel
+from regard.health.capture.interception import ACTIVE, Interception, refuse_data_parallel
 from regard.health.what_if import WhatIf, with_qk_norm
 from regard.scores import resolve_scale
 from regard.temperature import unsized
@@ -111,6 +111,13 @@ class using:
         self._interception.start()
         self._mark = model.register_forward_pre_hook(CopyWarning())
 
+    def describe(self) -> dict[str, Any]:
+        """The options as a report records them: numbers and text."""
+        plain = {
+            name: value if isinstance(value, (int, float, str)) else repr(value) for name, value in self.changes.items()
+        }
+        return {**plain, **({"qk_norm": True} if self._change.change_call else {})}
+
     def restore(self) -> None:
         """Restores the model's own attention; a second call does nothing."""
         if self._interception is not None:
@@ -145,6 +152,12 @@ class using:
                 )
             changed = self._shards.shard_call(changed)
         return replace(changed, own=lambda rows: _select_rows(replace(changed, dropout=0.0, weights=None).run(), rows))
+
+
+def changes_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The options of every active `using` that covers `model`, as plain values, the first applied first."""
+    owners = [getattr(one.swap, "__self__", None) for one in ACTIVE if id(model) in one.names]
+    return [owner.describe() for owner in owners if isinstance(owner, using)]
 
 
 def _select_rows(output: Tensor, rows: Tensor | None) -> Tensor:

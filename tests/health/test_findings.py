@@ -147,7 +147,7 @@ def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
     assert kinds(q, k, scale=0.1 / WIDTH**0.5)["diffuse"].severity == "warning"
     q, k = 0.1 * torch.randn(2, 2, HEADS, LENGTH, WIDTH)
     q, k = q + 0.5 * q[..., :1], k + 0.5 * k[..., :1]  # along one direction: they know of each other
-    assert kinds(q, k)["diffuse"].severity == "warning"
+    assert kinds(q, k)["diffuse"].severity == "note"  # a whole layer may start training so
 
 
 @pytest.mark.parametrize(

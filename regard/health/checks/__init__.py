@@ -12,6 +12,7 @@ True
 from __future__ import annotations
 
 import importlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,6 @@ REMEDIES = {
     "exploding logits": ("qk_norm", "softcap=50"),
     "scale off": ("scale=sqrt", "qk_norm"),
     "sink-dormant": ("normalizer=softmax1",),
-    "diffuse": ("temperature=0.5",),
 }
 MOST_HEADS = 512  # of a finding whose heads are removed together
 
@@ -96,11 +96,12 @@ def run_checks(
     causal: bool | None = None,
     loss: Callable | None = None,
     ablation_seconds: float = 0.0,
+    predictor: nn.Module | None = None,
 ) -> tuple[Checks, list[Finding]]:
     """Returns what the checks found out, and all findings: `found` with effects added, and new ones."""
     started = time.perf_counter()
     result, findings = Checks(), list(found)
-    trial = Trial(model, batches, layers, heads, causal, loss)
+    trial = Trial(model if predictor is None else predictor, batches, layers, heads, causal, loss, model)
     devices = [trial.device] if trial.device.type == "cuda" else []
     with torch.random.fork_rng(devices), trial.probe.active():
         for module in _modules():
@@ -146,6 +147,7 @@ def _try_changes(trial: Trial, result: Checks, changes: Sequence[WhatIf], findin
         return
     grave = [finding.kind for finding in findings if finding.severity != "note"]
     remedies = [parse(text) for kind in grave for text in REMEDIES.get(kind, ())]
+    remedies += [parse(text) for one in findings for text in _computed(one) if one.severity != "note"]
     for change in {change.name: change for change in (*changes, *remedies)}.values():
         try:
             changed = trial.task.losses(change_calls(change))
@@ -154,9 +156,15 @@ def _try_changes(trial: Trial, result: Checks, changes: Sequence[WhatIf], findin
         result.what_if[change.name] = trial.task.compare(trial.losses, changed)
 
 
+def _computed(finding: Finding) -> list[str]:
+    """The temperature that a remedy names with a number computed for its heads."""
+    return re.findall(r"'(temperature=[0-9.]+)'", finding.remedy) if finding.kind == "diffuse" else []
+
+
 def _with_remedies(finding: Finding, tried: dict[str, LossChange]) -> Finding:
     """The finding, with the effect of its remedies on the loss added to their text."""
-    effects = [f"{name}: {tried[name]}" for name in REMEDIES.get(finding.kind, ()) if name in tried]
+    names = (*REMEDIES.get(finding.kind, ()), *_computed(finding))
+    effects = [f"{name}: {tried[name]}" for name in names if name in tried]
     if not effects or finding.severity == "note":
         return finding
     return replace(finding, remedy=f"{finding.remedy} Tried here, without training: {'; '.join(effects)}.")

@@ -57,12 +57,15 @@ class CapturedCall:
 class Probe:
     """Intercepts the attention calls of a model, inside `with probe:`; `run` runs one batch."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, part: nn.Module | None = None) -> None:
+        """`part` is the part of `model` whose module names count, if it is not the whole."""
         self.model = model
         self._uses = UseCounter()
         self._transform: Transform | None = None
         self._interception = Interception(model, swap=self._swap)
         self.names = {id(module): name for name, module in self._interception.modules}
+        if part is not None:
+            self.names |= {id(module): name for name, module in part.named_modules()}
 
     @contextmanager
     def active(self) -> Iterator[Probe]:

@@ -30,7 +30,8 @@ STUDENT = {
     32: 2.04,
 }
 NO_DIFFERENCE = 0.002  # of the loss: a change below it is none, however sure
-NEXT, LABELS, GIVEN = "next token", "labels of the batches", "the given loss"
+NEXT, MASKED, LABELS, GIVEN = "next token", "masked token", "labels of the batches", "the given loss"
+HIDDEN = 0.15  # of the tokens, for a masked model
 WORDS = dict(helps="helps", same="no difference", worse="makes it worse now; may help training", unknown="cannot tell")
 
 
@@ -104,9 +105,16 @@ class Task:
     """A model's loss on some batches: one number per sequence, or per batch for labels or a given loss."""
 
     def __init__(
-        self, probe: Probe, batches: Sequence[TokenBatch], kind: str, loss: Callable | None, pad: int | None
+        self,
+        probe: Probe,
+        batches: Sequence[TokenBatch],
+        kind: str,
+        loss: Callable | None,
+        pad: int | None,
+        mask_token: int | None = None,
     ) -> None:
         self.probe, self.batches, self.kind, self.loss, self.pad = probe, batches, kind, loss, pad
+        self.mask_token = mask_token
         self.vocabulary: int | None = None
 
     def losses(self, transform: Transform | None = None) -> Tensor:
@@ -119,20 +127,32 @@ class Task:
             function = self.loss
             value = self.probe.call(lambda: function(self.probe.model, _as_given(batch)), transform)
             return torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu()
-        result = self.probe.run_model(batch, transform)
+        hidden = self.predicted(batch)
+        given = batch
+        if self.kind == MASKED:
+            given = batch.with_ids(batch.ids.masked_fill(hidden, self.mask_token or 0))
+        result = self.probe.run_model(given, transform)
         if self.kind == LABELS:
             return result.loss.detach().reshape(1)
         logits, targets = main_output(result), batch.targets
         self.vocabulary = logits.shape[-1]
-        keep = batch.text_mask(self.pad)[:, 1:]
-        each = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets[:, 1:].flatten(), reduction="none")
-        each = each.view_as(keep) * keep
-        return each.sum(1) / keep.sum(1).clamp_min(1)
+        if self.kind == NEXT:
+            logits = logits.roll(1, 1)  # the row before predicts a token; the first is never predicted
+        each = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
+        return (each * hidden).sum(1) / hidden.sum(1).clamp_min(1)
+
+    def predicted(self, batch: TokenBatch) -> Tensor:
+        """True at the tokens that are predicted, [B, N]: all but the first of the text, or a fixed choice of some."""
+        text = batch.text_mask(self.pad)
+        if self.kind == MASKED:
+            chosen = torch.rand(text.shape, generator=torch.Generator().manual_seed(0)).to(text.device) < HIDDEN
+            text = text & chosen
+        return text & (torch.arange(text.shape[1], device=text.device) > 0)
 
     def read(self, losses: Tensor) -> LossReading:
         """The reading of the model's own losses."""
         mean, low, high = interval(losses)
-        if self.kind != NEXT or self.vocabulary is None:
+        if self.kind not in (NEXT, MASKED) or self.vocabulary is None:
             return LossReading(self.kind, mean, low, high, len(losses))
         keep = [batch.text_mask(self.pad)[:, 1:] for batch in self.batches]
         previous = torch.cat([batch.targets[:, :-1][kept] for batch, kept in zip(self.batches, keep, strict=True)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.checks._probe import CapturedCall, Key, Probe, relative_change
-from regard.health.checks._task import GIVEN, LABELS, NEXT, LossReading, Task, names_next_token
+from regard.health.checks._task import GIVEN, LABELS, MASKED, NEXT, LossReading, Task, names_next_token
 from regard.health.checks._tokens import TokenBatch, as_batch, as_token_batch, exchange_tokens
 from regard.health.findings._finding import Heads, Layers, make_finding, places_in
 from regard.health.measurement.query_rows import pad_of
@@ -37,9 +37,10 @@ class Trial:
         heads: Heads,
         causal: bool | None,
         loss: Callable | None,
+        part: nn.Module | None = None,
     ) -> None:
         self.model, self.layers, self.heads, self.loss = model, layers, heads, loss
-        self.probe, self.pad = Probe(model), pad_of(model)
+        self.probe, self.pad = Probe(model, part), pad_of(model)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._causal = causal
         self.given = batches
@@ -154,6 +155,8 @@ class Trial:
             return self._make_task(GIVEN)
         if any("labels" in batch.named for batch in self.batches):
             return self._make_task(LABELS)
+        if type(self.model).__name__.endswith("ForMaskedLM") and self.mask_token is not None:
+            return self._make_task(MASKED)
         if self._causal is False or not self.batches:
             return None
         if names_next_token(self.model) or self.why_causal is not None:
@@ -161,6 +164,12 @@ class Trial:
         if names_next_token(self.model) is None and self.is_repeatable and self.leak <= self.tolerance:
             return self._make_task(NEXT)
         return None
+
+    @property
+    def mask_token(self) -> int | None:
+        """The id of the mask token, if the model's configuration has it."""
+        found = getattr(getattr(self.model, "config", None), "mask_token_id", None)
+        return found if isinstance(found, int) else None
 
     @cached_property
     def losses(self) -> Tensor | None:
@@ -191,7 +200,9 @@ class Trial:
             return Task(self.probe, batches, kind, None, self.pad) if isinstance(_loss_of(result), Tensor) else None
         output, targets = self.probe.run(batches[0]), batches[0].targets
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
-        return Task(self.probe, batches, kind, None, self.pad) if is_logits and self.names_vocabulary(output) else None
+        if not (is_logits and self.names_vocabulary(output)):
+            return None
+        return Task(self.probe, batches, kind, None, self.pad, self.mask_token)
 
     def names_vocabulary(self, output: Tensor) -> bool:
         """True if the output's last axis can be the vocabulary: as many entries as some embedding has rows."""

@@ -63,7 +63,7 @@ class Ablator:
         if task is not None:
             given = task.kind in (GIVEN, LABELS)
             batches: list[TokenBatch] = list(task.batches[:2]) if given else [task.batches[0].cut(SEQUENCES, LENGTH)]
-            task = Task(trial.probe, batches, task.kind, task.loss, task.pad)
+            task = Task(trial.probe, batches, task.kind, task.loss, task.pad, task.mask_token)
         self.task = task
         self.unit = OUTPUT if task is None else LOSS
         self.own = self._run(None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.checks._probe import change_calls
-from regard.health.checks._task import NEXT, Task
+from regard.health.checks._task import MASKED, NEXT, Task
 from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
 from regard.scores import resolve_scale
@@ -41,8 +41,8 @@ def check(trial: Trial) -> list[Finding]:
     task = trial.task
     if task is None:
         raise NotApplicable("the model has no loss on this text; pass loss=, or labels in the batches")
-    batches = [task.batches[0].cut(SEQUENCES, LENGTH)] if task.kind == NEXT else list(task.batches)
-    task = Task(trial.probe, batches, task.kind, task.loss, task.pad)
+    batches = [task.batches[0].cut(SEQUENCES, LENGTH)] if task.kind in (NEXT, MASKED) else list(task.batches)
+    task = Task(trial.probe, batches, task.kind, task.loss, task.pad, task.mask_token)
     own = task.losses()
     best: dict[str, tuple[float, Repair, float]] = {}
     for repair in list_repairs(trial):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from regard.health.commands.demo_training import STEPS, train_three
 from regard.health.commands.outputs import check_path, print_error, save_report
 from regard.health.commands.progress import show_progress
 from regard.health.examine import examine
 from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import CHARACTERS, batches, checkpoint
 from regard.health.report.comparison import compare
+from regard.table import Table
 
 SUBJECTS = (("tiny-scaled", "with 1/√d_k"), ("tiny-unscaled", "without 1/√d_k, at a high learning rate"))
 CHANGES = ["scale=sqrt", "qk_norm", "normalizer=entmax15"]
@@ -35,6 +37,7 @@ def main(options: argparse.Namespace) -> int:
                 title=f"{name}, {description}",
                 progress=advance,
                 tokenizer=CHARACTERS.__getitem__,
+                ablate=2.0,
             )
         report.show()
         print(f"validation loss {notes['validation_loss']} after {notes['steps']} steps of training")
@@ -46,4 +49,14 @@ def main(options: argparse.Namespace) -> int:
         print_error("demo", *failed)
         return 1
     print(f"\nthe report of the second model: {options.out.resolve()}")
+    _show_trainings()
+    print(f"\nnext, your own model: regard examine ./my-model --text corpus.txt --what-if qk_norm --out {options.out}")
     return 0
+
+
+def _show_trainings() -> None:
+    """What leaving 1/√d out costs in training, and what the remedy gives back."""
+    trainings = train_three(sample_text())
+    rows = [[one.name, f"{one.loss:.3f}", f"{one.loss - trainings[0].loss:+.3f}"] for one in trainings]
+    title = f"\none small model, {STEPS} steps on the same text from the same start"
+    Table(["training", "loss at the end", "difference"], rows, title, numbers=["loss at the end", "difference"]).show()

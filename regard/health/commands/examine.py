@@ -110,6 +110,7 @@ def main(options: argparse.Namespace) -> int:
                 tokenizer=subject.tokenizer,
                 checks=not options.no_checks,
                 ablate=not options.no_ablation,
+                predictor=subject.predictor,
             )
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""

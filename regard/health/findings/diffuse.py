@@ -1,8 +1,9 @@
 """Diffuse: every row is nearly uniform, so the head averages its values and its scores have no effect.
 
 For Gaussian logits H ≈ ln n − σ²/2: an entropy ratio above 0.99 at 128 keys is a logit standard deviation under 0.3.
-It is a note for a single head of a layer, which often averages by design, and in a model that looks untrained: in every
-layer the variance is below 2 and the scale not small, and in half of them the norms of q and k explain the variance.
+It is a warning if the call's scale is small, or if several heads are far behind their layer or constant. It is a note
+for a single head of a layer, which often averages by design, for a whole layer, and in a model that looks untrained: in
+every layer the variance is below 2 and the scale not small, and in half of them the norms of q and k explain it.
 """
 
 from collections import Counter
@@ -18,28 +19,45 @@ UNTRAINED_VARIANCE, UNTRAINED_RATIO = 2.0, 1.25  # logit variance, and its ratio
 EVIDENCE = "Rows are close to uniform: the mean entropy ratio is {range}."
 THRESHOLD = f"mean entropy_ratio > {MEAN} and 5th percentile > {LOW}"
 REMEDY = (
-    "In a trained model the scale is too small or the head is unused: try what_if=['temperature=0.5', 'ssmax'], or "
-    "prune it. A freshly initialised model starts like this."
+    "In a trained model the scale is too small or the head is unused: try what_if=['temperature={}'], which brings the "
+    "logit variance to 1, or prune it. A freshly initialised model starts like this."
 )
 
 
 def find(heads: Heads) -> list[Finding]:
     found = [(head, head.statistics.mean("entropy_ratio")) for head in heads if is_diffuse(head)]
+    remedy = REMEDY.format(f"{unit_temperature([head for head, _ in found]):.2g}")
     excused = {id(head) for head in untrained_heads(heads)} if found else set()
     untrained = [pair for pair in found if id(pair[0]) in excused]
     found = [pair for pair in found if id(pair[0]) not in excused]
     sizes, counts = Counter(head.index for head in heads), Counter(head.index for head, _ in found)
+    usual = {members[0].index: median_of(members, "logit_variance") for members in group_by_layer(heads)}
     many: list[tuple[Head, float]] = []
     single: list[tuple[Head, float]] = []
     for head, mean in found:
         size = sizes[head.index]
         crowded = counts[head.index] >= min(size, max(2, size * CROWD))
-        (many if crowded or has_constant_logits(head) else single).append((head, mean))
+        if has_constant_logits(head) or (crowded and is_suspect(head, usual[head.index])):
+            many.append((head, mean))
+        else:
+            single.append((head, mean))
     return [
-        *make_finding(KIND, "warning", many, EVIDENCE, THRESHOLD, REMEDY),
-        *make_finding(KIND, "note", single, EVIDENCE, f"{THRESHOLD}; only one head of its layer", REMEDY),
-        *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", REMEDY),
+        *make_finding(KIND, "warning", many, EVIDENCE, THRESHOLD, remedy),
+        *make_finding(
+            KIND,
+            "note",
+            single,
+            EVIDENCE,
+            f"{THRESHOLD}; one head of its layer, or a whole layer with a usual scale",
+            remedy,
+        ),
+        *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", remedy),
     ]
+
+
+def unit_temperature(heads: Heads) -> float:
+    """The temperature that brings the median logit variance of these heads to 1, 0.01 at least."""
+    return max(median_of(heads, "logit_variance") ** 0.5, 0.01) if heads else 0.5
 
 
 def is_diffuse(head: Head) -> bool:
@@ -63,6 +81,11 @@ def untrained_heads(heads: Heads) -> list[Head]:
         for head in members
         if head.statistics.mean("logit_variance") > BEHIND * variance
     ]
+
+
+def is_suspect(head: Head, usual: float) -> bool:
+    """True if the call's scale is small, or the head is far behind its layer; whole layers start training so."""
+    return not head.scale >= 1.0 / LARGE_SCALE or head.statistics.mean("logit_variance") < BEHIND * usual
 
 
 def has_constant_logits(head: Head) -> bool:

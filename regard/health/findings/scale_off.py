@@ -5,9 +5,10 @@ measured one and of the one predicted from norms (scale²·E‖q‖²·E‖k −
 heads do not count. docs/health.md has the table; checks/repairs.py tries other scales on the model's loss.
 """
 
+import math
 from collections import Counter
 
-from regard.health.findings._finding import Finding, Heads, exclude_positional, make_finding
+from regard.health.findings._finding import Finding, Head, Heads, exclude_positional, make_finding
 from regard.health.findings._variance import LARGE_SCALE, group_by_layer, variances
 
 KIND = "scale off"
@@ -29,7 +30,7 @@ def find(heads: Heads) -> list[Finding]:
     for members in group_by_layer(exclude_positional(heads)):
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         above, below = [pair for pair in numbers if pair[1] > 1.0], [pair for pair in numbers if pair[1] < 1.0]
-        scale, least, most = members[0].scale, min(variances(members)), max(variances(members))
+        scale, least, most = known_scale(members[0]), min(variances(members)), max(variances(members))
         if scale > LARGE_SCALE and least > UNSURE:
             (high if least > LARGE else unsure).extend(above)
             continue
@@ -94,12 +95,17 @@ def find(heads: Heads) -> list[Finding]:
     ]
 
 
+def known_scale(head: Head) -> float:
+    """scale·√d of the call; NaN where it is learned, and under a what-if, which may have another."""
+    return head.scale if head.predicted_variance == head.predicted_variance else math.nan
+
+
 def find_other_scales(heads: Heads) -> list:
     """(head, scale·√d) of layers whose scale is not that of most layers, where all of those agree."""
     scales: dict[int, float] = {}
     for head in heads:
-        if head.scale == head.scale:
-            scales[head.index] = round(head.scale, 3)
+        if (scale := known_scale(head)) == scale:
+            scales[head.index] = round(scale, 3)
     if len(scales) < LAYERS or len({head.head_dim for head in heads}) > 1:
         return []
     usual, count = Counter(scales.values()).most_common(1)[0]

@@ -34,6 +34,7 @@ class Subject:
     batch_count: int | None  # if known
     notes: dict[str, str] = field(default_factory=dict)
     tokenizer: Any = None  # of a model that takes text
+    predictor: nn.Module | None = None  # the language model that `model` is the base of, if its files have one
 
 
 def load(
@@ -73,22 +74,41 @@ def load(
     options: dict[str, Any] = dict(use_safetensors=None if pickle else True)
     if dtype is not None:
         options["dtype"] = getattr(torch, dtype)
+    options.update(output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True)
     try:
-        model, found = transformers.AutoModel.from_pretrained(
-            spec, **options, output_loading_info=True, trust_remote_code=False, ignore_mismatched_sizes=True
-        )
+        model, predictor, found = _load_model(transformers, spec, options)
     except Exception as error:
         raise LoadError(f"{spec!r} could not be loaded: {describe_error(error)}") from error
     notes = _check_weights(spec, model, found, missing)
     try:
         model = model.to(device)
+        predictor = None if predictor is None else predictor.to(device)
     except Exception as error:
         raise LoadError(f"{spec!r} could not be moved to {device}: {describe_error(error)}") from error
     title = folder.resolve().name if folder.exists() else spec
     batches, source, tokenizer = _make_batches(transformers, spec, model, text, length, batch, limit)
+    if predictor is not None and predictor.config.name_or_path and not hasattr(predictor.config, "mask_token_id"):
+        predictor.config.mask_token_id = _mask_token(transformers, spec)
     if "synthetic" in source:
         notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
-    return Subject(title, model, batches, len(batches), dict(input=source, **notes), tokenizer)
+    return Subject(title, model, batches, len(batches), dict(input=source, **notes), tokenizer, predictor)
+
+
+def _load_model(transformers: Any, spec: str, options: dict) -> tuple[Any, Any, dict]:
+    """(base model, the language model around it or None, loading info), by the class that config.json names."""
+    config = transformers.AutoConfig.from_pretrained(spec, trust_remote_code=False)
+    name = (getattr(config, "architectures", None) or [""])[0]
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")) and hasattr(transformers, name):
+        whole, found = getattr(transformers, name).from_pretrained(spec, **options)
+        if not found["missing_keys"] and not found["mismatched_keys"] and whole.base_model is not whole:
+            return whole.base_model, whole, found
+    model, found = transformers.AutoModel.from_pretrained(spec, **options)
+    return model, None, found
+
+
+def _mask_token(transformers: Any, spec: str) -> int | None:
+    """The id of the tokenizer's mask token."""
+    return transformers.AutoTokenizer.from_pretrained(spec, trust_remote_code=False).mask_token_id
 
 
 def describe_error(error: BaseException) -> str:

@@ -28,7 +28,12 @@ FIRST_BINS = {
 
 
 def describe_measurement(
-    model: nn.Module, parameters: int, layers: Sequence[Layer], batches: int, seconds: float
+    model: nn.Module,
+    parameters: int,
+    layers: Sequence[Layer],
+    batches: int,
+    seconds: float,
+    using: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """How the numbers of a report were measured, as plain values."""
     measured = [layer for layer in layers if layer.reading is not None]
@@ -55,6 +60,7 @@ def describe_measurement(
         looked_for=findings.kinds(),
         counted="rows of padding queries and rows without a visible key are not counted",
         **({"used_too_often_to_be_layers_each": together} if together else {}),
+        **({"using": list(using)} if using else {}),
         **({"three_dims": dict(layers=three_dims, means=THREE_DIMS)} if three_dims else {}),
         quantiles="from histograms of 512 fixed bins, accurate to one bin width; a value in the first bin is only "
         f"known to be below its edge: {edges}",

@@ -1,4 +1,4 @@
-"""Generates the pages that are no files of this folder: the claims with their figures, and a page per normaliser.
+"""Generates the pages that are no files of this folder: claims, normalisers, notebooks, the lab page, the explorer.
 
 A hook of mkdocs.yml. In any page, `$…$` and `$$…$$` become MathML, `[[figure: CLAIM]]` the claim's own figure,
 `[[training: EXPERIMENT-FIGURE]]` a figure and `[[results: EXPERIMENT]]` the table of a trained experiment,
@@ -9,6 +9,7 @@ for readers of the file and not on the site.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from functools import cache
 from html import escape
@@ -20,13 +21,16 @@ import regard
 from regard import lab, listing
 from regard.lab import training
 from regard.lab.claim import NOTES
+from regard.lab.explorer.export import render
 from regard.lab.figure import Figure
 from regard.lab.mathml import formula_line, mathml
 from regard.lab.page import ROLES, VERDICTS
+from regard.lab.page import page as lab_page
 from regard.lab.training import timing
 from regard.lab.training.command import table
 
 HERE = Path(__file__).parent
+NOTEBOOKS = sorted((HERE.parent / "notebooks").glob("*.ipynb"))
 
 
 @cache
@@ -58,6 +62,10 @@ def pages() -> dict[str, str]:
     for name in regard.normalizers.names():
         made[f"normalizers/{name}.md"] = normalizer_page(name)
         made[f"normalizers/{name}.svg"] = normalizer_figure(name).svg(400, 240)
+    for path in NOTEBOOKS:
+        made[f"notebooks/{path.stem}.md"] = notebook_page(path)
+    made["explore.html"] = render()
+    made["lab.html"] = lab_page(list(results().values()))
     return made
 
 
@@ -182,6 +190,18 @@ def normalizer_page(name: str) -> str:
 """
 
 
+def notebook_page(path: Path) -> str:
+    """A notebook's text and code, without what it prints; its badge, an image of another site, becomes a link."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    whole = "\n\n".join(f"```python\n{text}\n```" if code else text for text, code in texts) + "\n"
+    return re.sub(r"\[!\[(.*?)\]\(.*?\)\]", r"[\1]", whole)
+
+
+def notebook_title(path: Path) -> str:
+    return notebook_page(path).partition("\n")[0].removeprefix("# ")
+
+
 def normalizer_figure(name: str) -> Figure:
     """The weights of three scores, (x, 0, 1), as the first one moves."""
     x = torch.linspace(-4, 4, 81, dtype=torch.float64)
@@ -205,6 +225,9 @@ def on_config(config):
                 for entry in section[title]:
                     if "Normalisers" in entry:
                         entry["Normalisers"] = [{"All": "normalizers/index.md"}, *members]
+                    if "Notebooks" in entry:
+                        shown = [{notebook_title(path): f"notebooks/{path.stem}.md"} for path in NOTEBOOKS]
+                        entry["Notebooks"] = [{"All": "notebooks.md"}, *shown]
                     if "Claims" in entry:
                         entry["Claims"] = [{"All": "claims/index.md"}, *notes]
     return config

@@ -32,7 +32,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy", "hf"),
+    "demo": Command("regard.health.commands.demo", "examine two small language models, one of them unhealthy"),
     "examine": Command("regard.health.commands.examine", "measure every attention head of a model", "hf"),
     "look": Command("regard.health.commands.look", "list which tokens a head looks at on one text", "hf"),
     "compare": Command("regard.health.commands.compare", "list what differs between two reports", "report"),

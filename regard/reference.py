@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from regard import masks, normalizers, statistics
 from regard._core import philox
 from regard._core.attn_mask import find_positions, split_attn_mask
+from regard._core.dtypes import reference_dtype, widen
 from regard._core.problem import Problem
 from regard.normalizers import Choice
 from regard.scores import resolve_scale, soft_cap
@@ -39,7 +40,7 @@ def normalize(
     """p = normaliser(s / temperature) on the last dimension, in float64."""
     choice = normalizers.get(normalizer)
     theta = choice.theta if theta is None else theta
-    return choice.reference(scores.double() / temperature, mask, theta)
+    return choice.reference(widen(scores) / temperature, mask, theta)
 
 
 def attention(
@@ -70,8 +71,8 @@ def attention(
     `first_query`. `distance` counts from the index of a query, or from `positions`, which broadcasts to (…, Lq).
 
     Returns:
-        (output, weights), or (output, weights, statistics) if `return_stats` is not False; all in float64, the
-            weights (…, Hq, Lq, Lk).
+        (output, weights), or (output, weights, statistics) if `return_stats` is not False; all in float64 (float32 on
+            a device without it), the weights (…, Hq, Lq, Lk).
 
     Raises:
         ValueError: The normaliser, a statistic or a word for the scale is unknown. Other arguments are not checked.
@@ -81,17 +82,17 @@ def attention(
     if key_lengths is not None and not isinstance(key_lengths, Tensor):
         key_lengths = torch.tensor(key_lengths, device=q.device)
     if sink is not None:
-        sink = torch.as_tensor(sink, dtype=torch.float64, device=q.device)
+        sink = torch.as_tensor(sink, dtype=reference_dtype(q.device), device=q.device)
     if dropout_p > 0.0 and seed is None:
         seed = torch.randint(0, 2**62, (1,))
     given = split_attn_mask(attn_mask, is_causal, q.device)
     n, keys = q.shape[-2], k.shape[-2]
-    q, k, v = (x.double() for x in (q, k, v))
+    q, k, v = (widen(x) for x in (q, k, v))
     if enable_gqa and q.ndim >= 3 and k.shape[-3] != q.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scale = resolve_scale(scale, q.shape[-1])
     if isinstance(scale, Tensor) and scale.ndim:
-        scale = scale.double().reshape(-1, 1, 1)
+        scale = widen(scale).reshape(-1, 1, 1)
     visible = torch.ones(n, keys, dtype=torch.bool, device=q.device)
     order: dict[str, Any] = dict(is_causal=given.is_causal, window_=window, key_lengths=key_lengths, first=first_query)
     interval = masks.dense(n, keys, **order, device=q.device)
@@ -108,6 +109,15 @@ def attention(
         visible = visible & (x != -math.inf)
         finite = x.double().masked_fill(x == -math.inf, 0.0)
         bias = finite if bias is None else bias + finite
+        if interval.ndim == 4:  # one per batch entry
+            interval = interval.reshape(interval.shape[0], *(1,) * (q.ndim - 3), *interval.shape[-2:])
+        visible = visible & interval
+    bias = None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        visible = visible & attn_mask
+    elif attn_mask is not None:
+        visible = visible & (attn_mask != -math.inf)
+        bias = widen(attn_mask).masked_fill(attn_mask == -math.inf, 0.0)
     k, v = masks.blanked(visible, k, v)
     s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
     s = s if bias is None else s + bias
@@ -126,7 +136,7 @@ def attention(
                 return statistics.of_scores(logits, visible, choice, sink=sink, names=names, **rows)
 
             t = temperature(visible.sum(-1).to(s.dtype), Rows(q, measure))[..., None]
-        s = s / (t.double() if isinstance(t, Tensor) else t)
+        s = s / (widen(t) if isinstance(t, Tensor) else t)
     if sink is not None:
         p = with_sink(choice, s, visible, sink)
     else:

@@ -1,4 +1,4 @@
-"""Facts about a GPU that choose a kernel or its blocks, each looked up once per device."""
+"""Facts about a device that choose a kernel, its blocks or a dtype."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def triton_version() -> tuple[int, int]:
         return 0, 0
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+def supports_float64(device: torch.device) -> bool:
+    """True where tensors can be float64: not on Apple's MPS, nor on Intel GPUs without it."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
 
 
 def clear() -> None:

@@ -18,6 +18,7 @@ from regard._core.autograd import FusedAttention
 from regard._core.device import has_bulk_copies
 from regard._core.dispatch import REQUESTED, has_transform, transform_error
 from regard._core.double_backward import differentiable_twice
+from regard._core.dtypes import reference_dtype
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.prepare import Call
 from regard._core.problem import Problem
@@ -109,7 +110,7 @@ def restore_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
     if not bool((out.detach()[..., 0] == 0).any()):
         return out
     first = k.detach()[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logit = (q.detach() * first).sum(-1, keepdim=True, dtype=torch.float64)
+    logit = (q.detach() * first).sum(-1, keepdim=True, dtype=reference_dtype(q.device))
     lost = logit.isnan() & (out.detach() == 0).all(-1, keepdim=True)
     return out + torch.zeros_like(logit, dtype=out.dtype).masked_fill(lost, math.nan) if bool(lost.any()) else out
 

@@ -21,6 +21,7 @@ from regard.health.measurement.missed import find_missed, hint_at_missed
 from regard.health.measurement.norms import OutputColumns
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.measurement.recorder import Layer, Recorder, merge_uses
+from regard.health.progress import count_batches
 from regard.health.readings.heads import heads_if, heads_of, layers_without_rows, read_early
 from regard.health.readings.histogram import LAYOUT
 from regard.health.report.how import describe_measurement
@@ -40,7 +41,7 @@ def examine(
     what_if: str | Iterable[str] = (),
     *,
     title: str | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] | bool | None = None,
     backend: str | None = None,
     group: Any = None,
     snapshot: str | os.PathLike | None = None,
@@ -69,7 +70,7 @@ def examine(
         what_if: changes to try on the same scores: "temperature=2", "scale=inverse", "qk_norm", "softcap=50",
             "normalizer=entmax15", "ssmax"; several joined by + are one change.
         title: the model's name in the report; None for its own.
-        progress: called with the number of finished batches.
+        progress: True for a line that counts batches, in a terminal or notebook; or called with the number finished.
         backend: as in `regard.attention`.
         group: ranks of `torch.distributed` that share the batches, True for all: every rank passes the same batches,
             runs its own, and returns the report that one process would.
@@ -109,6 +110,8 @@ def examine(
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, got {type(batches).__name__}")
     refuse_data_parallel(model)
+    if isinstance(progress, bool):
+        batches, progress = count_batches(batches) if progress else batches, None
     model = as_written(model)
     recorder = Recorder(changes, backend)
     rounds = None

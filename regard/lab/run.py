@@ -46,6 +46,13 @@ class Result:
         missed = [check for check in self.finding.checks if not check.agrees]
         return self.finding.right or "; ".join(f"{check.what}: {check.measured}" for check in missed)
 
+    def _repr_html_(self) -> str:
+        """The claim's page in a sandboxed frame, as notebooks show it."""
+        from regard.health.report.page.document import embed
+        from regard.lab.page import page
+
+        return embed(page([self], self.seed))
+
     def to_dict(self) -> dict:
         """Return the JSON record; `predicted`, `measured` and `interval` are those of the first check."""
         checks = [

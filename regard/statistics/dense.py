@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regard import normalizers
+from regard._core.dtypes import widen
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
 from regard.statistics.names import NAMES, ON_REQUEST, Statistics
@@ -51,7 +52,7 @@ def of_scores(
     if isinstance(first, Tensor) or not hasattr(first, "__index__"):
         _refuse("first must be an int", first)
     dtype = torch.promote_types(scores.dtype, torch.float32)
-    scores = scores.double()  # where τ and the mean tell large logits apart
+    scores = widen(scores)  # where τ and the mean tell large logits apart
     seen = scores != -math.inf
     seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
     if sink is not None:
@@ -166,10 +167,10 @@ def _by_definition(scores: Tensor, seen: Tensor, choice, theta, rows: Tensor, na
 
     Nothing here carries a gradient.
     """
-    s = scores.detach().double().masked_fill(~seen, 0.0)
+    s = widen(scores.detach()).masked_fill(~seen, 0.0)
     lost = (seen & ~(s < math.inf)).any(-1)
     p = choice.reference(s, seen, theta).masked_fill(lost[..., None], math.nan)
-    stats = _of_shown(p, seen, choice, rows.double())
+    stats = _of_shown(p, seen, choice, widen(rows))
     n = seen.sum(-1)
     mean = s.sum(-1) / n.clamp_min(1)
     hidden = s.masked_fill(~seen, -math.inf)
@@ -249,7 +250,7 @@ def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
         return None
     else:
         tell = getattr(choice, "reference_slope", None) or speak(choice.slope_of_weight, torch_words)
-        slope = torch.where(seen, tell(p.double(), theta), 0.0)  # beyond α = 2 that of a small weight is large
+        slope = torch.where(seen, tell(widen(p), theta), 0.0)  # beyond α = 2 that of a small weight is large
         total = slope.sum(-1, keepdim=True)
         share = slope / torch.where(total > 0, total, 1.0)
     if choice.family == "pointwise":

@@ -98,6 +98,12 @@ class Statistics(MutableMapping):
     def __repr__(self) -> str:
         return f"Statistics({dict(self)!r})"
 
+    def _repr_html_(self) -> str:
+        """A table of least, median, mean and largest, as notebooks show it."""
+        from regard.statistics.html_table import make_table
+
+        return make_table(self)
+
     def __reduce__(self) -> tuple:
         return Statistics, (dict(self),)
 

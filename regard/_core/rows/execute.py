@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard import normalizers
 from regard._core import ops
-from regard._core.dtypes import accumulator
+from regard._core.dtypes import accumulator, reference_dtype, widen
 from regard._core.ops.backends import ROWS, backend_module, is_plain_eager
 from regard._core.readable import has_no_values, is_mapped
 from regard._core.rows.temperature_limits import apply_temperature, scale_scores
@@ -135,11 +135,11 @@ def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: flo
     assert parameter is not None  # a map without one takes no theta
     theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
     soft, beyond = theta < parameter.series_below, theta > parameter.fused_high
-    wide = z.double() if _may_be_true(theta < parameter.wide_below) else z
+    wide = widen(z) if _may_be_true(theta < parameter.wide_below) else z
     inner = theta.where(~(soft | beyond), parameter.default)
     p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
     if choice.series is not None and _may_be_true(soft):
-        q = _fused_rows(z.double(), choice, theta.where(soft, parameter.low), visible, scale, "series").to(z.dtype)
+        q = _fused_rows(widen(z), choice, theta.where(soft, parameter.low), visible, scale, "series").to(z.dtype)
         p = torch.where(soft, q, p)
     if _may_be_true(beyond):
         far = theta.where(beyond, parameter.default)
@@ -152,7 +152,7 @@ def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor,
     parameter = choice.normalizer.parameter
     if parameter is None or choice.theta is None or choice.theta >= parameter.wide_below:
         return z, backend
-    return z.double(), "series" if choice.theta < parameter.series_below else backend
+    return widen(z), "series" if choice.theta < parameter.series_below else backend
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:
@@ -167,8 +167,10 @@ def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend
 def _reference_rows(z: Tensor, choice: Choice, theta, visible, scale: float) -> Tensor:
     z = z if visible is None else z.masked_fill(~visible, -math.inf)  # what is hidden cannot leak, not even as NaN
     bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
-    factor = torch.full_like(bad, scale, dtype=torch.float64).masked_fill(bad, math.nan)  # the gradient is NaN too
-    p = choice.reference(scale_scores(z.double(), choice, factor), visible, theta).to(z.dtype)
+    factor = torch.full_like(bad, scale, dtype=reference_dtype(z.device)).masked_fill(
+        bad, math.nan
+    )  # the gradient is NaN too
+    p = choice.reference(scale_scores(widen(z), choice, factor), visible, theta).to(z.dtype)
     return p.masked_fill(bad, math.nan)
 
 

@@ -15,6 +15,7 @@ from torch.library import custom_op
 
 from regard import normalizers
 from regard._core import ops
+from regard._core.dtypes import widen
 from regard._core.rows.execute import is_transformed, widen_near_softmax
 from regard._core.rows.temperature_limits import (
     is_shift_invariant,
@@ -64,7 +65,7 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
 
 
 def _closed_form(z: Tensor, normalizer: str, t: float) -> Tensor:
-    choice, wide = normalizers.get(normalizer), z.double()
+    choice, wide = normalizers.get(normalizer), widen(z)
     s = (subtract_max(wide)[0] if is_shift_invariant(choice) else wide) / t  # a quotient rounds by the score
     seen = s != -math.inf
     terms, y = Terms(choice), s.masked_fill(~seen, 0.0)
@@ -109,7 +110,7 @@ def _(info, in_dims, z, normalizer, t):
 
 def _dense(z: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """The Jacobian of each row by autograd, in float64."""
-    rows = torch.func.vmap(torch.func.jacrev(function))(z.double().reshape(-1, z.shape[-1]))
+    rows = torch.func.vmap(torch.func.jacrev(function))(widen(z).reshape(-1, z.shape[-1]))
     return rows.reshape(*z.shape, z.shape[-1]).to(z.dtype)
 
 
@@ -144,11 +145,11 @@ def vjp(
     backend = choose_rows_backend(z.device, backend)
     if not choice.fused or backend == "reference" or is_transformed(z, grad):
         rows = partial(scale_scores, choice=choice, scale=1.0 / t)
-        ds = torch.func.vjp(lambda x: choice.reference(rows(x), None, choice.theta), z.double())[1](grad.double())[0]
+        ds = torch.func.vjp(lambda x: choice.reference(rows(x), None, choice.theta), widen(z))[1](widen(grad))[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
         return ds.masked_fill(bad, math.nan).to(z.dtype)
     scores, backend = widen_near_softmax(z, choice, backend)
-    dp = (grad if scores is z else grad.double()).reshape(-1, z.shape[-1])
+    dp = (grad if scores is z else widen(grad)).reshape(-1, z.shape[-1])
     flat = scores.reshape(-1, z.shape[-1])
     p, state = ops.rows(flat, None, None, choice.spec, 1.0 / t, backend)
     saved = p if choice.slope_of_weight is not None else flat

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from regard._core.dtypes import reference_dtype, widen
 from regard._core.rows.validation import check_scores
 
 
@@ -61,7 +62,7 @@ class OnlineSoftmax:
         else:
             m = z.new_full(z.shape[:-1], -math.inf)
         part = OnlineSoftmax()
-        part._state = m, torch.exp(z - _finite(m)[..., None]).sum(-1, dtype=torch.float64)
+        part._state = m, torch.exp(z - _finite(m)[..., None]).sum(-1, dtype=reference_dtype(z.device))
         return self.merge(part)
 
     def merge(self, other: OnlineSoftmax) -> OnlineSoftmax:
@@ -86,8 +87,8 @@ class OnlineSoftmax:
             raise ValueError(f"other must have rows of shape {tuple(mine.shape)}, got {tuple(theirs.shape)}")
         self._check_device(theirs, "other")
         m = torch.maximum(mine, theirs)
-        safe = _finite(m).double()
-        self._state = m, my_sum * torch.exp(mine.double() - safe) + their_sum * torch.exp(theirs.double() - safe)
+        safe = widen(_finite(m))
+        self._state = m, my_sum * torch.exp(widen(mine) - safe) + their_sum * torch.exp(widen(theirs) - safe)
         return self
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.dtypes import accumulator
+from regard._core.dtypes import accumulator, widen
 from regard._core.readable import readable
 from regard.normalizers import Choice
 
@@ -44,9 +44,9 @@ def temperature_limit(z: Tensor, choice: Choice, theta: Any, visible: Tensor | N
     theta = choice.theta if theta is None else theta
     bad = (z.isnan() | (z == math.inf)) if visible is None else (z.isnan() | (z == math.inf)) & visible
     if cold:
-        p = choice.normalizer.cold(z.detach().double(), visible, theta)
+        p = choice.normalizer.cold(widen(z.detach()), visible, theta)
     else:
-        p = choice.normalizer.hot(z.double(), visible, theta)
+        p = choice.normalizer.hot(widen(z), visible, theta)
     return with_zero_gradient(p.to(z.dtype).masked_fill(bad.any(-1, keepdim=True), math.nan), z)
 
 
@@ -79,7 +79,7 @@ def _divide_rows(z: Tensor, choice: Choice, theta: Any, t: Tensor, visible: Tens
     if is_shift_invariant(choice):
         wide, _ = subtract_max(z.to(accumulator(z.dtype)), visible)
     else:
-        wide = z.double()
+        wide = widen(z)
     p = rows(divide_visible(wide, t.where(regular, 1.0), visible), 1.0).to(z.dtype)
     if not readable(regular) or not bool(regular.all()):
         p = torch.where(cold, temperature_limit(z, choice, theta, visible, cold=True), p)

@@ -1,4 +1,4 @@
-"""The command `regard explore`: serve the page to this machine's own browser only.
+"""The command `regard explore`: serve the page to this machine's own browser only, or write it to a file.
 
 The server listens on 127.0.0.1 and answers only requests whose Host is that address and whose Origin, if any, is the
 page itself, so neither another machine nor another site in the same browser can reach it.
@@ -16,8 +16,7 @@ import threading
 import webbrowser
 from pathlib import Path
 
-import marimo
-import uvicorn
+from regard.lab.explorer.export import render
 
 PAGE = Path(__file__).with_name("app.py")
 LOOPBACK = "127.0.0.1"
@@ -52,10 +51,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--port", type=int, default=0, help="a free one without")
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
+    parser.add_argument(
+        "--export", metavar="PATH", type=Path, help="write a page that runs without Python to this .html file, and end"
+    )
 
 
 def main(options: argparse.Namespace) -> None:
-    """Serve the page until Ctrl-C."""
+    """Write the page to a file if asked to; else serve it until Ctrl-C."""
+    if options.export is not None:
+        export_page(options)
+        return
+    import uvicorn
+
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -75,7 +82,20 @@ def main(options: argparse.Namespace) -> None:
         os._exit(130)  # a page's thread may be inside a kernel, where an ordinary exit would abort
 
 
+def export_page(options: argparse.Namespace) -> None:
+    """Write the page that computes in the browser."""
+    if options.export.suffix != ".html":
+        options.fail(f"--export {options.export} must end in .html")
+    try:
+        options.export.write_text(render(), encoding="utf-8")
+    except OSError as error:
+        options.fail(f"--export {options.export} cannot be written: {error.strerror}")
+    print(f"the page: {options.export.resolve()}")
+
+
 def page(port: int, token: str = "") -> LoopbackOnly:
     """Return the explorer as an ASGI application for one port."""
+    import marimo
+
     builder = marimo.create_asgi_app(quiet=True, include_code=False, token=token)
     return LoopbackOnly(builder.with_app(path="", root=str(PAGE)).build(), port)

@@ -1,0 +1,34 @@
+"""What a notebook shows of statistics, claims and a running examination."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import regard
+from regard import lab
+
+
+def test_statistics_show_four_numbers_of_their_finite_rows():
+    stats = regard.statistics.Statistics({"max_logit": torch.tensor([[1.0, 2.0, 9.0, -math.inf]])})
+    shown = stats._repr_html_()
+    assert "<td>max_logit</td><td>1</td><td>2</td><td>4</td><td>9</td>" in shown
+    assert "Statistics of 1 × 4 rows" in shown
+    assert "<td>–</td>" in regard.statistics.Statistics({"entropy": torch.empty(0)})._repr_html_()
+
+
+def test_a_claim_shows_its_page_in_a_sandbox_without_addresses():
+    shown = lab.run("range")._repr_html_()
+    assert shown.startswith('<iframe sandbox="allow-scripts" srcdoc="') and "range" in shown
+    assert "src=&quot;http" not in shown
+
+
+def test_examine_counts_batches_when_asked(capsys):
+    model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    regard.examine(model, [torch.randn(1, 6, 16)] * 2, progress=True)
+    lines = capsys.readouterr().err.split("\r")
+    assert lines[1].startswith("examine: 0 of 2 batches") and lines[2].startswith("examine: 1 of 2 batches")
+    assert lines[3].startswith("examine: done") and lines[3].endswith("\n")
+    regard.examine(model, [torch.randn(1, 6, 16)], progress=False)
+    assert not capsys.readouterr().err

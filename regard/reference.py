@@ -107,17 +107,8 @@ def attention(
             visible = visible & x
             continue
         visible = visible & (x != -math.inf)
-        finite = x.double().masked_fill(x == -math.inf, 0.0)
+        finite = widen(x).masked_fill(x == -math.inf, 0.0)
         bias = finite if bias is None else bias + finite
-        if interval.ndim == 4:  # one per batch entry
-            interval = interval.reshape(interval.shape[0], *(1,) * (q.ndim - 3), *interval.shape[-2:])
-        visible = visible & interval
-    bias = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        visible = visible & attn_mask
-    elif attn_mask is not None:
-        visible = visible & (attn_mask != -math.inf)
-        bias = widen(attn_mask).masked_fill(attn_mask == -math.inf, 0.0)
     k, v = masks.blanked(visible, k, v)
     s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
     s = s if bias is None else s + bias
@@ -240,12 +231,12 @@ def joined_mask(problem: Problem) -> Tensor | None:
     if problem.interval is not None:
         visible = masks.interval(problem.interval[0], problem.interval[1], problem.k.shape[2])
         mask = visible if mask is None else mask & visible
-    added = bias if bias is None else bias.double()
+    added = bias if bias is None else widen(bias)
     if problem.row_bias is not None:
-        row = problem.row_bias.double()[..., None]
+        row = widen(problem.row_bias)[..., None]
         added = row if added is None else added + row
     if problem.relative is not None:
-        table = masks.spread_relative(problem.relative.double(), problem.q.shape[2], problem.k.shape[2])
+        table = masks.spread_relative(widen(problem.relative), problem.q.shape[2], problem.k.shape[2])
         added = table if added is None else added + table
     if added is None or mask is None:
         return mask if added is None else added

@@ -1,14 +1,12 @@
 """Diffuse: every row is nearly uniform, so the head averages its values and its scores have no effect.
 
 For Gaussian logits H ≈ ln n − σ²/2: an entropy ratio above 0.99 at 128 keys is a logit standard deviation under 0.3.
-It is a warning if the call's scale is small, or if several heads are far behind their layer or constant. It is a note
-for a single head of a layer, which often averages by design, for a whole layer, and in a model that looks untrained: in
+It is a note, because heads of sound models average too: by design, and whole layers early in training. It is a warning
+where every row has equal logits, which no head has by design. The note says if the whole model looks untrained: in
 every layer the variance is below 2 and the scale not small, and in half of them the norms of q and k explain it.
 """
 
-from collections import Counter
-
-from regard.health.findings._finding import CROWD, Finding, Head, Heads, make_finding
+from regard.health.findings._finding import Finding, Head, Heads, make_finding
 from regard.health.findings._variance import LARGE_SCALE, group_by_layer, is_from_bias, is_from_norms, median_of
 
 KIND = "diffuse"
@@ -27,30 +25,13 @@ REMEDY = (
 def find(heads: Heads) -> list[Finding]:
     found = [(head, head.statistics.mean("entropy_ratio")) for head in heads if is_diffuse(head)]
     remedy = REMEDY.format(f"{unit_temperature([head for head, _ in found]):.2g}")
-    excused = {id(head) for head in untrained_heads(heads)} if found else set()
-    untrained = [pair for pair in found if id(pair[0]) in excused]
-    found = [pair for pair in found if id(pair[0]) not in excused]
-    sizes, counts = Counter(head.index for head in heads), Counter(head.index for head, _ in found)
-    usual = {members[0].index: median_of(members, "logit_variance") for members in group_by_layer(heads)}
-    many: list[tuple[Head, float]] = []
-    single: list[tuple[Head, float]] = []
-    for head, mean in found:
-        size = sizes[head.index]
-        crowded = counts[head.index] >= min(size, max(2, size * CROWD))
-        if has_constant_logits(head) or (crowded and is_suspect(head, usual[head.index])):
-            many.append((head, mean))
-        else:
-            single.append((head, mean))
+    constant = [pair for pair in found if has_constant_logits(pair[0])]
+    fresh = {id(head) for head in untrained_heads(heads)} if found else set()
+    untrained = [pair for pair in found if id(pair[0]) in fresh]
+    others = [pair for pair in found if id(pair[0]) not in fresh and not has_constant_logits(pair[0])]
     return [
-        *make_finding(KIND, "warning", many, EVIDENCE, THRESHOLD, remedy),
-        *make_finding(
-            KIND,
-            "note",
-            single,
-            EVIDENCE,
-            f"{THRESHOLD}; one head of its layer, or a whole layer with a usual scale",
-            remedy,
-        ),
+        *make_finding(KIND, "warning", constant, EVIDENCE, f"logit_variance < {CONSTANT:g} in every row", remedy),
+        *make_finding(KIND, "note", others, EVIDENCE, THRESHOLD, remedy),
         *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", remedy),
     ]
 
@@ -81,11 +62,6 @@ def untrained_heads(heads: Heads) -> list[Head]:
         for head in members
         if head.statistics.mean("logit_variance") > BEHIND * variance
     ]
-
-
-def is_suspect(head: Head, usual: float) -> bool:
-    """True if the call's scale is small, or the head is far behind its layer; whole layers start training so."""
-    return not head.scale >= 1.0 / LARGE_SCALE or head.statistics.mean("logit_variance") < BEHIND * usual
 
 
 def has_constant_logits(head: Head) -> bool:

@@ -9,6 +9,7 @@ torch.Size([1, 2, 16])
 
 from regard import bias, masks, nn, normalizers, reference, statistics, temperature
 from regard._core.attention import attention, attention_path
+from regard._core.mask.varlen import attention_varlen
 from regard._core.rows.functions import (
     entmax,
     entmax15,
@@ -26,7 +27,6 @@ from regard._core.rows.functions import (
 from regard._core.rows.gumbel import gumbel_softmax
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
-from regard._core.varlen import attention_varlen
 from regard.mask import Mask
 from regard.scores import qk_norm
 

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from regard import masks
-from regard._core.readable import has_no_values
-from regard.mask_parts import (
+from regard._core.mask.parts import (
     STATIC,
     Bounds,
     Causal,
@@ -45,6 +44,7 @@ from regard.mask_parts import (
     runs,
     shape_of,
 )
+from regard._core.readable import has_no_values
 
 Ints = Tensor | Sequence[int]
 

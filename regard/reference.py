@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from regard import masks, normalizers, statistics
 from regard._core import philox
-from regard._core.attn_mask import find_positions, split_attn_mask
 from regard._core.dtypes import reference_dtype, widen
+from regard._core.mask.attn_mask import find_positions, split_attn_mask
 from regard._core.problem import Problem
 from regard.normalizers import Choice
 from regard.scores import resolve_scale, soft_cap

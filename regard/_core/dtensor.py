@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._core.mask.parts import Intervals
 from regard._core.options import AttentionOptions
 from regard.bias import Bias
 from regard.mask import Mask
-from regard.mask_parts import Intervals
 from regard.statistics import Statistics
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from regard import normalizers, statistics
-from regard._core.attn_mask import resolve_mask, split_attn_mask
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
+from regard._core.mask.attn_mask import resolve_mask, split_attn_mask
 from regard._core.options import AttentionOptions
 from regard._core.problem import Problem
 from regard._core.rows.validation import check_flag, fits

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from regard import statistics
 from regard._core.attention import attention
-from regard._core.attn_mask import split_attn_mask
 from regard._core.double_backward import is_saved_elsewhere
+from regard._core.mask.attn_mask import split_attn_mask
 from regard._core.options import AttnMask
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.attn_mask import GivenMask, densify
+from regard._core.mask.attn_mask import GivenMask, densify
+from regard._core.mask.parts import Packed, check_cu_seqlens
 from regard._core.validation import check_window
 from regard.mask import Mask
-from regard.mask_parts import Packed, check_cu_seqlens
 
 
 class Visibility(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._core.attn_mask import resolve_mask, split_attn_mask
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
+from regard._core.mask.attn_mask import resolve_mask, split_attn_mask
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
 from regard._core.rows.validation import fits

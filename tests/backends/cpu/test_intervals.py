@@ -7,7 +7,7 @@ import torch
 from regard import Mask, normalizers
 from regard._backends.cpu.attention.blocks import Blocks
 from regard._backends.cpu.attention.intervals import cut_queries, find_intervals
-from regard._core.attn_mask import make_interval
+from regard._core.mask.attn_mask import make_interval
 from regard._core.problem import Problem
 
 N = 2048

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard._core.mask.parts import Causal, Documents, Lengths, Packed, Padding, Part, Prefix, Window
 from regard.bias import Bias
 from regard.mask import Mask
-from regard.mask_parts import Causal, Documents, Lengths, Packed, Padding, Part, Prefix, Window
 from regard.masks import resolve_causal_bias
 
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from regard._core.attention import attention
+from regard._core.mask.parts import Packed, check_cu_seqlens
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard.mask import Mask
-from regard.mask_parts import Packed, check_cu_seqlens
 from regard.statistics import Statistics
 
 Ints = Tensor | Sequence[int]

@@ -231,12 +231,8 @@ def add_key_bias(p, hidden=0.0, seed=4):
 
 KEY_BIAS = [
     ("causal-plain", None, 0.0, dict(stats=(), causal=True, **MANY)),
-    ("causal-statistics", None, 0.0, dict(stats=ALL, causal=True, **MANY)),
     ("full-few-blocks", None, 0.0, dict(stats=(), **FEW)),
-    ("documents-statistics", "documents", 0.0, dict(stats=ALL, **MANY)),
     ("some-hidden-plain", None, 0.3, dict(stats=(), causal=True, **MANY)),
-    ("some-hidden-statistics", None, 0.3, dict(stats=ALL, causal=True, **MANY)),
-    ("64-statistics", None, 0.0, dict(stats=ALL, causal=True, **MANY | dict(d=64, e=64))),
 ]
 
 
@@ -245,6 +241,11 @@ def test_forward_of_a_key_bias(draw, hidden, options):
     p = add_key_bias(make_problem(draw, 6, options), hidden)
     assert hopper.make_config(p).KEY_BIAS
     check_forward(p)
+
+
+def test_statistics_with_a_key_bias_go_elsewhere():
+    p = add_key_bias(make_problem(None, 6, dict(stats=ALL, causal=True, **MANY)))
+    assert registry.choose(p).name == "online" and "statistics" in hopper.supports(p)
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.3], ids=["shown", "some-hidden"])

@@ -141,21 +141,18 @@ def test_an_interval_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
     problem = call_of(n=16384, interval=interval)
     assert registry.choose(problem).name == "hopper"
     assert cudnn.supports(backward_of(problem)) == "options other than causal order and scale"
-    assert stored_ds.supports(backward_of(problem)) is None
-    monkeypatch.setattr(dkv, "TAKES_SPANS", False)
-    assert stored_ds.supports(backward_of(problem)) == "an interval or key lengths"
+    assert "fewer than 16 heads at a time" in stored_ds.supports(backward_of(problem))
+    assert stored_ds.supports(backward_of(call_of(interval=interval))) is None
     sparse_problem = replace(problem, choice=normalizers.get("entmax15"))
     for direction in ("forward", "backward"):
         assert sparse.supports(sparse_problem, direction) == "an interval of keys per query"
-    monkeypatch.setattr(hopper, "TAKES_INTERVALS", False)
-    assert hopper.supports(problem) == "an interval of keys per query"
 
 
 @pytest.mark.parametrize(
     ("sizes", "options", "reason"),
     [
         ((1, 16, 1, 4096), dict(), None),
-        ((1, 1, 1, 4096), dict(stats=("entropy",)), None),
+        ((1, 1, 1, 4096), dict(stats=("entropy",)), "statistics with a bias per key"),
         ((1, 16, 4096, 4096), dict(), "a bias"),
         ((1, 16, 4096, 1), dict(), "a bias"),
         ((1, 16, 1, 4096), dict(softcap=30.0), "a bias per key (softmax and softmax1 in bfloat16, without a soft cap"),

@@ -59,7 +59,7 @@ KERNELS = (
         families=("ratio", "pointwise"),
         limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
         "queries; statistics of softmax and softmax1 only; no dense mask or dropout; of biases one per key, of softmax "
-        "and softmax1 in bfloat16",
+        "and softmax1 in bfloat16, without statistics",
         supports=_supports_hopper,
         run=forward.run_hopper,
     ),

@@ -22,9 +22,6 @@ from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
 SHORT = 512  # queries or keys
-TAKES_CAPS = True  # the Gluon kernel, with softmax and softmax1
-TAKES_SPANS = True  # intervals, windows and key lengths
-TAKES_KEY_BIAS = True
 PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages of its ring, registers of their threads
 
 
@@ -71,11 +68,9 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
 
 def _find_score_obstacle(p: Problem) -> str | None:
     """Say which cap, mask or bias of the scores the Gluon kernel cannot take."""
-    if p.softcap is not None and (not TAKES_CAPS or p.bias is not None or p.softcap > hopper.LARGEST_CAP):
+    if p.softcap is not None and (p.bias is not None or p.softcap > hopper.LARGEST_CAP):
         return "a soft cap" if p.bias is None else "a soft cap and a bias"
-    if needs_spans(p) and not TAKES_SPANS:
-        return "a window" if p.interval is None and p.key_lengths is None else "an interval or key lengths"
-    if p.bias is not None and not (TAKES_KEY_BIAS and p.bias.stride(2) == 0):
+    if p.bias is not None and p.bias.stride(2) != 0:
         return "a bias"
     simple = p.choice.family == "ratio" and p.choice.exponential
     if not simple and (p.softcap is not None or p.bias is not None or needs_spans(p)):

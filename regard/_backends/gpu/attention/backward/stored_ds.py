@@ -29,6 +29,7 @@ SCRATCH_BYTES = 2**30  # bytes of scratch
 QUERIES, KEYS = 128, 64  # blocks of scratch: multiples of the kernels' own
 WIDTHS = range(65, 129)  # of heads; narrower ones read and write as much ds for half of the products
 SHORT = 1024  # queries or keys, below which ds is found twice
+FEW_HEADS = 16  # at a time, below which a part of the keys per query leaves the GPU idle between its launches
 FILL = 0.9  # of the multiprocessors' time, if not all heads fit at once
 
 
@@ -43,6 +44,8 @@ def supports(call: BackwardCall) -> str | None:
         statistics = "gradients of statistics" if call.flags["STATS_GRAD"] else None
         if reason := statistics or dkv.supports_hopper(p, call.do, call.rows, call.grads.k, call.grads.v):
             return reason
+        if not _is_plain(p) and heads_at_a_time(p) < min(FEW_HEADS, p.k.shape[0] * p.k.shape[1]):
+            return f"a window or interval with fewer than {FEW_HEADS} heads at a time"
     if not p.q.is_cuda or p.q.element_size() != 2:
         return "tensors not of 16 bits on a GPU"
     if (width := max(p.q.shape[-1], p.v.shape[-1])) not in WIDTHS:

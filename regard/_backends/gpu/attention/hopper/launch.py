@@ -44,10 +44,6 @@ MIN_FIXED_SHIFT_SCORES = 2**29
 MAX_WASTE = 1.2  # rows of three warpgroups' blocks over those of two, beyond which two are faster
 SHARED_MEMORY = 224 * 1024  # for the tiles of one program
 LARGEST_CAP = 1e4
-TAKES_INTERVALS = True  # an interval of keys per query
-TAKES_WINDOWS = True  # that are not causal
-TAKES_KEY_BIAS = True
-TAKES_KEY_BIAS_STATISTICS = True
 WIDTHS = (64, 128, 256)  # columns of v in shared memory
 SLACK = {torch.bfloat16: 40.0, torch.float16: 8.0}  # log2 of the largest weight u
 
@@ -73,8 +69,6 @@ def supports(p: Problem) -> str | None:
         return f"values of width {e}, wider than keys of {d}"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if needs_spans(p) and not (TAKES_INTERVALS if p.interval is not None else TAKES_WINDOWS):
-        return "a window (causal ones only)" if p.interval is None else OPTIONS["interval"]
     if reason := find_option(p, "mask", "row_bias", "relative") or _find_bias_obstacle(p):
         return reason
     if p.softcap is not None and p.softcap > LARGEST_CAP:
@@ -90,7 +84,7 @@ def _find_bias_obstacle(p: Problem) -> str | None:
     """Say why the kernel cannot take the call's bias: it takes one per key, of softmax and softmax1."""
     if p.bias is None:
         return None
-    if not (TAKES_KEY_BIAS and is_key_bias(p)):
+    if not is_key_bias(p):
         return OPTIONS["bias"]
     if (
         p.softcap is not None
@@ -98,7 +92,7 @@ def _find_bias_obstacle(p: Problem) -> str | None:
         or not (p.choice.family == "ratio" and p.choice.exponential)
     ):
         return "a bias per key (softmax and softmax1 in bfloat16, without a soft cap, only)"
-    return "statistics with a bias per key" if p.stats and not TAKES_KEY_BIAS_STATISTICS else None
+    return "statistics with a bias per key" if p.stats else None  # gradient_gain of nearly one-hot rows loses digits
 
 
 def _find_normalizer_obstacle(p: Problem) -> str | None:

@@ -1,4 +1,6 @@
-"""The custom ops of fused attention, for torch.compile, torch.export, vmap and modes; eager calls skip them.
+"""The custom ops of fused attention, for torch.compile, torch.export, vmap and modes.
+
+Eager calls skip them: `_core/execute.run_kernels` decides.
 
     regard::attention            q [B, H, M, D], k [B, G, N, D], v [B, G, N, E], … → (o, shift, z, statistics)
     regard::attention_backward   do, dstatistics, (o, shift, z, statistics), q, k, v, … → gradients

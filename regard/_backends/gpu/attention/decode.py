@@ -89,8 +89,8 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
         latest = tl.max(tl.where(inside, first, 0), 0)
         least = tl.min(tl.where(inside, last, opt.keys), 0)
     else:
-        lowest, least = tiles.interval(0, opt, n)
-        latest, highest = tiles.interval(opt.queries - 1, opt, n)
+        lowest, least = tiles.window_range(0, opt, n)
+        latest, highest = tiles.window_range(opt.queries - 1, opt, n)
     lowest = tl.maximum(lowest, lo)
     highest = tl.minimum(highest, hi)
     d = tl.arange(0, C.BD)

@@ -166,8 +166,8 @@ def zero_hidden(block, visible, opt, EDGE: tl.constexpr):
 @triton.jit
 def find_key_range(i0, opt, n, BM: tl.constexpr, BN: tl.constexpr):
     """Return (begin, inner, outer): queries i0 … i0 + BM see keys from `begin` on and all of [inner, outer)."""
-    lowest, latest = tiles.interval(i0, opt, n)
-    earliest, _ = tiles.interval(tl.minimum(i0 + BM, opt.queries) - 1, opt, n)
+    lowest, latest = tiles.window_range(i0, opt, n)
+    earliest, _ = tiles.window_range(tl.minimum(i0 + BM, opt.queries) - 1, opt, n)
     return lowest // BN * BN, tl.cdiv(earliest, BN) * BN, tl.maximum(latest, 0) // BN * BN
 
 

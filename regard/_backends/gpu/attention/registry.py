@@ -1,6 +1,7 @@
 """The table of attention kernels, in order of preference, and the choice among them.
 
 `python -m regard._backends.gpu.attention.registry` writes docs/developers/kernels-table.md from these tables.
+That a call is torch's or cuDNN's forward is decided before, in `_core/dispatch.py`.
 """
 
 from __future__ import annotations

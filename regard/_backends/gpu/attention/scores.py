@@ -5,6 +5,8 @@ Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is e
     linear (no soft cap, no bias, scale > 0)    y = q·k                        a = scale / T
     otherwise                                   y = cap(scale · q·k) + bias    a = 1 / T
 
+a is made by `tiles.row_factor`, and in the Gluon kernel by `hopper/forward.process_block`.
+
 Index tiles i and j come expanded, ([M, 1], [1, N]) or transposed, so that one function serves both orientations.
 """
 

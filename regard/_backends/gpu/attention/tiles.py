@@ -168,7 +168,7 @@ def key_count(opt, b):
 
 
 @triton.jit
-def interval(i, opt, n):
+def window_range(i, opt, n):
     """Return (first, last): query i sees keys first ≤ j < last by causal order, window and lengths."""
     first = i * 0
     last = i * 0 + n

@@ -23,7 +23,7 @@ def head_of(table, b, h, SIZE):
 @triton.jit
 def visible_range(b, h, i, opt, n):
     """Return (first, last): query i sees keys first ≤ j < last only; n as `tiles.key_count` has it."""
-    first, last = tiles.interval(i, opt, n)
+    first, last = tiles.window_range(i, opt, n)
     if opt.interval.ptr is not None:
         there = i < opt.queries
         first = tl.maximum(first, load_interval(0, b, h, i, there, 0, opt))

@@ -2,6 +2,7 @@
 
 cuDNN recomputes the weights from q, k and the logsumexp of each row, which is shift + log z. So a call with statistics,
 or one whose forward is ours because it is faster, has cuDNN's backward all the same.
+`why_not` decides it, for the registry and for plans (`launch.backward`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def product_tile(
     ds = tl.reshape(ds_blocks.load([b * opt.heads + h, start, i]), [C.BN, C.BM])
     if EDGE:
         if rows is None:
-            _, last = tiles.interval((i + tl.arange(0, C.BM))[None, :], opt, n)
+            _, last = tiles.window_range((i + tl.arange(0, C.BM))[None, :], opt, n)
         else:
             ds = tl.where((start + tl.arange(0, C.BN))[:, None] >= rows[0][None, :], ds, 0.0)
             last = rows[1][None, :]
@@ -47,7 +47,7 @@ def backward_product(k, k_blocks, ds_blocks, dq, spans, opt, C: tl.constexpr):
     n = tiles.key_count(opt, b)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     if spans is None:
-        _, highest = tiles.interval(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
+        _, highest = tiles.window_range(tl.minimum(i0 + C.BM, opt.queries) - 1, opt, n)
         _, _, outer = key_loop.find_key_range(i0, opt, n, C.BM, C.BN)
         for start in tl.range(0, outer, C.BN):
             acc = product_tile(acc, ds_blocks, k, k_blocks, b, h, i0, start, None, 0, highest, n, opt, C, False)

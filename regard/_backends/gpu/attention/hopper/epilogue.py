@@ -98,7 +98,7 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
         total = gl.where(loop_z <= MAX_SUM, total, float("nan"))
     natural = outer * LN2
     if (opt.left is not None) or (opt.lengths is not None):
-        first, last = tiles.interval(i, opt, work.keys)
+        first, last = tiles.window_range(i, opt, work.keys)
         empty = first >= last
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)

@@ -46,7 +46,7 @@ def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl
     head = (row // opt.queries).to(tl.int32)
     index = RowIndex(head // opt.heads, head % opt.heads, i)
     if spans is None:
-        first, last = tiles.interval(i, opt, tiles.key_count(opt, index.b))
+        first, last = tiles.window_range(i, opt, tiles.key_count(opt, index.b))
     else:
         where = find_row(spans, index.b, index.h, i)
         first = tl.load(where, mask=inside, other=0)

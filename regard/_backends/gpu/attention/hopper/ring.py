@@ -280,8 +280,8 @@ def clear_hidden(values, start, work, opt, C: gl.constexpr):
     if C.INTERVAL:
         lowest, highest = work.lowest, work.keys
     else:
-        lowest, _ = tiles.interval(work.i0, opt, work.keys)
-        _, highest = tiles.interval(work.i0 + C.BM - 1, opt, work.keys)
+        lowest, _ = tiles.window_range(work.i0, opt, work.keys)
+        _, highest = tiles.window_range(work.i0 + C.BM - 1, opt, work.keys)
     if (start < lowest) | (start + C.BN > highest):
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.E, C.E // 8], [4, 1], [1, 0])
         STEPS: gl.constexpr = C.BN // 16

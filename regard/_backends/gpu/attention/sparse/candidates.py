@@ -42,7 +42,7 @@ def visible_interval(i, opt, n, TRANSPOSED: gl.constexpr):
             last = gl.minimum(i + opt.left + 1, opt.queries)
         last = gl.where(i < n, last, 0)
     else:
-        first, last = tiles.interval(i, opt, n)
+        first, last = tiles.window_range(i, opt, n)
         last = gl.where(i < opt.queries, last, 0)
     return first, last
 

@@ -40,7 +40,7 @@ def solve_support(
     b = block // blocks // opt.heads
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
-    first, last = tiles.interval(i, opt, tiles.key_count(opt, b))
+    first, last = tiles.window_range(i, opt, tiles.key_count(opt, b))
     n = tl.maximum(last - first, 0).to(C.ACC)
     empty = n == 0.0
     theta = tiles.number(opt.theta, C.ACC)

@@ -1,6 +1,8 @@
 """Captures flash-attention (2, 3, `flash_attn.cute`), torch's `varlen_attn`, xformers and Transformer Engine.
 
-transformers' `flash_attention_2` and `_3` are in `transformers_calls.py`. Arguments are read by name, so one reader serves every version that keeps the names. An argument that changes the
+transformers' `flash_attention_2` and `_3` are in `transformers_calls.py`.
+
+Arguments are read by name, so one reader serves every version that keeps the names. An argument that changes the
 result and is not understood here makes the call unmeasured, with the argument's name.
 """
 

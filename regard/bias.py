@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from regard._core.dtypes import accumulator
+from regard._core.readable import readable
+from regard._core.rows.validation import check_flag
 
 
 class Terms(NamedTuple):
@@ -121,13 +123,13 @@ def alibi(heads: int | Tensor, bottom_right: bool = False) -> Alibi:
             raise ValueError(
                 f"slopes of bias.alibi must be a float tensor (H,), got {tuple(heads.shape)} {heads.dtype}"
             )
-        return Alibi(heads, bottom_right)
+        return Alibi(heads, check_flag(bottom_right, "bottom_right"))
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"heads must be an int ≥ 1 or a tensor of slopes, got {heads!r}")
     whole = 1 << (heads.bit_length() - 1)  # the largest power of two
     slopes = [2.0 ** (-8.0 * (h + 1) / whole) for h in range(whole)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / whole) for h in range(heads - whole)]
-    return Alibi(torch.tensor(slopes, device="cpu"), bottom_right)
+    return Alibi(torch.tensor(slopes, device="cpu"), check_flag(bottom_right, "bottom_right"))
 
 
 def relative(table: Tensor, bottom_right: bool = False) -> Relative:
@@ -147,7 +149,7 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
         raise TypeError(f"table of bias.relative must be a float tensor (H, 2·L − 1), got {kind}")
     if table.ndim != 2 or table.shape[1] % 2 == 0:
         raise ValueError(f"table of bias.relative must have shape (H, 2·L − 1), an odd width, got {tuple(table.shape)}")
-    return Relative(table, bottom_right)
+    return Relative(table, check_flag(bottom_right, "bottom_right"))
 
 
 def forgetting(log_gates: Tensor) -> Forgetting:
@@ -157,14 +159,18 @@ def forgetting(log_gates: Tensor) -> Forgetting:
     tensor([-2., -1.,  0.])
 
     Args:
-        log_gates: (B, H, Lk), the logarithm of each key's forget gate; it has gradients. Fewer queries than keys are
-            the last ones.
+        log_gates: (B, H, Lk), the logarithm of each key's forget gate, finite; it has gradients. Fewer queries than
+            keys are the last ones.
     """
     if not isinstance(log_gates, Tensor) or not log_gates.is_floating_point():
         kind = log_gates.dtype if isinstance(log_gates, Tensor) else type(log_gates).__name__
         raise TypeError(f"log_gates must be a float tensor (B, H, Lk), got {kind}")
     if log_gates.ndim != 3 or not log_gates.shape[2]:
         raise ValueError(f"log_gates must have shape (B, H, Lk), got {tuple(log_gates.shape)}")
+    if readable(log_gates) and bool(log_gates.isinf().any()):
+        raise ValueError(
+            "log_gates must be finite, got ±inf; compute them by logsigmoid(x), not torch.sigmoid(x).log()"
+        )
     return Forgetting(log_gates)
 
 

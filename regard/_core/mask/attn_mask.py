@@ -85,11 +85,25 @@ def densify(attn_mask: Any, q: Tensor, keys: int) -> Tensor | None:
 
 
 def densify_block_mask(block_mask: Any, device: torch.device | None) -> Tensor:
-    """Return FlexAttention's BlockMask as a bool tensor [B, H, M, N]."""
+    """Return FlexAttention's BlockMask as a bool tensor [B, H, M, N]: its full blocks, and mask_mod in partial ones."""
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads, queries, keys = block_mask.shape
-    return create_mask(block_mask.mask_mod, batch, heads, queries, keys, device)  # type: ignore[arg-type]
+    visible = create_mask(block_mask.mask_mod, batch, heads, queries, keys, device)  # type: ignore[arg-type]
+
+    def spread(counts: Tensor, indices: Tensor) -> Tensor:  # the first counts of indices, [B, H, rows, columns]
+        columns = indices.shape[-1]
+        listed = torch.where(torch.arange(columns, device=counts.device) < counts[..., None], indices, columns)
+        blocks = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+        blocks = blocks.scatter(-1, listed.long(), True)[..., :columns]
+        for dim, size in zip((-2, -1), block_mask.BLOCK_SIZE, strict=True):
+            blocks = blocks.repeat_interleave(size, dim)
+        return blocks[..., :queries, :keys].to(visible.device)
+
+    visible = visible & spread(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is not None:
+        visible = visible | spread(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return visible
 
 
 @dataclass

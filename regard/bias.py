@@ -19,7 +19,6 @@ from torch import Tensor
 
 from regard._core.dtypes import accumulator
 from regard._core.readable import readable
-from regard._core.rows.validation import check_flag
 
 
 class Terms(NamedTuple):
@@ -123,13 +122,13 @@ def alibi(heads: int | Tensor, bottom_right: bool = False) -> Alibi:
             raise ValueError(
                 f"slopes of bias.alibi must be a float tensor (H,), got {tuple(heads.shape)} {heads.dtype}"
             )
-        return Alibi(heads, check_flag(bottom_right, "bottom_right"))
+        return Alibi(heads, bottom_right)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"heads must be an int ≥ 1 or a tensor of slopes, got {heads!r}")
     whole = 1 << (heads.bit_length() - 1)  # the largest power of two
     slopes = [2.0 ** (-8.0 * (h + 1) / whole) for h in range(whole)]
     slopes += [2.0 ** (-4.0 * (2 * h + 1) / whole) for h in range(heads - whole)]
-    return Alibi(torch.tensor(slopes, device="cpu"), check_flag(bottom_right, "bottom_right"))
+    return Alibi(torch.tensor(slopes, device="cpu"), bottom_right)
 
 
 def relative(table: Tensor, bottom_right: bool = False) -> Relative:
@@ -149,7 +148,7 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
         raise TypeError(f"table of bias.relative must be a float tensor (H, 2·L − 1), got {kind}")
     if table.ndim != 2 or table.shape[1] % 2 == 0:
         raise ValueError(f"table of bias.relative must have shape (H, 2·L − 1), an odd width, got {tuple(table.shape)}")
-    return Relative(table, check_flag(bottom_right, "bottom_right"))
+    return Relative(table, bottom_right)
 
 
 def forgetting(log_gates: Tensor) -> Forgetting:

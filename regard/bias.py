@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from regard._core.dtypes import accumulator
+from regard._core.readable import readable
 
 
 class Terms(NamedTuple):
@@ -157,14 +158,18 @@ def forgetting(log_gates: Tensor) -> Forgetting:
     tensor([-2., -1.,  0.])
 
     Args:
-        log_gates: (B, H, Lk), the logarithm of each key's forget gate; it has gradients. Fewer queries than keys are
-            the last ones.
+        log_gates: (B, H, Lk), the logarithm of each key's forget gate, finite; it has gradients. Fewer queries than
+            keys are the last ones.
     """
     if not isinstance(log_gates, Tensor) or not log_gates.is_floating_point():
         kind = log_gates.dtype if isinstance(log_gates, Tensor) else type(log_gates).__name__
         raise TypeError(f"log_gates must be a float tensor (B, H, Lk), got {kind}")
     if log_gates.ndim != 3 or not log_gates.shape[2]:
         raise ValueError(f"log_gates must have shape (B, H, Lk), got {tuple(log_gates.shape)}")
+    if readable(log_gates) and bool(log_gates.isinf().any()):
+        raise ValueError(
+            "log_gates must be finite, got ±inf; compute them by logsigmoid(x), not torch.sigmoid(x).log()"
+        )
     return Forgetting(log_gates)
 
 

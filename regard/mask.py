@@ -17,6 +17,7 @@ True
 from __future__ import annotations
 
 import functools
+import itertools
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,11 @@ from torch import Tensor
 from regard import masks
 from regard._core.mask.parts import (
     STATIC,
+    UNLIMITED,
     Bounds,
     Causal,
     Chunks,
+    Cumulative,
     Documents,
     Intervals,
     Lengths,
@@ -40,7 +43,7 @@ from regard._core.mask.parts import (
     Window,
     as_integers,
     check_cu_seqlens,
-    document_of,
+    check_side,
     runs,
     shape_of,
 )
@@ -70,7 +73,7 @@ class Mask:
     @classmethod
     def window(cls, left: int | None, right: int | None, bottom_right: bool = False) -> Mask:
         """Query i sees keys i − left … i + right (None: no limit); `bottom_right` counts from i + Lk − Lq."""
-        left, right = (_side(side, name) for side, name in ((left, "left"), (right, "right")))
+        left, right = (check_side(x, f"{name} of Mask.window") for x, name in ((left, "left"), (right, "right")))
         return cls((Window(left, right, _flag(bottom_right, "bottom_right")),))
 
     @classmethod
@@ -112,8 +115,7 @@ class Mask:
             raise ValueError("Mask.documents takes cu_seqlens or ids, one of them")
         if cu_seqlens is not None:
             cu = check_cu_seqlens(cu_seqlens, "cu_seqlens")
-            document = document_of(cu, int(cu[-1]))
-            return cls((Documents(cu.long()[document], cu.long()[document + 1]),))
+            return cls((Cumulative(cu, None if has_no_values(cu) else int(cu[-1])),))
         assert ids is not None
         ids = as_integers(ids, "ids")
         if ids.ndim not in (1, 2):
@@ -123,15 +125,16 @@ class Mask:
     @classmethod
     def prefix(cls, lengths: Ints | int, bottom_right: bool = False) -> Mask:
         """Prefix-LM: the first lengths[b] keys are visible to every query, the rest is causal; (B,) or an int."""
-        per_entry = as_integers(lengths, "lengths") if isinstance(lengths, int) else _per_entry(lengths, "lengths")
-        return cls((Prefix(per_entry, _flag(bottom_right, "bottom_right")),))
+        lengths = as_integers(lengths, "lengths")
+        lengths = _per_entry(lengths, "lengths") if lengths.ndim else lengths
+        return cls((Prefix(lengths, _flag(bottom_right, "bottom_right")),))
 
     @classmethod
     def chunks(cls, size: int) -> Mask:
         """Query i sees the keys of its own chunk of `size`: ⌊i/size⌋·size … ⌊i/size⌋·size + size − 1."""
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 1:
             raise ValueError(f"size of Mask.chunks must be an int ≥ 1, got {size!r}")
-        return cls((Chunks(int(size)),))
+        return cls((Chunks(min(int(size), UNLIMITED)),))
 
     @classmethod
     def intervals(cls, lo: Ints, hi: Ints) -> Mask:
@@ -175,6 +178,9 @@ class Mask:
                 if x is not None and x.device not in (device, torch.device("cpu")):
                     raise ValueError(f"{part!r} is on {x.device}, but q is on {device}")
                 own.extend([] if x is None else [x.to(device)])
+        if not _do_broadcast([*los, *his]):
+            shapes = ", ".join(shape_of(x) for x in (*los, *his))
+            raise ValueError(f"attn_mask {self!r} must broadcast to (B, H, {queries}), got bounds of shapes {shapes}")
         return Bounds(_fold(torch.maximum, los), _fold(torch.minimum, his))
 
     def dense(self, queries: int, keys: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -197,17 +203,14 @@ def _fold(combine: Callable[[Tensor, Tensor], Tensor], given: list[Tensor]) -> T
 
 
 def _flag(x: bool, name: str) -> bool:
-    if not isinstance(x, bool):
+    if not isinstance(x, bool):  # Mask.causal(8) is no mask of 8 tokens
         raise TypeError(f"{name} must be a bool, got {type(x).__name__}")
     return x
 
 
-def _side(side: int | None, name: str) -> int | None:
-    if side is None:
-        return None
-    if isinstance(side, bool) or not isinstance(side, numbers.Integral) or side < 0:
-        raise ValueError(f"{name} of Mask.window must be an int ≥ 0, or None for no limit, got {side!r}")
-    return int(side)
+def _do_broadcast(given: list[Tensor]) -> bool:
+    sizes = itertools.zip_longest(*(reversed(x.shape) for x in given), fillvalue=1)
+    return all(len({*own} - {1}) < 2 for own in sizes)
 
 
 def _per_entry(x: Ints, name: str) -> Tensor:

@@ -146,18 +146,16 @@ def attention(
 
 
 def _per_entry(x: Tensor, q: Tensor) -> Tensor:
-    """x [B or 1, H or 1, M, N] as it broadcasts over q (…, M, D), whose first dim is the batch."""
+    """x [B or 1, H or 1, M, N] as it broadcasts over q (…, M, D), whose dims before the heads are the batch."""
     if x.ndim != 4 or q.ndim == 4:
         return x
-    if q.ndim < 4 and x.shape[1] > 1:  # of heads, without a batch
-        return x.squeeze(0)
-    return x.reshape(x.shape[0], *(1,) * (q.ndim - 3), *x.shape[-2:])
+    if q.ndim > 4:
+        return x.reshape(*(q.shape[:-3] if x.shape[0] > 1 else (1,)), *x.shape[1:])
+    return x.squeeze(0) if x.shape[1] > 1 else x.squeeze(1)  # of heads, or of entries (N, M, D)
 
 
 def _as_four_dims(q: Tensor) -> Tensor:
-    if q.ndim > 4:
-        raise ValueError(f"a bias of regard.bias takes q of shape (B, H, Lq, D), got {tuple(q.shape)}")
-    return q[(None,) * (4 - q.ndim)]
+    return q[(None,) * (4 - q.ndim)] if q.ndim < 4 else q.reshape(-1, *q.shape[-3:])
 
 
 def with_sink(choice, s: Tensor, visible: Tensor, sink: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from torch import Tensor
 from regard import normalizers, statistics
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
-from regard._core.mask.attn_mask import resolve_mask, split_attn_mask
+from regard._core.mask.attn_mask import split_attn_mask
+from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.problem import Problem
-from regard._core.rows.validation import check_flag, fits
+from regard._core.rows.validation import check_flag
 from regard._core.validation import (
     broadcast_leading,
     cast_for_autocast,
@@ -122,17 +123,11 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     key_lengths, interval = check_key_lengths(options.key_lengths, batch, keys, q), None
     if given.mask is not None:
         counts_distance = "distance" in (wanted or ()) or policy is not None
-        visible = resolve_mask(given.mask, queries, keys, q.device, counts_distance)
-        is_causal, narrowed = is_causal or visible.causal, visible.with_window(left, right, keys)
-        left, right, interval = narrowed.left, narrowed.right, visible.interval
-        for lengths in visible.lengths:
-            shorter = check_key_lengths(lengths, batch, keys, q, "lengths of Mask")
-            assert shorter is not None  # as given
-            key_lengths = shorter if key_lengths is None else torch.minimum(key_lengths, shorter)
-        if interval is not None and not fits(interval.shape[1:], full[:3]):
-            raise ValueError(
-                f"attn_mask {given.mask!r} must broadcast to (B, H, Lq) = {full[:3]}, got {tuple(interval.shape[1:])}"
-            )
+        beside = Visible(is_causal, lengths=() if key_lengths is None else (key_lengths,)).with_window(
+            left, right, keys
+        )
+        visible, key_lengths = resolve_mask(given.mask, beside, q, queries, keys, counts_distance)
+        is_causal, left, right, interval = visible.causal, visible.left, visible.right, visible.interval
     problem = Problem(
         q=q,
         k=k,

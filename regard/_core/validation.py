@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from regard._core.dtypes import accumulator
+from regard._core.mask.parts import INTEGERS, check_side
 from regard._core.readable import readable
 from regard._core.rows.validation import check_dense, check_scores, fits, is_autocast, is_float
 from regard.normalizers import Choice
 from regard.scores import is_finite
 
-UNLIMITED = 1 << 31  # keys to one side: more than there are
 LARGEST = 1e20  # of a temperature, a soft cap and their inverses: logits then stay within float32
 
 
@@ -158,12 +158,8 @@ def check_window(window) -> tuple[int | None, int | None]:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window must be (left, right), each a number of keys or None, got {window!r}")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, numbers.Integral) or side < 0):
-            raise ValueError(f"window's sides must be ints ≥ 0, or None for no limit (elsewhere −1), got {window!r}")
-    sides = (side if side is None or isinstance(side, int) else int(side) for side in window)  # NumPy's ints
-    left, right = (side if side is None or side < UNLIMITED else None for side in sides)  # i + sys.maxsize overflows
-    return left, right
+    left, right = window
+    return check_side(left, "window's left side"), check_side(right, "window's right side")
 
 
 def check_dropout(dropout_p: float, wanted: tuple[str, ...] | None) -> float:
@@ -288,12 +284,12 @@ def check_key_lengths(key_lengths, batch: int, keys: int, q: Tensor, name: str =
         except (ValueError, RuntimeError):  # beyond int64
             raise ValueError(f"{name} must lie in [0, {keys}], got {key_lengths!r}") from None
     check_dense(key_lengths, name)
-    if key_lengths.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+    if key_lengths.dtype not in INTEGERS:
         raise TypeError(f"{name} must be integers, got {key_lengths.dtype}")
     if key_lengths.ndim != 1 or key_lengths.shape[0] != batch:
         raise ValueError(f"{name} must have shape ({batch},), one per batch entry, got {tuple(key_lengths.shape)}")
     if readable(key_lengths):
-        if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths <= keys)).all()):
+        if key_lengths.numel() and not bool(((key_lengths >= 0) & (key_lengths.long() <= keys)).all()):
             raise ValueError(f"{name} must lie in [0, {keys}], got {key_lengths.tolist()[:8]}")
     return key_lengths.to(q.device, torch.int32)
 

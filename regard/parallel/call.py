@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch import Tensor
 
 from regard._core.dispatch import find_on_request
 from regard._core.dtensor import is_dtensor
-from regard._core.mask.attn_mask import resolve_mask, split_attn_mask
+from regard._core.mask.attn_mask import split_attn_mask
+from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
-from regard._core.rows.validation import fits
-from regard._core.validation import check_key_lengths, repeat_heads
+from regard._core.validation import repeat_heads
 from regard.mask import Mask
 from regard.parallel import torch_engine
 from regard.parallel.group import RankGroup
@@ -80,26 +79,15 @@ class ShardedCall:
         """Return the call narrowed by the mask of the whole sequence, and the interval of all queries."""
         assert self.mask is not None
         problem = call.problem
-        batch, heads = problem.q.shape[:2]
         counts_distance = "distance" in problem.stats or call.policy is not None
-        visible = resolve_mask(self.mask, queries, keys, problem.q.device, counts_distance)
-        narrowed = visible.with_window(problem.left, problem.right, keys)
-        lengths = [check_key_lengths(x, batch, keys, problem.q, "lengths of Mask") for x in visible.lengths]
-        given = [x for x in (problem.key_lengths, *lengths) if x is not None]
-        interval = visible.interval
-        if interval is not None and not fits(interval.shape[1:], (batch, heads, queries)):
-            raise ValueError(
-                f"attn_mask {self.mask!r} must broadcast to (B, H, Lq) = {(batch, heads, queries)}, got "
-                f"{tuple(interval.shape[1:])}"
-            )
+        lengths = () if problem.key_lengths is None else (problem.key_lengths,)
+        beside = Visible(problem.causal, lengths=lengths).with_window(problem.left, problem.right, keys)
+        visible, key_lengths = resolve_mask(self.mask, beside, problem.q, queries, keys, counts_distance)
         problem = replace(
-            problem,
-            causal=problem.causal or visible.causal,
-            left=narrowed.left,
-            right=narrowed.right,
-            key_lengths=functools.reduce(torch.minimum, given) if given else None,
+            problem, causal=visible.causal, left=visible.left, right=visible.right, key_lengths=key_lengths
         )
-        whole = None if interval is None else interval.expand(3, batch, heads, queries)
+        whole = visible.interval
+        whole = None if whole is None else whole.expand(3, *problem.q.shape[:2], queries)
         return replace(call, problem=problem), whole
 
     def _estimate_keys(self, world: int) -> int:

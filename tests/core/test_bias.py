@@ -75,6 +75,7 @@ def test_slopes_of_heads_that_are_no_power_of_two():
         (lambda: bias.alibi(3), "3 heads, but q has 2"),
         (lambda: bias.alibi(0), "heads must be"),
         (lambda: bias.forgetting(torch.zeros(2, 2, N - 1)), "log_gates must have shape"),
+        (lambda: bias.forgetting(torch.full((2, 2, N), -torch.inf)), "log_gates must be finite.*logsigmoid"),
     ],
 )
 def test_refused(make, message):

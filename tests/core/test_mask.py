@@ -93,6 +93,70 @@ def test_pairs_options_and_block_masks():
     torch.testing.assert_close(ours, regard.attention(x, x, x, i[:, None] - i < 5, normalizer="entmax15"))
 
 
+def test_block_masks_made_of_blocks():
+    from torch.nn.attention.flex_attention import BlockMask
+
+    x = draw(64, 64)[0].detach()
+    counts, first = torch.ones(1, 1, 4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)[None, None, :, None]
+    partial, full = (
+        (first + torch.arange(4, dtype=torch.int32)) % 4,
+        (first + 1 + torch.arange(4, dtype=torch.int32)) % 4,
+    )
+
+    def is_even(b, h, i, j):
+        return j % 2 == 0
+
+    block = BlockMask.from_kv_blocks(counts, partial, counts, full, BLOCK_SIZE=16, mask_mod=is_even)
+    i, j = torch.arange(64)[:, None], torch.arange(64)
+    shown = ((i // 16 == j // 16) & (j % 2 == 0)) | ((i // 16 + 1) % 4 == j // 16)
+    ours = regard.attention(x, x, x, block, normalizer="entmax15")
+    torch.testing.assert_close(ours, regard.attention(x, x, x, shown, normalizer="entmax15"))
+
+
+@pytest.mark.parametrize("side", [1 << 31, (1 << 63) - 1, 1 << 70])
+def test_sides_beyond_int64_are_no_limit(side):
+    i = torch.arange(5)
+    assert torch.equal(Mask.window(0, side).dense(5, 5), i[:, None] <= i)
+    assert torch.equal(Mask.window(side, 0).dense(5, 5), i[:, None] >= i)
+    assert Mask.chunks(side).dense(5, 5).all()
+    q = torch.randn(3, 5, 2, 4)
+    torch.testing.assert_close(
+        regard.attention_varlen(*q, [0, 2, 5], window_size=(side, side)), regard.attention_varlen(*q, [0, 2, 5])
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_narrow_integers_bound_more_keys_than_they_count(dtype):
+    x, end = torch.randn(1, 1, 300, 4), torch.tensor([100], dtype=dtype)
+    truth = regard.attention(x, x, x, key_lengths=[100], normalizer="sparsemax")
+    torch.testing.assert_close(regard.attention(x, x, x, key_lengths=end, normalizer="sparsemax"), truth)
+    for mask in (Mask.lengths(end), Mask.intervals(0 * end, end), Mask.lengths(end) & Mask.prefix(end + 20)):
+        assert mask.dense(300, 300)[..., 99, 100:].sum() == 0
+    torch.testing.assert_close(regard.attention(x, x, x, Mask.intervals(0 * end, end), normalizer="sparsemax"), truth)
+
+
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")  # of the tensors that vmap makes
+def test_documents_compiled_and_mapped():
+    x, ends = draw()[0].detach(), torch.tensor([0, 5, 5, N])
+
+    def attend(x, ends):
+        return regard.attention(x, x, x, Mask.documents(ends) & Mask.causal(), normalizer="entmax15")
+
+    truth = attend(x, ends)
+    torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(x, ends), truth)
+    mapped = torch.vmap(lambda ends: attend(x, ends))(torch.stack([ends, torch.tensor([0, 1, 2, N])]))
+    torch.testing.assert_close(mapped[0], truth)
+    assert not torch.equal(mapped[1], truth)
+
+
+def test_batches_of_two_dims():
+    x = draw()[0].detach().repeat(3, 1, 1, 1)
+    mask = (Mask.prefix([1, 2, 3, 4, 5, 6]), regard.bias.alibi(4))
+    flat, whole = regard.reference.attention(x, x, x, mask)[0], x.unflatten(0, (3, 2))
+    torch.testing.assert_close(regard.reference.attention(whole, whole, whole, mask)[0].flatten(0, 1), flat)
+    torch.testing.assert_close(regard.attention(whole, whole, whole, mask).flatten(0, 1), flat.float())
+
+
 def test_compiled_and_mapped():
     x = draw()[0].detach()
     mask = MASKS["left padding"]
@@ -126,6 +190,8 @@ REFUSED = {
     ),
     "too long": (lambda x: regard.attention(x, x, x, Mask.lengths([N + 1, 0])), ValueError, "lengths of Mask"),
     "another batch": (lambda x: regard.attention(x, x, x, Mask.prefix([1, 2, 3])), ValueError, "must broadcast"),
+    "two batches": (lambda x: (Mask.prefix([1, 2, 3]) & Mask.prefix([1, 2])).dense(N, N), ValueError, r"\(3, 1, 13\)"),
+    "a size for a flag": (lambda x: Mask.causal(N), TypeError, "bottom_right must be a bool"),
     "floats": (lambda x: Mask.lengths([1.5]), TypeError, "lengths must be"),
     "a size of 0": (lambda x: Mask.chunks(0), ValueError, "size of Mask.chunks"),
     "a window of −1": (lambda x: Mask.window(-1, 0), ValueError, "left of Mask.window"),

@@ -64,6 +64,7 @@ def test_two_names_of_the_scale():
         (dict(cu_seqlens_q=[0, 16]), "as many documents"),
         (dict(cu_seqlens_k=None), "cu_seqlens_k must be given"),
         (dict(max_seqlen_q=3), "max_seqlen_q is 3"),
+        (dict(max_seqlen_k=5), "max_seqlen_k is 5"),
         (dict(window_size=(-2, 0)), "window_size"),
     ],
 )
@@ -77,3 +78,9 @@ def test_refused_shapes():
     q, k, v = draw()
     with pytest.raises(ValueError, match=r"q must have shape \(tokens, heads, width\)"):
         regard.attention_varlen(q[None], k, v, CU_Q, CU_K)
+
+
+def test_max_seqlen_k_is_checked_without_cu_seqlens_k():
+    q = draw()[0]
+    with pytest.raises(ValueError, match="max_seqlen_k is 2, but cu_seqlens_q has a document of 7"):
+        regard.attention_varlen(q, q, q, CU_Q, max_seqlen_k=2)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard._core.mask.parts import Causal, Documents, Lengths, Packed, Padding, Part, Prefix, Window
+from regard._core.mask.parts import Documents, Lengths, Packed, Padding, Prefix
 from regard.bias import Bias
 from regard.mask import Mask
 from regard.masks import resolve_causal_bias
@@ -85,71 +84,25 @@ def densify(attn_mask: Any, q: Tensor, keys: int) -> Tensor | None:
 
 
 def densify_block_mask(block_mask: Any, device: torch.device | None) -> Tensor:
-    """Return FlexAttention's BlockMask as a bool tensor [B, H, M, N]."""
+    """Return FlexAttention's BlockMask as a bool tensor [B, H, M, N]: its full blocks, and mask_mod in partial ones."""
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads, queries, keys = block_mask.shape
-    return create_mask(block_mask.mask_mod, batch, heads, queries, keys, device)  # type: ignore[arg-type]
+    visible = create_mask(block_mask.mask_mod, batch, heads, queries, keys, device)  # type: ignore[arg-type]
 
+    def spread(counts: Tensor, indices: Tensor) -> Tensor:  # the first counts of indices, [B, H, rows, columns]
+        columns = indices.shape[-1]
+        listed = torch.where(torch.arange(columns, device=counts.device) < counts[..., None], indices, columns)
+        blocks = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+        blocks = blocks.scatter(-1, listed.long(), True)[..., :columns]
+        for dim, size in zip((-2, -1), block_mask.BLOCK_SIZE, strict=True):
+            blocks = blocks.repeat_interleave(size, dim)
+        return blocks[..., :queries, :keys].to(visible.device)
 
-@dataclass
-class Visible:
-    """A `Mask` of known size: what causal order, window and lengths say, and an interval for the rest."""
-
-    causal: bool = False
-    left: int | None = None
-    right: int | None = None
-    lengths: tuple[Tensor, ...] = ()  # [B] each
-    interval: Tensor | None = None  # [3, B or 1, H or 1, M]: lo, hi, position
-
-    def with_window(self, left: int | None, right: int | None, keys: int) -> Visible:
-        """Narrow the window; a side that reaches every key is none."""
-        right = None if right is not None and right >= keys - 1 else right
-        return replace(self, left=_least(self.left, left), right=_least(self.right, right))
-
-
-def resolve_mask(mask: Mask, queries: int, keys: int, device: torch.device, counts_distance: bool) -> Visible:
-    """Fold what needs no tensor into causal order, window and lengths, the rest into an interval.
-
-    counts_distance: queries that are aligned at the bottom right need an interval for their position.
-    """
-    found, rest = Visible(), []
-    for part in mask.parts:
-        folded = _fold_part(found, part, queries, keys)
-        if folded is None:
-            rest.append(part)
-        else:
-            found = folded
-    position = find_positions(mask, queries, keys, device)
-    if rest or (position is not None and counts_distance):
-        found.interval = make_interval(Mask(tuple(rest)), position, queries, keys, device)
-    return found
-
-
-def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible | None:
-    offset = keys - queries if getattr(part, "bottom_right", False) else 0
-    if isinstance(part, Causal) and offset >= 0:
-        return replace(found, causal=True) if offset == 0 else found.with_window(None, offset, keys)
-    if isinstance(part, Window):
-        left = None if part.left is None else part.left - offset
-        right = None if part.right is None else part.right + offset
-        fits = (left is None or left >= 0) and (right is None or right >= 0)
-        return found.with_window(left, right, keys) if fits else None
-    if isinstance(part, Lengths):
-        return replace(found, lengths=(*found.lengths, part.lengths))
-    if isinstance(part, Padding) and part.is_right and part.keys == keys:
-        return replace(found, lengths=(*found.lengths, part.hi))
-    return None
-
-
-def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return [3, B or 1, H or 1, M] int32: lo, hi and position of each query."""
-    lo, hi = mask.bounds(queries, keys, device)
-    i = torch.arange(queries, device=device)
-    lo = torch.zeros_like(i) if lo is None else lo.clamp(0, keys)
-    hi = torch.full_like(i, keys) if hi is None else hi.clamp(0, keys)
-    shape = torch.broadcast_shapes(lo.shape, hi.shape, (1, 1, queries))
-    return torch.stack([x.expand(shape) for x in (lo, hi, i if position is None else position)]).int()
+    visible = visible & spread(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is not None:
+        visible = visible | spread(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return visible
 
 
 def find_positions(mask: Mask, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -160,7 +113,3 @@ def find_positions(mask: Mask, queries: int, keys: int, device: torch.device) ->
     if queries != keys and any(getattr(part, "bottom_right", False) for part in mask.parts):
         return torch.arange(queries, device=device) + (keys - queries)
     return None
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)

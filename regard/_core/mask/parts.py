@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from regard._core.readable import has_no_values
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+UNLIMITED = 1 << 31  # keys to one side: more than there are
 
 
 class Bounds(NamedTuple):
@@ -108,17 +110,28 @@ class Documents:
     hi: Tensor
 
     def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
-        tokens = self.lo.shape[-1]
-        if not queries == keys == tokens:
-            raise ValueError(
-                f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; queries and keys that "
-                "are packed differently go to regard.attention_varlen"
-            )
+        _check_tokens(self.lo.shape[-1], queries, keys)
         lo, hi = (x if x.ndim == 1 else x[:, None] for x in (self.lo, self.hi))
         return Bounds(lo, hi)
 
     def __repr__(self) -> str:
-        return f"Mask.documents({shape_of(self.lo)})"
+        return f"Mask.documents(ids={shape_of(self.lo)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Cumulative:
+    """Query i sees the keys of its own document, which begin and end at cu_seqlens."""
+
+    cu_seqlens: Tensor  # [documents + 1]
+    tokens: int | None  # None where values cannot be read, as in torch.compile
+
+    def bounds(self, queries: int, keys: int, device: torch.device | None) -> Bounds:
+        _check_tokens(keys if self.tokens is None else self.tokens, queries, keys)
+        document = document_of(self.cu_seqlens, keys)
+        return Bounds(self.cu_seqlens[document], self.cu_seqlens[document + 1])
+
+    def __repr__(self) -> str:
+        return f"Mask.documents(cu_seqlens={shape_of(self.cu_seqlens)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +183,6 @@ class Packed:
     @classmethod
     def of(cls, cu_q: Tensor, cu_k: Tensor, queries: int, causal: bool, left: int | None, right: int | None) -> Packed:
         """Documents whose queries and keys lie at cu_q and cu_k; causal order and window align at the bottom right."""
-        cu_q, cu_k = cu_q.long(), cu_k.long()
         document, i = document_of(cu_q, queries), torch.arange(queries, device=cu_q.device)
         lo, hi = cu_k[document], cu_k[document + 1]
         position = lo + i - cu_q[document]
@@ -188,13 +200,21 @@ class Packed:
         return f"cu_seqlens of {len(self.lo)} queries"
 
 
-Part = Causal | Window | Chunks | Lengths | Padding | Documents | Prefix | Intervals | Packed
+Part = Causal | Window | Chunks | Lengths | Padding | Documents | Cumulative | Prefix | Intervals | Packed
 STATIC = (Causal, Window, Chunks)  # parts without tensors
 
 
 def _rows(queries: int, keys: int, bottom_right: bool, device: torch.device | None) -> Tensor:
     """The positions of the queries among the keys."""
     return torch.arange(queries, device=device) + (keys - queries if bottom_right else 0)
+
+
+def _check_tokens(tokens: int, queries: int, keys: int) -> None:
+    if not queries == keys == tokens:
+        raise ValueError(
+            f"Mask.documents is of {tokens} tokens, but q has {queries} and k has {keys}; queries and keys that "
+            "are packed differently go to regard.attention_varlen"
+        )
 
 
 def check_range(x: Tensor, name: str, keys: int) -> Tensor:
@@ -205,19 +225,27 @@ def check_range(x: Tensor, name: str, keys: int) -> Tensor:
 
 
 def as_integers(x: Tensor | Sequence[int] | int, name: str) -> Tensor:
-    """Return an int tensor; raise a TypeError that names the argument if it holds anything else."""
+    """Return an int64 tensor; raise a TypeError that names the argument if it holds anything else."""
     try:
         x = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be ints or a tensor of them, got {x!r}") from None
-    x = x.long() if x.numel() == 0 else x
-    if x.dtype not in INTEGERS or x.layout != torch.strided:
+    if x.numel() and (x.dtype not in INTEGERS or x.layout != torch.strided):
         raise TypeError(f"{name} must be a dense tensor of integers, got {x.dtype}, {x.layout}")
-    return x
+    return x.long()  # uint8 does not hold the sums and limits that it meets
+
+
+def check_side(side: int | None, name: str) -> int | None:
+    """Return one side of a window, a number of keys; None, no limit, also in the place of UNLIMITED or more."""
+    if side is None:
+        return None
+    if isinstance(side, bool) or not isinstance(side, numbers.Integral) or side < 0:
+        raise ValueError(f"{name} must be an int ≥ 0, or None for no limit, got {side!r}")
+    return int(side) if side < UNLIMITED else None  # i + sys.maxsize overflows
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], name: str, tokens: int | None = None) -> Tensor:
-    """Return cumulative lengths 0 = c₀ ≤ c₁ ≤ … ≤ c_D (= tokens) as an int tensor (D + 1,).
+    """Return cumulative lengths 0 = c₀ ≤ c₁ ≤ … ≤ c_D (= tokens) as an int64 tensor (D + 1,).
 
     With `tokens` values on a GPU are not looked at, because that would wait for it.
     """
@@ -237,7 +265,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | Sequence[int], name: str, tokens: int 
 def document_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Return the index of each token's document, [tokens]; documents of length 0 have none."""
     positions = torch.arange(tokens, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens.long(), positions, right=True) - 1
+    return torch.searchsorted(cu_seqlens, positions, right=True) - 1
 
 
 def runs(ids: Tensor) -> tuple[Tensor, Tensor]:

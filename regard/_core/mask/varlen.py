@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from regard._core.attention import attention
-from regard._core.mask.parts import Packed, check_cu_seqlens
+from regard._core.mask.parts import Packed, check_cu_seqlens, check_side
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard.mask import Mask
@@ -99,7 +99,8 @@ def attention_varlen(
     cu_q = _check_cu(cu_seqlens_q, "cu_seqlens_q", q, max_seqlen_q, "max_seqlen_q")
     if cu_seqlens_k is None and len(k) != len(q):
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
-    cu_k = cu_q if cu_seqlens_k is None else _check_cu(cu_seqlens_k, "cu_seqlens_k", k, max_seqlen_k, "max_seqlen_k")
+    cu_seqlens_k, name = (cu_seqlens_q, "cu_seqlens_q") if cu_seqlens_k is None else (cu_seqlens_k, "cu_seqlens_k")
+    cu_k = _check_cu(cu_seqlens_k, name, k, max_seqlen_k, "max_seqlen_k")
     if len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
@@ -142,5 +143,5 @@ def _check_window_size(window_size: tuple[int, int]) -> tuple[int | None, int | 
         isinstance(x, numbers.Integral) and not isinstance(x, bool) and x >= -1 for x in window_size
     ):
         raise ValueError(f"window_size must be (left, right), ints ≥ 0 or −1 for no limit, got {window_size!r}")
-    left, right = (None if side == -1 else int(side) for side in window_size)
+    left, right = (check_side(None if side == -1 else side, "window_size") for side in window_size)
     return left, right

@@ -1,5 +1,7 @@
 """Blocks of intervals: they multiply little beside the visible keys, and dense masks that are intervals become them."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from regard import Mask, normalizers
 from regard._backends.cpu.attention.blocks import Blocks
 from regard._backends.cpu.attention.intervals import cut_queries, find_intervals
-from regard._core.mask.attn_mask import make_interval
+from regard._core.mask.visible import make_interval
 from regard._core.problem import Problem
 
 N = 2048
@@ -50,3 +52,17 @@ def test_find_intervals():
 def test_small_documents_share_a_block():
     starts = np.arange(64) // 4 * 4
     assert cut_queries(starts, starts + 4, 64, 64, 1) == [(0, 64, 0, 64)]
+
+
+@pytest.mark.parametrize("ends", [range(0, N + 1, 64), [0, 90, 90, *range(150, N, 50), N]])
+def test_parts_of_many_documents_have_no_key_in_common(ends):
+    mask = Mask.documents(cu_seqlens=list(ends)) & Mask.causal()
+    blocks = Blocks(problem(interval=make_interval(mask, None, N, N, torch.device("cpu")).expand(3, 1, 8, N)))
+    spans = sorted(
+        (min(block.keys.start for block in found), max(block.keys.stop for block in found))
+        for tasks in blocks.tasks
+        for task in tasks
+        for found in [list(blocks.blocks_of(task))]
+    )
+    assert blocks.parts == 1 < len(spans)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

@@ -36,7 +36,7 @@ class Task(NamedTuple):
     g1: int
     i0: int
     i1: int
-    part: int  # which part of the queries of these heads
+    part: int  # which partial sum of dk and dv
 
 
 class Block:
@@ -168,29 +168,33 @@ class Blocks:
         is_narrow = self.queries <= self.step or width < self.n
         self.together = max(1, min(self.groups, fit)) if is_narrow and alike else 1
         self.most = self.step * max(1, fit // self.together)  # queries of a block whose rows see the same keys
-        self.parts = self._count_parts()
         if total:
             self.tasks = self._make_tasks()
 
-    def _count_parts(self) -> int:
+    def _cut_parts(self) -> list[int]:
+        """Return where each part of the queries begins, and their end; sets `parts`, the partial sums of dk and dv."""
         owners = self.batch if self.owned[0] else 1
         owners *= math.ceil(self.groups / self.together) if self.owned[1] else 1
-        steps = math.ceil(self.queries / self.step) if self.step else 1
+        steps = math.ceil(self.queries / self.step)
+        wanted = min(math.ceil(TASKS / max(1, owners)), steps)
+        if self.intervals is not None and wanted > 1:
+            cuts = self.intervals.cut_between_documents(wanted)
+            if cuts is not None:  # no key belongs to two parts: one sum is enough
+                return cuts
         size = max(1, self.batch * self.groups * self.n * (self.dim + self.value_dim))
-        affordable = PARTIAL_BYTES // (size * self.dtype.itemsize)
-        return max(1, min(math.ceil(TASKS / max(1, owners)), steps, affordable))
+        self.parts = max(1, min(wanted, PARTIAL_BYTES // (size * self.dtype.itemsize)))
+        return [*(self.step * (steps * part // self.parts) for part in range(self.parts)), self.queries]
 
     def _make_tasks(self) -> list[list[Task]]:
-        steps = math.ceil(self.queries / self.step)
-        cuts = [min(self.queries, self.step * (steps * part // self.parts)) for part in range(self.parts + 1)]
-        cuts[-1] = self.queries
+        cuts = self._cut_parts()
         lists: dict[tuple, list[Task]] = {}
-        for part in reversed(range(self.parts)):  # the longest rows of a causal problem first
+        for part in reversed(range(len(cuts) - 1)):  # the longest rows of a causal problem first
             for b in range(self.batch):
                 for g in range(0, self.groups, self.together):
                     owner = tuple(place for place, own in zip((b, g, part), self.owned, strict=True) if own)
                     end = min(g + self.together, self.groups)
-                    lists.setdefault(owner, []).append(Task(b, b + 1, g, end, cuts[part], cuts[part + 1], part))
+                    task = Task(b, b + 1, g, end, cuts[part], cuts[part + 1], min(part, self.parts - 1))
+                    lists.setdefault(owner, []).append(task)
         return list(lists.values())
 
     def blocks_of(self, task: Task) -> Iterator[Block]:

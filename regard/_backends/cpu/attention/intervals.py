@@ -48,6 +48,19 @@ class Intervals:
         lo = np.where(hi > lo, lo, np.iinfo(np.int64).max)
         return lo.min((0, 1)), hi.max((0, 1))
 
+    def cut_between_documents(self, parts: int) -> list[int] | None:
+        """The ends of about `parts` equal runs of queries that have no key in common; None where there are none."""
+        lo, hi = self.bounds((slice(None), slice(None), slice(None)))
+        last, first = np.maximum.accumulate(hi), np.minimum.accumulate(lo[::-1])[::-1]
+        ends = np.flatnonzero(last[:-1] <= first[1:]) + 1
+        wanted = np.arange(1, parts) * len(lo) // parts
+        if not len(ends):
+            return None
+        nearest = ends[np.abs(ends - wanted[:, None]).argmin(1)]
+        if (np.abs(nearest - wanted) > len(lo) // (2 * parts)).any():
+            return None
+        return [0, *np.unique(nearest).tolist(), len(lo)]
+
     def rows_of(self, rows: tuple[slice, slice, slice], first_key: int) -> np.ndarray:
         """(first, last, position) of each row of a block, of one head if all are alike; from column `first_key` on."""
         lo, hi, position = (self._take(x, rows) for x in (self.lo, self.hi, self.position))

@@ -1,0 +1,91 @@
+"""Joins a `regard.Mask` with the arguments beside it: causal order, window, key lengths and an interval per query."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard._core.mask.attn_mask import find_positions
+from regard._core.mask.parts import Causal, Lengths, Padding, Part, Window
+from regard._core.rows.validation import fits
+from regard._core.validation import check_key_lengths
+from regard.mask import Mask
+
+
+@dataclass
+class Visible:
+    """Keys that are visible: causal order, window and lengths, and an interval for what these do not say."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    lengths: tuple[Tensor, ...] = ()  # [B] each
+    interval: Tensor | None = None  # [3, B or 1, H or 1, M]: lo, hi, position
+
+    def with_window(self, left: int | None, right: int | None, keys: int) -> Visible:
+        """Narrow the window; a side that reaches every key is none."""
+        right = None if right is not None and right >= keys - 1 else right
+        return replace(self, left=_least(self.left, left), right=_least(self.right, right))
+
+
+def resolve_mask(
+    mask: Mask, beside: Visible, q: Tensor, queries: int, keys: int, counts_distance: bool
+) -> tuple[Visible, Tensor | None]:
+    """Join a mask and what is given `beside` it, of q [B, H, …], to (what is visible, key_lengths [B] or None).
+
+    What needs no tensor goes into causal order, window and lengths, the rest into an interval.
+
+    counts_distance: queries that are aligned at the bottom right need an interval for their position.
+    """
+    batch, heads, device = *q.shape[:2], q.device
+    found, rest = replace(beside), []
+    for part in mask.parts:
+        folded = _fold_part(found, part, queries, keys)
+        if folded is None:
+            rest.append(part)
+        else:
+            found = folded
+    position = find_positions(mask, queries, keys, device)
+    if rest or (position is not None and counts_distance):
+        found.interval = make_interval(Mask(tuple(rest)), position, queries, keys, device)
+        shape = tuple(found.interval.shape[1:])
+        if not fits(shape, (batch, heads, queries)):
+            raise ValueError(
+                f"attn_mask {mask!r} must broadcast to (B, H, Lq) = {(batch, heads, queries)}, got {shape}"
+            )
+    own = found.lengths[len(beside.lengths) :]
+    lengths = [*beside.lengths, *(check_key_lengths(x, batch, keys, q, "lengths of Mask") for x in own)]
+    return found, functools.reduce(torch.minimum, lengths) if lengths else None
+
+
+def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible | None:
+    offset = keys - queries if getattr(part, "bottom_right", False) else 0
+    if isinstance(part, Causal) and offset >= 0:
+        return replace(found, causal=True) if offset == 0 else found.with_window(None, offset, keys)
+    if isinstance(part, Window):
+        left = None if part.left is None else part.left - offset
+        right = None if part.right is None else part.right + offset
+        is_around = (left is None or left >= 0) and (right is None or right >= 0)
+        return found.with_window(left, right, keys) if is_around else None
+    if isinstance(part, Lengths):
+        return replace(found, lengths=(*found.lengths, part.lengths))
+    if isinstance(part, Padding) and part.is_right and part.keys == keys:
+        return replace(found, lengths=(*found.lengths, part.hi))
+    return None
+
+
+def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return [3, B or 1, H or 1, M] int32: lo, hi and position of each query."""
+    lo, hi = mask.bounds(queries, keys, device)
+    i = torch.arange(queries, device=device)
+    lo = torch.zeros_like(i) if lo is None else lo.clamp(0, keys)
+    hi = torch.full_like(i, keys) if hi is None else hi.clamp(0, keys)
+    shape = torch.broadcast_shapes(lo.shape, hi.shape, (1, 1, queries))
+    return torch.stack([x.expand(shape) for x in (lo, hi, i if position is None else position)]).int()
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)

@@ -1,5 +1,6 @@
 """Checks that run the model again: each on a model made to fail it, and none on a model that is right."""
 
+import io
 import json
 import math
 
@@ -261,6 +262,13 @@ def test_ablation_is_the_loss_without_the_heads_columns(trained):
     finally:
         out.data[:] = kept
     assert report.heads[5].ablation == own.heads[1, 1] == report.heads[5].to_json()["ablation"]
+
+
+def test_the_printed_checks_are_plain_lines(trained):
+    model, text = trained
+    shown = io.StringIO()
+    examine(model, text[:1], ablate=2.0).show(shown)
+    assert "\n\nwithout a head the loss gains" in shown.getvalue() and "\\n" not in shown.getvalue()
 
 
 def test_a_model_without_a_loss_is_ablated_by_its_output():

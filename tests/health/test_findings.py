@@ -155,6 +155,7 @@ def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
     [
         (6.0, {}, "the norms of q and k have grown", "warning"),
         (0.04, {}, "queries and keys are too small", "note"),
+        (0.04, dict(scale=1.0), "The scale is 1, which is", "note"),
         (1.0, dict(scale=0.04 / WIDTH**0.5), "the scale is too small", "warning"),
     ],
 )

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import regard
 from regard import normalizers
 from regard.health.capture.documents import document_mask, documents_of_positions
+from regard.mask import Mask
 
 try:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -97,16 +98,18 @@ def attention_forward(
     ordered = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and queries > 1
     mask = attention_mask if attention_mask is None or attention_mask.shape[-1] <= keys else attention_mask[..., :keys]
     documents = _mask_of_documents(kwargs, query.shape[0], queries, keys, ordered)
-    mask = documents if mask is None else mask if documents is None else _hide(mask, documents)
-    causal = ordered and mask is None
+    if mask is not None and documents is not None:
+        mask, documents = _hide(mask, documents.dense(queries, keys)), None
+    causal = ordered and mask is None and documents is None
     if mask is not None and mask.is_floating_point():
         mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, -torch.inf)
     if position_bias is not None:
         bias = position_bias[..., :keys]
         mask = bias if mask is None else _hide(bias, mask) if mask.dtype == torch.bool else bias + mask
+    visible = mask if documents is None else documents if mask is None else (documents, mask)
     sink = s_aux if s_aux is not None and normalizers.get(normalizer).softmax_family else None
     output = regard.attention(
-        query, key, value, mask, dropout, causal, scaling, query.shape[1] != key.shape[1],
+        query, key, value, visible, dropout, causal, scaling, query.shape[1] != key.shape[1],
         normalizer=normalizer, softcap=softcap, sink=sink,
     )  # fmt: skip
     return output.transpose(1, 2).contiguous(), None
@@ -125,7 +128,7 @@ def _refuse(mask: Any, kwargs: dict) -> None:
         )
 
 
-def _mask_of_documents(kwargs: dict, batch: int, queries: int, keys: int, causal: bool) -> Tensor | None:
+def _mask_of_documents(kwargs: dict, batch: int, queries: int, keys: int, causal: bool) -> Mask | None:
     """Returns the mask of packed documents, by `cu_seq_lens_*` or by positions that start anew; None without any."""
     cu_q, cu_k, window = (kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "sliding_window"))
     if batch != 1:

@@ -108,6 +108,17 @@ def test_documents_packed_by_cu_seq_lens(name):
         near(other(ids, **packed).last_hidden_state, separately(own, ids, lengths))
 
 
+def test_packed_documents_make_no_dense_mask(monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("a mask of queries × keys was made")
+
+    monkeypatch.setattr(regard.Mask, "dense", refuse)
+    _, other = pair("llama")
+    places = torch.cat([torch.arange(n) for n in (3, 8, 6)])[None]
+    with torch.no_grad():
+        assert other(tokens(1, 17), position_ids=places).last_hidden_state.isfinite().all()
+
+
 def test_a_position_tensor_that_changes_is_read_again():
     own, other = pair("llama")
     ids, places = tokens(1, 8), torch.arange(8)[None].clone()

@@ -62,9 +62,9 @@ def explain(a: Sequence[CapturedCall], b: Sequence[CapturedCall], at: int, parts
     if inputs:
         hints = {part: _explain_tensor(getattr(one, part), getattr(other, part)) for part in inputs}
         crossed = _find_exchange(one, other)
-        told = "; ".join(f"{part}: {hint}" for part, hint in hints.items() if hint)
+        hinted = "; ".join(f"{part}: {hint}" for part, hint in hints.items() if hint)
         rest = "only these weights, their bias, their norm or their rotary positions differ."
-        return crossed or told or f"{' and '.join(inputs)} differ and the others agree: {rest}"
+        return crossed or hinted or f"{' and '.join(inputs)} differ and the others agree: {rest}"
     if "scores" in parts:
         return _explain_scores(one, other)
     return (

@@ -1,7 +1,9 @@
 """Checks that run the model again: each on a model made to fail it, and none on a model that is right."""
 
+import io
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from regard.health.checks._baselines import frequency_losses
 from regard.health.checks._task import LossChange, interval
 from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import TinyLM, batches, checkpoint, encode
+from regard.health.report.summary import summarize
 
 WIDTH, HEADS, LENGTH, WORDS = 32, 4, 24, 40
 
@@ -197,6 +200,8 @@ def test_the_loss_stands_beside_the_texts_frequencies(trained):
     own = F.cross_entropy(model(joined[:, :-1]).flatten(0, 1), joined[:, 1:].flatten()).item()
     assert report.loss.mean == pytest.approx(own, abs=0.05)
     assert report.summary()[0].startswith("The model predicts this text better than its")
+    few = examine(model, [text[0][:1, :60]], ablate=False).summary()[0]
+    assert few.startswith("59 tokens are too few to judge the loss")
     effect = report.what_if["temperature=30"].loss
     assert effect.word == "makes it worse now; may help training" and effect.low > 0.0
 
@@ -210,6 +215,18 @@ def test_a_model_that_loses_to_frequencies_is_untrained_or_broken(trained):
     shifted = [(batch + 1) % 90 for batch in text]
     broken = {one.kind: one for one in examine(model, shifted, ablate=False).findings}
     assert broken["untrained or broken"].severity == "critical"
+
+
+def test_a_loss_is_compared_with_unigrams_and_bigrams_in_words():
+    def words(mean, unigram, bigram):
+        reading = checks.LossReading("next token", mean, mean, mean, 8, tokens=500, unigram=unigram, bigram=bigram)
+        report = SimpleNamespace(loss=reading, findings=[], heads=[], unmeasured=[], interrupted=None)
+        return summarize(report)[0]
+
+    assert "better than its unigrams and its bigrams (loss 2 " in words(2.0, 3.0, 2.5)
+    assert "better than its unigrams and worse than its bigrams" in words(2.6, 3.0, 2.5)
+    assert "better than its bigrams and worse than its unigrams" in words(3.2, 3.0, 3.5)
+    assert "no better than its unigrams" in words(3.2, 3.0, 2.5)
 
 
 def test_repairs_name_the_scale_and_heads_in_another_order(trained):
@@ -261,6 +278,13 @@ def test_ablation_is_the_loss_without_the_heads_columns(trained):
     finally:
         out.data[:] = kept
     assert report.heads[5].ablation == own.heads[1, 1] == report.heads[5].to_json()["ablation"]
+
+
+def test_the_printed_checks_are_plain_lines(trained):
+    model, text = trained
+    shown = io.StringIO()
+    examine(model, text[:1], ablate=2.0).show(shown)
+    assert "\n\nwithout a head the loss gains" in shown.getvalue() and "\\n" not in shown.getvalue()
 
 
 def test_a_model_without_a_loss_is_ablated_by_its_output():

@@ -151,6 +151,7 @@ def test_the_demo_tells_the_two_models_apart(tmp_path, capsys):
     assert "scale off (warning), 16 heads" in out
     assert "collapsed (critical)" in out and "dying gradient (critical)" in out
     assert "what if qk_norm: no findings" in out
+    assert "leaving 1/√d out costs 0." in out and "recovers 100 %" in out and "regard examine ./my-model" in out
     assert str(tmp_path / "report.html") in out
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
 

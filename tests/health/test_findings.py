@@ -142,7 +142,7 @@ def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
     assert (kinds(q, k)["diffuse"].severity, len(kinds(q, k)["diffuse"].heads)) == ("note", HEADS)
     q[:, 2:4] *= 0.1  # far behind their layer
     found = [one for one in examine(Fixed(q, k), [torch.zeros(1)]).findings if one.kind == "diffuse"]
-    assert [("untrained" in one.threshold, len(one.heads)) for one in found] == [(False, 2), (True, HEADS - 2)]
+    assert {"untrained" in one.threshold: len(one.heads) for one in found} == {False: 2, True: HEADS - 2}
     assert kinds(0.0 * q, k)["diffuse"].severity == "warning"  # nothing begins so
     assert kinds(q, k, scale=0.1 / WIDTH**0.5)["scale off"].severity == "warning"
     q, k = 0.1 * torch.randn(2, 2, HEADS, LENGTH, WIDTH)
@@ -155,6 +155,7 @@ def test_diffuse_is_a_note_in_a_model_that_has_learned_nothing():
     [
         (6.0, {}, "the norms of q and k have grown", "warning"),
         (0.04, {}, "queries and keys are too small", "note"),
+        (0.01, dict(scale=1.0), "The scale is 1, which is", "note"),
         (1.0, dict(scale=0.04 / WIDTH**0.5), "the scale is too small", "warning"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 import regard
 from regard.health import findings
+from regard.health.checks import Ablation, Checks, LossChange, LossReading
 from regard.health.models.tiny import CHARACTERS, TinyLM, encode
 from regard.health.report import glossary
 from regard.health.report.page import payload, problems, report_page
@@ -52,6 +53,7 @@ def test_problems_come_first_with_layer_remedy_and_gain(ill):
     assert card.index("What to do") < card.index("Why?")
     first = sorted(ill.findings[0].places)[0]
     assert f'Look first at <a href="#layer-{first[0]}-head-{first[1]}">' in page
+    assert "<b>Do first:</b>" in page[: page.index("</header>")]
 
 
 def test_a_page_says_which_text_was_measured(ill):
@@ -91,24 +93,25 @@ def test_curves_belong_to_their_statistic(ill):
 
 
 def test_checks_are_drawn_where_there_are_some(ill):
-    change = dict(loss=2.0, change=-0.5, low=-0.6, high=-0.4, word="helps")
     places = [(head.index, head.head) for head in ill.heads]
-    checks = dict(
+    checks = Checks(
         done=["two equal forwards agree"],
-        skipped=[["padding", "there is none"]],
-        loss=dict(mean=2.5, unigram=3.0, bigram=2.2),
-        what_if={"qk_norm": change},
-        ablation=dict(heads=[dict(index=index, head=head, change=0.1 * head) for index, head in places]),
+        skipped=[("padding", "there is none")],
+        loss=LossReading("next token", 2.5, 2.4, 2.6, 8, tokens=512, unigram=3.0, bigram=2.2),
+        what_if={"qk_norm": LossChange(2.0, -0.5, -0.6, -0.4)},
+        ablation=Ablation("loss", 2.5, {(index, head): 0.1 * head for index, head in places}),
     )
-    checked = replace(ill)
-    object.__setattr__(checked, "checks", SimpleNamespace(to_json=lambda: checks))
+    checked = replace(ill, checks=checks)
     page = report_page.render(checked)
-    assert "Loss</a> 2.5 nats per token: the text&#x27;s own word frequencies 3" in page
-    assert "loss 2 (-0.5): helps" in page and "two equal forwards agree" in page and "there is none" in page
+    header = re.sub("<[^>]+>", "", page[page.index("<header>") : page.index("</header>")])
+    assert header.count("loss 2.5 nats per token") == 1 and "unigrams reach 3, its bigrams 2.2" in header
+    assert "<td>2, helps</td>" in page and "qk_norm ends it in" in page and ", loss 2, helps" in page
+    assert "two equal forwards agree" in page and "there is none" in page
     drawn = payload.make_payload(checked, 8, 3)
     at = drawn["statistics"].index("ablation")
     assert [head["numbers"][at][0] for head in drawn["treatments"][0]["heads"]] == [0.1 * head for _, head in places]
-    assert "was not measured" in report_page.render(ill)
+    unchecked = report_page.render(replace(ill, checks=None))
+    assert "was not measured" in unchecked
 
 
 def test_tokens_travel_with_the_report(ill, tmp_path):

@@ -118,7 +118,7 @@ def _arrange(fused: FusedCall) -> tuple[Callable, Callable, dict, Tensor | None,
         options["key_lengths"] = fused.used_k
     elif ordered and queries != keys and not fused.at_first_key:
         end_q, end_k = (torch.tensor([0, n], device=fused.q.device) for n in (queries, keys))
-        order = document_mask(end_q, end_k, queries, keys, causal, fused.window)
+        order = document_mask(end_q, end_k, queries, keys, causal, fused.window).dense(queries, keys)[None, None]
         mask = order if mask is None else mask & order if mask.dtype == torch.bool else _hide(mask, order)
         causal = False
     elif fused.window != (None, None):
@@ -172,7 +172,8 @@ def _arrange_packed(fused: FusedCall) -> tuple[Callable, Callable, dict, Tensor 
     if fused.slopes is not None or too_many:
         reason = "it is packed with ALiBi slopes over a cache" if fused.slopes is not None else _too_long(tokens * keys)
         return _swap_heads, _swap_heads, {}, None, False, reason
-    mask = document_mask(cu_q, cu_k, tokens, keys, fused.causal, fused.window, fused.used_k)
+    visible = document_mask(cu_q, cu_k, tokens, keys, fused.causal, fused.window, fused.used_k)
+    mask = visible.dense(tokens, keys)[None, None]
     return (lambda x: x.transpose(0, 1)[None]), (lambda x: x[0].transpose(0, 1)), {}, mask, False, None
 
 

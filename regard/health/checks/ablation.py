@@ -115,7 +115,8 @@ def describe_effect(ablator: Ablator, places: list[tuple[Key, int]]) -> str:
     heads = "this head" if len(places) == 1 else "these heads"
     if ablator.unit == LOSS:
         own = ablator.own_loss
-        numbers = f"the loss goes from {own:.3g} to {own + effect:.3g}"
+        of = "1 sequence" if len(ablator.own) == 1 else f"{len(ablator.own)} sequences"
+        numbers = f"the loss on {of} goes from {own:.3g} to {own + effect:.3g}"
         idle = abs(effect) <= IDLE * abs(own)
     else:
         numbers, idle = f"the model's output changes by {effect:.2g} of its size", effect <= IDLE

@@ -1,10 +1,13 @@
 """Untrained or broken: the model predicts its text worse than the text's own frequencies do.
 
 The loss of unigrams and bigrams is that of counts with each token left out of its own count, which no model that has
-learned anything loses to. A model whose heads look untrained too gets a note, because every model starts like this.
+learned anything loses to. A model whose heads look untrained too and whose loss is that of a guess gets a note, because
+every model starts like this.
 """
 
 from __future__ import annotations
+
+import math
 
 from regard.health.checks._task import LossReading
 from regard.health.checks._trial import NotApplicable, Trial
@@ -25,7 +28,8 @@ def check(trial: Trial) -> list[Finding]:
         raise NotApplicable(f"{reading.tokens} tokens are too few to compare losses; {LEAST_TOKENS} are enough")
     if reading.low <= reading.unigram:
         return []
-    untrained = bool(untrained_heads(trial.heads)) and reading.mean > FRESH * reading.unigram
+    guessing = FRESH * reading.unigram < reading.mean < CONFIDENT * (reading.uniform or math.inf)
+    untrained = guessing and bool(untrained_heads(trial.heads))
     return trial.find(
         KIND,
         "note" if untrained else "critical",
@@ -40,6 +44,7 @@ def check(trial: Trial) -> list[Finding]:
 
 LEAST_TOKENS = 200
 FRESH = 0.97  # of the unigrams' loss: an untrained model is not below
+CONFIDENT = 1.2  # of a uniform guess's loss: an untrained model is not above, because it is sure of nothing
 
 
 def describe(reading: LossReading) -> str:

@@ -77,7 +77,7 @@ def find(heads: Heads) -> list[Finding]:
             KIND,
             "note",
             small_norms,
-            EVIDENCE + "queries and keys are too small, or already scaled.",
+            EVIDENCE + "queries and keys are too small, or already scaled." + describe_large_scale(small_norms),
             "logit variance of the layer, measured and predicted, < 1/32; the call's scale is not small",
             "A model freshly initialised with small weights starts like this. Otherwise check that queries are not "
             "multiplied by 1/√d before a call that does so too; try what_if=['temperature=0.5'].",
@@ -93,6 +93,12 @@ def find(heads: Heads) -> list[Finding]:
             "start. On this model try what_if=['qk_norm'] or regard.qk_clip.",
         ),
     ]
+
+
+def describe_large_scale(found: list) -> str:
+    """Names a scale above 1/√d, which small queries and keys hide until they grow; nothing for another scale."""
+    large = [pair for pair in found if known_scale(pair[0]) > LARGE_SCALE]
+    return f" The scale is {name_scale(large)}: too large if nothing scales the queries before." if large else ""
 
 
 def known_scale(head: Head) -> float:

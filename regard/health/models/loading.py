@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -85,13 +86,24 @@ def load(
         predictor = None if predictor is None else predictor.to(device)
     except Exception as error:
         raise LoadError(f"{spec!r} could not be moved to {device}: {describe_error(error)}") from error
-    title = folder.resolve().name if folder.exists() else spec
+    title = _title(folder.resolve()) if folder.exists() else spec
     batches, source, tokenizer = _make_batches(transformers, spec, model, text, length, batch, limit)
     if predictor is not None and predictor.config.name_or_path and not hasattr(predictor.config, "mask_token_id"):
         predictor.config.mask_token_id = _mask_token(transformers, spec)
     if "synthetic" in source:
         notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
     return Subject(title, model, batches, len(batches), dict(input=source, **notes), tokenizer, predictor)
+
+
+def _title(folder: Path) -> str:
+    """A folder's name; with that of its parent if it says nothing, as `model` or `checkpoint-500`.
+
+    >>> from regard.health.models.loading import _title
+    >>> _title(Path("/work/llama-mini")), _title(Path("/work/llama-mini/checkpoint-500"))
+    ('llama-mini', 'llama-mini/checkpoint-500')
+    """
+    says_little = re.fullmatch(r"models?|weights|checkpoints?|final|best|last|out(put)?|checkpoint-\d+", folder.name)
+    return f"{folder.parent.name}/{folder.name}" if says_little else folder.name
 
 
 def _load_model(transformers: Any, spec: str, options: dict) -> tuple[Any, Any, dict]:

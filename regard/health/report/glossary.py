@@ -27,7 +27,7 @@ WORDS = {
     "critical": "Training is failing, or will fail.",
     "warning": "Probably a mistake.",
     "note": "A fact worth knowing, often by design.",
-    "threshold": "The number from which on a check speaks.",
+    "threshold": "The number from which on a check reports a finding.",
     "quantile": "q05 is the value below which 5 % of the rows lie; q50 is the median, q95 leaves 5 % above.",
     "gradient": "What training changes weights by; if it is lost in the softmax, a head stops learning.",
 }

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from regard.health import findings
+from regard.health.checks.predictions import LEAST_TOKENS
 
 if TYPE_CHECKING:
+    from regard.health.checks import LossReading
     from regard.health.report.report import Report
 
 ROOT = "the model itself"  # the root module's name is empty
@@ -37,10 +39,33 @@ def _describe_predictions(report: Report) -> list[str]:
     if loss.unigram is None or loss.bigram is None:
         return [f"Loss {loss.mean:.3g} ({loss.kind})."]
     numbers = f"loss {loss.mean:.3g} nats per token; the text's unigrams reach {loss.unigram:.3g}"
-    if any(finding.kind == "untrained or broken" for finding in report.findings):
+    numbers += f", its bigrams {loss.bigram:.3g}"
+    kinds = {finding.kind for finding in report.findings}
+    if "untrained or broken" in kinds:
         return [f"Untrained or broken: the model predicts this text worse than the text's own frequencies ({numbers})."]
-    than = "its unigrams and worse than its bigrams" if loss.mean > loss.bigram else "its bigrams"
-    return [f"The model predicts this text better than {than} ({numbers}, its bigrams {loss.bigram:.3g})."]
+    if "sees the future" in kinds:
+        return [f"The loss says little, because the model sees the tokens that it predicts ({numbers})."]
+    if loss.tokens and loss.tokens < LEAST_TOKENS:
+        return [f"{loss.tokens} tokens are too few to judge the loss ({numbers})."]
+    return [f"The model predicts this text {_compare(loss)} ({numbers})."]
+
+
+def _compare(loss: LossReading) -> str:
+    """The loss in words beside the text's unigrams and bigrams; a short text's bigrams may be worse than its unigrams.
+
+    >>> from regard.health.checks import LossReading
+    >>> from regard.health.report.summary import _compare
+    >>> _compare(LossReading("next token", 2.6, 2.5, 2.7, 4, unigram=3.0, bigram=2.5))
+    'better than its unigrams and worse than its bigrams'
+    """
+    assert loss.unigram is not None and loss.bigram is not None
+    better = [name for name in ("unigram", "bigram") if loss.mean < getattr(loss, name)]
+    if len(better) == 2:
+        return "better than its unigrams and its bigrams"
+    if not better:
+        return "no better than its unigrams"
+    worse = "unigrams" if better == ["bigram"] else "bigrams"
+    return f"better than its {better[0]}s and worse than its {worse}"
 
 
 def _describe_extent(report: Report) -> str:

@@ -44,7 +44,8 @@ def show(report: Report, file: TextIO | None = None) -> None:
         print(f"  mean entropy ratio {before} → {after}", file=file)
         if reading.loss is not None:
             print(f"  {reading.loss}", file=file)
-    for line in describe_checks(report):
+    checks = describe_checks(report)
+    for line in ["", *checks] if checks else []:
         print(printable(line), file=file)
     for layer, reason in report.unmeasured[:LISTED]:
         write(f"not measured: {printable(layer or ROOT)}: {printable(reason)}", "yellow")
@@ -63,7 +64,7 @@ def describe_checks(report: Report) -> list[str]:
         listed = ", ".join(f"{change:.2g} ({index}·{head})" for (index, head), change in most)
         idle = sum(abs(change) <= ablation.small for change in ablation.heads.values())
         left = f"; {count_noun(ablation.missing, 'head')} left out, for time" if ablation.missing else ""
-        lines.append(f"\nwithout a head {unit} up to {listed}; {idle} of {len(ablation.heads)} do not matter{left}")
+        lines.append(f"without a head {unit} up to {listed}; {idle} of {len(ablation.heads)} do not matter{left}")
     return lines + [f"not checked: {name}: {reason}" for name, reason in report.checks.skipped]
 
 

@@ -65,7 +65,7 @@ class AlarmRules:
         self._wide_streaks: dict[str, int] = {}
         self._raised: set[tuple[str, str, Place]] = set()
         self._waiting: dict[tuple[str, str], list[tuple[Place, str]]] = {}  # events that the next alarm will tell
-        self._told: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
+        self._head_counts: dict[tuple[str, str], int] = {}  # heads in the alarms so far, by kind and severity
         self.is_suspicious = False  # is a head over a limit that has not been reported?
 
     def add(self, step: int, rows: Iterable[dict], flags: Flags) -> list[Alarm]:
@@ -80,9 +80,9 @@ class AlarmRules:
         self.is_suspicious = bool(over - reported)
         new = []
         for (kind, severity), events in list(self._waiting.items()):
-            told = self._told.get((kind, severity), 0)
-            if len(events) >= told:
-                self._told[kind, severity] = told + len(events)
+            before = self._head_counts.get((kind, severity), 0)
+            if len(events) >= before:
+                self._head_counts[kind, severity] = before + len(events)
                 del self._waiting[kind, severity]
                 new.append(Alarm(step, kind, severity, tuple(place for place, _ in events), _describe(events)))
         return new

@@ -21,12 +21,11 @@ HEADLINES = 4  # findings named at the top
 
 def checks_of(report: Report) -> dict[str, Any]:
     """What more forwards showed, as JSON: loss, what-ifs' losses, ablation, checks; empty if they were not made."""
-    checks = getattr(report, "checks", None)
-    return {} if checks is None else checks.to_json()
+    return {} if report.checks is None else report.checks.to_json()
 
 
 def list_headlines(report: Report) -> str:
-    """One line for each of the gravest findings: what, since which layer, in how many heads."""
+    """One line for each of the gravest findings: what, since which layer, in how many heads; then what to do first."""
     grave = [finding for finding in report.findings if finding.severity != "note"][:HEADLINES]
     lines = ""
     for one in grave:
@@ -35,7 +34,14 @@ def list_headlines(report: Report) -> str:
         lines += f'<li class="{one.severity}"><b>{kind}</b> {where}. {meaning}</li>'
     left = sum(finding.severity != "note" for finding in report.findings) - len(grave)
     more = f"<li>and {count_noun(left, 'more finding')}, below</li>" if left else ""
-    return f'<ul class="headlines">{lines}{more}</ul>' if grave else ""
+    if not grave:
+        return ""
+    return f'<ul class="headlines">{lines}{more}</ul><p class="first-step"><b>Do first:</b> {_first_step(grave[0])}</p>'
+
+
+def _first_step(finding: Finding) -> str:
+    """The first sentence of a remedy."""
+    return link_words(finding.remedy.split(". ")[0].rstrip(".") + ".")
 
 
 def describe_where(report: Report, finding: Finding) -> str:
@@ -131,13 +137,14 @@ def _gain(report: Report, finding: Finding) -> str:
     for name, reading in report.what_if.items():
         still = {place for one in reading.findings if one.kind == finding.kind for place in one.places}
         text = f"{name} ends it in {len(own - still)} of {count_noun(len(own), 'head')}"
-        parts.append(text + describe_loss(losses.get(name)))
+        loss = describe_loss(losses.get(name))
+        parts.append(f"{text}, loss {loss}" if loss else text)
     known = "" if losses else " What it does to the loss was not measured."
     return f"On the same queries and keys, without training: {escape('; '.join(parts))}.{known}"
 
 
 def describe_loss(change: dict[str, Any] | None) -> str:
-    """`, loss 2.31 (−0.12): helps`; empty if the loss is not known."""
+    """`2.31, helps`: the loss under a change, and what that means; empty if the loss is not known."""
     if not change or change.get("loss") is None or change.get("change") is None:
         return ""
-    return f", loss {change['loss']:.3g} ({change['change']:+.2g}): {change['word']}"
+    return f"{change['loss']:.3g}, {change['word']}"

@@ -13,7 +13,7 @@ from regard.health import findings as rules
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, describe_loss, first_place, list_headlines, make_problems
-from regard.health.report.page.words import link, make_glossary
+from regard.health.report.page.words import link, link_words, make_glossary
 from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.health.report.terminal import average
 
@@ -93,7 +93,7 @@ def _pack_numbers(report: Report) -> tuple[str, Detail]:
 
 
 def _header(report: Report) -> str:
-    lines = "".join(f"<p>{escape(line)}</p>" for line in report.summary())
+    lines = "".join(f"<p>{link_words(line)}</p>" for line in report.summary())
     verdict = report.findings[0].severity if report.findings else _verdict_without_findings(report)
     stop = f'<p class="stop" role="alert">Incomplete: {escape(report.interrupted)}</p>' if report.interrupted else ""
     first = first_place(report)
@@ -103,7 +103,7 @@ def _header(report: Report) -> str:
 <p class="brand">regard · attention report</p>
 <h1>{escape(report.title)} <span class="pill {verdict}">{VERDICTS[verdict]}</span></h1>
 {stop}{_describe_text(report)}
-{list_headlines(report)}<div class="summary">{lines}{_describe_model_loss(report)}{look}</div>
+{list_headlines(report)}<div class="summary">{lines}{look}</div>
 </header>"""
 
 
@@ -118,19 +118,6 @@ def _describe_text(report: Report) -> str:
     sample = "built-in sample" in source
     remark = " It comes with regard; heads may do other things on your text: pass it with --text." if sample else ""
     return f'<p class="source">Measured on {escape(source)}.{remark}{begins}</p>'
-
-
-def _describe_model_loss(report: Report) -> str:
-    loss = checks_of(report).get("loss")
-    if not loss:
-        return ""
-    beside = [
-        f"{what} {loss[key]:.3g}"
-        for key, what in (("unigram", "the text's own word frequencies"), ("bigram", "its pairs of words"))
-        if loss.get(key) is not None
-    ]
-    text = f" nats per token: {', '.join(beside)}" if beside else " nats per token"
-    return f"<p>{link('loss', 'Loss')} {loss['mean']:.3g}{escape(text)}.</p>"
 
 
 def _verdict_without_findings(report: Report) -> str:
@@ -193,16 +180,17 @@ def _what_if(report: Report, detail: Detail) -> str:
         return ""
     hint = "Choose one under “What if” below to see it for each head." if detail.changed else ""
     losses = checks_of(report).get("what_if", {})
-    rows = [_what_if_row("as measured", report.heads, report.findings, [], "")]
+    own = f"{report.loss.mean:.3g}" if report.loss is not None else "–"
+    rows = [_what_if_row("as measured", report.heads, report.findings, [], own)]
     rows += [
-        _what_if_row(name, one.heads, one.findings, one.refused, describe_loss(losses.get(name)))
+        _what_if_row(name, one.heads, one.findings, one.refused, describe_loss(losses.get(name)) or "–")
         for name, one in report.what_if.items()
     ]
     columns = "".join(f"<th>{link(name.replace('_', ' '))}</th>" for name in SHOWN)
     return f"""<section id="what-if"><h2>What changes would do</h2>
 <p class="meaning">Means over all heads, with the same queries and keys and changed scores, without training. {hint}</p>
 <div class="scroll"><table>
-<thead><tr><th>scores</th>{columns}<th>findings</th></tr></thead>
+<thead><tr><th>scores</th>{columns}<th>{link("loss")}</th><th>findings</th></tr></thead>
 <tbody>{"".join(rows)}</tbody>
 </table></div>
 </section>"""
@@ -213,10 +201,9 @@ def _what_if_row(
 ) -> str:
     cells = "".join(f"<td>{average(heads, statistic)}</td>" for statistic in SHOWN)
     text = ", ".join(count_kinds((finding.kind, len(finding.heads)) for finding in findings)) or "none"
-    text += loss
     if refused:
         text += f"; not possible in {count_noun(len(refused), 'layer')}: {refused[0][1]}"
-    return f"<tr><th>{escape(name)}</th>{cells}<td>{escape(text)}</td></tr>"
+    return f"<tr><th>{escape(name)}</th>{cells}<td>{escape(loss)}</td><td>{escape(text)}</td></tr>"
 
 
 def _checked(report: Report) -> str:

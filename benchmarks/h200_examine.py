@@ -95,7 +95,7 @@ def main() -> None:
             model(**batch)
 
     def examine():
-        report = regard.examine(model, [batch])
+        report = regard.examine(model, [batch], checks=False)
         assert report.unmeasured == [], report.unmeasured
         assert len(report.heads) == 16 * 32
 

@@ -100,7 +100,9 @@ def time_examine() -> tuple[float, float]:
     found: tuple[list[float], list[float]] = ([], [])
     for turn in range(7):
         for times, run in zip(
-            found, (model, lambda input_ids: regard.examine(model, [dict(input_ids=input_ids)])), strict=True
+            found,
+            (model, lambda input_ids: regard.examine(model, [dict(input_ids=input_ids)], checks=False)),
+            strict=True,
         ):
             torch.cuda.synchronize()
             start = time.perf_counter()

@@ -65,16 +65,10 @@ def train(name: str, data: Path, device: str = "cpu", seed: int = 0) -> tuple[Ti
         step(i)
         if i % 100 == 0:
             print(f"{name} step {i} loss {float(step.loss):.3f}", flush=True)
-    saved = io.BytesIO()
-    save(trial.model.cpu(), saved)
+    save(trial.model.cpu(), saved := io.BytesIO())
     saved.seek(0)
     trial.model = load(saved)[0].to(device)
     return trial.model, evaluate(trial)["loss"]
-
-
-def command(name: str, data: Path, device: str) -> str:
-    """What repeats a checkpoint; of the text only its name."""
-    return shlex.join(["python", "examples/train_tiny.py", "--only", name, "--data", data.name, "--device", device])
 
 
 def main(argv: list[str]) -> None:
@@ -87,7 +81,15 @@ def main(argv: list[str]) -> None:
     for name in [options.only] if options.only else MODELS:
         model, validation = train(name, options.data, options.device)
         notes = dict(validation_loss=f"{validation:.3f}", steps=str(MODELS[name]["steps"]))
-        notes["command"] = command(name, options.data, options.device)
+        repeat = [
+            "python",
+            "examples/train_tiny.py",
+            "--only",
+            name,
+            "--data",
+            options.data.name,
+        ]  # the text's name only
+        notes["command"] = shlex.join([*repeat, "--device", options.device])
         save(model.cpu(), options.out / f"{name}.npz", **notes)
         print(f"{name}: validation loss {validation:.3f}", flush=True)
 

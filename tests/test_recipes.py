@@ -46,7 +46,7 @@ def test_trainer(folder):
     text = recipe("Trainer")
     names = run("Trainer")
     assert names["model"].config._attn_implementation == "regard:entmax15" and "entmax15" in text
-    assert (folder / "attention.jsonl").read_text().count("\n") >= 8  # 8 heads, in at least one sample
+    assert "attention/layer_01/max_logit" in (folder / "attention.jsonl").read_text()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -158,7 +158,7 @@ def examine(
                     while recorder.finish_batch():
                         recorder.begin()
                         _run(model, batch, done, room)
-                if len(kept) < KEPT and (isinstance(batch, (Tensor, Mapping)) or not callable(batch)):
+                if checks and len(kept) < KEPT and (isinstance(batch, (Tensor, Mapping)) or not callable(batch)):
                     kept.append(batch)
                 done += 1
                 if rounds is not None:

@@ -37,7 +37,7 @@ def start(folder: Path, rank: int, world: int, port: int, **more) -> subprocess.
 def expected():
     threads = torch.get_num_threads()
     try:
-        return regard.examine(*subject()).to_json()
+        return regard.examine(*subject(), checks=False).to_json()
     finally:
         torch.set_num_threads(threads)
 

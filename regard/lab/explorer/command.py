@@ -61,6 +61,7 @@ def main(options: argparse.Namespace) -> None:
     if options.export is not None:
         export_page(options)
         return
+    import marimo  # noqa: F401  # before anything is printed: what is missing is one line
     import uvicorn
 
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:

@@ -105,4 +105,4 @@ def test_every_script_is_listed_tested_and_short():
     for name, lines in scripts.items():
         assert f"[{name}]({name})" in listed
         assert name in NOT_RUN or f'run("{name}"' in tests
-        assert len(lines) < 90 and any(f"python examples/{name}" in line for line in lines[:4])
+        assert len(lines) < 100 and any(f"python examples/{name}" in line for line in lines[:4])

@@ -289,7 +289,7 @@ def refused_models(mesh, small: dict, ids: torch.Tensor, llama) -> None:
     labels = t.BertForSequenceClassification(t.BertConfig(**small)).eval()
     for model, given, error in (
         (roberta, {}, "pass position_ids of the whole sequence"),
-        (codegen, {}, "2 layers, but 0 attention calls"),
+        (codegen, {}, "a bias between positions is made for the rank's shard alone"),
         (labels, {}, "does not have one row per position"),
         (t.BertModel(t.BertConfig(**small)).eval(), {}, "pooler_output is of this rank's shard alone"),
         (llama, dict(logits_to_keep=1), "logits_to_keep does not go with"),

@@ -57,7 +57,8 @@ def resolve_mask(
                 f"attn_mask {mask!r} must broadcast to (B, H, Lq) = {(batch, heads, queries)}, got {shape}"
             )
     own = found.lengths[len(beside.lengths) :]
-    lengths = [*beside.lengths, *(check_key_lengths(x, batch, keys, q, "lengths of Mask") for x in own)]
+    checked = (check_key_lengths(x, batch, keys, q, "lengths of Mask") for x in own)
+    lengths = [x for x in (*beside.lengths, *checked) if x is not None]
     return found, functools.reduce(torch.minimum, lengths) if lengths else None
 
 

@@ -1,4 +1,4 @@
-"""Builds the sdist and the wheel into dist/ twice and checks them: equal bytes, a wheel under 1 MB, `twine check`.
+"""Builds the sdist and the wheel into dist/ twice and checks them: equal bytes, a wheel under 1.1 MB, `twine check`.
 
 python tools/dist.py
 
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 1_000_000  # bytes of the wheel
+LIMIT = 1_100_000  # bytes of the wheel
 
 
 def build(folder: Path) -> dict[str, str]:

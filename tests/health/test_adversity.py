@@ -61,7 +61,7 @@ def test_nan_is_an_illness_and_no_clean_bill():
     assert finding.places[0] == (0, 0) and ("0", 0) in finding.heads
     page = render(report)
     assert "critical findings" in page and "no problem found" not in page.split("<main>")[1]
-    assert "8 heads have findings in layers 0 and 1: not finite (8)." in page
+    assert "8 heads have findings in layers 0 and 1: not finite (8)." in report.summary()
 
 
 @pytest.mark.parametrize("length", [20, 300])  # 300: the output that goes on is the rebuilt one

@@ -99,7 +99,7 @@ def _title(folder: Path) -> str:
     """A folder's name; with that of its parent if it says nothing, as `model` or `checkpoint-500`.
 
     >>> from regard.health.models.loading import _title
-    >>> _title(Path("/work/llama-mini")), _title(Path("/work/llama-mini/checkpoint-500"))
+    >>> _title(Path("/models/llama-mini")), _title(Path("/models/llama-mini/checkpoint-500"))
     ('llama-mini', 'llama-mini/checkpoint-500')
     """
     says_little = re.fullmatch(r"models?|weights|checkpoints?|final|best|last|out(put)?|checkpoint-\d+", folder.name)

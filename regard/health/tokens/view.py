@@ -105,7 +105,7 @@ class Look:
         return cls(title, heads, [(one.name, one.reason) for one in chosen if one.reason is not None])
 
     def with_induction(self, repeated: TokenReader) -> Look:
-        """The same with the induction scores that a run on repeated tokens gave."""
+        """Return a copy that has the induction scores of a run on repeated tokens."""
         scores = {
             (layer.index, layer.first_head + at): one["induction"]
             for layer in repeated.layers.values()

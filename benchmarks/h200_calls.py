@@ -14,10 +14,11 @@ import json
 import math
 import multiprocessing
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from revision import find_revision
 
 TWO = ("entropy", "max_logit")
 # name: batch, query heads, key heads, queries, keys, width of k, width of v, causal, options of regard.attention
@@ -306,8 +307,8 @@ def main() -> None:
     for case in names:
         times[case] = time_case(case)
         print(case, {name: [round(x, 3) for x in pair] for name, pair in times[case].items()}, flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}, commit {commit or 'unknown'}"
+    commit = find_revision()
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}, commit {commit}"
     about = f"{torch.cuda.get_device_name()}, {versions}; ms, forward / backward, through `regard.attention`; bfloat16."
     text = f"# Every call\n\n{about}\n\n{table(times, host, checks)}\n"
     arguments.out.mkdir(parents=True, exist_ok=True)

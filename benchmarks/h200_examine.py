@@ -37,7 +37,7 @@ def check(dtype: torch.dtype, length: int) -> float:
                 weight.mul_(3.0)
     small = small.to(dtype)
     ids = torch.randint(0, 32000, (1, length))
-    report = regard.examine(copy.deepcopy(small).cuda(), [dict(input_ids=ids)])
+    report = regard.examine(copy.deepcopy(small).cuda(), [dict(input_ids=ids)], checks=False)
     assert report.unmeasured == [], report.unmeasured
     exact = small.double()
     exact.set_attn_implementation("eager")

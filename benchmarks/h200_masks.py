@@ -13,11 +13,12 @@ import argparse
 import math
 import multiprocessing
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from revision import find_revision
 
 OURS: dict[str, dict] = {
     "regard": {},
@@ -374,8 +375,8 @@ def main() -> None:
         memory = measure_memory() if time.monotonic() - started < arguments.budget else "Memory: not measured."
     except Exception as error:
         memory = f"Memory: {type(error).__name__}: {str(error)[:200]}"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}, commit {commit or 'unknown'}"
+    commit = find_revision()
+    versions = f"torch {torch.__version__}, Triton {triton.__version__}, commit {commit}"
     about = (
         f"{torch.cuda.get_device_name()}, {versions}; ms, forward / backward; bfloat16, B4 H16 N4096 d128 or B1 N16384."
     )

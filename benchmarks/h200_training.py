@@ -1,6 +1,6 @@
 """What swapping, clipping and watching cost a training step: GPT-2 small, B16 × 1024, autocast bfloat16.
 
-    PYTHONPATH=. python3 benchmarks/h200_training.py [--out benchmarks/results]
+    PYTHONPATH=. python3 benchmarks/h200_training.py [VARIANT …] [--out benchmarks/results]
 
 Each variant trains the same model (random weights, AdamW, torch's sdpa) for a few steps by turns; the table has the
 median step and its ratio to the model as it is. Writes h200-training.md.
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 import transformers
 import triton
+from revision import find_revision
 
 import regard
 
@@ -75,11 +75,11 @@ class Variant:
         self.times.append((time.perf_counter() - start) * 1e3)
 
 
-def time_variants(rounds: int = 9, warmup: int = 4) -> dict[str, float | str]:
+def time_variants(names: list[str], rounds: int = 9, warmup: int = 4) -> dict[str, float | str]:
     """The median step of every variant in ms, by turns; or what went wrong."""
     found: dict[str, float | str] = {}
     variants = {}
-    for name in VARIANTS:
+    for name in names:
         try:
             variants[name] = Variant(name)
             for _ in range(warmup):
@@ -117,17 +117,19 @@ def time_examine() -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    out = parser.parse_args().out
-    rows = []
-    found = time_variants()
+    parser.add_argument("variants", nargs="*", help="parts of names of variants; all without")
+    arguments = parser.parse_args()
+    chosen, out, rows = arguments.variants, arguments.out, []
+    names = [name for name in VARIANTS if name == "sdpa" or not chosen or any(part in name for part in chosen)]
+    found = time_variants(names)
     base = found["sdpa"]
-    for name in VARIANTS:
+    for name in names:
         ms = found[name]
         rows.append(f"| {name} | {ms} | |" if isinstance(ms, str) else f"| {name} | {ms:.1f} | {ms / base:.3f} |")
         print(rows[-1], flush=True)
     forward, examine = time_examine()
     rows.append(f"| examine, one batch (a forward takes {forward:.1f}) | {examine:.1f} | {examine / forward:.2f} |")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = find_revision()
     about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}, commit {commit}"
     text = f"# A training step\n\n{about}. GPT-2 small, B16 × 1024, autocast bfloat16, median step in ms.\n\n"
     text += "| variant | ms | × sdpa |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"

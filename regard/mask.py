@@ -166,7 +166,7 @@ class Mask:
 
     @property
     def is_static(self) -> bool:
-        """True if no part holds a tensor: calls with such a mask keep their plan."""
+        """True if no part holds a tensor of the user's: calls with such a mask keep their plan."""
         return all(isinstance(part, STATIC) for part in self.parts)
 
     def bounds(self, queries: int, keys: int, device: torch.device) -> Bounds:

@@ -2,7 +2,7 @@
 
 Checking sixteen arguments and choosing a path costs more than a small kernel runs. All of it follows from the options
 and from the shapes, dtypes and device of q, k and v, so that its result is kept under these as a key. Only calls
-without tensors among their options are kept, and only where nothing records or rewrites calls.
+without tensors of the user's among their options are kept, and only where nothing records or rewrites calls.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from regard.mask import Mask
 from regard.statistics import Statistics
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Statistics]]
-MAX_PLANS = 1024
+MAX_PLANS, MAX_INTERVALS = 1024, 16
 NUMBER_OR_NONE = (float, int, type(None))
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 plans: dict[Hashable, Plan] = {}
+with_interval: list[Hashable] = []  # keys of plans that hold an interval per query, the oldest first
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
@@ -74,10 +75,16 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
 def keep_plan(key: Hashable, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     """Keep a plan for calls like this one, if one can be made."""
     plan = make_plan(q, k, v, call)
-    if plan is not None:
-        if len(plans) >= MAX_PLANS:
-            plans.clear()
-        plans[key] = plan
+    if plan is None:
+        return
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+        with_interval.clear()
+    plans[key] = plan
+    if call.interval is not None:  # which takes memory, and a step of packed batches brings new ones
+        with_interval.append(key)
+        if len(with_interval) > MAX_INTERVALS:
+            plans.pop(with_interval.pop(0), None)
 
 
 def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:

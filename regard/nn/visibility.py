@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard._core.mask.attn_mask import GivenMask, densify
 from regard._core.mask.parts import Packed, check_cu_seqlens
+from regard._core.mask.recent import recall
 from regard._core.validation import check_window
 from regard.mask import Mask
 
@@ -108,5 +109,10 @@ def pack_documents(
         raise ValueError(
             f"cu_seqlens needs as many keys as queries ({queries}), got {keys}; see regard.attention_varlen"
         )
-    cu = check_cu_seqlens(cu_seqlens, "cu_seqlens", queries).to(q.device)
-    return Mask((Packed.of(cu, cu, queries, is_causal, *check_window(window)),))
+    sides = check_window(window)
+
+    def make() -> Mask:
+        cu = check_cu_seqlens(cu_seqlens, "cu_seqlens", queries).to(q.device)
+        return Mask((Packed.of(cu, cu, queries, is_causal, *sides),))
+
+    return recall((cu_seqlens,), (queries, q.device, is_causal, *sides), make)

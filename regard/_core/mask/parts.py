@@ -201,7 +201,7 @@ class Packed:
 
 
 Part = Causal | Window | Chunks | Lengths | Padding | Documents | Cumulative | Prefix | Intervals | Packed
-STATIC = (Causal, Window, Chunks)  # parts without tensors
+STATIC = (Causal, Window, Chunks, Packed)  # parts that stay what they were made as; the others hold tensors of users
 
 
 def _rows(queries: int, keys: int, bottom_right: bool, device: torch.device | None) -> Tensor:

@@ -6,10 +6,12 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from regard._core.attention import attention
 from regard._core.mask.parts import Packed, check_cu_seqlens, check_side
+from regard._core.mask.recent import recall
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard.mask import Mask
@@ -96,44 +98,57 @@ def attention_varlen(
         raise ValueError("scale and softmax_scale are two names of one argument; pass one")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    cu_q = _check_cu(cu_seqlens_q, "cu_seqlens_q", q, max_seqlen_q, "max_seqlen_q")
     if cu_seqlens_k is None and len(k) != len(q):
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
-    cu_seqlens_k, name = (cu_seqlens_q, "cu_seqlens_q") if cu_seqlens_k is None else (cu_seqlens_k, "cu_seqlens_k")
-    cu_k = _check_cu(cu_seqlens_k, name, k, max_seqlen_k, "max_seqlen_k")
-    if len(cu_q) != len(cu_k):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
-        )
-    packed = Packed.of(cu_q, cu_k, len(q), causal, *_check_window_size(window_size))
-    options: dict[str, Any] = dict(
-        dropout_p=dropout_p,
+    ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+    longest = _check_longest(max_seqlen_q, "max_seqlen_q"), _check_longest(max_seqlen_k, "max_seqlen_k")
+    options = len(q), len(k), q.device, longest, causal, *_check_window_size(window_size)
+    mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
+    found: Any = attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        mask,
+        dropout_p,
         scale=softmax_scale if scale is None else scale,
         enable_gqa=True,
         normalizer=normalizer,
         temperature=temperature,
         softcap=softcap or None,
         sink=sink,
+        return_stats=return_stats,
         backend=backend,
     )
-    options |= dict(attn_mask=Mask((packed,)), return_stats=return_stats)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found: Any = attention(q, k, v, **options)
     if not isinstance(found, tuple):
         return found[0].transpose(0, 1)
     out, stats = found
     return out[0].transpose(0, 1), Statistics({name: x[0] for name, x in stats.items()})
 
 
-def _check_cu(cu_seqlens: Ints, name: str, x: Tensor, longest: int | None, longest_name: str) -> Tensor:
-    """Return cu_seqlens on x's device; checks that they rise to x's tokens, and the longest document where given."""
-    cu = check_cu_seqlens(cu_seqlens, name, len(x))
-    if longest is not None:
-        if isinstance(longest, bool) or not isinstance(longest, numbers.Integral) or longest < 0:
-            raise ValueError(f"{longest_name} must be an int ≥ 0 or None, got {longest!r}")
-        if readable(cu) and len(cu) > 1 and int(cu.diff().max()) > longest:
-            raise ValueError(f"{longest_name} is {longest}, but {name} has a document of {int(cu.diff().max())}")
-    return cu.to(x.device)
+def _make_mask(
+    ends_q: Ints, ends_k: Ints, queries: int, keys: int, device: torch.device, longest: tuple[int | None, int | None],
+    causal: bool, left: int | None, right: int | None,
+) -> Mask:  # fmt: skip
+    """Check where documents begin and end, and return their mask."""
+    cu_q = _check_cu(ends_q, "cu_seqlens_q", queries, longest[0], "max_seqlen_q")
+    cu_k = _check_cu(ends_k, "cu_seqlens_q" if ends_k is ends_q else "cu_seqlens_k", keys, longest[1], "max_seqlen_k")
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
+        )
+    return Mask((Packed.of(cu_q.to(device), cu_k.to(device), queries, causal, left, right),))
+
+
+def _check_longest(longest: int | None, name: str) -> int | None:
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, numbers.Integral) or longest < 0):
+        raise ValueError(f"{name} must be an int ≥ 0 or None, got {longest!r}")
+    return None if longest is None else int(longest)
+
+
+def _check_cu(cu_seqlens: Ints, name: str, tokens: int, longest: int | None, longest_name: str) -> Tensor:
+    """Return cu_seqlens; checks that they rise to the tokens, and the longest document where given."""
+    cu = check_cu_seqlens(cu_seqlens, name, tokens)
+    if longest is not None and readable(cu) and len(cu) > 1 and int(cu.diff().max()) > longest:
+        raise ValueError(f"{longest_name} is {longest}, but {name} has a document of {int(cu.diff().max())}")
+    return cu
 
 
 def _check_window_size(window_size: tuple[int, int]) -> tuple[int | None, int | None]:

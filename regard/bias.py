@@ -32,8 +32,11 @@ class Terms(NamedTuple):
 class Bias:
     """A bias that takes the sizes of q and k where it meets them."""
 
-    def terms(self, q: Tensor, keys: int) -> Terms:
-        """The terms of this bias for q [B, H, M, D] and `keys` keys, in the accumulator's dtype on q's device."""
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
+        """The terms of this bias for q [B, H, M, D] and `keys` keys, in the accumulator's dtype on q's device.
+
+        ahead: query i sees no key beyond i + ahead; None: it may see all.
+        """
         raise NotImplementedError
 
     def dense(self, q: Tensor, keys: int) -> Tensor:
@@ -54,7 +57,7 @@ class Relative(Bias):
     table: Tensor
     bottom_right: bool = False
 
-    def terms(self, q: Tensor, keys: int) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         heads, queries = q.shape[1:3]
         _check_heads(self.table.shape[0], heads, "table of bias.relative")
         _check_device(self.table, q, "table of bias.relative")
@@ -71,17 +74,26 @@ class Relative(Bias):
 
 @dataclass(frozen=True, eq=False)
 class Alibi(Bias):
-    """−slope_h·|i − j|; see `alibi`."""
+    """−slope_h·|i − j|; see `alibi`.
+
+    Behind the query this is slope·j − slope·i, a term per key and one per row, which the fastest kernels take. Its
+    rounding grows with N, so that only 16-bit calls are computed so.
+    """
 
     slopes: Tensor  # [H]
     bottom_right: bool = False
 
-    def terms(self, q: Tensor, keys: int) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         heads, queries = q.shape[1:3]
         _check_heads(len(self.slopes), heads, "bias.alibi")
         offset = keys - queries if self.bottom_right else 0
-        away = torch.arange(max(0, queries + keys - 1), device=q.device) - (queries - 1 + offset)
         slopes = self.slopes.to(q.device, accumulator(q.dtype))
+        if ahead is not None and ahead <= offset and q.element_size() == 2:
+            place = torch.arange(1 - keys, 1, device=q.device, dtype=slopes.dtype)  # 0 at the last key
+            i = torch.arange(queries, device=q.device, dtype=slopes.dtype) + (offset + 1 - keys)
+            slopes = slopes[None, :, None]
+            return Terms(key=(slopes * place)[:, :, None], row=-slopes * i)
+        away = torch.arange(max(0, queries + keys - 1), device=q.device) - (queries - 1 + offset)
         return Terms(relative=-slopes[:, None] * away.abs())
 
 
@@ -91,7 +103,7 @@ class Forgetting(Bias):
 
     log_gates: Tensor  # [B or 1, H or 1, N]
 
-    def terms(self, q: Tensor, keys: int) -> Terms:
+    def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         batch, heads, queries = q.shape[:3]
         gates = self.log_gates
         _check_device(gates, q, "log_gates")

@@ -12,7 +12,7 @@ from regard import normalizers, statistics
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
 from regard._core.mask.attn_mask import split_attn_mask
-from regard._core.mask.visible import Visible, resolve_mask
+from regard._core.mask.visible import Visible, find_ahead, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.problem import Problem
 from regard._core.rows.validation import check_flag
@@ -94,11 +94,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
             mask = shaped if mask is None else mask & shaped
         else:
             bias = shaped
-    key_bias, row_bias, relative = (None,) * 3 if given.bias is None else given.bias.terms(q, keys)
+    left, right = check_window(options.window)
+    key_bias = row_bias = relative = None
+    if given.bias is not None:
+        ahead = find_ahead(given.mask, 0 if is_causal else right, queries, keys)
+        key_bias, row_bias, relative = given.bias.terms(q, keys, ahead)
+        if choice.is_shift_invariant and options.sink is None and not wanted and not callable(options.temperature):
+            row_bias = None  # it moves every score of a row alike
     if key_bias is not None:
         bias = key_bias if bias is None else bias + key_bias
     has_bias = any(x is not None for x in (bias, row_bias, relative))
-    left, right = check_window(options.window)
     softcap = check_softcap(options.softcap)
     policy, value, is_learned = split_policy(options.temperature)
     number, temperature = check_temperature(value, lead, batch, heads, queries, q, is_learned=is_learned)

@@ -108,6 +108,11 @@ class Choice:
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
 
     @property
+    def is_shift_invariant(self) -> bool:
+        """True if a number added to all scores of a row changes no weight."""
+        return self.family == "threshold" or (self.softmax_family and self.sums_to == "1")
+
+    @property
     def simplest(self) -> Choice:
         """This choice, or "softmax" where its parameter makes it softmax, as "entmax(alpha=1)"."""
         parameter = self.normalizer.parameter

@@ -51,6 +51,41 @@ def test_a_bias_is_its_dense_tensor(name, normalizer):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("normalizer", normalizers.names())
+def test_shift_invariance_is_what_it_says(normalizer):
+    choice = normalizers.get(normalizer)
+    scores = torch.linspace(-2.0, 1.0, 5, dtype=torch.float64)
+    same = torch.allclose(
+        choice.reference(scores, None, choice.theta), choice.reference(scores + 1.3, None, choice.theta)
+    )
+    assert choice.is_shift_invariant == same
+
+
+@pytest.mark.parametrize("normalizer", ["softmax", "entmax15", "sigmoid"])
+@pytest.mark.parametrize("window", [None, (4, 0)])
+def test_alibi_behind_the_query_is_a_term_per_key(normalizer, window):
+    q, k, v = (torch.randn(2, 2, n, 4, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (M, N, N))
+    q.requires_grad_()
+    slopes = torch.tensor([0.5, 0.25]).requires_grad_()
+    given, mask = bias.alibi(slopes, bottom_right=True), Mask.causal(bottom_right=True)
+    terms = given.terms(q, N, N - M)
+    assert terms.relative is None and given.terms(q, N, None).key is None and given.terms(q.float(), N, 0).key is None
+    torch.testing.assert_close((terms.key + terms.row[..., None])[0].tril(N - M), given.dense(q, N).tril(N - M))
+    dense = dense_of("alibi", slopes)
+    if window is not None:
+        given, dense, mask = (
+            bias.alibi(slopes),
+            -slopes[:, None, None] * (torch.arange(M)[:, None] - torch.arange(N)),
+            None,
+        )
+    options = dict(normalizer=normalizer, window=window)
+    ours = regard.attention(q, k, v, (mask, given), **options)
+    truth = regard.reference.attention(q, k, v, (mask, dense), **options)[0]
+    torch.testing.assert_close(ours.double(), truth, atol=2e-2, rtol=2e-2)
+    for a, b in zip(*(torch.autograd.grad(x.double().square().sum(), (q, slopes)) for x in (ours, truth)), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)
+
+
 def test_second_derivatives():
     _, leaf = biases()["relative"]
     q = torch.randn(1, 2, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()

@@ -78,6 +78,16 @@ def _fold_part(found: Visible, part: Part, queries: int, keys: int) -> Visible |
     return None
 
 
+def find_ahead(mask: Mask | None, ahead: int | None, queries: int, keys: int) -> int | None:
+    """Return how far beyond its own index a query may see, with `ahead` given beside the mask; None: no limit."""
+    for part in () if mask is None else mask.parts:
+        if isinstance(part, (Causal, Window)):
+            offset = keys - queries if part.bottom_right else 0
+            right = 0 if isinstance(part, Causal) else part.right
+            ahead = _least(ahead, None if right is None else right + offset)
+    return ahead
+
+
 def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """Return [3, B or 1, H or 1, M] int32: lo, hi and position of each query."""
     lo, hi = mask.bounds(queries, keys, device)

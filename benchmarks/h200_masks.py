@@ -183,7 +183,10 @@ def load_flex(case: Case) -> Callable:
 
 
 def load_fa4(case: Case) -> Callable | None:
-    """FlashAttention-4 of a case in its own layout; None if it is not installed or has no such option."""
+    """FlashAttention-4 of a case in its own layout; None if it is not installed or has no such option.
+
+    Wheels installed with `pip --target SITE` need SITE and SITE/nvidia_cutlass_dsl/dsl_packages in PYTHONPATH.
+    """
     try:
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
     except ImportError:
@@ -267,6 +270,7 @@ def time_case(name: str) -> dict[str, list[float]]:
     import torch
     from triton.testing import do_bench
 
+    torch._dynamo.reset()  # FlexAttention is compiled for each work; after eight in one process it would not be
     case = CASES[name]()
     runs = candidates(case)
     found: dict[str, list[list[float]]] = {who: [[], []] for who in runs}
@@ -372,7 +376,7 @@ def main() -> None:
             continue
         print(name, {who: [round(x, 3) for x in pair] for who, pair in times[name].items()}, flush=True)
     try:
-        memory = measure_memory() if time.monotonic() - started < arguments.budget else "Memory: not measured."
+        memory = measure_memory()
     except Exception as error:
         memory = f"Memory: {type(error).__name__}: {str(error)[:200]}"
     commit = find_revision()

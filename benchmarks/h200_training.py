@@ -30,7 +30,8 @@ VARIANTS = {
     "using(ssmax)": dict(temperature="ssmax"),
     "qk_clip after each step": "clip",
     "Monitor(every=1)": "every 1",
-    "Monitor(every=100)": "every 100",
+    "Monitor(every=1, metrics=max_logit)": "every 1 max_logit",
+    "Monitor(every=100), between samples": "every 100",
 }
 
 
@@ -64,7 +65,12 @@ class Variant:
         if isinstance(how, dict):
             regard.using(self.model, **how)
         elif isinstance(how, str) and how.startswith("every"):
-            regard.Monitor(self.model, every=int(how.split()[1]), log=lambda step, values: None, budget=1.0)
+            _, every, *metrics = how.split()
+            self.monitor = regard.Monitor(
+                self.model, every=int(every), log=lambda values: None, budget=1.0, metrics=metrics or None
+            )
+            if int(every) > 1:
+                self.monitor.at_step(1)  # the first forward is sampled, and no other
 
     def run(self) -> None:
         """One step, timed."""

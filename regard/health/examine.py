@@ -79,6 +79,7 @@ def examine(
         tokenizer: names the tokens that the report shows, as in `regard.look`.
         checks: run the model a few times more, on a few sequences: does it see later tokens, other sequences or
             padding, is its loss below that of the text's frequencies, what do what-ifs and remedies do to the loss.
+            False measures alone, in little more than a forward; tokens are then shown only with a `tokenizer`.
         ablate: measure the loss without each head: True, False or a budget in seconds; None for as many seconds as the
             measurement took, 2 at least.
         causal: True if the model must not see later tokens, False if it may; None to find out.
@@ -194,7 +195,7 @@ def examine(
         seconds = time.perf_counter() - started
         how = describe_measurement(model, parameters, layers, done, seconds, changes_of(model))
         report = _make_report(title or _title(model), modules, layers, changes, how, failure)
-    if failure is None:
+    if failure is None and (checks or tokenizer is not None):
         from regard.health.tokens.sample import sample_tokens  # imports this module
 
         report = replace(report, tokens=sample_tokens(model, first, tokenizer, room, report.title))

@@ -125,6 +125,7 @@ class Monitor:
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
         self._samples: dict[int, tuple] = {}  # open samples by thread
+        self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
         self._lock = threading.RLock()  # for the numbers above; never held during a forward
         self._warned: set[str] = set()
         self._hooks = [
@@ -133,8 +134,9 @@ class Monitor:
         ]
 
     def close(self) -> None:
-        """Stop watching and remove the hooks."""
+        """Read the last sample, stop watching and remove the hooks."""
         self._end_sample()
+        self._read_sample()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -176,6 +178,7 @@ class Monitor:
     def end_step(self) -> None:
         """Reduce the sample of this step over the ranks, where that waits for the end of the step (pipelines)."""
         with self._lock:
+            self._read_sample()
             if self._pending is not None:
                 (step, tables), self._pending = self._pending, None
                 self._finish(step, tables)
@@ -184,6 +187,7 @@ class Monitor:
         if module is not self.model:  # a copy, which has its hooks
             return
         self._end_sample()
+        self._read_sample()
         if not module.training:
             return
         now = time.perf_counter()
@@ -239,15 +243,30 @@ class Monitor:
         close_scope(sample[1])
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
-        recorder.finish_batch()
         with self._lock:
+            self._unread = recorder, step, opening + time.perf_counter() - finished
+            if self._ranks.is_distributed() or not recorder.is_on_gpu:
+                self._read_sample()
+
+    def _read_sample(self) -> None:
+        """Reads the sample that a forward has left, logs it and raises alarms.
+
+        A GPU is still at work when its forward returns. Alone, a process reads the sample at its next forward, so as
+        not to wait; over ranks at once, because all of them have to.
+        """
+        with self._lock:
+            if self._unread is None:
+                return
+            (recorder, step, opening), self._unread = self._unread, None
+            began = time.perf_counter()
+            recorder.finish_batch()
             tables = self._make_tables(recorder)
             if self._ranks.pipeline_group is None:
                 self._finish(step, tables)
             else:
                 self._pending = step, tables
             if self.samples:  # the first one compiles kernels, which does not count
-                self.spent += recorder.seconds + time.perf_counter() - finished + opening
+                self.spent += recorder.count_seconds() + time.perf_counter() - began + opening
             self.samples += 1
 
     def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:

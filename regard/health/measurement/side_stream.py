@@ -71,7 +71,8 @@ class SideStream:
     def after_marks(self) -> Iterator[None]:
         """Runs the body after what was marked and after the blocks, but not after what the model was given since."""
         with contextlib.ExitStack() as stack:
-            for device, side in self._streams.items():
+            for device in {**self._streams, **self._marks}:
+                side = self._streams.setdefault(device, _stream(device))
                 if device in self._marks:
                     side.wait_event(self._marks[device])
                 stack.enter_context(torch.cuda.stream(side))

@@ -11,6 +11,7 @@ import regard
 from regard.health.capture.call import Call
 from regard.health.findings._finding import LOGIT_LIMIT
 from regard.health.measurement.recorder import Layer
+from regard.health.measurement.side_stream import fetch_to_host
 from regard.health.watching.sample import AT
 from regard.health.watching.timed_recorder import TimedRecorder
 
@@ -43,9 +44,9 @@ class MaxLogitRecorder(TimedRecorder):
     def finish_batch(self) -> bool:
         """Fetches the largest logits with one wait for the device."""
         if self.largest:
-            sizes = [len(x) for x in self.largest.values()]
-            fetched = torch.cat([x.to(next(iter(self.largest.values())).device) for x in self.largest.values()]).cpu()
-            self.largest = dict(zip(self.largest, fetched.split(sizes), strict=True))
+            with self.on_side_stream():
+                fetched = fetch_to_host(list(self.largest.values()))
+            self.largest = dict(zip(self.largest, fetched, strict=True))
         for key, largest in self.largest.items():
             self.layers[key].not_finite = (largest.isnan() | largest.isposinf()).nonzero()[:, 0].tolist()
         return False

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,10 +67,6 @@ class LayerSample:
     label: str
     table: Tensor
 
-    def column(self, name: str) -> Tensor:
-        """Returns one column of the heads that have rows."""
-        return self.table[self.table[:, AT["rows"]] > 0, AT[name]]
-
 
 def empty_table(heads: int) -> Tensor:
     """Returns the table of a layer without rows."""
@@ -115,14 +112,17 @@ def merge_tables(tables: Tensor) -> Tensor:
 
 def merge_ranks(keys: Sequence[LayerKey], tables: Sequence[Tensor]) -> list[LayerSample]:
     """Merges what ranks sent, tables [ranks, heads, columns] per key, into one per layer, in the model's order."""
+    merged = merge_tables(torch.cat(list(tables), 1)).split([key.heads for key in keys]) if keys else ()
     layers: dict[tuple[int, int, str], list[tuple[int, Tensor]]] = {}
-    for key, each in zip(keys, tables, strict=True):
-        layers.setdefault(key[:3], []).append((key.first_head, merge_tables(each)))
+    for key, each in zip(keys, merged, strict=True):
+        layers.setdefault(key[:3], []).append((key.first_head, each))
+    stages: dict[str, set[int]] = {}
+    for key in keys:
+        stages.setdefault(key.label, set()).add(key.stage)
     found = []
     for (stage, _, label), parts in sorted(layers.items(), key=lambda item: item[0]):
         table = torch.cat([table for _, table in sorted(parts, key=lambda part: part[0])])
-        stages = {key.stage for key in keys if key.label == label}
-        found.append(LayerSample(label if len(stages) == 1 else f"stage{stage}.{label}", table))
+        found.append(LayerSample(label if len(stages[label]) == 1 else f"stage{stage}.{label}", table))
     return found
 
 
@@ -155,25 +155,25 @@ def scalars_of(layers: Sequence[LayerSample], names: Mapping[str, str]) -> dict[
 
 
 def _summarize(layers: Sequence[LayerSample]) -> dict[str, float]:
-    """Returns each metric over the heads of these layers."""
+    """Returns each metric over the heads of these layers that have rows."""
+    table = np.concatenate([layer.table.numpy() for layer in layers]) if layers else np.empty((0, len(COLUMNS)))
+    table = table[table[:, AT["rows"]] > 0]
 
-    def heads(name: str) -> Tensor:
-        values = torch.cat([layer.column(name) for layer in layers]) if layers else torch.empty(0)
-        return values[~values.isnan()]
+    def heads(name: str, count: str = "rows") -> np.ndarray:
+        values = table[table[:, AT[count]] > 0, AT[name]]
+        return values[~np.isnan(values)]
 
-    def mean(values: Tensor) -> float:
+    def mean(values: np.ndarray) -> float:
         return float(values.mean()) if len(values) else math.nan
 
-    some = [layer for layer in layers if len(layer.column("rows"))]
-    ratios = heads("entropy_ratio")[heads("ratio_rows") > 0] if some else torch.empty(0)
-    tops, sinks = heads("max_logit"), heads("first_key_mass")
+    ratios, tops = heads("entropy_ratio", "ratio_rows"), heads("max_logit")
     return {
         "max_logit": float(tops.max()) if len(tops) else math.nan,
         "entropy_ratio_min": float(ratios.min()) if len(ratios) else math.nan,
         "entropy_ratio_mean": mean(ratios),
-        "sink_rate": mean((sinks > SINK).double()),
+        "sink_rate": mean((heads("first_key_mass") > SINK).astype(float)),
         "gradient_gain": mean(heads("gradient_gain")),
-        **{name: mean(heads(name)[heads(MEANS[name]) > 0] if some else sinks) for name in NORMS},
+        **{name: mean(heads(name, MEANS[name])) for name in NORMS},
     }
 
 
@@ -195,12 +195,11 @@ def head_rows(layers: Iterable[LayerSample], names: Mapping[str, str], step: int
 def flags_of(layers: Iterable[LayerSample]) -> dict[str, dict[tuple[str, int], float]]:
     """Returns, per finding and for "not finite", (layer, head) → number."""
     found: dict[str, dict[tuple[str, int], float]] = {name: {} for name in (*FLAGS, "not finite")}
+    first, last = AT[FLAGS[0]], AT["not_finite"]
     for layer in layers:
-        for name in FLAGS:
-            for head, number in enumerate(layer.table[:, AT[name]].tolist()):
-                if number == number:
-                    found[name][layer.label, head] = number
-        for head, flag in enumerate(layer.table[:, AT["not_finite"]].tolist()):
-            if flag:
-                found["not finite"][layer.label, head] = flag
+        columns = layer.table.numpy()[:, first : last + 1]  # the flags, then not_finite
+        columns = np.where(columns[:, -1:] == 0, [*[0.0] * len(FLAGS), math.nan], 0.0) + columns
+        for head, at in np.argwhere(~np.isnan(columns)).tolist():
+            name = "not finite" if at == len(FLAGS) else FLAGS[at]
+            found[name][layer.label, head] = float(columns[head, at])
     return found

@@ -76,6 +76,9 @@ class Monitor:
         pipeline_group: the ranks that hold different layers. Call `at_step` before and `end_step` after each step then;
             the callbacks do it.
 
+    On a GPU, in one process, a sample is read while the next forward runs, so as not to wait for it; `close` reads the
+    last one.
+
     Attributes:
         alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`.
         layers: series name → module name.
@@ -187,7 +190,6 @@ class Monitor:
         if module is not self.model:  # a copy, which has its hooks
             return
         self._end_sample()
-        self._read_sample()
         if not module.training:
             return
         now = time.perf_counter()
@@ -236,8 +238,11 @@ class Monitor:
             close_scope(sample[1])
 
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
+        if module is not self.model:
+            return
+        self._read_sample()  # of an earlier forward, while a GPU is at work on this one
         finished = time.perf_counter()
-        if module is not self.model or (sample := self._samples.pop(threading.get_ident(), None)) is None:
+        if (sample := self._samples.pop(threading.get_ident(), None)) is None:
             return
         recorder, _, step, opening = sample
         close_scope(sample[1])
@@ -251,8 +256,8 @@ class Monitor:
     def _read_sample(self) -> None:
         """Reads the sample that a forward has left, logs it and raises alarms.
 
-        A GPU is still at work when its forward returns. Alone, a process reads the sample at its next forward, so as
-        not to wait; over ranks at once, because all of them have to.
+        A GPU is still at work when its forward returns. Alone, a process reads the sample at the end of the next
+        forward, so as not to wait; over ranks at once, because all of them have to.
         """
         with self._lock:
             if self._unread is None:

@@ -240,16 +240,18 @@ class Monitor:
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if module is not self.model:
             return
+        finished, sample = time.perf_counter(), self._samples.pop(threading.get_ident(), None)
+        if sample is not None:
+            close_scope(sample[1])
+        closing = time.perf_counter() - finished
         self._read_sample()  # of an earlier forward, while a GPU is at work on this one
-        finished = time.perf_counter()
-        if (sample := self._samples.pop(threading.get_ident(), None)) is None:
+        if sample is None:
             return
         recorder, _, step, opening = sample
-        close_scope(sample[1])
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
         with self._lock:
-            self._unread = recorder, step, opening + time.perf_counter() - finished
+            self._unread = recorder, step, opening + closing
             if self._ranks.is_distributed() or not recorder.is_on_gpu:
                 self._read_sample()
 

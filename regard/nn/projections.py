@@ -47,7 +47,17 @@ class Projection:
         >>> weight[:, 0]
         tensor([0.5000, 0.5000, 1.0000, 1.0000])
         """
-        each = self._row_factors(factors.to(self.weight.device, torch.float32))
+        factors = factors.to(self.weight.device, torch.float32)
+        powers = {power for count, power in self.powers if count} or {1.0}
+        if len(powers) == 1 and not is_dtensor(self.weight):  # each head's rows have one factor
+            (power,) = powers
+            own = factors if power == 1.0 else factors.sqrt() if power == 0.5 else factors**power
+            rows = self.weight.narrow(self.dim, self.start, self.width).unflatten(self.dim, (self.heads, -1))
+            rows.mul_(own[:, None, None] if self.dim == 0 else own[:, None])
+            if self.bias is not None:
+                self.bias.narrow(0, self.start, self.width).unflatten(0, (self.heads, -1)).mul_(own[:, None])
+            return
+        each = self._row_factors(factors)
         if is_dtensor(self.weight):  # a slice would be a copy: multiply the whole, other rows by 1
             self._shrink_shards(each)
             return

@@ -69,7 +69,7 @@ class Follower:
         if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
             return self._multiply(module, name, func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and (len(self._known) or name == "softmax"):
+        if isinstance(result, Tensor) and (self._known.data or name == "softmax"):
             self._follow(name, args, kwargs, result)
         return result
 

@@ -151,6 +151,7 @@ def turn(part: str, positions: Callable[[Tensor], Tensor]) -> Callable[[Call], C
         angle = at[:, None] * BASE ** (-torch.arange(half, device=x.device) / half)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x[..., :half], x[..., half:]
-        return replace(call, **{part: torch.cat([a * cos - b * sin, a * sin + b * cos], -1)})
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        return replace(call, q=turned) if part == "q" else replace(call, k=turned)
 
     return change

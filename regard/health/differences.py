@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.health.checks._probe import CapturedCall, relative_change
+from regard.health.probing.probe import CapturedCall, relative_change
 from regard.scores import resolve_scale
 
 SAME = 1e-3  # relative difference up to which a hypothesis explains what was seen

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.checks._probe import change_calls
-from regard.health.checks._task import MASKED, NEXT, Task
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import change_calls
+from regard.health.probing.task import MASKED, NEXT, Task
+from regard.health.probing.trial import NotApplicable, Trial
 from regard.scores import resolve_scale
 
 NAME = "no other wiring of q, k and v lowers the loss"

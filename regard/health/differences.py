@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.health.checks._probe import CapturedCall, relative_change
+from regard.health.probing.probe import CapturedCall, relative_change
 from regard.scores import resolve_scale
 
 SAME = 1e-3  # relative difference up to which a hypothesis explains what was seen
@@ -82,8 +82,9 @@ def _explain_scores(one: CapturedCall, other: CapturedCall) -> str:
         )
     d = one.q.shape[-1]
     scales = [resolve_scale(call.call.options.get("scale"), d) for call in (one, other)]
-    if not any(isinstance(scale, Tensor) for scale in scales) and abs(scales[0] / scales[1] - 1) > SAME:
-        return f"The scales differ: {scales[0]:.4g} here, {scales[1]:.4g} in the reference (1/√d is {d**-0.5:.4g})."
+    a, b = (None if isinstance(scale, Tensor) else float(scale) for scale in scales)
+    if a is not None and b is not None and abs(a / b - 1) > SAME:
+        return f"The scales differ: {a:.4g} here, {b:.4g} in the reference (1/√d is {d**-0.5:.4g})."
     return "The scores differ with equal q, k and scale: an additive mask or a position bias differs."
 
 

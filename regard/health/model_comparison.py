@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.health.capture.interception import as_written, refuse_data_parallel
-from regard.health.checks._probe import CapturedCall, Key, Probe, relative_change
-from regard.health.checks._tokens import as_batch
 from regard.health.differences import explain, scores_of, visible_of
+from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
+from regard.health.probing.tokens import as_batch
 from regard.health.report.terminal import printable
 from regard.table import Table
 

@@ -12,10 +12,11 @@ from torch import nn
 
 import regard
 from regard.health import checks, examine
-from regard.health.checks._baselines import frequency_losses
-from regard.health.checks._task import LossChange, interval
 from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import TinyLM, batches, checkpoint, encode
+from regard.health.probing import task
+from regard.health.probing.baselines import frequency_losses
+from regard.health.probing.task import LossChange, interval
 from regard.health.report.summary import summarize
 
 WIDTH, HEADS, LENGTH, WORDS = 32, 4, 24, 40
@@ -298,7 +299,7 @@ def test_a_given_loss_and_its_what_ifs():
     model, x = nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True), [torch.randn(3, 12, WIDTH) for _ in range(3)]
     report = examine(model, x, ["qk_norm"], loss=lambda model, batch: model(batch).square().mean(), ablate=5.0)
     assert report.loss.kind == "the given loss" and report.loss.sequences == 3
-    assert report.what_if["qk_norm"].loss.word in checks._task.WORDS.values()
+    assert report.what_if["qk_norm"].loss.word in task.WORDS.values()
 
 
 def test_checks_can_be_left_out_and_functions_are_not_run_again():

@@ -28,7 +28,7 @@ EXTRA = ("return_attn_probs", "return_lse", "return_softmax_lse", "return_aux")
 def capture_flash(original: Callable, given: dict[str, Any]) -> Any:
     """Captures flash_attn_func, _varlen_func and their qkv- and kv-packed forms."""
     foreign = next((name for name in FOREIGN if given.get(name) is not None and _is_set(given[name])), None)
-    q, k, v = _unstack(given) if foreign is None else (given.get("q", given.get("qkv")),) * 3
+    q, k, v = _unstack(given) if foreign is None else (given["q" if "q" in given else "qkv"],) * 3
     cu_q = given.get("cu_seqlens_q", given.get("cu_seqlens"))
     return capture(
         FusedCall(

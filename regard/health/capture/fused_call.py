@@ -110,7 +110,8 @@ def _arrange(fused: FusedCall) -> tuple[Callable, Callable, dict, Tensor | None,
     if fused.cu_q is not None:
         return _arrange_packed(fused)
     queries, keys = fused.q.shape[1], fused.k.shape[1]
-    options, mask, causal = {}, clean_mask(fused.mask), fused.causal
+    options: dict[str, Any] = {}
+    mask, causal = clean_mask(fused.mask), fused.causal
     ordered = causal or fused.window != (None, None)
     if fused.used_k is not None and ordered:
         return _swap_heads, _swap_heads, {}, None, False, "it gives lengths of a cache, and an order that ends there"

@@ -110,7 +110,8 @@ class Follower:
         if operands is not None:
             q, k = operands
             alpha = kwargs.get("alpha", 1.0) if name == "baddbmm" else 1.0
-            self._known[result] = Product(q, k, tuple(result.shape[-2:]), result.numel(), float(alpha))
+            rows, keys = result.shape[-2:]
+            self._known[result] = Product(q, k, (rows, keys), result.numel(), float(alpha))
         return result
 
     def _weigh(self, module: nn.Module, name: str, weights: Weights, args: tuple, tensors: list, run: Callable) -> Any:

@@ -69,7 +69,7 @@ def _capture_sdpa(
         return run(query, attn_mask, is_causal, dropout_p)
 
     module = running_module()
-    if not interceptions_of(module):
+    if module is None or not interceptions_of(module):
         return run_original()
     if query.is_nested:
         call = Call(module, query, key, value, own=lambda rows: run_original(), kind="sdpa", obstacle=NESTED)
@@ -131,8 +131,9 @@ def _mask_as_four_dims(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """Runs torch's multi-head function with our sdpa; the weights are its own, or those of a swap."""
-    active = interceptions_of(running_module())
-    if not active or STATE.multi_head is not None:  # or this is such a call, seen by a second mode
+    module = running_module()
+    active = interceptions_of(module)
+    if module is None or not active or STATE.multi_head is not None:  # or this is such a call, seen by a second mode
         return func(*args, **kwargs)
     wanted = kwargs.get("need_weights", True)
     weights: list[Tensor] | None = [] if wanted and any(one.swap is not None for one in active) else None
@@ -141,7 +142,7 @@ def _capture_multi_head(func: Callable, args: tuple, kwargs: dict) -> tuple[Tens
     if weights is not None and kwargs.get("attn_mask") is not None:
         changed["is_causal"] = False  # the mask holds it, and torch follows the mask where weights are wanted
     observes_only = wanted and weights is None  # a second run, for the observers: its output is not the model's
-    if observes_only and running_module().training and len(args) <= ARGUMENTS_BEFORE_TRAINING:
+    if observes_only and module.training and len(args) <= ARGUMENTS_BEFORE_TRAINING:
         changed["training"] = False  # dropout would take random numbers from the model's later layers
     with _multi_head_scope(cross=query is not key, weights=weights):
         result = func(*args, **kwargs) if observes_only else None
@@ -202,7 +203,7 @@ def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable)
     bias, mask, temperature and sink are those of the problem before they were expanded.
     """
     module = running_module()
-    if not interceptions_of(module) or is_measuring():
+    if module is None or not interceptions_of(module) or is_measuring():
         return run()
     results: list = []
 

@@ -22,7 +22,7 @@ from regard.health.capture.interception import SDPA, STATE, interceptions_of, ro
 try:  # the outputs that the running forward collects from its modules, by name
     from transformers.utils.output_capturing import _active_collector as _COLLECTOR
 except ImportError:
-    _COLLECTOR = None
+    _COLLECTOR = None  # type: ignore[assignment]
 
 _ORIGINALS: dict[str, object] = {}
 

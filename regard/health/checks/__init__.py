@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.health.checks._probe import change_calls
-from regard.health.checks._task import LossChange, LossReading
-from regard.health.checks._trial import KEPT, NotApplicable, Trial
 from regard.health.checks.ablation import Ablation, Ablator, ablate, describe_effect
 from regard.health.findings import SEVERITIES, Finding
 from regard.health.findings._finding import Heads, Layers
+from regard.health.probing.probe import change_calls
+from regard.health.probing.task import LossChange, LossReading
+from regard.health.probing.trial import KEPT, NotApplicable, Trial
 from regard.health.what_if import WhatIf, parse
 
 __all__ = ["KEPT", "Ablation", "Checks", "LossChange", "LossReading", "kinds", "names", "run_checks"]

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.health.checks._probe import Key, Transform, relative_change, remove_heads
-from regard.health.checks._task import GIVEN, LABELS, Task, finite
-from regard.health.checks._tokens import TokenBatch
-from regard.health.checks._trial import Trial
+from regard.health.probing.probe import Key, Transform, relative_change, remove_heads
+from regard.health.probing.task import GIVEN, LABELS, Task, finite
+from regard.health.probing.tokens import TokenBatch
+from regard.health.probing.trial import Trial
 
 SEQUENCES, LENGTH = 6, 128  # of the text
 LOSS, OUTPUT = "loss", "output"

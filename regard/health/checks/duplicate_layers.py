@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.health.checks._probe import Key
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import Key
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "no two layers hold the same weights"
 KIND = "duplicate layers"

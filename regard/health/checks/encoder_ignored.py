@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from regard.health.checks._probe import relative_change
-from regard.health.checks._tokens import exchange_tokens
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import relative_change
+from regard.health.probing.tokens import exchange_tokens
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "the decoder depends on the encoder's text"
 KIND = "encoder ignored"

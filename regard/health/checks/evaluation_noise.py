@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from regard.health.checks._trial import Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.trial import Trial
 
 NAME = "two equal forwards agree"
 KIND = "random in evaluation"

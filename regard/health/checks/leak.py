@@ -6,9 +6,9 @@ on are exchanged, and the first layer whose rows before the middle change is whe
 
 from __future__ import annotations
 
-from regard.health.checks._probe import relative_change
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import relative_change
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "later tokens do not change earlier outputs"
 KIND = "sees the future"

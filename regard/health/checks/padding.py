@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.health.checks._probe import CapturedCall, relative_change
-from regard.health.checks._tokens import TokenBatch, find_padding
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import CapturedCall, relative_change
+from regard.health.probing.tokens import TokenBatch, find_padding
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "padding does not change the text's outputs"
 SEEN, MOVED = "sees padding", "padding moves the text"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
-from regard.health.checks._task import LossReading
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
 from regard.health.findings.diffuse import untrained_heads
+from regard.health.probing.task import LossReading
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "the model predicts its text better than the text's frequencies"
 KIND = "untrained or broken"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "tokens stay different from layer to layer"
 KIND = "rank collapse"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.checks._probe import change_calls
-from regard.health.checks._task import MASKED, NEXT, Task
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import change_calls
+from regard.health.probing.task import MASKED, NEXT, Task
+from regard.health.probing.trial import NotApplicable, Trial
 from regard.scores import resolve_scale
 
 NAME = "no other wiring of q, k and v lowers the loss"
@@ -151,6 +151,7 @@ def turn(part: str, positions: Callable[[Tensor], Tensor]) -> Callable[[Call], C
         angle = at[:, None] * BASE ** (-torch.arange(half, device=x.device) / half)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x[..., :half], x[..., half:]
-        return replace(call, **{part: torch.cat([a * cos - b * sin, a * sin + b * cos], -1)})
+        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        return replace(call, q=turned) if part == "q" else replace(call, k=turned)
 
     return change

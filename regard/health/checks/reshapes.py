@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.checks._probe import CapturedCall, Key, StopForward
-from regard.health.checks._tokens import exchange_tokens
-from regard.health.checks._trial import NotApplicable, Trial
 from regard.health.findings._finding import Finding
+from regard.health.probing.probe import CapturedCall, Key, StopForward
+from regard.health.probing.tokens import exchange_tokens
+from regard.health.probing.trial import NotApplicable, Trial
 
 NAME = "heads and tokens are not mixed by a reshape"
 KIND = "heads mixed with time"

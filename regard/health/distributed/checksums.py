@@ -38,7 +38,7 @@ def checksum_batch(x: Any, before: int = 0) -> int:
     elif isinstance(x, Tensor):
         before = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode(), before)
         if x.layout == torch.strided and x.numel():
-            before = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), before)
+            before = zlib.crc32(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)
     elif hasattr(x, "__array_interface__"):  # numpy's
         before = checksum_batch(torch.as_tensor(x), before)
     else:

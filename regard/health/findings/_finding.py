@@ -51,7 +51,7 @@ class HeadPlace(NamedTuple):
     """Where a head is: its layer's name and index, and its number."""
 
     layer: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name
     head: int
 
 

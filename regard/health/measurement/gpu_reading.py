@@ -12,7 +12,7 @@ They add to a `LayerReading` what `LayerReading.update` adds on a CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 import triton
@@ -93,8 +93,8 @@ def _plan(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         source.append((KEPT.index(SOURCE.get(name, name)), SCALE[scale], derived))
         origin.append((low, (high - low) / BINS))
     edges = [*map(first_position, range(POSITIONS)), 2**31 - 1]
-    ints = dict(dtype=torch.int32, device=device)
-    return torch.tensor(source, **ints), torch.tensor(origin, device=device), torch.tensor(edges, **ints)
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    return ints(source), torch.tensor(origin, device=device), ints(edges)
 
 
 @triton.jit

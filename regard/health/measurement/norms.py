@@ -94,7 +94,7 @@ def add_predicted_variance(reading: LayerReading, call: Call, rows: Tensor | Non
     """
     scale, temperature = resolve_scale(call.options.get("scale"), call.q.shape[-1]), _temperature(call)
     if isinstance(temperature, numbers.Real):
-        scale = scale / temperature
+        scale = scale / float(temperature)
     if not call.q.is_cuda or isinstance(scale, Tensor) or isinstance(temperature, Tensor):
         reading.add_prediction(predicted_variance(call, rows, scale), rows)
         return

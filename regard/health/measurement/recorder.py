@@ -193,7 +193,7 @@ class Recorder:
                 if layer.reason is None:
                     layer.add_values(spreads)
                     if layer.add_batch(one, max(heads, default=0.0)):
-                        self._side.mark(one.difference.device)
+                        self._side.mark(one.reading.flat.device)
         return must_repeat
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
@@ -290,10 +290,10 @@ class Recorder:
             reading = batch.what_if.setdefault(change.name, LayerReading(call.q.shape[1], call.q.device))
             reading.update(stats, rows, start)
 
-    def pending_layers(self) -> list[tuple[Layer, BatchReading]]:
-        """Returns the layers measured for the first time in this batch that a GPU is still reading, in its order."""
-        pairs = [(self.layers[key], one) for key, one in self._batch.items()]
-        return [pair for pair in pairs if pair[1].done and pair[0].reading is None and pair[0].reason is None]
+    def pending_layers(self) -> list[tuple[Layer, BatchReading, torch.cuda.Event]]:
+        """Returns the layers measured for the first time in this batch that a GPU is still reading, and its events."""
+        known = ((self.layers[key], one, one.done) for key, one in self._batch.items())
+        return [(a, b, done) for a, b, done in known if done is not None and a.reading is None and a.reason is None]
 
     def _mark_unmeasured(self, key: tuple[str, int], reason: str, run_original: Callable[[], Tensor]) -> Tensor:
         self.layers[key].mark_unmeasured(reason)

@@ -95,21 +95,22 @@ def _keep_accepted(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Ten
 
 def make_signals(model: nn.Module, name: str, batch: int) -> dict[str, Tensor]:
     """Smooth synthetic images, videos, spectrograms or tones."""
-    config = model.config
+    config: Any = model.config
+    dtype = next(model.parameters()).dtype
     if name == "pixel_values":
-        return {name: _images(getattr(config, "vision_config", None) or config, batch).to(model.dtype)}
+        return {name: _images(getattr(config, "vision_config", None) or config, batch).to(dtype)}
     if name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", 1500)
         length = min(32, getattr(config, "max_target_positions", None) or 32)
         ids = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
         ids[:, 0] = getattr(config, "decoder_start_token_id", 0) or 0
-        signal = _spectrograms(batch, config.num_mel_bins, frames).to(model.dtype)
+        signal = _spectrograms(batch, config.num_mel_bins, frames).to(dtype)
         return _keep_accepted(model, {name: signal, "decoder_input_ids": ids})
     if getattr(config, "num_mel_bins", None):
-        return {name: _spectrograms(batch, config.num_mel_bins, config.max_length).transpose(1, 2).to(model.dtype)}
+        return {name: _spectrograms(batch, config.num_mel_bins, config.max_length).transpose(1, 2).to(dtype)}
     time = torch.arange(16000) / 16000.0
     tones = torch.stack([torch.sin(2 * math.pi * 220.0 * (at + 1) * time) for at in range(batch)])
-    return {name: tones.to(model.dtype)}
+    return {name: tones.to(dtype)}
 
 
 def _images(config: Any, batch: int) -> Tensor:

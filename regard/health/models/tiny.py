@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy
 import torch
@@ -65,15 +65,18 @@ class TinyLM(nn.Module):
         expansion: int = 4,
     ) -> None:
         super().__init__()
-        self.options = dict(layers=layers, heads=heads, width=width, length=length, scale=scale, expansion=expansion)
+        self.options: dict[str, Any] = dict(
+            layers=layers, heads=heads, width=width, length=length, scale=scale, expansion=expansion
+        )
         self.token = nn.Embedding(len(CHARACTERS), width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, scale, expansion) for _ in range(layers))
+        blocks = [Block(width, heads, scale, expansion) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, len(CHARACTERS), bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.5)
-        for block in self.blocks:
+        for block in blocks:
             nn.init.normal_(block.attention.qkv.weight, std=width**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -125,8 +128,9 @@ def save(model: TinyLM, file: Path | IO[bytes], **notes: str) -> None:
         steps=[steps.half() for _, steps in matrices],
         vectors=[value.half() for value in state if value.ndim == 1],
     )
-    arrays = {name: torch.cat([x.flatten() for x in values]).numpy() for name, values in parts.items()}
-    numpy.savez_compressed(file, notes=numpy.array(json.dumps({"options": model.options, **notes})), **arrays)
+    arrays: dict[str, Any] = {name: torch.cat([x.flatten() for x in values]).numpy() for name, values in parts.items()}
+    arrays["notes"] = numpy.array(json.dumps({"options": model.options, **notes}))
+    numpy.savez_compressed(file, **arrays)
 
 
 def load(file: IO[bytes]) -> tuple[TinyLM, dict[str, str]]:

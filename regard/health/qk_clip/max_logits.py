@@ -93,7 +93,8 @@ class MaxLogits:
         stepped = self._version is not None and self._version != weights_version(model)
         if self.largest or self.unseen or not (self.forwards or stepped):
             return None
-        if self.regard_modules and all(bounded_scores_reason(module()) for module in self.regard_modules.values()):
+        modules = [module for known in self.regard_modules.values() if (module := known()) is not None]
+        if modules and all(map(bounded_scores_reason, modules)):
             return None  # `skipped` says so
         seen = (
             "training forwards of it, and no attention call in them" if self.forwards else "no training forward of it"

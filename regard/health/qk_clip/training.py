@@ -91,9 +91,12 @@ class QKClip:
         if not callable(getattr(optimizer, "register_step_post_hook", None)):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.follow(optimizer)
-        handle = optimizer.register_step_post_hook(lambda *_: self.step())
+        handle = optimizer.register_step_post_hook(self._after_step)
         self._handles.append(handle)
         return handle
+
+    def _after_step(self, *_: Any) -> None:
+        self.step()
 
     def follow(self, optimizer: Any) -> None:
         """Keeps the float32 master copies that `optimizer` holds in step with the clipped weights."""

@@ -30,7 +30,7 @@ class HeadReading:
     index: int  # of the layer, in order of execution
     head: int
     statistics: Spreads
-    reading: LayerReading = field(repr=False)  # of the whole layer
+    reading: LayerReading | None = field(repr=False)  # of the whole layer; None in a report read from a file
     predicted_variance: float = math.nan  # of the logits, from the norms of q and k
     dtype: str = ""
     head_dim: int = 0
@@ -48,7 +48,7 @@ class HeadReading:
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
         """[(position, mean)] of a few statistics over the query's position."""
-        return self.reading.curves(self.head)
+        return {} if self.reading is None else self.reading.curves(self.head)
 
     def to_json(self) -> dict:
         """Returns the head as the report's JSON holds it."""
@@ -83,14 +83,13 @@ def read_early(recorder: Recorder) -> None:
     waiting = recorder.pending_layers()
     while waiting:
         device = waiting[0][1].reading.flat.device
-        ready = [pair for pair in waiting if pair[1].reading.flat.device == device and pair[1].done.query()]
-        ready = ready or waiting[:1]
-        pairs = [(layer, batch.reading) for layer, batch in ready]
-        with after_event(ready[-1][1].done, device):
+        ready = [one for one in waiting if one[1].reading.flat.device == device and one[2].query()] or waiting[:1]
+        pairs = [(layer, batch.reading) for layer, batch, _ in ready]
+        with after_event(ready[-1][2], device):
             for (layer, reading), heads in zip(pairs, _head_readings(pairs), strict=True):
                 layer.early_heads = reading, heads
-        done = {id(layer) for layer, _ in ready}
-        waiting = [pair for pair in waiting if id(pair[0]) not in done]
+        done = {id(layer) for layer, *_ in ready}
+        waiting = [one for one in waiting if id(one[0]) not in done]
 
 
 def heads_if(layers: Iterable[Layer], name: str) -> list[HeadReading]:

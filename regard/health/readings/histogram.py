@@ -13,7 +13,7 @@ collapses. The first bin of all scales but asinh reaches to 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -185,7 +185,7 @@ class Spread:
 class Spreads(Mapping):
     """The spreads of one head by the statistics' names, made on request."""
 
-    def __init__(self, numbers: list, histogram: Tensor, head: int) -> None:
+    def __init__(self, numbers: Sequence, histogram: Tensor, head: int) -> None:
         self._numbers, self._histogram, self._head = numbers, histogram, head  # numbers: [column][statistic][head]
         self._made: dict[str, Spread] = {}
 

@@ -52,7 +52,7 @@ class Difference(NamedTuple):
     """The first layer in which a statistic's mean differs in some head, and by how much at most, relatively."""
 
     statistic: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name
     layer: str
     amount: float  # inf where a head, or its number, is in one report only
 

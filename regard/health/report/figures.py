@@ -65,17 +65,18 @@ def _draw_map(figure: Figure, axes: Axes, report: Report, name: str) -> None:
     for head in report.heads:
         grid[rows[head.index]][head.head] = head.statistics.mean(name)
     largest = max((x for row in grid for x in row if x == x), default=1.0)  # gains of sparse normalisers exceed 1
-    limits = dict(vmin=0, vmax=max(1.0, largest)) if name in FRACTIONS else {}
-    image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", **limits)
-    for index, head in {place for finding in report.findings for place in finding.places}:
-        value = grid[rows[index]][head] if index in rows else math.nan
+    smallest = min((x for row in grid for x in row if x == x), default=0.0)
+    low, high = (0.0, max(1.0, largest)) if name in FRACTIONS else (smallest, largest)
+    image = axes.imshow(grid, aspect="auto", cmap="viridis", interpolation="nearest", vmin=low, vmax=high)
+    for index, column in {place for finding in report.findings for place in finding.places}:
+        value = grid[rows[index]][column] if index in rows else math.nan
         if value == value:
-            edge = "black" if image.norm(value) > LIGHT else "white"
-            axes.plot(head, rows[index], "o", mfc="none", mec=edge, ms=4, mew=1)
+            edge = "black" if value - low > LIGHT * (high - low) else "white"
+            axes.plot(column, rows[index], "o", mfc="none", mec=edge, ms=4, mew=1)
     axes.set_title(name.replace("_", " "), fontsize=10)
     axes.set_xlabel("head", fontsize=8)
     axes.set_ylabel("layer", fontsize=8)
-    axes.set_yticks(range(len(layers)), layers)
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     axes.tick_params(labelsize=7)
     axes.yaxis.set_major_locator(MultipleLocator(max(1, math.ceil(len(layers) / 8))))
     axes.xaxis.set_major_locator(MultipleLocator(max(1, math.ceil(width / 8))))

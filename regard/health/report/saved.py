@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from regard.health.checks import Ablation, Checks, LossChange, LossReading
 from regard.health.findings import Finding
 from regard.health.readings.heads import HeadReading
+from regard.health.readings.histogram import Spreads
 from regard.health.report import files
 from regard.health.report.report import Report, WhatIfReading
 
@@ -88,7 +89,7 @@ def _heads(data: dict) -> list[HeadReading]:
             head["layer"],
             head["index"],
             head["head"],
-            SavedSpreads({name: SavedSpread(numbers) for name, numbers in head["statistics"].items()}),
+            cast(Spreads, SavedSpreads({name: SavedSpread(x) for name, x in head["statistics"].items()})),
             None,
             math.nan if (predicted := head.get("predicted_logit_variance")) is None else predicted,
             can_be_judged=head.get("judged", True),
@@ -123,14 +124,11 @@ def _ablation(data: dict | None) -> Ablation | None:
 
 
 def _findings(data: dict) -> list[Finding]:
-    return [
-        Finding(**{key: tuple(map(_tuple, value)) if isinstance(value, list) else value for key, value in one.items()})
-        for one in data["findings"]
-    ]
+    return [Finding(**{key: _tuple(value) for key, value in one.items()}) for one in data["findings"]]
 
 
 def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:

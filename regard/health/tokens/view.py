@@ -25,7 +25,7 @@ LISTED = 12  # heads of a kind in a terminal
 class TopKey(NamedTuple):
     """A key that a query looks at."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name
     token: str
     weight: float
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Hook:
 
 def runs_compiled() -> bool:
     """True if a compiled forward called the hook: its attention calls can no longer be intercepted."""
-    frame, wrappers = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    wrappers = 0
     while frame is not None:
         if frame.f_code.co_name in WRAPPERS and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
             wrappers += 1

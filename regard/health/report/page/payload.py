@@ -62,7 +62,8 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
         found.update({name: one.findings for name, one in report.what_if.items()})
     ablation = checks_of(report).get("ablation") or {}
     effects = {(one["index"], one["head"]): one["change"] for one in ablation.get("heads", ())}
-    readings = {id(head.reading): head.reading for heads in treatments.values() for head in heads if groups}
+    known = [head.reading for heads in treatments.values() for head in heads if groups]
+    readings = {id(reading): reading for reading in known if reading is not None}
     axes = {
         name: _choose_axis([reading.histogram[ROW[name]] for reading in readings.values()], groups) for name in MEANING
     }
@@ -70,14 +71,13 @@ def make_payload(report: Report, groups: int, digits: int, changed: bool = True,
     keys = KEYS if spread else KEYS[:1]
 
     def describe(head: HeadReading) -> dict[str, Any]:
-        curves = head.curves if groups else {}
         effect = [[shorten(effects.get((head.index, head.head)), digits)] + [None] * (len(keys) - 1)] if effects else []
         return dict(
             layer=head.index,
             head=head.head,
             numbers=list_numbers(head.to_json()["statistics"], keys, digits) + effect,
             shapes=[layer[head.head] for layer in shapes[id(head.reading)]] if groups else [[] for _ in MEANING],
-            curves=_align(curves) if curves else {},
+            curves=_align(head.curves) if groups else {},
         )
 
     statistics = describe_statistics()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.health.checks._probe import CapturedCall, Key, Probe, relative_change
-from regard.health.checks._task import GIVEN, LABELS, MASKED, NEXT, LossReading, Task, names_next_token
-from regard.health.checks._tokens import TokenBatch, as_batch, as_token_batch, exchange_tokens
 from regard.health.findings._finding import Heads, Layers, make_finding, places_in
 from regard.health.measurement.query_rows import pad_of
+from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
+from regard.health.probing.task import GIVEN, LABELS, MASKED, NEXT, LossReading, Task, names_next_token
+from regard.health.probing.tokens import TokenBatch, as_batch, as_token_batch, exchange_tokens
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
 LOSS_SEQUENCES, LOSS_LENGTH = 16, 256  # of the text whose loss is computed

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from regard.health.checks._baselines import frequency_losses
-from regard.health.checks._probe import Probe, Transform, main_output
-from regard.health.checks._tokens import TokenBatch
+from regard.health.probing.baselines import frequency_losses
+from regard.health.probing.probe import Probe, Transform, main_output
+from regard.health.probing.tokens import TokenBatch
 
 STUDENT = {
     2: 12.7,

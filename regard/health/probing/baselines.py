@@ -1,6 +1,6 @@
 """What a text's own frequencies predict: the loss of unigrams and of bigrams, each token left out of its own count.
 
->>> from regard.health.checks._baselines import frequency_losses
+>>> from regard.health.probing.baselines import frequency_losses
 >>> ids = torch.tensor([[1, 2, 1, 2, 1, 2, 1, 2]])
 >>> unigram, bigram = frequency_losses(ids[:, :-1], ids[:, 1:], vocabulary=4)
 >>> bigram < unigram < math.log(4)

@@ -123,7 +123,7 @@ def is_ids(x: Any) -> bool:
 def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:
     """True at runs of `least` or more pad tokens at either end of a row, [B, N].
 
-    >>> from regard.health.checks._tokens import find_padding
+    >>> from regard.health.probing.tokens import find_padding
     >>> find_padding(torch.tensor([[0, 0, 0, 7, 0], [7, 8, 9, 0, 0]]), 0).int()
     tensor([[1, 1, 1, 0, 0],
             [0, 0, 0, 0, 0]], dtype=torch.int32)

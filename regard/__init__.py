@@ -39,7 +39,7 @@ def __getattr__(name: str):
         from regard import health
 
         return getattr(health, name)
-    if name in ("health", "lab", "parallel"):
+    if name in ("health", "lab", "losses", "parallel"):
         import importlib
 
         return importlib.import_module(f"regard.{name}")
@@ -72,6 +72,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "look",
+    "losses",
     "masks",
     "nn",
     "normalize",

@@ -43,6 +43,39 @@ def normalize(
     return choice.reference(widen(scores) / temperature, mask, theta)
 
 
+def fenchel_young_loss(
+    logits: Tensor,
+    target: Tensor | None,
+    normalizer: str | Choice = "softmax",
+    *,
+    ignore_index: int = -100,
+    theta: Any = None,
+) -> Tensor:
+    """Ω*(z) − z_y on the last dimension, in float64, with Ω*(z) = max_p p·z + H_α(p), attained at p = normaliser(z).
+
+    Without a target Ω*(z). 0 where the target is `ignore_index`; NaN where it is no class, and in rows that hold NaN or
+    +inf, or nothing but −inf.
+    """
+    choice, z = normalizers.get(normalizer), widen(logits)
+    theta = choice.theta if theta is None else theta
+    alpha = choice.entropy_index(theta)
+    if not isinstance(alpha, Tensor) and alpha == 1.0:
+        potential = torch.logsumexp(z, -1)
+    else:
+        p = choice.reference(z, None, theta)
+        zero = p == 0  # a NaN is none
+        log = torch.log(p.masked_fill(zero, 1.0))
+        k = torch.as_tensor(alpha - 1.0, dtype=z.dtype, device=z.device)
+        surprise = torch.where(k > 0, torch.expm1(k * log) / k.where(k > 0, 1.0), log)
+        potential = (p * (z.masked_fill(zero, 0.0) - surprise / (1.0 + k))).sum(-1)
+    potential = potential.masked_fill(~(z.amax(-1).abs() < math.inf), math.nan)
+    if target is None:
+        return potential
+    inside = (target >= 0) & (target < z.shape[-1])
+    loss = potential - z.gather(-1, target.where(inside, 0)[..., None]).squeeze(-1)
+    return loss.masked_fill(~inside, math.nan).masked_fill(target == ignore_index, 0.0)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

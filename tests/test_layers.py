@@ -31,7 +31,7 @@ LAYERS = [
     ["regard._core.autograd", "regard._core.ops"],
     ["regard._core"],
     ["regard"],  # __init__: the public names
-    ["regard.nn", "regard.parallel", "regard.listing", "regard.bench"],
+    ["regard.losses", "regard.nn", "regard.parallel", "regard.listing", "regard.bench"],
     ["regard.health", "regard.hf"],
     ["regard.lab"],
     ["regard.cli"],

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from regard.normalizers._families import Pointwise, Ratio, Threshold
-from regard.normalizers._language import jit, tl
+from regard.normalizers._language import jit, speak, tl, torch_words
 from regard.normalizers._record import Normalizer, Parameter
 
 __all__ = [
@@ -106,6 +106,18 @@ class Choice:
     def softmax_family(self) -> bool:
         """True if p = exp(s) / Z: then a sink may join Z, and some statistics carry gradients."""
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
+
+    def entropy_index(self, theta: Any = None) -> Any:
+        """α of the map argmax_p p·s + H_α(p): 1 for softmax, 1 + gain for powers max(gain·s − τ, 0)^(1/gain), else None.
+
+        H_α(p) = Σ (p − p^α) / (α(α − 1)), and Shannon's entropy for α = 1. A tensor `theta` gives a tensor.
+        """
+        theta = self.theta if theta is None else theta
+        if self.softmax_family and self.sums_to == "1":
+            return 1.0
+        if isinstance(self.normalizer, Threshold) and self.normalizer.is_power:
+            return 1.0 + speak(self.normalizer.gain, torch_words)(0.0 if theta is None else theta)
+        return None
 
     @property
     def is_shift_invariant(self) -> bool:

@@ -25,15 +25,7 @@ def solve_row(x, top, factor, y, parameter, gain):
 
     Σp and Σg′ are those at τ alone: p is value(t)/Σp, or more exactly value(t − rest).
     """
-    size, bound, whole = 0, -1.0001 / factor, x.size // tile.lanes * tile.lanes
-    for j in range(0, whole, tile.lanes):
-        size = prim.compress(x, j, top, bound, y, size)
-    if whole < x.size:
-        tail = y.size - tile.lanes  # the last entries, padded to a vector
-        seal(y, tail)
-        for j in range(whole, x.size):
-            y[tail + j - whole] = x[j]
-        size = prim.compress(y, tail, top, bound, y, size)
+    size = pack_above(x, top, -1.0001 / factor, y)
     for j in range(size):
         y[j] *= factor
     seal(y, size)
@@ -42,6 +34,20 @@ def solve_row(x, top, factor, y, parameter, gain):
     if tile.order == 2:
         return solve_quadratic(y, size)
     return solve_newton(y, size, parameter, gain)
+
+
+def pack_above(x, top, bound, y):
+    """y ← the entries x − top above `bound`, side by side; returns how many."""
+    size, whole = 0, x.size // tile.lanes * tile.lanes
+    for j in range(0, whole, tile.lanes):
+        size = prim.compress(x, j, top, bound, y, size)
+    if whole < x.size:
+        tail = y.size - tile.lanes  # the last entries, padded to a vector
+        seal(y, tail)
+        for j in range(whole, x.size):
+            y[tail + j - whole] = x[j]
+        size = prim.compress(y, tail, top, bound, y, size)
+    return size
 
 
 def seal(y, size):

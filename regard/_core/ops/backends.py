@@ -14,6 +14,7 @@ ROWS = {
     "triton": "regard._backends.gpu.rows.launch",
     "series": "regard._core.ops.series_rows",
 }
+LOSSES = {"cpu": "regard._backends.cpu.losses.launch", "triton": "regard._backends.gpu.losses.launch"}
 ATTENTION = {"cpu": "regard._backends.cpu.attention.launch", "triton": "regard._backends.gpu.attention.launch"}
 
 

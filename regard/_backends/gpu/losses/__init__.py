@@ -1,0 +1,1 @@
+"""Fenchel–Young losses of rows on a GPU."""

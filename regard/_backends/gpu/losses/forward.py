@@ -1,0 +1,196 @@
+"""Loss of a row and its row state, in one pass over the row: Ω*(s) − s_y.
+
+A thread reads its columns in pieces, all loads of which are in flight at once. `lane` is one of the LANES numbers that a
+row's partial results consist of.
+
+    softmax      each lane keeps a maximum m and Σ exp(s − m); Ω* = max + log Σ
+    threshold    each lane keeps its three largest scores, and τ is solved for these. Scores that no lane kept are at
+                 most a lane's third: if no third is above τ, they have no weight, and τ is that of the whole row. Else
+                 τ is a lower bound, from which the solver goes on with the whole row, read once per step.
+
+With t = max(y − τ, 0), y = gain·(s − max) and α = 1 + gain, Ω*(s) − max = (Σ value(t)·t − 1)/α + (1 + τ)/gain. Its
+derivative in τ is 0 at the solution, so an error of τ enters squared; half a Newton step takes most of that away.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from regard._backends.gpu.rows import tiles
+from regard._backends.gpu.rows.solver import (
+    FINE,
+    Logits,
+    add_three,
+    add_two,
+    bound_from_maxima,
+    evaluate,
+    load_logits,
+    reset_layout,
+    solve,
+)
+from regard._backends.gpu.rows.threshold import sum_steps
+
+LOG2E = tl.constexpr(1.4426950408889634)
+KEPT = tl.constexpr(3)  # scores of a lane
+
+
+class Kept(NamedTuple):
+    """The logits that the lanes have kept, each [1, LANES]."""
+
+    first: Any
+    second: Any
+    third: Any
+    theta: Any
+
+
+@triton.jit
+def exp_below(x):
+    """exp(x) for x ≤ 0."""
+    if x.dtype == tl.float64:
+        e = tl.exp(x)
+    else:
+        e = tl.exp2(x * LOG2E)
+    return e
+
+
+@triton.jit
+def locate_row(s, R, N, LANES: tl.constexpr):
+    """The tile of the first LANES columns of this program's row, and the row (int64)."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = row + tl.arange(0, 1)[:, None]
+    return tiles.Tile(s, s, rows, tl.arange(0, LANES)[None, :], R, N, 0, 0), row
+
+
+@triton.jit
+def load_pieces(tile, first, LANES: tl.constexpr, PIECES: tl.constexpr):
+    """The next PIECES·LANES scores of a row as they are stored, −inf beyond its end."""
+    RAW: tl.constexpr = tile.s.dtype.element_ty
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        columns = first + i * LANES + tile.columns
+        pieces += (tiles.load_scores(tiles.move_tile(tile, columns), False, RAW),)
+    return pieces
+
+
+@triton.jit
+def store_row(loss, state, potential, top, second, third, s, target, row, R, N, ignore, HAS_TARGET: tl.constexpr):
+    """Stores Ω* − s_y (without a target Ω*) and the state: the maximum and two numbers; NaN where it is not finite.
+
+    The loss is 0 where the target is `ignore`, and NaN where it is no column.
+    """
+    ACC: tl.constexpr = state.dtype.element_ty
+    top = tl.where(tl.abs(top) < float("inf"), top, float("nan"))
+    value = potential + top
+    if HAS_TARGET:
+        y = tl.load(target + row)
+        inside = (y >= 0) & (y < N)
+        score = tl.load(s + row * N + tl.where(inside, y, 0)).to(ACC)
+        value = tl.where(inside, potential + (top - score), float("nan"))
+        value = tl.where(y == ignore, 0.0, value)
+    tl.store(loss + row, value)
+    tl.store(state + row, top)
+    tl.store(state + R + row, second)
+    tl.store(state + 2 * R + row, third)
+
+
+@triton.jit
+def forward_softmax(
+    s, target, loss, state, R, N, ignore, theta: tl.float64,
+    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """log Σ exp(s) − s_y of one row per program; the state is (max, 1/Z, 0)."""
+    ACC: tl.constexpr = state.dtype.element_ty
+    tile, row = locate_row(s, R, N, LANES)
+    m = tl.full([1, LANES], float("-inf"), ACC)
+    z = tl.zeros([1, LANES], ACC)
+    for first in range(0, N, LANES * PIECES):
+        pieces = load_pieces(tile, first, LANES, PIECES)
+        before = m
+        for i in tl.static_range(PIECES):
+            m = tiles.nan_maximum(m, pieces[i].to(ACC))
+        shift = tiles.finite_or_zero(m)
+        z = z * exp_below(before - shift)
+        for i in tl.static_range(PIECES):
+            z += exp_below(pieces[i].to(ACC) - shift)
+    top = tl.sum(tiles.row_maximum(m))
+    total = tl.sum(z * exp_below(m - tiles.finite_or_zero(top)))
+    store_row(loss, state, tl.log(total), top, 1.0 / total, 0.0, s, target, row, R, N, ignore, HAS_TARGET)
+
+
+@triton.jit
+def insert(x, first, second, third):
+    """The three largest of x and three others in falling order; the first is NaN once an x was."""
+    low = tl.minimum(first, x)
+    lower = tl.minimum(second, low)
+    return tiles.nan_maximum(first, x), tl.maximum(second, low), tl.maximum(third, lower)
+
+
+@triton.jit
+def sum_kept(kept, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
+    """Σ value, Σ slope and the size of the support over the kept logits, as `solver.sum_held`."""
+    F: tl.constexpr = C.F
+    value, slope, count = evaluate(kept.first, tau, kept.theta, F)
+    value, slope, count = add_three(value, slope, count, *evaluate(kept.second, tau, kept.theta, F))
+    value, slope, count = add_three(value, slope, count, *evaluate(kept.third, tau, kept.theta, F))
+    if F.order == 2 and TOLERANCE < FINE:
+        total, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=True)
+    else:
+        total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
+        count = total
+    return total, slope, count
+
+
+@triton.jit
+def weighted_excess(y, tau, theta, F: tl.constexpr):
+    """value(t)·t of each logit."""
+    t = tl.maximum(y - tau, 0.0)
+    return F.weigh(t, theta) * t
+
+
+@triton.jit
+def sum_excess(logits, tau, C: tl.constexpr):
+    """Σ value(t)·t over a whole row, read again."""
+    F: tl.constexpr = C.F
+    COLUMNS: tl.constexpr = logits.tile.columns.shape[1]
+    total = tl.zeros([1, COLUMNS], tau.dtype)
+    for first in range(0, logits.tile.N, COLUMNS):
+        total += weighted_excess(load_logits(logits, first + logits.tile.columns, C), tau, logits.theta, F)
+    return tl.sum(total, 1, keep_dims=True)
+
+
+@triton.jit
+def forward_threshold(
+    s, target, loss, state, R, N, ignore, theta: tl.float64,
+    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Ω*(s) − s_y of one row per program; the state is (max, τ, rest), where τ + rest is a Newton step further."""
+    ACC: tl.constexpr = state.dtype.element_ty
+    TOLERANCE: tl.constexpr = C.TOLERANCE
+    tile, row = locate_row(s, R, N, LANES)
+    a = tl.full([1, LANES], float("-inf"), ACC)
+    b, c = a, a
+    for start in range(0, N, LANES * PIECES):
+        pieces = load_pieces(tile, start, LANES, PIECES)
+        for i in tl.static_range(PIECES):
+            a, b, c = insert(pieces[i].to(ACC), a, b, c)
+    theta = tiles.scalar_tile(theta, ACC)
+    gain = F.gain(theta) + theta * 0.0
+    top, tau = bound_from_maxima(a, theta, gain, gain, C)
+    shift = tiles.finite_or_zero(top)
+    kept = Kept((a - shift) * gain, (b - shift) * gain, (c - shift) * gain, theta)
+    tau, total, slope = solve(sum_kept, kept, tau, gain, TOLERANCE, C)
+    excess = weighted_excess(kept.first, tau, theta, F) + weighted_excess(kept.second, tau, theta, F)
+    excess = tl.sum(excess + weighted_excess(kept.third, tau, theta, F), 1, keep_dims=True)
+    if (tl.max((kept.third > tau).to(tl.int32)) > 0) & (N > KEPT * LANES):
+        logits = Logits(tile, 0, reset_layout(top), gain, theta, 0, 0, 0, 0)
+        tau, total, slope = solve(sum_steps, logits, reset_layout(tau), gain, TOLERANCE, C)
+        excess = sum_excess(logits, tau, C)
+    rest = (total - 1.0) * gain / tl.where(slope > 0.0, slope, 1.0)
+    potential = (excess - 1.0) / (1.0 + gain) + ((1.0 + tau) - 0.5 * (total - 1.0) * rest) / gain
+    store_row(
+        loss, state, tl.sum(potential), tl.sum(top), tl.sum(tau), tl.sum(rest),
+        s, target, row, R, N, ignore, HAS_TARGET,
+    )  # fmt: skip

@@ -1,0 +1,323 @@
+"""Fenchel–Young losses of softmax, sparsemax and entmax, fused; z-loss and an entropy penalty.
+
+    L(z, y) = Ω*(z) − z_y,   Ω*(z) = max_{p ∈ Δ} p·z + H_α(p),   ∂L/∂z = normaliser(z) − e_y
+
+Names and reductions are those of the package `entmax`. No weights are stored: forward reads the logits once and keeps
+three numbers per row, backward reads them once and writes the gradient.
+
+>>> import regard, torch
+>>> logits = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]], requires_grad=True)
+>>> loss = regard.losses.Entmax15Loss()(logits, torch.tensor([0, 1]))
+>>> loss.backward()
+>>> logits.grad[0]  # far enough ahead of the others: nothing to learn
+tensor([0., 0., 0.])
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from torch import Tensor, nn
+
+from regard import normalizers
+from regard._core.losses import (
+    check_choice,
+    check_coefficient,
+    check_ignore_index,
+    check_logits,
+    check_reduction,
+    fenchel_young,
+    potential,
+    reduce_losses,
+)
+from regard._core.rows.functions import softmax
+from regard.normalizers import Choice
+
+__all__ = [
+    "Entmax15Loss",
+    "EntmaxBisectLoss",
+    "FenchelYoungLoss",
+    "SoftmaxLoss",
+    "SparsemaxLoss",
+    "entmax15_loss",
+    "entmax_bisect_loss",
+    "entropy_penalty",
+    "fenchel_young_loss",
+    "softmax_loss",
+    "sparsemax_loss",
+    "z_loss",
+]
+
+
+def fenchel_young_loss(
+    logits: Tensor,
+    target: Tensor,
+    normalizer: str = "softmax",
+    *,
+    ignore_index: int = -100,
+    reduction: str = "none",
+    backend: str | None = None,
+) -> Tensor:
+    """Ω*(z) − z_y, whose gradient is normaliser(z) − e_y.
+
+    >>> import regard, torch
+    >>> logits, target = torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0])
+    >>> regard.losses.fenchel_young_loss(logits, target, "entmax(alpha=1.5)")
+    tensor([0.7704])
+
+    Args:
+        logits: (…, classes); float32, bfloat16, float16 or float64, summed in float32 (float64 for float64).
+        target: class indices (…), integers. On a CPU an index that is no class is refused; on a GPU, which is not
+            waited for, it makes the loss and the gradient of its row NaN.
+        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)". entmax below α = 1.1 is computed in float64,
+            below 1.005 and above 2 by the dense reference.
+        ignore_index: rows with this target have loss 0 and gradient 0, and do not count in the mean.
+        reduction: "none", "sum", or "mean" over the rows that are not ignored, which `entmax` calls
+            "elementwise_mean".
+        backend: "cpu", "triton" or "reference"; None chooses by device.
+
+    Returns:
+        The losses (…) or their sum or mean, in float32 (float64 for float64 logits), also under autocast. NaN for rows
+        that hold NaN or +inf, or nothing but −inf.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: The normaliser has no such loss, a shape does not fit, or an index is no class.
+    """
+    return fenchel_young(logits, target, normalizer, None, ignore_index, reduction, backend)
+
+
+def softmax_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "none") -> Tensor:
+    """log Σ_j exp(z_j) − z_y: cross entropy.
+
+    >>> import regard, torch
+    >>> regard.losses.softmax_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]))
+    tensor([1.0240])
+
+    Returns:
+        As `regard.losses.fenchel_young_loss`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.losses.fenchel_young_loss` raises it.
+    """
+    return fenchel_young(logits, target, "softmax", None, ignore_index, reduction)
+
+
+def sparsemax_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "none") -> Tensor:
+    """½ Σ_{j: p_j > 0} (z_j² − τ²) + ½ − z_y with p = sparsemax(z); 0 once z_y is 1 above all others.
+
+    >>> import regard, torch
+    >>> regard.losses.sparsemax_loss(torch.tensor([[0.0, 0.5, -2.0], [1.5, 0.5, -2.0]]), torch.tensor([0, 0]))
+    tensor([0.5625, 0.0000])
+
+    Returns:
+        As `regard.losses.fenchel_young_loss`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.losses.fenchel_young_loss` raises it.
+    """
+    return fenchel_young(logits, target, "sparsemax", None, ignore_index, reduction)
+
+
+def entmax15_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: str = "none") -> Tensor:
+    """p·z + H_1.5(p) − z_y with p = entmax15(z); 0 once z_y is 2 above all others.
+
+    >>> import regard, torch
+    >>> regard.losses.entmax15_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]))
+    tensor([0.7704])
+
+    Returns:
+        As `regard.losses.fenchel_young_loss`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: As `regard.losses.fenchel_young_loss` raises it.
+    """
+    return fenchel_young(logits, target, "entmax15", None, ignore_index, reduction)
+
+
+def entmax_bisect_loss(
+    logits: Tensor,
+    target: Tensor,
+    alpha: float | Tensor = 1.5,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "none",
+) -> Tensor:
+    """p·z + H_α(p) − z_y with p = entmax_α(z); 0 once z_y is 1/(α − 1) above all others.
+
+    The name is that of the package `entmax`; nothing is bisected. A tensor `alpha` (…, 1) receives a gradient and takes
+    the dense reference, as numbers below 1.005 and above 2 do.
+
+    >>> import regard, torch
+    >>> regard.losses.entmax_bisect_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]), alpha=1.25)
+    tensor([0.8780])
+
+    Returns:
+        As `regard.losses.fenchel_young_loss`.
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: `alpha` lies outside [1, 32] or does not broadcast; or as `regard.losses.fenchel_young_loss`.
+    """
+    if isinstance(alpha, Tensor):
+        return fenchel_young(logits, target, "entmax", alpha, ignore_index, reduction)
+    return fenchel_young(logits, target, _entmax(alpha), None, ignore_index, reduction)
+
+
+def _entmax(alpha: float) -> Choice:
+    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
+        raise TypeError(f"alpha must be a number or a tensor, got {type(alpha).__name__}")
+    member: Any = normalizers.get("entmax").normalizer
+    return Choice(member, member.parameter.check(alpha))
+
+
+class FenchelYoungLoss(nn.Module):
+    """The loss Ω*(z) − z_y of a normaliser as a module: `fenchel_young_loss` with its mean.
+
+    >>> import regard, torch
+    >>> criterion = regard.losses.FenchelYoungLoss("entmax(alpha=1.25)", ignore_index=0)
+    >>> criterion(torch.zeros(2, 5, 10), torch.tensor([[1, 2, 3, 0, 0]] * 2))
+    tensor(1.4005)
+
+    Args:
+        normalizer: as in `regard.losses.fenchel_young_loss`.
+        ignore_index: as in `regard.losses.fenchel_young_loss`.
+        reduction: "elementwise_mean" or "mean", "sum", "none".
+
+    Raises:
+        TypeError: `ignore_index` is no integer.
+        ValueError: The normaliser has no such loss, or the reduction is unknown.
+    """
+
+    def __init__(
+        self, normalizer: str = "softmax", *, ignore_index: int = -100, reduction: str = "elementwise_mean"
+    ) -> None:
+        super().__init__()
+        self.normalizer = check_choice(normalizer).spec
+        self.ignore_index = check_ignore_index(ignore_index)
+        self.reduction = check_reduction(reduction)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of logits (…, classes) and class indices (…)."""
+        return fenchel_young(logits, target, self.normalizer, None, self.ignore_index, self.reduction)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalizer!r}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+
+
+class SoftmaxLoss(FenchelYoungLoss):
+    """`softmax_loss`, cross entropy, as a module.
+
+    >>> import regard, torch
+    >>> regard.losses.SoftmaxLoss()(torch.zeros(2, 10), torch.tensor([0, 1]))
+    tensor(2.3026)
+    """
+
+    def __init__(self, *, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
+        super().__init__("softmax", ignore_index=ignore_index, reduction=reduction)
+
+
+class SparsemaxLoss(FenchelYoungLoss):
+    """`sparsemax_loss` as a module.
+
+    >>> import regard, torch
+    >>> regard.losses.SparsemaxLoss()(torch.zeros(2, 10), torch.tensor([0, 1]))
+    tensor(0.4500)
+    """
+
+    def __init__(self, *, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
+        super().__init__("sparsemax", ignore_index=ignore_index, reduction=reduction)
+
+
+class Entmax15Loss(FenchelYoungLoss):
+    """`entmax15_loss` as a module.
+
+    >>> import regard, torch
+    >>> regard.losses.Entmax15Loss()(torch.zeros(2, 10), torch.tensor([0, 1]))
+    tensor(0.9117)
+    """
+
+    def __init__(self, *, ignore_index: int = -100, reduction: str = "elementwise_mean") -> None:
+        super().__init__("entmax15", ignore_index=ignore_index, reduction=reduction)
+
+
+class EntmaxBisectLoss(FenchelYoungLoss):
+    """`entmax_bisect_loss` as a module; `alpha` may be a parameter that learns.
+
+    >>> import regard, torch
+    >>> regard.losses.EntmaxBisectLoss(alpha=1.25)(torch.zeros(2, 10), torch.tensor([0, 1]))
+    tensor(1.4005)
+    """
+
+    def __init__(
+        self, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "elementwise_mean"
+    ) -> None:
+        spec = "entmax" if isinstance(alpha, Tensor) else _entmax(alpha).spec
+        super().__init__(spec, ignore_index=ignore_index, reduction=reduction)
+        self.alpha = alpha
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of logits (…, classes) and class indices (…)."""
+        return entmax_bisect_loss(
+            logits, target, self.alpha, ignore_index=self.ignore_index, reduction=self.reduction
+        )
+
+
+def z_loss(logits: Tensor, coefficient: float = 1e-4, *, reduction: str = "mean") -> Tensor:
+    """coefficient · (log Σ_j exp(z_j))²: keeps the normaliser of softmax near 1 (PaLM, arXiv 2204.02311).
+
+    >>> import regard, torch
+    >>> regard.losses.z_loss(torch.zeros(2, 10), 1.0)
+    tensor(5.3019)
+
+    Args:
+        logits: (…, classes).
+        coefficient: PaLM's is 1e-4.
+        reduction: "mean" over all rows, "sum" or "none"; "none" lets padding be left out.
+
+    Returns:
+        The penalties (…) or their sum or mean, in float32 (float64 for float64 logits).
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: The logits have no classes, or the reduction is unknown.
+    """
+    coefficient, reduction = check_coefficient(coefficient), check_reduction(reduction)
+    return _reduce_all(coefficient * potential(logits).square(), reduction)
+
+
+def entropy_penalty(logits: Tensor, coefficient: float = 0.1, *, reduction: str = "mean") -> Tensor:
+    """−coefficient · H(softmax(z)): penalises confident predictions (Pereyra et al. 2017, arXiv 1701.06548).
+
+    A negative coefficient rewards confidence. It forms the weights, unlike the losses. For attention heads, add
+    `stats.entropy` of `regard.attention(…, return_stats="entropy")` to the loss: it carries gradients.
+
+    >>> import regard, torch
+    >>> regard.losses.entropy_penalty(torch.zeros(2, 10), 1.0)
+    tensor(-2.3026)
+
+    Args:
+        logits: (…, classes).
+        coefficient: what the entropy is multiplied by.
+        reduction: "mean" over all rows, "sum" or "none".
+
+    Returns:
+        The penalties (…) or their sum or mean, in float32 (float64 for float64 logits).
+
+    Raises:
+        TypeError: An argument has the wrong type or dtype.
+        ValueError: The logits have no classes, or the reduction is unknown.
+    """
+    coefficient, reduction = check_coefficient(coefficient), check_reduction(reduction)
+    check_logits(logits)
+    p, total = softmax(logits), potential(logits)
+    surprise = (total[..., None] - logits).masked_fill(p == 0, 0.0)  # −log p
+    return _reduce_all(-coefficient * (p * surprise).sum(-1), reduction)
+
+
+def _reduce_all(penalties: Tensor, reduction: str) -> Tensor:
+    return reduce_losses(penalties, penalties.new_ones(penalties.shape), reduction)

@@ -294,10 +294,22 @@ def _with_parameter(choice: Choice, given: dict[str, Any]) -> Choice:
     return Choice(choice.normalizer, takes.check(float(value)))
 
 
-def is_learned(spec: Any) -> bool:
-    """True for a name whose parameter a module shall learn: "entmax(alpha=learned)"."""
+def learned(spec: Any) -> Choice | None:
+    """The choice whose parameter a module shall learn, as "entmax(alpha=learned)" says; None of another name.
+
+    Raises:
+        ValueError: The normaliser is unknown, or has no parameter that can be learned.
+    """
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
-    return match is not None and match.group(3) == LEARNED
+    if match is None or match.group(3) != LEARNED:
+        return None
+    choice = get(match.group(1))
+    takes = choice.normalizer.parameter
+    if takes is None or choice.normalizer.parameter_slope is None or match.group(2) not in (None, takes.name):
+        known = [get(name) for name in names()]
+        can = [f"{c.name}({c.parameter.name}={LEARNED})" for c in known if c.parameter_slope is not None]
+        raise ValueError(f"normalizer {spec!r} cannot be learned; known: {', '.join(map(repr, can))}")
+    return choice
 
 
 def record(name: str) -> Normalizer:

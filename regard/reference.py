@@ -39,8 +39,11 @@ def normalize(
 ) -> Tensor:
     """p = normaliser(s / temperature) on the last dimension, in float64."""
     choice = normalizers.get(normalizer)
+    s = widen(scores) / temperature
     theta = choice.theta if theta is None else theta
-    return choice.reference(widen(scores) / temperature, mask, theta)
+    if callable(theta) and not isinstance(theta, Tensor):
+        theta = theta((s != -math.inf if mask is None else mask & (s != -math.inf)).sum(-1).to(s.dtype))[..., None]
+    return choice.reference(s, mask, theta)
 
 
 def fenchel_young_loss(
@@ -150,6 +153,12 @@ def attention(
     if sink is not None:
         sink = sink.reshape(-1, 1, 1) if sink.ndim == 1 else sink  # one per head
         sink = sink.expand(*s.shape[:-1], 1)
+    theta = choice.theta
+    if callable(theta) and not isinstance(theta, Tensor):
+        theta = theta(visible.sum(-1).to(s.dtype))[..., None]
+    if isinstance(theta, Tensor):
+        theta = widen(_per_row(theta, s.shape[:-1]))
+        choice = Choice(choice.normalizer, theta.expand(*s.shape[:-1], 1))
     rows: dict[str, Any] = dict(first=first_query, positions=positions)
     if temperature is not None:
         t = temperature
@@ -185,6 +194,13 @@ def _per_entry(x: Tensor, q: Tensor) -> Tensor:
     if q.ndim > 4:
         return x.reshape(*(q.shape[:-3] if x.shape[0] > 1 else (1,)), *x.shape[1:])
     return x.squeeze(0) if x.shape[1] > 1 else x.squeeze(1)  # of heads, or of entries (N, M, D)
+
+
+def _per_row(theta: Tensor, rows: torch.Size) -> Tensor:
+    """A parameter (H,), (…, H, M) or broadcasting to (…, H, M, 1), as the last of these."""
+    if theta.ndim == 1:
+        return theta.reshape(-1, 1, 1)
+    return theta[..., None] if theta.shape == rows else theta
 
 
 def _as_four_dims(q: Tensor) -> Tensor:
@@ -229,6 +245,7 @@ def of_rows(problem: Problem, first: int, last: int) -> tuple[Tensor, Tensor]:
 
 def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]:
     window = None if problem.left is None and problem.right is None else (problem.left, problem.right)
+    theta = problem.theta
     result = attention(
         problem.q,
         problem.k,
@@ -238,7 +255,7 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
         problem.causal,
         problem.scale,
         enable_gqa=True,
-        normalizer=problem.choice,
+        normalizer=problem.choice if theta is None else Choice(problem.choice.normalizer, theta[..., None]),
         temperature=None if problem.temperature is None else problem.temperature[..., None],
         softcap=problem.softcap,
         sink=None if problem.sink is None else problem.sink[..., None],

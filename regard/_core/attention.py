@@ -18,6 +18,7 @@ from regard._core.execute import execute
 from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.plans import keep_plan, plan_key, plans
 from regard._core.prepare import prepare
+from regard.normalizers import Choice
 from regard.statistics import Statistics
 
 __all__ = ["Path", "attention", "attention_path"]
@@ -51,7 +52,7 @@ def attention(
     scale: float | str | Tensor | None = ...,
     enable_gqa: bool = ...,
     *,
-    normalizer: str = ...,
+    normalizer: str | Choice = ...,
     temperature: Temperature = ...,
     softcap: float | None = ...,
     sink: float | Tensor | None = ...,
@@ -73,7 +74,7 @@ def attention(
     scale: float | str | Tensor | None = ...,
     enable_gqa: bool = ...,
     *,
-    normalizer: str = ...,
+    normalizer: str | Choice = ...,
     temperature: Temperature = ...,
     softcap: float | None = ...,
     sink: float | Tensor | None = ...,
@@ -95,7 +96,7 @@ def attention(
     scale: float | str | Tensor | None = None,
     enable_gqa: bool = False,
     *,
-    normalizer: str = "softmax",
+    normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
     softcap: float | None = None,
     sink: float | Tensor | None = None,
@@ -120,8 +121,11 @@ def attention(
         dropout_p: probability of dropping a weight, reproducible from torch's seed.
         is_causal: query i sees keys ≤ i, aligned at the top left as in torch.
         scale: None (1/√D), a number, "sqrt", "inverse", "none", or a tensor (Hq,) or (Hq, 1, 1).
-        normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
-        temperature: a positive number, a tensor that broadcasts to (…, Hq, Lq, 1), or a policy of `regard.temperature`.
+        normalizer: a name, e.g. "entmax15", "entmax(alpha=1.25)", "sigmoid(bias=-log(n))"; or what
+            `regard.normalizers.get("entmax", alpha=tensor)` returns: the tensor, (Hq,), (…, Hq, Lq) or broadcasting to
+            (…, Hq, Lq, 1), receives gradients. On a GPU α outside [1.005, 2] gives NaN there.
+        temperature: a positive number, a tensor (Hq,) or one that broadcasts to (…, Hq, Lq, 1), or a policy of
+            `regard.temperature`.
             A number must lie between 1e-20 and 1e20. Rows whose logits s/T overflow may be NaN.
         softcap: c in c·tanh(x/c), before bias and temperature.
         sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
@@ -171,7 +175,7 @@ def attention_path(
     scale: float | str | Tensor | None = None,
     enable_gqa: bool = False,
     *,
-    normalizer: str = "softmax",
+    normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
     softcap: float | None = None,
     sink: float | Tensor | None = None,

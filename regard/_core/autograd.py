@@ -19,7 +19,7 @@ from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
 BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
-OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative")  # inputs that may have gradients
+OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative", "theta")  # inputs that may have gradients
 LEARNED = {name: TENSORS.index(name) for name in OPTIONAL}  # their places in TENSORS
 
 

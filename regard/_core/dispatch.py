@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard._core.device import has_bulk_copies, has_large_shared_memory, supports_gluon
 from regard._core.problem import Problem
+from regard._core.readable import readable
 from regard._core.rows.execute import is_transformed
 from regard.statistics import ON_REQUEST
 
@@ -41,6 +42,8 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
         return Path(backend, REQUESTED)
     if not problem.choice.fused_in_attention:
         return Path("reference", f"{problem.choice.spec} has no fused form")
+    if reason := find_theta_obstacle(problem):
+        return Path("reference", reason)
     if on_request := find_on_request(problem):
         return Path("reference", f"the statistic {on_request}, which no fused kernel computes")
     if obstacle is None and is_our_forward_faster(problem):
@@ -64,6 +67,18 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
 
 
+def find_theta_obstacle(problem: Problem) -> str | None:
+    """Why the fused kernels cannot take a tensor parameter; None if they can, or if its values cannot be read."""
+    parameter, theta = problem.choice.normalizer.parameter, problem.theta
+    if parameter is None or theta is None:
+        return None
+    if problem.choice.parameter_slope is None:
+        return f"a {parameter.name} per row, which no kernel of {problem.choice.name!r} knows"
+    if readable(theta) and bool(((theta < parameter.fused_low) | (theta > parameter.fused_high)).any()):
+        return f"{parameter.name} outside [{parameter.fused_low:g}, {parameter.fused_high:g}], the kernels' range"
+    return None
+
+
 def find_on_request(problem: Problem) -> str | None:
     """The first statistic of a problem that only the reference computes; None if there is none."""
     return next((name for name in problem.stats if name in ON_REQUEST), None)
@@ -72,7 +87,7 @@ def find_on_request(problem: Problem) -> str | None:
 def has_transform(problem: Problem) -> bool:
     """True if a tangent or a torch.func gradient reaches what the weights are made of."""
     p = problem
-    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative)
+    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative, p.theta)
 
 
 def transform_error(backend: str) -> ValueError:
@@ -128,6 +143,8 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
             raise ValueError(f"backend {backend!r} does not compute {on_request!r}; use backend=None or 'reference'")
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
+        if reason := find_theta_obstacle(problem):
+            raise ValueError(f"backend {backend!r} cannot compute {reason}; use backend='reference'")
         if has_transform(problem):
             raise transform_error(backend)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:

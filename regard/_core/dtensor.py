@@ -17,6 +17,7 @@ from regard._core.mask.parts import Intervals
 from regard._core.options import AttentionOptions
 from regard.bias import Bias
 from regard.mask import Mask
+from regard.normalizers import Choice
 from regard.statistics import Statistics
 
 
@@ -44,6 +45,8 @@ def attention(function: Callable, q, k, v, options: AttentionOptions):
     shape, start = compute_local_shape_and_global_offset(q.shape, mesh, placements)
 
     def local(name: str, x):
+        if isinstance(x, Choice) and isinstance(x.theta, Tensor):
+            return Choice(x.normalizer, local("sink", x.theta))
         if is_dtensor(x):
             return x.to_local()
         if not isinstance(x, Tensor):

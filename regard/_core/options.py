@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.bias import Bias
 from regard.mask import Mask
+from regard.normalizers import Choice
 
 AttnMask = Tensor | Mask | Bias | tuple[Tensor | Mask | None, Tensor | Bias | None] | None
 Temperature = float | Tensor | Callable[..., Tensor] | None
@@ -31,7 +32,7 @@ class AttentionOptions(NamedTuple):
     is_causal: bool = False
     scale: float | str | Tensor | None = None
     enable_gqa: bool = False
-    normalizer: str = "softmax"
+    normalizer: str | Choice = "softmax"
     temperature: Temperature = None
     softcap: float | None = None
     sink: float | Tensor | None = None

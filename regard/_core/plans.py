@@ -93,7 +93,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
     same = all(given.shape == used.shape for given, used in ((q, problem.q), (k, problem.k), (v, problem.v)))
     if not same or problem.q.dtype != call.dtype or call.policy is not None or call.temperature is not None:
         return None
-    if problem.dropout_p or not q.numel() or not k.numel() or not v.numel():
+    if call.theta is not None or problem.dropout_p or not q.numel() or not k.numel() or not v.numel():
         return None
     if call.path.backend == "torch":
         cut = problem.causal and k.shape[2] > q.shape[2]

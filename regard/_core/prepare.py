@@ -15,6 +15,7 @@ from regard._core.mask.attn_mask import split_attn_mask
 from regard._core.mask.visible import Visible, find_ahead, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.problem import Problem
+from regard._core.readable import readable
 from regard._core.rows.validation import check_flag
 from regard._core.validation import (
     broadcast_leading,
@@ -27,13 +28,16 @@ from regard._core.validation import (
     check_softcap,
     check_temperature,
     check_tensors,
+    check_theta,
     check_window,
     divide_scale,
     repeat_heads,
     split_policy,
     split_scale,
+    void_outside_kernels,
 )
 from regard.scores import resolve_scale
+from regard.temperature.rows import visible_keys
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class Call:
     interval: Tensor | None = None  # [3, B or 1, H or 1, M]
     row_bias: Tensor | None = None  # 3-dim, not expanded
     relative: Tensor | None = None  # [H or 1, M + N − 1]
+    theta: Tensor | None = None  # 3-dim, not expanded
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -61,14 +66,15 @@ class Call:
         p = self.problem
         return (
             p.q, p.k, p.v, self.bias, self.mask, self.temperature, self.sink, p.key_lengths, p.seed, self.interval,
-            self.row_bias, self.relative,
+            self.row_bias, self.relative, self.theta,
         )  # fmt: skip
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     """Check every argument, resolve the options and choose the path of a call."""
     wanted = statistics.requested(options.return_stats)
-    choice = normalizers.get(options.normalizer).simplest
+    chosen = normalizers.get(options.normalizer).simplest
+    choice = chosen.plain
     check_tensors(q, k, v)
     rank = max(q.ndim, k.ndim, v.ndim)
     q, k, v = (x[(None,) * (rank - x.ndim)] for x in (q, k, v))
@@ -154,6 +160,13 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         row_bias=None if row_bias is None else row_bias.expand(full[:3]),
         relative=None if relative is None else relative.expand(heads, -1),
     )
+    theta = None
+    if chosen is not choice:
+        theta = check_theta(chosen, lead, batch, heads, queries, q, lambda: visible_keys(problem))
+        problem.theta = theta.expand(full[:3])
     path = choose(problem, policy, options.backend)
-    optional = interval, row_bias, relative
+    if theta is not None and path.backend != "reference" and not readable(theta):
+        theta = void_outside_kernels(theta, choice)
+        problem.theta = theta.expand(full[:3])
+    optional = interval, row_bias, relative, theta
     return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)

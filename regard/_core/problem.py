@@ -22,6 +22,7 @@ from regard.normalizers import Choice
 
 TENSORS = (
     "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed", "interval", "row_bias", "relative",
+    "theta",
 )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ class Problem:
     interval: Tensor | None = None  # [3, B, H, M] int32, expanded: lo, hi, position: query i sees keys lo ≤ j < hi only
     row_bias: Tensor | None = None  # [B, H, M] floats, expanded: added to every score of its row, beside `bias`
     relative: Tensor | None = None  # [H, M + N − 1] floats: relative[h, j − i + M − 1] is added to s_ij
+    theta: Tensor | None = None  # [B, H, M], expanded: the normaliser's parameter, in the place of `choice.theta`
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -78,7 +80,7 @@ class Problem:
         """The problem of queries first … last − 1 alone; the caller keeps track of their positions."""
         last = min(last, self.q.shape[2])
         rows: dict[str, Any] = {"q": self.q[:, :, first:last]}
-        for name in ("bias", "mask", "temperature", "sink"):
+        for name in ("bias", "mask", "temperature", "sink", "theta"):
             whole = getattr(self, name)
             rows[name] = None if whole is None else whole[:, :, first:last]
         for name in ("interval", "row_bias"):
@@ -96,7 +98,7 @@ class Problem:
 
     def with_tensors(self, tensors: Sequence[Any]) -> Problem:
         """The options with tensors in the order of `TENSORS`; what may be broadcast is expanded here."""
-        q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative = tensors
+        q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative, theta = tensors
         rows = q.shape[:3]
         full = (*rows, k.shape[2])
         return Problem(  # `replace` would take three times as long
@@ -124,6 +126,7 @@ class Problem:
             None if interval is None else interval.expand(3, *rows),
             None if row_bias is None else row_bias.expand(rows),
             None if relative is None else relative.expand(rows[1], -1),
+            None if theta is None else theta.expand(rows),
         )
 
     def flatten(self) -> tuple:
@@ -179,6 +182,7 @@ class Gradients:
     sink: Tensor | None = None  # [B, H, M]
     row_bias: Tensor | None = None  # [B, H, M]
     relative: Tensor | None = None  # [H, M + N − 1]
+    theta: Tensor | None = None  # [B, H, M]
 
 
 @dataclass
@@ -192,6 +196,7 @@ class Upstream:
     sink: bool = False
     row_bias: bool = False
     relative: bool = False
+    theta: bool = False
 
 
 @dataclass

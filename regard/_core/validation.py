@@ -15,6 +15,7 @@ from regard._core.dtypes import accumulator
 from regard._core.mask.parts import INTEGERS, check_side
 from regard._core.readable import readable
 from regard._core.rows.validation import check_dense, check_scores, fits, is_autocast, is_float
+from regard._core.rows.validation import check_theta as check_parameter
 from regard.normalizers import Choice
 from regard.scores import is_finite
 
@@ -259,11 +260,46 @@ def divide_scale(scale: float, temperature: float) -> float:
     return scale / temperature
 
 
+def check_theta(
+    choice: Choice, lead, batch: int, heads: int, queries: int, q: Tensor, count_keys: Callable[[], Tensor]
+) -> Tensor:
+    """Return a normaliser's tensor parameter with 3 dims that broadcast to [B, H, M], in the accumulator's dtype.
+
+    `count_keys` tells how many keys each query sees [B, H, M], for a parameter that is a function of them.
+    """
+    theta, parameter = choice.theta, choice.normalizer.parameter
+    assert parameter is not None
+    if isinstance(theta, Tensor):
+        theta = check_parameter(theta, parameter).to(q.device, accumulator(q.dtype))
+        return _shape_per_row(theta, parameter.name, lead, batch, heads, queries)
+    assert callable(theta)
+    theta = theta(count_keys())
+    rows = batch, heads, queries
+    if not isinstance(theta, Tensor) or not fits(theta.shape, rows):
+        kind = tuple(theta.shape) if isinstance(theta, Tensor) else type(theta).__name__
+        raise ValueError(f"{parameter.name}: its function must return a tensor that broadcasts to {rows}, got {kind}")
+    theta = check_parameter(theta, parameter).to(q.device, accumulator(q.dtype))
+    return theta.reshape(*(1,) * (3 - theta.ndim), *theta.shape)
+
+
+def void_outside_kernels(theta: Tensor, choice: Choice) -> Tensor:
+    """Return θ with NaN where the kernels cannot compute with it, for tensors whose values cannot be read."""
+    parameter = choice.normalizer.parameter
+    assert parameter is not None
+    if parameter.fused_low == -math.inf and parameter.fused_high == math.inf:
+        return theta
+    return theta.masked_fill((theta < parameter.fused_low) | (theta > parameter.fused_high), math.nan)
+
+
 def _shape_per_row(x: Tensor, name: str, lead, batch: int, heads: int, queries: int) -> Tensor:
-    """Return a tensor that broadcasts to (…, H, M, 1) as one of 3 dims that broadcasts to [B, H, M]."""
+    """Return a tensor (H,), (…, H, M) or one that broadcasts to (…, H, M, 1) with 3 dims that broadcast to [B, H, M]."""
     full = (*lead, queries, 1)
+    if x.ndim == 1 and x.shape[0] == heads:
+        return x.reshape(1, -1, 1)
+    if x.shape == full[:-1]:
+        return x.reshape(batch, heads, queries)
     if not fits(x.shape, full):
-        raise ValueError(f"{name} must broadcast to {full}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape ({heads},), {full[:-1]} or broadcast to {full}, got {tuple(x.shape)}")
     while x.ndim < len(full):
         x = x[None]
     x = x.squeeze(-1)  # (…, H, M)

@@ -98,7 +98,9 @@ class using:
                 "using() changes nothing; give normalizer, temperature, scale, softcap, qk_norm or context_parallel"
             )
         if normalizer is not None:
-            self.changes["normalizer"] = normalizers.get(normalizer).spec
+            choice = normalizers.get(normalizer)
+            choice.check_spec("regard.using")
+            self.changes["normalizer"] = choice.spec
         resolve_scale(scale, 1)
         self._change = WhatIf("using", self.changes, with_qk_norm if qk_norm else None)
         self.calls = 0  # intercepted attention calls

@@ -33,7 +33,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
-    normalizer: str = "softmax",
+    normalizer: str | normalizers.Choice = "softmax",
     temperature: float | Tensor | Callable | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,

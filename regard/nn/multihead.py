@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard import statistics
+from regard import normalizers, statistics
 from regard._core.attention import attention
 from regard._core.double_backward import is_saved_elsewhere
 from regard._core.mask.attn_mask import split_attn_mask
@@ -21,6 +21,7 @@ from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
 from regard._core.validation import check_key_lengths, check_mask
 from regard.nn import additive, torch_weights, validation
+from regard.nn.learned_parameter import LearnedParameter
 from regard.nn.visibility import Visibility, pack_documents
 from regard.temperature import Fixed, named
 
@@ -51,9 +52,10 @@ class MultiheadAttention(nn.Module):
         dropout: probability of dropping a weight, in training only.
         score: "scaled_dot" q·k/√d, "dot" q·k, "additive" w·tanh(q + k), or "cosine" g·q̂·k̂ with unit vectors
             (QK-norm) and a learned gain g per head that starts at √d.
-        normalizer: any name of `regard.normalizers`. It has no weights, so a state dict fits any of them.
+        normalizer: any name of `regard.normalizers`. It has no weights, so a state dict fits any of them; but
+            "entmax(alpha=learned)" and "sigmoid(bias=learned)" learn a number per head, from 1.5 and −ln n on.
         temperature: None, a number, "learned" (per head, starts at 1), "ssmax" (learned per head), "adaptive",
-            "query_dependent", or a policy of `regard.temperature`, whose parameters then belong to the module.
+            "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters then belong to the module.
         softcap: c in c·tanh(x/c), or None.
         sink: True adds a learned logit per head to softmax's denominator.
         batch_first: must be True.
@@ -110,6 +112,8 @@ class MultiheadAttention(nn.Module):
             self.gain = nn.Parameter(torch.full((num_heads,), math.sqrt(self.head_dim), **place))
         if score == "additive":
             self.additive = nn.Parameter(torch.randn(num_heads, self.head_dim, **place) / math.sqrt(self.head_dim))
+        learned = normalizers.learned(normalizer)
+        self.parameter = None if learned is None else LearnedParameter(learned, num_heads, **place)
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
         self.temperature = _make_temperature(temperature, num_heads, self.head_dim, place)
         self._last: dict[int, tuple] = {}  # by thread: q, k, scale and options of the last training call
@@ -234,7 +238,7 @@ class MultiheadAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             scale=scale,
             enable_gqa=self.kv_heads != self.num_heads,
-            normalizer=self.normalizer,
+            normalizer=self.normalizer if self.parameter is None else self.parameter.choose(),
             temperature=self.temperature,
             softcap=self.softcap,
             sink=self.sink,
@@ -256,7 +260,7 @@ class MultiheadAttention(nn.Module):
             v,
             self.additive,
             dropout_p=dropout,
-            normalizer=self.normalizer,
+            normalizer=self.normalizer if self.parameter is None else self.parameter.choose(),
             temperature=getattr(temperature, "value", temperature),
             softcap=self.softcap,
             sink=self.sink,

@@ -35,7 +35,8 @@ def check_options(score: str, normalizer: str, dropout: float, softcap: float | 
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
     if softcap is not None and not (number and is_finite(softcap) and float(softcap) > 0):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
-    choice = normalizers.get(normalizer)
+    choice = normalizers.learned(normalizer) or normalizers.get(normalizer)
+    choice.check_spec("regard.nn.MultiheadAttention")
     if sink and not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
 

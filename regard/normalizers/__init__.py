@@ -17,9 +17,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import numbers
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +60,13 @@ class BrokenFile(ValueError):
 
 @dataclass(frozen=True)
 class Choice:
-    """A normaliser with its parameter filled in: what a name such as "entmax(alpha=1.25)" means."""
+    """A normaliser with its parameter filled in: what a name such as "entmax(alpha=1.25)" means.
+
+    The parameter is a number, a tensor, or a function that maps the numbers of visible keys (…, Lq) to a tensor.
+    """
 
     normalizer: Normalizer
-    theta: float | None
+    theta: float | Tensor | Callable[[Tensor], Tensor] | None
 
     def __getattr__(self, field):  # name, formula, family, … are the normaliser's
         if field.startswith("__"):
@@ -72,7 +77,7 @@ class Choice:
     def fused(self) -> bool:
         """True if the fused row kernels take this parameter; below `fused_low` only where a wider dtype helps."""
         parameter = self.normalizer.parameter
-        if parameter is None or self.theta is None or not self.normalizer.fused:
+        if parameter is None or not isinstance(self.theta, float) or not self.normalizer.fused:
             return self.normalizer.fused
         return self.theta <= parameter.fused_high and not parameter.wide_below <= self.theta < parameter.fused_low
 
@@ -80,7 +85,8 @@ class Choice:
     def fused_in_attention(self) -> bool:
         """True if fused attention takes it; unlike rows it has no wider dtype to switch to."""
         parameter = self.normalizer.parameter
-        return self.fused and (parameter is None or self.theta is None or self.theta >= parameter.fused_low)
+        known = parameter is not None and isinstance(self.theta, float)
+        return self.fused and not (known and self.theta < parameter.fused_low)
 
     @property
     def has_slopes(self) -> bool:
@@ -128,16 +134,31 @@ class Choice:
     def simplest(self) -> Choice:
         """This choice, or "softmax" where its parameter makes it softmax, as "entmax(alpha=1)"."""
         parameter = self.normalizer.parameter
-        known = parameter is not None and self.theta is not None and self.theta == parameter.softmax_at
+        known = parameter is not None and isinstance(self.theta, float) and self.theta == parameter.softmax_at
         return get("softmax") if known else self
 
     @property
     def spec(self) -> str:
         """The name that `get` reads back as this choice."""
-        parameter = self.normalizer.parameter
-        if parameter is None or self.theta == parameter.default:
+        parameter, theta = self.normalizer.parameter, self.theta
+        if parameter is None or (isinstance(theta, float) and theta == parameter.default):
             return self.normalizer.name
-        return f"{self.normalizer.name}({parameter.name}={self.theta!r})"
+        if isinstance(theta, float):
+            return f"{self.normalizer.name}({parameter.name}={theta!r})"
+        named = [name for name, function in parameter.by_keys.items() if function is theta]
+        return f"{self.normalizer.name}({parameter.name}={named[0] if named else '…'})"
+
+    def check_spec(self, caller: str) -> None:
+        """Raise unless `spec` names this choice: `caller` passes a name on, which cannot carry a tensor."""
+        if self.spec.endswith("=…)"):
+            name = self.normalizer.parameter.name
+            raise ValueError(f"normalizer: {caller} takes a number for {name}, got a {type(self.theta).__name__}")
+
+    @property
+    def plain(self) -> Choice:
+        """This choice with its parameter's default where it has a tensor or a function, which then travels beside it."""
+        parameter = self.normalizer.parameter
+        return self if parameter is None or isinstance(self.theta, float) else Choice(self.normalizer, parameter.default)
 
 
 def discover(folder: str | os.PathLike[str]) -> list[str]:
@@ -205,19 +226,31 @@ def file_of(name: str) -> Path:
     return _files[get(name).name]
 
 
-_SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?([^()=,]+?)\s*\))?\s*")
+_SPEC = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:(\w+)\s*=\s*)?([^()=,]+?(?:\(\w+\))?)\s*\))?\s*")
 
 
-def get(spec: str | Choice | Normalizer) -> Choice:
-    """The normaliser called by name, with its parameter: "softmax", "entmax(alpha=1.25)", "sigmoid(bias=-3)".
+def get(spec: str | Choice | Normalizer, **parameter: float | Tensor | Callable[[Tensor], Tensor]) -> Choice:
+    """The normaliser called by name, with its parameter: "softmax", "entmax(alpha=1.25)", "sigmoid(bias=-log(n))".
+
+    The parameter may also come by its keyword: as a number, as a tensor, which receives gradients, or as a function
+    of n (…, Lq), the number of keys that each row sees.
+
+    >>> import regard, torch
+    >>> alpha = torch.tensor([1.25, 1.5, 2.0], requires_grad=True)  # one per head
+    >>> q = k = v = torch.eye(3).repeat(1, 3, 1, 1)
+    >>> out = regard.attention(q, k, v, normalizer=regard.normalizers.get("entmax", alpha=alpha))
+    >>> out[0, :, 0, 0]
+    tensor([0.4763, 0.5154, 0.7182])
 
     Returns:
         A `Choice`: the record and the value of its parameter.
 
     Raises:
-        TypeError: `spec` is not a name.
+        TypeError: `spec` is not a name, or the normaliser takes no parameter of this name.
         ValueError: The name is unknown, or its parameter cannot be read or lies outside its range.
     """
+    if parameter:
+        return _with_parameter(get(spec), parameter)
     if isinstance(spec, Choice):
         return spec
     if isinstance(spec, Normalizer):
@@ -238,22 +271,62 @@ def get(spec: str | Choice | Normalizer) -> Choice:
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}"
         raise ValueError(f"normalizer {spec!r} is unknown; {hint}")
     member = _members[name]
-    parameter = member.parameter
+    takes = member.parameter
     if match is None:
-        form = f"{name}({parameter.name}=…)" if parameter else name
+        form = f"{name}({takes.name}=…)" if takes else name
         raise ValueError(f"normalizer {spec!r} cannot be read; write it as {form!r}")
     given_name, given = match.group(2), match.group(3)
     if given is None:
-        return Choice(member, parameter.default if parameter else None)
-    if parameter is None:
+        return Choice(member, takes.default if takes else None)
+    if takes is None:
         raise ValueError(f"normalizer {spec!r}: {name} takes no parameter; write {name!r}")
-    if given_name not in (None, parameter.name):
-        raise ValueError(f"normalizer {spec!r}: {name} takes {parameter.name!r}, not {given_name!r}")
+    if given_name not in (None, takes.name):
+        raise ValueError(f"normalizer {spec!r}: {name} takes {takes.name!r}, not {given_name!r}")
+    if given in takes.by_keys:
+        return Choice(member, takes.by_keys[given])
     try:
         number = float(given.replace("_", "?"))  # Python reads 1_5 as 15
     except ValueError:
-        raise ValueError(f"normalizer {spec!r}: {parameter.name} must be a number, got {given!r}") from None
-    return Choice(member, parameter.check(number))
+        words = "".join(f" or {word!r}" for word in takes.by_keys)
+        hint = "" if given != LEARNED else f"; regard.nn.MultiheadAttention learns it, get({name!r}, {takes.name}=tensor)"
+        hint = hint and f"{hint} takes one of yours"
+        raise ValueError(f"normalizer {spec!r}: {takes.name} must be a number{words}, got {given!r}{hint}") from None
+    return Choice(member, takes.check(number))
+
+
+LEARNED = "learned"  # the word for a parameter that a module learns
+
+
+def _with_parameter(choice: Choice, given: dict[str, Any]) -> Choice:
+    takes = choice.normalizer.parameter
+    if takes is None or list(given) != [takes.name]:
+        form = f"takes {takes.name!r}" if takes else "takes no parameter"
+        raise TypeError(f"normalizer {choice.name!r} {form}, got {', '.join(map(repr, given))}")
+    (value,) = given.values()
+    if isinstance(value, Tensor) or (callable(value) and not isinstance(value, type)):
+        return Choice(choice.normalizer, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        kinds = "a number, a tensor or a function of the visible keys"
+        raise TypeError(f"{takes.name} must be {kinds}, got {type(value).__name__}")
+    return Choice(choice.normalizer, takes.check(float(value)))
+
+
+def learned(spec: Any) -> Choice | None:
+    """The choice whose parameter a module shall learn, as "entmax(alpha=learned)" says; None of another name.
+
+    Raises:
+        ValueError: The normaliser is unknown, or has no parameter that can be learned.
+    """
+    match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
+    if match is None or match.group(3) != LEARNED:
+        return None
+    choice = get(match.group(1))
+    takes = choice.normalizer.parameter
+    if takes is None or choice.normalizer.parameter_slope is None or match.group(2) not in (None, takes.name):
+        known = [get(name) for name in names()]
+        can = [f"{c.name}({c.parameter.name}={LEARNED})" for c in known if c.parameter_slope is not None]
+        raise ValueError(f"normalizer {spec!r} cannot be learned; known: {', '.join(map(repr, can))}")
+    return choice
 
 
 def record(name: str) -> Normalizer:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from regard.normalizers._language import speak
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,9 @@ class Parameter:
     `wide_below`, rows take float64, and below `series_below` the record's `series`. Statistics and Jacobian of a
     threshold map take the reference's weights wherever τ, in the scores' own dtype, does not tell them. Rows in parts
     take parameters up to `parts_high`, if that lies beyond `fused_high`.
+
+    `by_keys` names functions of n, the number of keys that a row sees: "sigmoid(bias=-log(n))". `learned_from` is the
+    one of them that a learned parameter is added to.
     """
 
     name: str
@@ -31,6 +36,8 @@ class Parameter:
     wide_below: float = float("-inf")
     series_below: float = float("-inf")
     softmax_at: float | None = None  # where the map is softmax
+    by_keys: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict, hash=False)
+    learned_from: str | None = None
 
     def check(self, value: float) -> float:
         if not (self.low <= value <= self.high):  # also refuses NaN
@@ -60,6 +67,8 @@ class Normalizer:
     `reference(scores, visible, theta)` is plain torch on the last dimension, meant for float64; autograd is its
     backward. `visible` is a bool tensor (True = counts) or None; `theta` the parameter (number or tensor) or None.
     `series` takes the same: a form without derivatives, for parameters below `series_below`.
+    `parameter_slope(p, θ)` is a tile function h with ∂p/∂θ = h − g′·Σh / Σg′ (pointwise: ∂p/∂θ = h), if θ can be
+    learned in attention: then dθ = Σ h·dp − δ·Σh.
     The families below add the tile functions of the fused kernels.
     """
 
@@ -73,6 +82,7 @@ class Normalizer:
     fused: bool = True  # False: reference only, and a fused call says so
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
     series: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None
+    parameter_slope: Any = None
     scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
     rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
     family: ClassVar[str] = ""
@@ -132,6 +142,9 @@ class Normalizer:
             column = torch.full((len(rows), 1), float(theta), dtype=scores.dtype)
             ours = self.parameter_vjp(self.reference(scores, None, theta), grads, column)
             self._must(torch.allclose(slope, ours, atol=1e-5), "parameter_vjp ≠ derivative in the parameter")
+        if self.parameter_slope is not None:
+            for value in self._fused_thetas():
+                self._check_parameter_slope(rows, value)
 
     def _fused_thetas(self) -> list[Any]:
         return [None] if self.parameter is None else self.parameter.fused_around
@@ -146,6 +159,18 @@ class Normalizer:
         for a, b, c in self._tiles_slopes(rows, p, theta):
             ours = a * dp - b * (c * dp).sum(-1, keepdims=True)
             self._must(np.allclose(ds, ours, atol=1e-7), f"tile slopes ≠ derivative of the reference{at}")
+
+    def _check_parameter_slope(self, rows: np.ndarray, theta: float) -> None:
+        assert self.parameter is not None
+        step = 1e-5 if theta - 1e-5 >= self.parameter.low else 0.0  # one-sided at the end of the range
+        up, down = (self.reference(torch.from_numpy(rows), None, theta + h).numpy() for h in (1e-5, -step))
+        p = self.reference(torch.from_numpy(rows), None, theta).numpy()
+        h = speak(self.parameter_slope)(p, theta)
+        if self.family == "threshold":
+            share = self._tiles_slopes(rows, p, theta)[0][2]
+            h = h - share * h.sum(-1, keepdims=True)
+        same = np.allclose((up - down) / (1e-5 + step), h, atol=1e-4)
+        self._must(same, f"parameter_slope ≠ derivative in {self.parameter.name} at {theta:g}")
 
     def _is_scale_free(self, rows: np.ndarray, theta: Any) -> bool:
         p, *scaled = (self.reference(torch.from_numpy(factor * rows), None, theta) for factor in (1.0, 0.01, 100.0))

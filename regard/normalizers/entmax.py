@@ -162,6 +162,24 @@ def slope_of_weight(p, alpha):
     return power(p, 2.0 - alpha)
 
 
+@jit
+def parameter_slope(p, alpha):
+    """−p·log² p·(eˣ − 1 − x)/x², x = −(α−1)·log p: `parameter_vjp`'s −q, as a tile function."""
+    k = alpha - 1.0
+    log = tl.log(tl.maximum(p, 1e-37))
+    x = -k * log
+    near = tl.minimum(x, 0.25)
+    series = 1.0 / 40320.0 + near / 362880.0
+    series = 1.0 / 5040.0 + near * series
+    series = 1.0 / 720.0 + near * series
+    series = 1.0 / 120.0 + near * series
+    series = 1.0 / 24.0 + near * series
+    series = 1.0 / 6.0 + near * series
+    series = 0.5 + near * series
+    far = p * (tl.exp(x) - 1.0 - x) / (k * k)
+    return tl.where(p > 0.0, -tl.where(x < 0.25, p * log * log * series, far), 0.0)
+
+
 normalizer = Threshold(
     name="entmax",
     formula="max((α−1)·s − τ, 0)^(1/(α−1)), Σ = 1",
@@ -182,6 +200,7 @@ normalizer = Threshold(
         softmax_at=1.0,
     ),
     parameter_vjp=parameter_vjp,
+    parameter_slope=parameter_slope,
     series=series,
     gain=gain,
     value=value,

@@ -17,6 +17,11 @@ def reference(scores, visible, theta):
     return p if visible is None else p.masked_fill(~visible, 0.0)
 
 
+def parameter_vjp(p, dp, bias):
+    """Σ_i dp_i·∂p_i/∂bias."""
+    return (dp * p * (1.0 - p)).sum(-1)
+
+
 @jit
 def value(s, bias):
     return 1.0 / (1.0 + tl.exp(-s - bias))
@@ -38,6 +43,11 @@ def slope_of_weight(p, bias):
     return p * (1.0 - p)
 
 
+def minus_log(n):
+    """−ln n of a row's n visible keys, which lets an untrained row sum to about 1; n = 0 counts as 1."""
+    return -torch.log(n.clamp_min(1.0))
+
+
 normalizer = Pointwise(
     name="sigmoid",
     formula="1 / (1 + exp(−s − bias))",
@@ -45,7 +55,11 @@ normalizer = Pointwise(
     sparse=False,
     paper="Ramapuram et al. 2024, arXiv 2409.04431",
     reference=reference,
-    parameter=Parameter("bias", default=0.0, low=-1e4, high=1e4),
+    parameter=Parameter(
+        "bias", default=0.0, low=-1e4, high=1e4, by_keys={"-log(n)": minus_log}, learned_from="-log(n)"
+    ),
+    parameter_vjp=parameter_vjp,
+    parameter_slope=slope_of_weight,
     value=value,
     slope=slope,
     slope_of_weight=slope_of_weight,

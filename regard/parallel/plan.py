@@ -164,6 +164,8 @@ def choose_engine(problem: Problem, backend: str | None) -> ModuleType:
     if not choice.normalizer.fused:
         raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
     parameter = choice.normalizer.parameter
+    if problem.theta is not None and parameter is not None:
+        raise ValueError(f"normalizer: {parameter.name} must be a number in regard.parallel, got one per row or head")
     if parameter is not None:
         low, high = parameter.fused_low, max(parameter.fused_high, parameter.parts_high)
         if not low <= choice.theta <= high:

@@ -48,6 +48,8 @@ def of_scores(
         ValueError: The normaliser is unknown, or `visible` or `sink` does not broadcast.
     """
     choice = normalizers.get(normalizer)
+    if choice.plain is not choice:
+        choice, theta = choice.plain, choice.theta
     check_float(scores, "scores")
     if isinstance(first, Tensor) or not hasattr(first, "__index__"):
         _refuse("first must be an int", first)
@@ -55,6 +57,8 @@ def of_scores(
     scores = widen(scores)  # where τ and the mean tell large logits apart
     seen = scores != -math.inf
     seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
+    if callable(theta) and not isinstance(theta, Tensor):
+        theta = theta(seen.sum(-1).to(scores.dtype))[..., None]
     if sink is not None:
         logit: Any = torch.tensor(float(sink)) if isinstance(sink, numbers.Real) else sink
         sink = _fitting(logit, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)

@@ -15,6 +15,7 @@ torch.Size([1, 2, 5, 4])
 """
 
 from regard.temperature.adaptive import Adaptive
+from regard.temperature.asentmax import ASEntmax
 from regard.temperature.fixed import Fixed
 from regard.temperature.learned import Learned
 from regard.temperature.named import NAMES, named, unsized
@@ -24,6 +25,7 @@ from regard.temperature.ssmax import SSMax
 
 __all__ = [
     "NAMES",
+    "ASEntmax",
     "Adaptive",
     "Fixed",
     "Learned",

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from regard.temperature.adaptive import Adaptive
+from regard.temperature.asentmax import ASEntmax
 from regard.temperature.learned import Learned
 from regard.temperature.query_dependent import QueryDependent
 from regard.temperature.ssmax import SSMax
 
-NAMES = ("learned", "ssmax", "adaptive", "query_dependent")
+NAMES = ("learned", "ssmax", "adaptive", "query_dependent", "asentmax")
 
 
 def named(
@@ -34,6 +35,8 @@ def named(
         return Adaptive()
     if name == "query_dependent":
         return QueryDependent(heads, head_dim, **place)
+    if name == "asentmax":
+        return ASEntmax(heads, head_dim, **place)
     raise _unknown_name(name)
 
 
@@ -49,7 +52,11 @@ def unsized(name: str) -> nn.Module:
     if name == "adaptive":
         return Adaptive()
     if name in NAMES:
-        maker = {"learned": "Learned(heads)", "query_dependent": "QueryDependent(heads, head_dim)"}[name]
+        maker = {
+            "learned": "Learned(heads)",
+            "query_dependent": "QueryDependent(heads, head_dim)",
+            "asentmax": "ASEntmax(heads, head_dim)",
+        }[name]
         raise ValueError(
             f"temperature {name!r} has parameters for a module's heads; create regard.temperature.{maker} and pass "
             "its parameters to the optimizer"

@@ -40,11 +40,13 @@ class Bundle(NamedTuple):
     rest: Any = None
     gain: Any = None
     log_odds: Any = None
+    parameter_slope: Any = None
     signed: Any = None
     shift: str | None = None
     exponential: bool | None = None
     order: int | None = None
     differs: bool = False  # follows from the functions: no part of the key
+    is_power: bool = False  # likewise
 
     def __repr__(self) -> str:
         return f"Bundle({self.family}, {self.cache_key})"
@@ -72,7 +74,7 @@ def _bundle(normalizer: Normalizer) -> Bundle:
     if not normalizer.fused:
         raise ValueError(f"normalizer {normalizer.name!r} has no fused kernels; use the reference")
     members, keys = {}, [normalizer.family]
-    for name in Bundle._fields[2:-1]:
+    for name in Bundle._fields[2:-2]:
         member = getattr(normalizer, "value" if name == "weigh" else name, None)
         if callable(member) and knobs.runtime.interpret:
             member = speak(member, tl)  # plain Python, with triton.language in scope whether its file imports it or not
@@ -81,4 +83,5 @@ def _bundle(normalizer: Normalizer) -> Bundle:
             keys.append(f"{name}={getattr(member, 'cache_key', member)}")
         members[name] = member
     key = hashlib.sha256("\n".join(keys).encode()).hexdigest()
-    return Bundle(normalizer.family, key, **members, differs=getattr(normalizer, "differs", False))
+    known = {name: getattr(normalizer, name, False) for name in ("differs", "is_power")}
+    return Bundle(normalizer.family, key, **members, **known)

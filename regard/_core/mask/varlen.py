@@ -15,6 +15,7 @@ from regard._core.mask.recent import recall
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard.mask import Mask
+from regard.normalizers import Choice
 from regard.statistics import Statistics
 
 Ints = Tensor | Sequence[int]
@@ -25,7 +26,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None = ...,
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
+    *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
     sink: float | Tensor | None = ..., return_stats: Literal[False] = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -35,7 +36,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None = ...,
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
-    *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
+    *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
     sink: float | Tensor | None = ..., return_stats: Literal[True] | str | Sequence[str], backend: str | None = ...,
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 
@@ -55,7 +56,7 @@ def attention_varlen(
     softcap: float = 0.0,
     *,
     scale: float | str | Tensor | None = None,
-    normalizer: str = "softmax",
+    normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
     sink: float | Tensor | None = None,
     return_stats: Wanted = False,

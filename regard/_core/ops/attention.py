@@ -38,6 +38,7 @@ def attention(
     interval: Tensor | None,
     row_bias: Tensor | None,
     relative: Tensor | None,
+    theta: Tensor | None,
     scale: float,
     softcap: float,
     causal: bool,
@@ -49,8 +50,8 @@ def attention(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fused attention of one problem: o, the row state and the statistics [S, B, H, M]."""
-    refuse_tangents(q, k, v, bias, temperature, sink, row_bias, relative)
-    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative)
+    refuse_tangents(q, k, v, bias, temperature, sink, row_bias, relative, theta)
+    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative, theta)
     problem = unflatten(tensors, (scale, softcap, causal, left, right, dropout_p, normalizer, stats))
     with default_device(backend):
         result = backend_module(ATTENTION, backend).forward(problem)
@@ -90,6 +91,7 @@ def attention_backward(
     interval: Tensor | None,
     row_bias: Tensor | None,
     relative: Tensor | None,
+    theta: Tensor | None,
     scale: float,
     softcap: float,
     causal: bool,
@@ -100,10 +102,10 @@ def attention_backward(
     stats: str,
     backend: str,
     wants: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, then of `LEARNED`); those not named in `wants` are empty. dstats [S, B, H, M] or None."""
-    refuse_tangents(do, dstats, q, k, v, bias, temperature, sink, row_bias, relative)
-    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative)
+    refuse_tangents(do, dstats, q, k, v, bias, temperature, sink, row_bias, relative, theta)
+    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative, theta)
     problem = unflatten(tensors, (scale, softcap, causal, left, right, dropout_p, normalizer, stats))
     wanted = wants.split(",")
     with default_device(backend):

@@ -65,6 +65,8 @@ def _has_plan(scores: Tensor) -> bool:
 
 def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tensor:
     """p = normaliser(scores / temperature) along `dim`, every argument but the scores still unchecked."""
+    if choice.plain is not choice:
+        choice, theta = choice.plain, choice.theta
     dim = check_dim(scores, dim)
     t = check_temperature(temperature)
     backend = choose_rows_backend(scores.device, backend)
@@ -76,13 +78,16 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
     if mask is not None:
         visible = check_mask(mask, scores.shape).movedim(dim, -1)
         check_device(mask, "mask", scores)
+    z = scores.movedim(dim, -1)
+    if callable(theta) and not isinstance(theta, Tensor):
+        seen = z != -math.inf if visible is None else visible & (z != -math.inf)
+        theta = theta(seen.sum(-1).to(accumulator(z.dtype))).expand(z.shape[:-1]).unsqueeze(-1).movedim(-1, dim)
     if theta is not None:
         parameter = choice.normalizer.parameter
         assert parameter is not None  # a map without one takes no theta
         theta = check_theta(theta, parameter)
         check_device(theta, parameter.name, scores)
         theta = column_of(theta, parameter.name, scores.shape, dim)
-    z = scores.movedim(dim, -1)
     if isinstance(t, Tensor):
         t = column_of(t, "temperature", scores.shape, dim)
         check_device(t, "temperature", scores)
@@ -103,6 +108,7 @@ def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
         and scores.numel() > 0
         and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention
+        and choice.plain is choice
         and (parameter is None or choice.theta is None or choice.theta >= parameter.wide_below)
         and not choice.scale_free
         and not is_autocast(scores)

@@ -20,7 +20,7 @@ from regard.normalizers import Choice
 
 def normalize(
     scores: Tensor,
-    normalizer: str = "softmax",
+    normalizer: str | Choice = "softmax",
     dim: int = -1,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
@@ -37,7 +37,8 @@ def normalize(
 
     Args:
         scores: floating-point tensor of any shape and strides. −inf weighs 0; NaN or +inf makes its row NaN.
-        normalizer: a name from `regard.normalizers.names()`, with its parameter if any: "entmax(alpha=1.25)".
+        normalizer: a name from `regard.normalizers.names()`, with its parameter if any: "entmax(alpha=1.25)"; or what
+            `regard.normalizers.get("entmax", alpha=…)` returns, for a tensor that broadcasts as `temperature` does.
         dim: the dimension that is normalised.
         temperature: a number, or a tensor that broadcasts against scores with size 1 in `dim` and receives
             gradients. 0 and inf are the limits: of softmax and the sparse maps one-hot, ties share, and uniform.

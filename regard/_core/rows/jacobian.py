@@ -35,6 +35,8 @@ def _check(z: Tensor, normalizer: str, temperature) -> tuple[normalizers.Choice,
     if isinstance(t, Tensor):
         raise TypeError("temperature must be a number here, got a tensor; divide z by it and the result too")
     choice = normalizers.get(normalizer).simplest
+    if choice.plain is not choice:
+        raise TypeError(f"normalizer {choice.spec!r}: its parameter must be a number here")
     return choice, 1.0 if choice.scale_free else t
 
 

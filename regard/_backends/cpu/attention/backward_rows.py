@@ -15,6 +15,7 @@ from regard._backends.cpu.attention.forward_rows import (
     clip_row,
     count_and_mean,
     finite_inverse,
+    parameter_of,
     row_maximum,
     visible_columns,
 )
@@ -22,51 +23,68 @@ from regard._backends.cpu.jit.compile import prim, real, tile
 from regard._backends.cpu.threshold_solver import refine_threshold
 
 
-def backward_from_weights(s, dp, geometry, parameter, shift, z, delta):
-    """s ← p and dp ← a·(dp − δ), where the slope a = b follows from the weight."""
-    theta = real(parameter)
+def backward_from_weights(s, dp, geometry, parameter, shift, z, delta, dtheta):
+    """s ← p and dp ← a·(dp − δ), where the slope a = b follows from the weight; dtheta ← Σ h·dp − δ·Σh."""
     for r in range(s.shape[0]):
+        theta = parameter_of(parameter, r)
         _, first, last = visible_columns(geometry, r, s.shape[1])
         x, g = clip_row(s, r, first, last), clip_row(dp, r, first, last)
         inverse = finite_inverse(z[r])
         m, c = tile.row_shift(x, shift[r], theta)
         extra = inverse if tile.is_ratio else theta
-        total = np.float64(0.0)
+        total, own, by_own = np.float64(0.0), np.float64(0.0), np.float64(0.0)
         for start in range(0, len(x), CHUNK):
             chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
-            part = real(0.0)
+            part, own_, by_own_ = real(0.0), real(0.0), real(0.0)
             for j in range(len(chunk)):
                 u = prim.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta))
                 p = u * ratio_factor(inverse)
                 part = prim.accumulate(part, delta_factor_of_weight(p, extra) * dchunk[j])
+                if tile.theta_gradient:
+                    h = tile.parameter_slope(p, theta)
+                    own_ = prim.accumulate(own_, h)
+                    by_own_ = prim.accumulate(by_own_, h * dchunk[j])
                 chunk[j] = p
             total += part
+            own += own_
+            by_own += by_own_
         mean = finish_delta(total, inverse)
         delta[r] = mean
+        if tile.theta_gradient:
+            dtheta[r] = by_own - mean * own
         for j in range(len(x)):
             g[j] = tile.slope_of_weight(x[j], extra) * (g[j] - mean)
 
 
-def backward_from_logits(s, dp, geometry, parameter, shift, z, delta, stat_gradients, ds_dot_s):
+def backward_from_logits(s, dp, geometry, parameter, shift, z, delta, dtheta, stat_gradients, ds_dot_s):
     """s ← p and dp ← a·dp − b·δ + the gradients of the statistics; ds_dot_s = Σ ds·s.
 
     stat_gradients [3, rows]: of logit_variance, logsumexp and entropy.
     """
-    theta = real(parameter)
     for r in range(s.shape[0]):
+        theta = parameter_of(parameter, r)
         _, first, last = visible_columns(geometry, r, s.shape[1])
         x, g = clip_row(s, r, first, last), clip_row(dp, r, first, last)
         inverse = finite_inverse(z[r])
         m, c = tile.row_shift(x, shift[r], theta)
-        total = np.float64(0.0)
+        total, own, by_own = np.float64(0.0), np.float64(0.0), np.float64(0.0)
         for start in range(0, len(x), CHUNK):
             chunk, dchunk = x[start : start + CHUNK], g[start : start + CHUNK]
-            part = real(0.0)
+            part, own_, by_own_ = real(0.0), real(0.0), real(0.0)
             for j in range(len(chunk)):
                 factor = delta_factor_of_logit(chunk[j], m, c, theta, inverse)
                 part = prim.accumulate(part, prim.where(chunk[j] == real(-math.inf), 0.0, factor) * dchunk[j])
+                if tile.theta_gradient:
+                    p = prim.where(chunk[j] == real(-math.inf), 0.0, tile.weight(chunk[j], m, c, theta))
+                    h = tile.parameter_slope(p, theta)
+                    own_ = prim.accumulate(own_, h)
+                    by_own_ = prim.accumulate(by_own_, h * dchunk[j])
             total += part
+            own += own_
+            by_own += by_own_
         delta[r] = finish_delta(total, inverse)
+        if tile.theta_gradient:
+            dtheta[r] = by_own - delta[r] * own
         top, log_total, offset, mean = real(0.0), real(0.0), real(0.0), real(0.0)
         by_variance, by_lse, by_entropy = real(0.0), real(0.0), real(0.0)
         if tile.stat_gradients:

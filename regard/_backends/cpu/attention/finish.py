@@ -43,7 +43,7 @@ def finish_rows(sums, parameter, sink, wanted, stats):
             values[1:] = 0.0
             values[1], values[4] = -math.inf, -math.inf
         elif row[TOP] < math.inf:
-            finish_row(row, parameter, np.float64(sink[min(r, len(sink) - 1)]), values)
+            finish_row(row, parameter[min(r, len(parameter) - 1)], np.float64(sink[min(r, len(sink) - 1)]), values)
         else:  # a NaN or +inf among the logits: there are no weights to describe
             values[2:] = math.nan
         for k in range(len(wanted)):

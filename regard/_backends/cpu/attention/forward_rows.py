@@ -40,6 +40,11 @@ def visible_columns(geometry, r, n):
     return i, first, max(first, last)
 
 
+def parameter_of(parameter, r):
+    """θ of row r; an array of one entry serves every row."""
+    return real(parameter[min(r, len(parameter) - 1)])
+
+
 def fill_zeros(x, first, last):
     for j in range(first, last):
         x[j] = 0.0
@@ -169,8 +174,8 @@ def sum_exponentials(x, top, mean, offset):
 
 def forward_general(s, geometry, parameter, sink, inverse, shift, z, sums):
     """The other ratios, p = u/Z with Z = Σv + rest, and the pointwise normalisers, where Z = 1."""
-    theta = real(parameter)
     for r in range(s.shape[0]):
+        theta = parameter_of(parameter, r)
         i, first, last = visible_columns(geometry, r, s.shape[1])
         x = clip_row(s, r, first, last)
         top = row_maximum(x)
@@ -282,10 +287,10 @@ def sum_weights(x, top, mean, m, c, theta, offset, unit):
 
 def forward_threshold(s, geometry, parameter, sink, inverse, shift, z, sums):
     """p = value(max(gain·s − τ, 0)) with Σp = 1. The shift among the sums is τ − gain·max."""
-    theta = real(parameter)
-    gain = tile.gain(theta)
     packed = np.empty(s.shape[1] + 2 * tile.lanes, s.dtype)
     for r in range(s.shape[0]):
+        theta = parameter_of(parameter, r)
+        gain = tile.gain(theta)
         i, first, last = visible_columns(geometry, r, s.shape[1])
         x = clip_row(s, r, first, last)
         top = row_maximum(x)

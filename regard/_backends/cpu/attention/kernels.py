@@ -34,7 +34,10 @@ REQUIRED_SUMS = dict(  # statistic -> the sums it takes beside those that are al
     gradient_gain="sums_weights",
 )
 FLAGS = ("sums_logits", "sums_weights", "sums_distance", "sums_exponentials")
-OWN = ("numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight")
+OWN = (
+    "numerator", "denominator", "numerator_slope", "denominator_slope", "gain", "value", "slope", "slope_of_weight",
+    "parameter_slope",
+)  # fmt: skip
 OF_FAMILY = ("weight", "norm", "weight_slope", "norm_slope", "slope_product", "has_weight")
 
 
@@ -68,10 +71,13 @@ def finish_kernel(normalizer: Normalizer, stats: tuple[str, ...]) -> tuple[Calla
 
 
 @cache_by_normalizer
-def backward_kernel(normalizer: Normalizer, precision: str, from_logits: bool, stat_gradients: bool) -> Callable:
+def backward_kernel(
+    normalizer: Normalizer, precision: str, from_logits: bool, stat_gradients: bool, theta_gradient: bool
+) -> Callable:
     """The backward kernel; `from_logits` keeps the logits to the end, as the statistics' gradients need."""
     template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
-    return template_kernel(normalizer, precision, template, stat_gradients=stat_gradients, is_part=False)
+    flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient, is_part=False)
+    return template_kernel(normalizer, precision, template, **flags)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

@@ -34,7 +34,7 @@ from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
-INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative")
+INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta")
 NO_SINK = np.array([-np.inf])
 
 
@@ -57,7 +57,7 @@ def compute_forward(
     stats = torch.empty(
         (fields if keep_sums else len(problem.stats), *rows), dtype=torch.float64 if keep_sums else wide
     )
-    normalizer, theta = problem.choice.normalizer, problem.choice.theta or 0.0
+    normalizer = problem.choice.normalizer
     run = kernels.forward_kernel(normalizer, precision_of(wide), problem.stats)
 
     def work(task: Task, scratch: Scratch) -> None:
@@ -68,7 +68,7 @@ def compute_forward(
             inverse = scratch("inverse", *block.size, 1)
             sink = NO_SINK if problem.sink is None else block.row_array(problem.sink.to(wide))
             sums = np.empty((fields, block.count))
-            state = block.row_output(shift), block.row_output(z)
+            state, theta = (block.row_output(shift), block.row_output(z)), parameter_array(problem, block)
             run(block.as_matrix(s), block.geometry, theta, sink, inverse.numpy().reshape(-1), *state, sums)
             apply_dropout(blocks, block, s)
             product = torch.bmm(s, block.take_keys(v)).view(*block.size, v.shape[-1])
@@ -97,6 +97,8 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     gradients = compute_gradients(problem, upstream, rows, problem.q.dtype)
     if upstream.temperature and problem.temperature is not None:
         gradients.temperature = -rows.ds_dot_s / problem.temperature  # s = y/T, so that dT = −Σ ds·s / T
+    if upstream.theta and problem.theta is not None:
+        gradients.theta = rows.dtheta
     if upstream.sink and problem.sink is not None:
         gradients.sink = rows.sink_gradient()
     return gradients
@@ -153,6 +155,13 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
     return Gradients(dq, dk.total(), dv.total(), dbias, row_bias=drow_bias, relative=drelative)
 
 
+def parameter_array(problem: Problem, block: Block) -> np.ndarray:
+    """The normaliser's parameter for each row of a block, or one for all of them."""
+    if problem.theta is None:
+        return np.array([problem.choice.theta or 0.0])
+    return block.row_array(problem.theta)
+
+
 class KeyGradient:
     """Σ over all queries of sᵀ·x, [B, G, N, C], in one sum per part of the queries.
 
@@ -181,26 +190,28 @@ class BackwardRows:
     """The backward row kernel of a problem, and the row sums that it leaves."""
 
     def __init__(self, problem: Problem, forward: Forward, upstream: Upstream):
-        self.problem, self.forward, self.theta = problem, forward, problem.choice.theta or 0.0
+        self.problem, self.forward = problem, forward
         wide, shape = problem.accumulator, problem.q.shape[:3]
         given = [upstream.stats.get(name) for name in DIFFERENTIABLE]
         has_stats = problem.choice.softmax_family and any(g is not None and bool(g.any()) for g in given)
         self.from_logits = has_stats or upstream.temperature or problem.choice.slope_of_weight is None
-        options = precision_of(wide), self.from_logits, has_stats
+        options = precision_of(wide), self.from_logits, has_stats, upstream.theta and problem.theta is not None
         self.kernel = kernels.backward_kernel(problem.choice.normalizer, *options)
-        self.delta, self.ds_dot_s = torch.zeros((2, *shape), dtype=wide)
+        self.delta, self.ds_dot_s, self.dtheta = torch.zeros((3, *shape), dtype=wide)
         zero = torch.zeros((), dtype=wide).expand(shape)
         given = [zero if g is None else g.detach().to(wide).expand(shape) for g in given]
         self.stat_gradients = torch.stack(given) if has_stats else zero[None]
 
     def __call__(self, block: Block, s: Tensor, dp: Tensor) -> None:
         """s ← p, dp ← ds."""
-        delta, ds_dot_s = block.row_output(self.delta), block.row_output(self.ds_dot_s)
-        arrays = [block.row_array(self.forward.shift), block.row_array(self.forward.z), delta]
+        delta, ds_dot_s, dtheta = (block.row_output(x) for x in (self.delta, self.ds_dot_s, self.dtheta))
+        arrays = [block.row_array(self.forward.shift), block.row_array(self.forward.z), delta, dtheta]
         if self.from_logits:
             arrays += [block.row_array(self.stat_gradients), ds_dot_s]
-        self.kernel(block.as_matrix(s), block.as_matrix(dp), block.geometry, self.theta, *arrays)
+        theta = parameter_array(self.problem, block)
+        self.kernel(block.as_matrix(s), block.as_matrix(dp), block.geometry, theta, *arrays)
         block.store_rows(self.delta, delta)
+        block.store_rows(self.dtheta, dtheta)
         if self.from_logits:
             block.store_rows(self.ds_dot_s, ds_dot_s)
 

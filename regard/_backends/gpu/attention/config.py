@@ -100,6 +100,7 @@ def options(p: Problem) -> Options:
         mask=view(None if p.mask is None else p.mask.view(torch.uint8)),
         temperature=view(p.temperature),
         sink=view(p.sink),
+        thetas=view(p.theta),
         lengths=None if p.key_lengths is None else p.key_lengths.contiguous(),
         seed=p.seed if dropout else None,
         left=_clamp(left, m + n),
@@ -130,6 +131,7 @@ def config_of(
     TEMPERATURE_GRAD: bool = False,
     ROW_BIAS_GRAD: bool = False,
     KEY_BIAS_GRAD: bool = False,
+    THETA_GRAD: bool = False,
     Z_IN_SHIFT: bool = False,
     others: tuple[torch.Tensor, ...] = (),
 ) -> tuple[Config, dict]:
@@ -152,6 +154,7 @@ def config_of(
         TEMPERATURE_GRAD=TEMPERATURE_GRAD,
         ROW_BIAS_GRAD=ROW_BIAS_GRAD,
         KEY_BIAS_GRAD=KEY_BIAS_GRAD,
+        THETA_GRAD=THETA_GRAD,
         Z_IN_SHIFT=Z_IN_SHIFT,
         ACC=TYPES[p.accumulator],
         PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",

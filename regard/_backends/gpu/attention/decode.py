@@ -101,7 +101,7 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     block = key_loop.QueryBlock(
         queries, k, v, k_blocks, v_blocks, b, g * opt.group, i, first, last, lowest, highest, latest, least,
         visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC), a,
-        tiles.number(opt.theta, C.ACC), 0,
+        tiles.load_theta(b, h, i, opt, C.ACC), 0,
     )  # fmt: skip
     state = tiles.zeros(C.BM, C.BE, C.ACC), statistics.empty_sums(initial_shift(F, C), C)
     begin = lowest // C.BN * C.BN
@@ -142,7 +142,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             if F.family == "ratio":
                 acc = acc * tl.exp2(r.shift - shift)[:, None]
             r = rescale_sums(r, top, shift, a, b2, theta, F)
-    u, v, power = terms(y, a[:, None], b2[:, None], r.shift[:, None], theta, F)
+    u, v, power = terms(y, a[:, None], b2[:, None], r.shift[:, None], tiles.column(theta, opt), F)
     u = tl.where(visible, u, 0.0)
     z, ties, su, sv, sl, sq, ss, sx = r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross
     se, far = r.lse, r.distance
@@ -159,7 +159,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if NEED.square:
             sq += tiles.fold(statistics.square(under, F), C)
         if NEED.slope:
-            d, cross = slopes(y, a[:, None], b2[:, None], r.shift[:, None], u, theta, F)
+            d, cross = slopes(y, a[:, None], b2[:, None], r.shift[:, None], u, tiles.column(theta, opt), F)
             sv += tiles.fold(tl.where(visible & below, v, 0.0), C)
             ss += tiles.fold(tl.where(visible & below, d, 0.0), C)
             sx += tiles.fold(tl.where(visible & below, cross, 0.0), C)
@@ -194,7 +194,7 @@ def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, 
     first, last = visibility.visible_range(b, h, i, opt, tiles.key_count(opt, b))
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     b2 = a * LOG2E
-    theta = tiles.number(opt.theta, C.ACC)
+    theta = tiles.load_theta(b, h, i, opt, C.ACC)
     queries = tiles.load_block(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
     bias = scores.load_row_bias(b, h, i, opt, C.ACC)
     block = key_loop.QueryBlock(queries, k, k, 0, 0, b, h, i, first, last, 0, 0, 0, 0, i, bias, a, theta, 0)

@@ -35,7 +35,7 @@ class QueryBlock(NamedTuple):
     position: Any  # [M], among the keys
     bias: Any  # [M], of rows, or 0
     a: Any  # [M], s = a·y
-    theta: Any
+    theta: Any  # one number, or [M]
     seed: Any
 
 
@@ -58,7 +58,7 @@ def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr
     lowest, earliest, latest, highest = visibility.block_range(first, last, b, h, i0, opt, n, C)
     rows = tiles.load_block(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
-    theta = tiles.number(opt.theta, C.ACC)
+    theta = tiles.load_theta(b, h, i, opt, C.ACC)
     position, bias = visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC)
     return QueryBlock(
         rows, k, v, k_blocks, v_blocks, b, h, i, first, last, lowest, highest, earliest, latest, position, bias, a,

@@ -26,7 +26,8 @@ BLOCK_ROWS = 128  # of the largest block
 OPTIONS = ("choice", "scale", "softcap", "causal", "left", "right", "stats", "first_query", "first_key", "queries")
 options_of = attrgetter(*OPTIONS)
 tensors_of = attrgetter(
-    "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "interval", "row_bias", "relative"
+    "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "interval", "row_bias", "relative",
+    "theta",
 )  # fmt: skip
 
 
@@ -74,13 +75,13 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     def compute() -> tuple:
         do = replace(upstream, o=_gather_entries(upstream.o))
         g = _backward(_with_near_entries(problem), forward, do)
-        return g.q, g.k, g.v, g.bias, g.temperature, g.sink, g.row_bias, g.relative
+        return g.q, g.k, g.v, g.bias, g.temperature, g.sink, g.row_bias, g.relative, g.theta
 
     with on_device_of(problem.q):
         if not _has_tape(problem):
             return Gradients(*compute())
         biases = upstream.bias, upstream.row_bias, upstream.relative
-        wants = *biases, upstream.temperature, upstream.sink, tuple(upstream.stats)
+        wants = *biases, upstream.temperature, upstream.sink, upstream.theta, tuple(upstream.stats)
         saved = forward.o, forward.shift, forward.z, forward.stats, upstream.o, *upstream.stats.values()
         inputs = (*tensors_of(problem), *saved)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -101,6 +102,8 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         grads.temperature = torch.empty(shape, **like)
     if upstream.row_bias and p.row_bias is not None:
         grads.row_bias = torch.empty(shape, **like)
+    if upstream.theta and p.theta is not None:
+        grads.theta = torch.empty(shape, **like)
     if forward.shift.numel() == 0 or p.k.shape[-2] == 0:
         return _fill_zero_gradients(p, upstream, grads, like)
     has_statistics = bool(upstream.stats)
@@ -117,6 +120,7 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         TEMPERATURE_GRAD=grads.temperature is not None,
         ROW_BIAS_GRAD=grads.row_bias is not None,
         KEY_BIAS_GRAD=key_bias,
+        THETA_GRAD=grads.theta is not None,
         Z_IN_SHIFT=z_in_shift,
         others=(do,),
     )
@@ -164,7 +168,7 @@ def _has_near_entries(x: torch.Tensor) -> bool:
 def _fill_zero_gradients(p: Problem, upstream: Upstream, grads: Gradients, like: dict) -> Gradients:
     if upstream.relative and p.relative is not None:
         grads.relative = torch.zeros_like(p.relative)
-    for tensor in (grads.q, grads.k, grads.v, grads.temperature, grads.row_bias):
+    for tensor in (grads.q, grads.k, grads.v, grads.temperature, grads.row_bias, grads.theta):
         if tensor is not None:
             tensor.zero_()
     if upstream.sink and p.sink is not None:

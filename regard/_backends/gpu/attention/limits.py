@@ -16,6 +16,7 @@ OPTIONS = {
     "mask": "a dense mask",
     "temperature": "a temperature per query",
     "key_lengths": "key lengths",
+    "theta": "a parameter per query",
 }
 GLUON_TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -113,7 +113,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     if NEED.top or (F.family == "ratio" and F.shift != "none"):
         top = tl.maximum(top, tiles.fold_max(y, C))
     shift = find_shift(top, b2, F)
-    u, v, power = terms(y, a[:, None], b2[:, None], shift[:, None], theta, F)
+    u, v, power = terms(y, a[:, None], b2[:, None], shift[:, None], tiles.column(theta, opt), F)
     u = tl.where(visible, u, 0.0)
     sum_u = tiles.fold(u, C)
     sum_v = sum_u
@@ -138,7 +138,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             su += tiles.fold(under, C)
             ties += tiles.fold(tl.where(visible, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
             if NEED.slope:
-                d, cross = slopes(y, a[:, None], b2[:, None], shift[:, None], u, theta, F)
+                d, cross = slopes(y, a[:, None], b2[:, None], shift[:, None], u, tiles.column(theta, opt), F)
                 sv += tiles.fold(tl.where(below, v, 0.0), C)
                 ss += tiles.fold(tl.where(visible, tl.where(below, d, 0.0), 0.0), C)
                 sx += tiles.fold(tl.where(visible, tl.where(below, cross, 0.0), 0.0), C)

@@ -81,16 +81,17 @@ def guess_tau(block, opt, C: tl.constexpr):
 
 
 @triton.jit
-def measure(y, tau, block, C: tl.constexpr):
+def measure(y, tau, block, opt, C: tl.constexpr):
     """Return (F, |F′|) of a tile at τ, in lanes."""
+    theta = tiles.column(block.theta, opt)
     t = tiles.positive_part(y * (block.a * C.F.gain(block.theta))[:, None] - tau[:, None])
     if C.F.order == 2:
         mass, fall = tiles.fold(t * t, C), tiles.fold(t, C) * 2.0
     elif C.F.order == 1:
         mass, fall = tiles.fold(t, C), tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     else:
-        mass = tiles.fold(C.F.weigh(t, block.theta), C)
-        fall = tiles.fold(tl.where(t > 0.0, C.F.slope(t, block.theta), 0.0), C) / C.F.gain(block.theta)
+        u, d = tiles.weigh_excess(t, theta, C)
+        mass, fall = tiles.fold(u, C), tiles.fold(d, C) / C.F.gain(theta)
     return mass, fall
 
 
@@ -100,9 +101,9 @@ def survey_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     top, tau, step, f0, f1, f2, g0, g1, g2 = state
     _, _, y, _, _ = key_loop.score_tile(block, start, opt, C, EDGE)
     top = tl.maximum(top, tl.max(y, 1))
-    a0, b0 = measure(y, tau - step, block, C)
-    a1, b1 = measure(y, tau, block, C)
-    a2, b2 = measure(y, tau + step, block, C)
+    a0, b0 = measure(y, tau - step, block, opt, C)
+    a1, b1 = measure(y, tau, block, opt, C)
+    a2, b2 = measure(y, tau + step, block, opt, C)
     return top, tau, step, f0 + a0, f1 + a1, f2 + a2, g0 + b0, g1 + b1, g2 + b2
 
 

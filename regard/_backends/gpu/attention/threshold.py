@@ -45,7 +45,8 @@ def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Add a tile's (Σ g, |∂F/∂τ|, support) at τ."""
     mass, fall, support, top, tau = state
     _, _, y, _, _ = key_loop.score_tile(block, start, opt, C, EDGE)
-    t = excess(y, top[:, None], tau[:, None], block.a[:, None], block.theta, C)
+    theta = tiles.column(block.theta, opt)
+    t = excess(y, top[:, None], tau[:, None], block.a[:, None], theta, C)
     if C.F.order == 2:
         mass += tiles.fold(t * t, C)
         fall += tiles.fold(2.0 * t, C)
@@ -54,8 +55,9 @@ def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         mass += tiles.fold(t, C)
         fall += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     else:
-        mass += tiles.fold(C.F.weigh(t, block.theta), C)
-        fall += tiles.fold(tl.where(t > 0.0, C.F.slope(t, block.theta), 0.0), C)
+        u, d = tiles.weigh_excess(t, theta, C)
+        mass += tiles.fold(u, C)
+        fall += tiles.fold(d, C)
     return mass, fall, support, top, tau
 
 
@@ -107,11 +109,12 @@ def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     acc, r = state
     NEED: tl.constexpr = C.NEED
     _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
-    t = excess(y, r.top[:, None], r.shift[:, None], block.a[:, None], block.theta, C)
-    u = C.F.weigh(t, block.theta)
+    theta = tiles.column(block.theta, opt)
+    t = excess(y, r.top[:, None], r.shift[:, None], block.a[:, None], theta, C)
+    u, d = tiles.weigh_excess(t, theta, C)
     if C.F.order == 0:
         u = tl.where(t == t, u, t)  # a power of what is above 0 hides NaN
-    d = tl.where(t > 0.0, C.F.slope(t, block.theta), t)
+    d = tl.where(t > 0.0, d, t)
     sum_u = tiles.fold(u, C)
     z, sv = r.z + sum_u, r.v + tiles.fold(d, C)
     ties, su, sl, sq, ss, sx, se, far = r.ties, r.u, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance

@@ -58,6 +58,7 @@ class Options(NamedTuple):
     mask: View
     temperature: View
     sink: View
+    thetas: View  # [B, H, M]: the normaliser's parameter of each row, in the place of `theta`
     lengths: Any
     seed: Any
     left: Any
@@ -91,6 +92,7 @@ class Config(NamedTuple):
     TEMPERATURE_GRAD: bool  # the temperature's gradient is wanted
     ROW_BIAS_GRAD: bool  # that of the bias per query
     KEY_BIAS_GRAD: bool  # that of the bias per key
+    THETA_GRAD: bool  # that of the normaliser's parameter
     Z_IN_SHIFT: bool  # backward: 1/Z is part of the exponent
     ACC: Any
     PRECISION: str
@@ -233,6 +235,45 @@ def row_factor(b, h, i, opt, like, LINEAR: tl.constexpr):
     if LINEAR:
         a = a * number(opt.scale, like)
     return a
+
+
+@triton.jit
+def load_theta(b, h, i, opt, like):
+    """Return the normaliser's parameter: one number, or a number per row i where they differ."""
+    theta = number(opt.theta, like)
+    if opt.thetas.ptr is not None:
+        theta = load_rows(opt.thetas, b, h, i, i < opt.queries, theta).to(like)
+    return theta
+
+
+@triton.jit
+def load_head_theta(b, h, opt, like):
+    """Return the normaliser's parameter of a head whose rows share it."""
+    theta = number(opt.theta, like)
+    if opt.thetas.ptr is not None:
+        theta = tl.load(opt.thetas.ptr + wide(b) * opt.thetas.stride[0] + wide(h) * opt.thetas.stride[1]).to(like)
+    return theta
+
+
+@triton.jit
+def column(theta, opt):
+    """Return the parameter of rows as it broadcasts over a tile [M, N]."""
+    if opt.thetas.ptr is not None:
+        theta = theta[:, None]
+    return theta
+
+
+@triton.jit
+def weigh_excess(t, theta, C: tl.constexpr):
+    """Return (g, g′) of a threshold map at t ≥ 0: of a power g = g′·t, which spares a second logarithm and power."""
+    slope = C.F.slope(t, theta)
+    if C.F.order == 0:
+        slope = tl.where(t > 0.0, slope, 0.0)
+    if C.F.is_power and C.F.order == 0:
+        weight = slope * t
+    else:
+        weight = C.F.weigh(t, theta)
+    return weight, slope
 
 
 @triton.jit

@@ -71,9 +71,8 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         r = slopes.broadcast_rows(slopes.load_rows(state, b, h, i, n, opt, C, False), False)
         bias = scores.load_row_bias(b, h, i[:, None], opt, C.ACC)
         y, visible = scores.compute_scores(x, b, h, i[:, None], j, r.first, r.last, bias, opt, C.LINEAR, True)
-        p, up, down, power = slopes.weigh(
-            y, visible, r, tiles.number(opt.theta, C.ACC), F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3"
-        )
+        theta = tiles.column(tiles.load_theta(b, h, i, opt, C.ACC), opt)
+        p, up, down, power = slopes.weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
         if opt.seed is not None:
             kept = tiles.dropout_mask(b, h, i[:, None], j, opt, tiles.load_seed(opt))
             dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)

@@ -16,7 +16,7 @@ from regard._backends.gpu.attention.config import config_of, describe_blocks, op
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
-from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges, add_tile_map
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
@@ -57,6 +57,8 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
         return "a scale that is not positive"
     if reason := find_option(p, "mask", "temperature", "row_bias", "relative") or _find_score_obstacle(p):
         return reason
+    if p.theta is not None and p.theta.shape[2] > 1 and p.theta.stride(2) != 0:
+        return OPTIONS["theta"]
     if rows.beta is not None:
         return "gradients of statistics"
     if min(p.q.shape[-2], p.k.shape[-2]) < SHORT:

@@ -91,8 +91,11 @@ def weigh(y, visible, r, theta, F: tl.constexpr, Z_IN_SHIFT: tl.constexpr, NEAR:
         down = up * 0.0
     elif F.family == "threshold":
         t = tiles.positive_part(y * (r.a * F.gain(theta)) - r.shift)
-        p = tl.where(visible, F.weigh(t, theta), 0.0)
         up = tl.where(visible, F.slope(t, theta), 0.0)
+        if F.is_power and F.order == 0:  # g = g′·t: no second logarithm and power
+            p = tl.where(visible, up * t, 0.0)
+        else:
+            p = tl.where(visible, F.weigh(t, theta), 0.0)
         down = up
     elif F.exponential:
         p = tl.where(visible, tl.exp2(power), 0.0)

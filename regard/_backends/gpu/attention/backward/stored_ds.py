@@ -38,6 +38,8 @@ def supports(call: BackwardCall) -> str | None:
     p = call.problem
     if call.grads.temperature is not None:
         return "a gradient of the temperature"
+    if call.grads.theta is not None:
+        return "a gradient of the normaliser's parameter"
     if reason := find_option(p, "mask", "row_bias", "relative"):
         return reason
     if p.bias is not None or (dkv.needs_spans(p) and not _is_plain(p)):
@@ -108,7 +110,8 @@ def backward(call: BackwardCall) -> None:
         lengths = p.key_lengths if p.key_lengths is None else p.key_lengths[b]
         q, k, v = p.q[b, h], p.k[b, g], p.v[b, g]
         bias, interval = p.bias, p.interval
-        part = replace(p, q=q, k=k, v=v, temperature=temperature, key_lengths=lengths, sink=None,
+        theta = p.theta if p.theta is None else p.theta[b, h]
+        part = replace(p, q=q, k=k, v=v, temperature=temperature, theta=theta, key_lengths=lengths, sink=None,
                        bias=bias if bias is None else bias[b, h],
                        interval=interval if interval is None else interval[:, b, h])  # fmt: skip
         heads = q.shape[0] * q.shape[1]

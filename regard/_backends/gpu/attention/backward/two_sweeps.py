@@ -55,19 +55,23 @@ def backward_rows(q, o, do, shifts, sums, state, opt, C: tl.constexpr):
 
 @triton.jit
 def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Add one key block: dq += ds·k. `sums` are (Σ g′dp, Σ ds·y, Σ g′·y, Σ ds, Σ g′), as far as they are needed."""
+    """Add one key block: dq += ds·k. `sums` are (Σ g′dp, Σ ds·y, Σ g′·y, Σ ds, Σ g′, Σh, Σ h·dp), as needed."""
     dq, dq1, sums, d_out, rows = state
-    s_dp, s_ds_y, s_slope_y, s_ds, s_slope = sums
+    s_dp, s_ds_y, s_slope_y, s_ds, s_slope, s_theta, s_theta_dp = sums
     F: tl.constexpr = C.F
     keys, x, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
-    r = broadcast_rows(rows, False)
-    p, up, down, power = weigh(y, visible, r, block.theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    r, theta = broadcast_rows(rows, False), tiles.column(block.theta, opt)
+    p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     values = key_loop.load_values(block, start, visible, opt, C, EDGE)
     dp = tiles.dot(d_out, tl.trans(values), None, C)
     if opt.seed is not None:
         kept = tiles.dropout_mask(block.b, block.h, block.i[:, None], j, opt, block.seed)
         dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)
     keys = key_loop.zero_hidden(keys, visible, opt, EDGE)
+    if C.THETA_GRAD:
+        own = tl.where(visible, F.parameter_slope(p, theta), 0.0)
+        s_theta += tl.sum(own, 1)
+        s_theta_dp += tl.sum(tl.where(visible, own * dp, 0.0), 1)
     if F.family == "threshold":
         ds = tl.where(visible, up * dp, 0.0)
         s_dp += tl.sum(ds, 1)
@@ -90,14 +94,15 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if opt.cap is not None:
             ds = tl.where(visible, ds * scores.cap_slope(x, opt), 0.0)
     dq = tiles.dot(ds.to(keys.dtype), keys, dq, C)
-    return dq, dq1, (s_dp, s_ds_y, s_slope_y, s_ds, s_slope), d_out, rows
+    return dq, dq1, (s_dp, s_ds_y, s_slope_y, s_ds, s_slope, s_theta, s_theta_dp), d_out, rows
 
 
 @triton.jit
 def backward_dq(
-    q, k, v, k_blocks, v_blocks, o, do, dq, d_temperature, d_row_bias, shifts, sums, state, failed, opt, C: tl.constexpr
+    q, k, v, k_blocks, v_blocks, o, do, dq, d_temperature, d_row_bias, d_theta, shifts, sums, state, failed, opt,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, and the gradients of temperature and row bias, of one block of queries."""
+    """Compute dq, and the gradients of temperature, row bias and parameter, of one block of queries."""
     if failed is not None:
         if support.are_queries_solved(failed, opt, C.BM, gather.ROWS):
             return
@@ -110,17 +115,19 @@ def backward_dq(
         rows = prepare_rows(o, shifts, sums, state, block, i0, d_out, opt, C)
     acc = tiles.zeros(C.BM, C.BD, C.ACC)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    state_0 = acc, acc, (zero, zero, zero, zero, zero), d_out, rows
+    state_0 = acc, acc, (zero, zero, zero, zero, zero, zero, zero), d_out, rows
     acc, acc1, sums, _, _ = key_loop.sweep(state_0, block, i0, opt, dq_tile, C)
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     s_temperature = sums[1]
     s_row = sums[3]
+    s_theta = sums[6]
     if C.F.family == "threshold":
         delta = sums[0] * rows.inverse
         acc = acc - delta[:, None] * acc1
         s_temperature = s_temperature - delta * sums[2]
         s_row = sums[0] - delta * sums[4]
+        s_theta = s_theta - delta * sums[5]
         tl.store(state.delta + row, delta, mask=inside)
     factor = rows.a
     if not C.LINEAR:
@@ -131,6 +138,8 @@ def backward_dq(
         tl.store(d_temperature + row, -s_temperature * rows.a / t, mask=inside)
     if C.ROW_BIAS_GRAD:
         tl.store(d_row_bias + row, s_row * rows.a, mask=inside)
+    if C.THETA_GRAD:
+        tl.store(d_theta + row, s_theta, mask=inside)
 
 
 @triton.jit
@@ -148,10 +157,13 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
         d_out = tiles.load_block(do, b, h, start, 0, opt.queries, C.BM, C.E, C.BE, not EDGE)
     x = tiles.dot(keys, tl.trans(q_rows), None, C)  # [N, M]
     r = broadcast_rows(load_rows(state, b, h, i, n, opt, C, not EDGE), True)
+    theta = tiles.load_theta(b, h, i, opt, C.ACC)
+    if opt.thetas.ptr is not None:
+        theta = theta[None, :]
     i = i[None, :]
     bias = scores.load_row_bias(b, h, i, opt, C.ACC)
     y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, opt, C.LINEAR, EDGE)
-    p, up, down, power = weigh(y, visible, r, tiles.number(opt.theta, C.ACC), F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
     if opt.seed is not None:

@@ -63,6 +63,7 @@ def process_tile(
     dp = warpgroup_mma(values, do.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
     dk = warpgroup_mma(ds_buffer, ring.q.index(before).reshape([ROWS, C.D]), dk, is_async=True)
     r = load_rows(stage, ring, opt, S, C)
+    theta = tiles.load_head_theta(head // opt.heads, head % opt.heads, opt, gl.float32)
     visible = gl.full([KEYS, ROWS], 1, gl.int1, S)
     seen = visible
     if EDGE and C.INTERVAL:
@@ -84,7 +85,7 @@ def process_tile(
         y = gl.where(gl.expand_dims(bias, 1) == HIDDEN, HIDDEN, y)
     if EDGE and C.INTERVAL:
         y = gl.where(seen, y, HIDDEN)
-    p, up, down, power = weigh(y, visible, r, tiles.number(opt.theta, gl.float32), F, C.FOLDED, False)
+    p, up, down, power = weigh(y, visible, r, theta, F, C.FOLDED, False)
     if opt.cap is not None:
         tangent = x * (1.0 / tiles.number(opt.cap, gl.float32))
         up = p * (1.0 - tangent * tangent)

@@ -52,7 +52,7 @@ def bound_from_sample(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, ST
             slope_sum = mass
             for start in tl.range(inner, outer, C.BN * STRIDE):
                 tile = key_loop.score_tile(scene, start, opt, C, False)
-                more_mass, more_slope = tau_estimate.measure(tile[2], tau_before * gain, scene, C)
+                more_mass, more_slope = tau_estimate.measure(tile[2], tau_before * gain, scene, opt, C)
                 mass += more_mass
                 slope_sum += more_slope
             mass, slope_sum = tl.sum(mass, 1), tl.sum(slope_sum, 1)
@@ -82,7 +82,7 @@ def bound_from_tau(shifts, sums, bounds, rows, opt, C: tl.constexpr, SIZE: tl.co
     h = (row // opt.queries % opt.heads).to(tl.int32)
     b = (row // opt.queries // opt.heads).to(tl.int32)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
-    tau = tl.load(shifts + row, mask=inside, other=0.0) / (a * C.F.gain(tiles.number(opt.theta, C.ACC)))
+    tau = tl.load(shifts + row, mask=inside, other=0.0) / (a * C.F.gain(tiles.load_theta(b, h, i, opt, C.ACC)))
     has_weight = tl.load(sums + row, mask=inside, other=0.0) != 0.0
     tl.store(bounds + row, tl.where(has_weight, tau, float("inf")), mask=inside)
 

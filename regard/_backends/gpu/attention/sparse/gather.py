@@ -109,15 +109,15 @@ def flag_overflow(counts, slot, i, failed, b, h, heads, size, FULL: tl.constexpr
 
 @triton.jit
 def gather_dq(
-    lists, counts, k, v, do, dq, shifts, delta, failed, block0, opt,
+    lists, counts, k, v, do, dq, d_theta, shifts, delta, failed, block0, opt,
     C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Stores dq_i and δ_i from the lists of y above τ."""
+    """Stores dq_i, δ_i and the gradient of the parameter from the lists of y above τ."""
     b, h, i, slot = locate_rows(block0, opt, BLOCK, False)
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
     if flag_overflow(counts, slot, i, failed, b, h, opt.heads, opt.queries, FULL):
-        theta = tiles.number(opt.theta, C.ACC)
+        theta = tiles.load_theta(b, h, i, opt, C.ACC)
         a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
         gain = a * C.F.gain(theta)
         tau = tl.load(shifts + row, mask=inside, other=0.0)
@@ -128,21 +128,29 @@ def gather_dq(
         dq_slopes = dq_products
         sum_products = tiles.full(ROWS, 0.0, C.ACC)
         sum_slopes = sum_products
+        sum_theta = sum_products
+        sum_theta_dp = sum_products
         for start in range(0, tl.max(ends[3], 0), STEP):
             for s in tl.static_range(STEP):
                 y, j, valid = load_entry(where, ends, start + s, BLOCK)
                 t = tiles.positive_part(y * gain - tau)
                 valid = valid & (t > 0.0)
-                g = C.F.slope(t, theta)
+                weight, g = tiles.weigh_excess(t, theta, C)
                 dp = tl.sum(d_out * load_rows(v, b, h // opt.group, j, valid, C.E, C.BE).to(C.ACC), 1)
                 keys = load_rows(k, b, h // opt.group, j, valid, C.D, C.BD).to(C.ACC)
                 sum_products += g * dp
                 sum_slopes += g
+                if C.THETA_GRAD:
+                    own = tl.where(valid, C.F.parameter_slope(weight, theta), 0.0)
+                    sum_theta += own
+                    sum_theta_dp += own * dp
                 dq_products += (g * dp)[:, None] * keys
                 dq_slopes += g[:, None] * keys
         row_delta = sum_products / tl.where(sum_slopes > 0.0, sum_slopes, 1.0)
         store_rows(dq, b, h, i, inside, (dq_products - row_delta[:, None] * dq_slopes) * a[:, None], C.D, C.BD)
         tl.store(delta + row, row_delta, mask=inside)
+        if C.THETA_GRAD:
+            tl.store(d_theta + row, sum_theta_dp - row_delta * sum_theta, mask=inside)
 
 
 @triton.jit
@@ -155,7 +163,6 @@ def gather_dkv(
     b, g, j, slot = locate_rows(block0, opt, BLOCK, True)
     inside = j < opt.keys
     if flag_overflow(counts, slot, j, failed, b, g, opt.heads // opt.group, opt.keys, FULL):
-        theta = tiles.number(opt.theta, C.ACC)
         ends = list_ends(counts, slot, inside)
         where = list_start(lists, slot, CAP, BLOCK)
         values = load_rows(v, b, g, j, inside & (j < tiles.key_count(opt, b)), C.E, C.BE).to(C.ACC)
@@ -170,9 +177,9 @@ def gather_dkv(
                     h = g * opt.group + position // opt.queries
                     i = position % opt.queries
                 a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
+                theta = tiles.load_theta(b, h, i, opt, C.ACC)
                 t = tiles.positive_part(y * (a * C.F.gain(theta)))
-                p = C.F.weigh(t, theta)
-                slope = C.F.slope(t, theta)
+                p, slope = tiles.weigh_excess(t, theta, C)
                 row_delta = tl.load(delta + (tiles.wide(b) * opt.heads + h) * opt.queries + i, mask=valid, other=0.0)
                 d_out = load_rows(do, b, h, i, valid, C.E, C.BE).to(C.ACC)
                 ds = slope * (tl.sum(d_out * values, 1) - row_delta) * a

@@ -125,8 +125,10 @@ def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: C
     return failed
 
 
-def backward(p: Problem, kind, inputs, shift, z, grads, delta, opt: Options, config: Config) -> Iterator[torch.Tensor]:
-    """Fills dq and δ, then dk and dv; yields flags of the queries, then of the keys, that are left to the sweeps.
+def backward(
+    p: Problem, kind, inputs, shift, z, grads, d_theta, delta, opt: Options, config: Config
+) -> Iterator[torch.Tensor]:
+    """Fills dq, δ and the parameter's gradient, then dk and dv; yields flags of the queries, then of the keys, that are left to the sweeps.
 
     A generator because dk and dv need δ of every row, also of those that the sweep over the queries finishes.
     """
@@ -137,7 +139,7 @@ def backward(p: Problem, kind, inputs, shift, z, grads, delta, opt: Options, con
     lists, failed = CandidateLists(p, False, False), make_flags(p.q, gather.ROWS)
     for first, programs in split_chunks(lists.blocks):
         lists.fill(kind, bound, None, first, programs, opt)
-        arguments = lists.entries, lists.counts, k, v, do, dq, shift, delta, failed, first, opt
+        arguments = lists.entries, lists.counts, k, v, do, dq, d_theta, shift, delta, failed, first, opt
         constants = config, CAP, CAP - SPARE, BLOCK, STEP["dq"]
         launch(kind, gather.gather_dq, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
     yield failed

@@ -43,7 +43,8 @@ def solve_support(
     first, last = tiles.window_range(i, opt, tiles.key_count(opt, b))
     n = tl.maximum(last - first, 0).to(C.ACC)
     empty = n == 0.0
-    theta = tiles.number(opt.theta, C.ACC)
+    theta = tiles.load_theta(b, h, i, opt, C.ACC)
+    thetas = tiles.column(theta, opt)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     gain = a * C.F.gain(theta)
     if C.F.order == 0:
@@ -63,17 +64,18 @@ def solve_support(
 
     bound = tl.load(bounds + row, mask=inside, other=0.0)
     tau = tl.maximum((bound - top) * gain, -1.0)
-    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, theta, C, BLOCK)
+    own_gain = C.F.gain(theta)
+    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C, BLOCK)
     proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (row_max(count) < FULL) & (top > HIDDEN)
     tl.store(failed + row, tl.where(proved | empty, 0, 1), mask=inside)
     steps = 0
     while (tl.max(tl.where(inside & (mass - 1.0 > TOLERANCE), 1, 0), 0) > 0) & (steps < LIMIT):
-        tau += tl.maximum(newton_step(mass, slope_sum, power), 0.0)
-        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, theta, C, BLOCK)
+        tau += tl.maximum(newton_step(mass, slope_sum / own_gain, power), 0.0)
+        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C, BLOCK)
         steps += 1
-    tau += tl.maximum(newton_step(mass, slope_sum, power), 0.0)  # the remaining |Σp − 1| matters to nearly one-hot rows
+    tau += tl.maximum(newton_step(mass, slope_sum / own_gain, power), 0.0)  # the remaining |Σp − 1| matters to nearly one-hot rows
     tl.store(shifts + row, tl.where(empty, 0.0, top * gain + tau), mask=inside)
-    tl.store(sums + row, tl.where(empty, 0.0, slope_sum * C.F.gain(theta)), mask=inside)
+    tl.store(sums + row, tl.where(empty, 0.0, slope_sum), mask=inside)
 
     support = c * 0
     zero = mass * 0.0
@@ -88,12 +90,12 @@ def solve_support(
         at = tl.cumsum(kept, 1) - 1 + (support + before)[:, None]
         support += all_kept
         tl.debug_barrier()  # all threads have read this chunk; the stores below do not reach the next one
-        p = (C.F.weigh(t, theta) * inverse[:, None]).to(tl.int32, bitcast=True)
+        p = (C.F.weigh(t, thetas) * inverse[:, None]).to(tl.int32, bitcast=True)
         to = home[:, None] + ((at >> 2) * (4 * BLOCK) + (at & 3))
         tl.store(to, p.to(tl.uint32, bitcast=True).to(tl.int64) | (tiles.wide(j) << 32), mask=t > 0.0)
         if C.NEED.top:
             valid = start + tl.arange(0, CHUNK)[None, :] < count[:, None]
-            totals = add_statistics(totals, y, j, t, valid, top, a, i, first, theta, C)
+            totals = add_statistics(totals, y, j, t, valid, top, a, i, first, thetas, C)
     tl.store(supports + pid * ROWS + c // 4, support)
     if C.NEED.top:
         slot = pid * ROWS + c // 4
@@ -119,25 +121,22 @@ def to_units(y, top, gain):
 
 
 @triton.jit
-def evaluate(x, first_entry, count, longest, top, gain, tau, theta, C: tl.constexpr, BLOCK: tl.constexpr):
-    """(F, |F′|) of a row at τ. x are the first entries; longer lists, which are rare, are loaded again."""
-    mass, slope_sum = evaluate_entries(x, tau, theta, C)
+def evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C: tl.constexpr, BLOCK: tl.constexpr):
+    """(F, Σg′) of a row at τ. x are the first entries; longer lists, which are rare, are loaded again."""
+    mass, slope_sum = evaluate_entries(x, tau, thetas, C)
     for start in range(RESIDENT, longest, RESIDENT):
         more = to_units(load_entries(first_entry, count, start, RESIDENT, BLOCK)[0], top, gain)
-        more_mass, more_slope = evaluate_entries(more, tau, theta, C)
+        more_mass, more_slope = evaluate_entries(more, tau, thetas, C)
         mass += more_mass
         slope_sum += more_slope
-    return row_sum(mass), row_sum(slope_sum) / C.F.gain(theta)
+    return row_sum(mass), row_sum(slope_sum)
 
 
 @triton.jit
-def evaluate_entries(x, tau, theta, C: tl.constexpr):
+def evaluate_entries(x, tau, thetas, C: tl.constexpr):
     """(Σ g, Σ g′) over the entries x of each list."""
-    t = tiles.positive_part(x - tau[:, None])
-    slope = C.F.slope(t, theta)
-    if C.F.order == 0:
-        slope = tl.where(t > 0.0, slope, 0.0)
-    return tl.sum(C.F.weigh(t, theta), 1), tl.sum(slope, 1)
+    weight, slope = tiles.weigh_excess(tiles.positive_part(x - tau[:, None]), thetas, C)
+    return tl.sum(weight, 1), tl.sum(slope, 1)
 
 
 @triton.jit
@@ -166,14 +165,15 @@ def offsets(support):
 
 
 @triton.jit
-def add_statistics(totals, y, j, t, valid, top, a, i, first, theta, C: tl.constexpr):
+def add_statistics(totals, y, j, t, valid, top, a, i, first, thetas, C: tl.constexpr):
     """totals + these entries; those of keys `below_max` exclude the maximum."""
     ties, su, log_u, square, slope, cross, distance, support, first_u, exp_sum, sum_y, sum_y2 = totals
     off = y - top[:, None]
-    u = tl.where(valid, C.F.weigh(t, theta), 0.0)
+    weight, slope_t = tiles.weigh_excess(t, thetas, C)
+    u = tl.where(valid, weight, 0.0)
     below_max = valid & (off != 0.0)
     u_below = tl.where(below_max, u, 0.0)
-    slope_below = tl.where(below_max & (t > 0.0), C.F.slope(t, theta), 0.0)
+    slope_below = tl.where(below_max & (t > 0.0), slope_t, 0.0)
     ties += tl.sum(tl.where(valid & (off == 0.0), 1.0, 0.0), 1)
     su += tl.sum(u_below, 1)
     log_u += tl.sum(u_below * statistics.log2_or_0(u_below), 1)

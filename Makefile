@@ -69,7 +69,7 @@ docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers
 matrix: $(READY)  ## the smoke tests in fresh environments of other versions, as the table of docs/versions.md; ARGS=… for tools/matrix.py
 	$(BIN)/python tools/matrix.py $(ARGS)
 
-dist:  ## the sdist and the wheel, into dist/: checked, under 1 MB, the same bytes from the same commit
+dist:  ## the sdist and the wheels, into dist/: checked, under 1 MB each, the same bytes from the same commit
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) build twine
 	$(BIN)/python tools/dist.py

@@ -39,6 +39,7 @@ class Row:
 
 
 ROWS = (
+    Row("3.10", "2.12.1"),
     Row("3.12", "2.11.0"),
     Row("3.12", "2.12.1"),
     Row("3.11", "2.13.0"),
@@ -71,14 +72,14 @@ def run_pip(python: Path, *words: str) -> None:
         raise InstallError(lines[-1].removeprefix("ERROR: ") if lines else done.stderr[-200:])
 
 
-def install(row: Row, python: Path, wheel: Path, bare: bool) -> None:
-    """Install torch, the wheel and what the smoke tests need."""
+def install(row: Row, python: Path, wheels: list[str], bare: bool) -> None:
+    """Install torch, the wheels and what the smoke tests need."""
     if bare:
         run_pip(python, "--no-deps", f"torch=={row.torch}")
         run_pip(python, *TORCH_NEEDS, "numpy", "numba", "rich", "pytest")
-        run_pip(python, "--no-deps", str(wheel))
+        run_pip(python, "--no-deps", *wheels)
     else:
-        run_pip(python, f"torch=={row.torch}", str(wheel), "pytest")
+        run_pip(python, f"torch=={row.torch}", *wheels, "pytest")
     run_pip(python, f"transformers=={row.transformers}")
 
 
@@ -116,7 +117,7 @@ def list_versions(python: Path, *names: str) -> list[str]:
     return [found.get(name, "–") for name in names]
 
 
-def measure(row: Row, wheel: Path, libraries: Path | None) -> str:
+def measure(row: Row, wheels: list[str], libraries: Path | None) -> str:
     """Return a row of the table."""
     interpreter = find_interpreter(row.python)
     if interpreter is None:
@@ -128,7 +129,7 @@ def measure(row: Row, wheel: Path, libraries: Path | None) -> str:
         subprocess.run([interpreter, "-m", "venv", str(folder / "venv")], check=True, timeout=PATIENCE)
         python = folder / "venv" / "bin" / "python"
         try:
-            install(row, python, wheel, bare=libraries is not None)
+            install(row, python, wheels, bare=libraries is not None)
             result = run_smoke(python, folder, libraries)
         except InstallError as error:
             result = f"not installed: {error}"
@@ -137,11 +138,11 @@ def measure(row: Row, wheel: Path, libraries: Path | None) -> str:
     return f"| {full} | {' | '.join(versions)} | {result.replace('|', '/')} |"
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this checkout."""
-    run = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(run, check=True, timeout=PATIENCE)
-    return next(folder.glob("regard-*.whl"))
+def build_wheels(folder: Path) -> list[str]:
+    """Build the wheels of this checkout: regard and regard-data."""
+    run = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
+    subprocess.run([*run, str(ROOT), str(ROOT / "tools" / "data")], check=True, timeout=PATIENCE)
+    return sorted(map(str, folder.glob("*.whl")))
 
 
 def main() -> int:
@@ -154,10 +155,10 @@ def main() -> int:
         parser.error(f"--only {options.only!r} matches no row; rows: {'; '.join(map(str, ROWS))}")
     print("| Python | torch | numpy | numba | transformers | smoke tests |\n| --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory(prefix="regard-wheel-") as folder:
-        wheel = build_wheel(Path(folder))
+        wheels = build_wheels(Path(folder))
         lines = []
         for row in rows:
-            lines.append(measure(row, wheel, options.cuda_libraries))
+            lines.append(measure(row, wheels, options.cuda_libraries))
             print(lines[-1], flush=True)
     return int(any(re.search("failed", line) for line in lines))
 

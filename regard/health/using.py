@@ -53,9 +53,12 @@ class using:
 
     A copy of the model, or the whole model pickled, loses the change and warns. A state dict holds weights only.
 
-    A compiled model runs as it was written, uncompiled; a block that intercepted no call warns. With gradient
-    checkpointing, which runs the forward again in backward, call `backward()` inside the block too: outside, the
-    model's own attention would be differentiated.
+    Until the block ends, whatever `torch.compile` made in this process runs as it was written: a compiled model is
+    changed too, given as it was written or as `torch.compile` returned it, and is as slow as uncompiled. Compile it
+    before the block. A block that intercepted no call warns.
+
+    With gradient checkpointing, which runs the forward again in backward, call `backward()` inside the block too:
+    outside, the model's own attention would be differentiated.
 
     Args:
         model: any module that `regard.examine` can examine.
@@ -136,7 +139,7 @@ class using:
         self.restore()
         if self.calls == 0 and kind is None:
             warnings.warn(
-                "regard.using intercepted no attention call: the model did not run, ran as it was compiled before or "
+                "regard.using intercepted no attention call: the model did not run, was compiled inside the block, ran "
                 "in copies made by nn.DataParallel, or computes attention by hand (regard.examine says so)",
                 stacklevel=2,
             )

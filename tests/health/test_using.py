@@ -1,5 +1,7 @@
 """regard.using: another normaliser inside a real model, and the model back to the bit."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +129,32 @@ def test_bad_options_are_reported_and_change_nothing(options, error, match):
     with pytest.raises(error, match=match):
         regard.using(encoder(), **options)
     assert interception.ACTIVE == []
+
+
+@pytest.mark.parametrize("is_flex_imported", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("given", ["as written", "compiled"])
+def test_what_was_compiled_is_changed_too(given, before, is_flex_imported, monkeypatch):
+    """Whatever was imported, and whether the compiled model ran before the block or not."""
+    import torch.nn.attention.flex_attention
+
+    if not is_flex_imported:
+        monkeypatch.delitem(sys.modules, "torch.nn.attention.flex_attention")
+    model, x = encoder(), torch.randn(1, 7, 16)
+    own, compiled = model(x), torch.compile(model, backend="eager", fullgraph=True)
+    if before:
+        compiled(x)
+    with regard.using(model, temperature=5.0):
+        changed = model(x)
+    with regard.using(model if given == "as written" else compiled, temperature=5.0) as outer:
+        torch.testing.assert_close(compiled(x), changed)
+        with regard.using(model, temperature=2.0):  # an inner block that ends does not end the rule
+            compiled(x)
+        torch.testing.assert_close(compiled(x), changed)
+    assert not torch.allclose(changed, own) and outer.calls
+    torch.testing.assert_close(compiled(x), own)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -103,10 +103,12 @@ class Interception:
         return modules if self.model is modules[0] else [self.model, *modules]
 
     def start(self) -> None:
-        """Registers the hooks; compiled modules run as they were written until `stop`."""
+        """Registers the hooks; whatever torch.compile made in this process runs as it was written until `stop`."""
         close_scopes()
         with _LOCK:
             self._start()
+            STARTED.append(self)
+            run_as_written()
 
     def _start(self) -> None:
         if not ACTIVE:
@@ -133,6 +135,9 @@ class Interception:
         close_scopes()
         with _LOCK:
             self._stop()
+            STARTED.remove(self)
+            if not STARTED and _STANCE:
+                _STANCE.pop().__exit__(None, None, None)
 
     def _stop(self) -> None:
         ACTIVE.remove(self)
@@ -161,9 +166,8 @@ class Interception:
     def torch_calls(self) -> Iterator[None]:
         """Captures torch's own attention functions in this thread; what was compiled runs as it was written."""
         depth = len(STATE.stack)
-        is_compiled = any("_orig_mod" in module._modules for module in self._all_modules())
-        is_compiled = is_compiled or "torch.nn.attention.flex_attention" in sys.modules  # compiled by itself, mostly
-        eagerly = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()
+        is_needed = has_compiler() and not _STANCE
+        eagerly = torch.compiler.set_stance("force_eager") if is_needed else contextlib.nullcontext()
         from regard.health.capture.torch_calls import TorchCalls
 
         STATE.captures += 1
@@ -202,8 +206,24 @@ class Interception:
 
 
 ACTIVE: list[Interception] = []
+STARTED: list[Interception] = []  # those of ACTIVE that last longer than one forward
+_STANCE: list[contextlib.AbstractContextManager] = []  # torch.compile's stance while any is started
 _LOCK = threading.RLock()  # held while hooks and patches are put on or taken off, never over a forward
 _FAST_PATH = [True]  # torch's setting before the first interception
+
+
+def has_compiler() -> bool:
+    """True if torch's compiler was imported; before that nothing can have been compiled. Its import takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def run_as_written() -> None:
+    """Makes what torch.compile made run uncompiled until the last started interception stops.
+
+    Compiled code calls no hooks of the model as written, so that nothing in it could be intercepted.
+    """
+    if has_compiler() and STARTED and not _STANCE:
+        _STANCE.append(torch.compiler.set_stance("force_eager"))
 
 
 def _lacks_attention(module: nn.Module) -> bool:
@@ -215,6 +235,7 @@ def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) 
         return
     opener = next((one for one in ACTIVE[:] if one.in_every_forward and id(module) in one.names), None)
     if opener is not None:
+        run_as_written()
         if module is opener.model:
             close_scopes(opener)  # of a forward that Ctrl-C ended
         if not STATE.scopes:

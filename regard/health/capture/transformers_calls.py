@@ -141,12 +141,15 @@ def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
     if collected is not None:
         return any(name.endswith("attentions") for name in collected)
     given = kwargs.get("output_attentions")
-    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if given is None else given)
+    if given is not None:
+        return bool(given)
+    running = (getattr(one, "config", None) for one in (module, *(one for one, _ in STATE.stack)))
+    return any(getattr(config, "output_attentions", False) for config in running)
 
 
 def _as_call(own, module, query, key, value, attention_mask, kwargs) -> Call:
     name = _name(own)
-    eager = name == "eager_attention_forward"
+    eager = name.endswith("eager_attention_forward")  # timesfm has a `simple_eager_attention_forward`
     sdpa = name == "sdpa_attention_forward"
     wants_weights = eager and _wants_weights(module, kwargs)
     queries, keys = query.shape[2], key.shape[2]

@@ -80,7 +80,7 @@ class Block:
 
     def row_array(self, x: Tensor) -> np.ndarray:
         """The block's rows of x [..., B, H, M] as an array [..., rows], a copy where it must be."""
-        return (x if self.is_whole else x[..., *self.rows]).flatten(-3).numpy()
+        return (x if self.is_whole else x[(..., *self.rows)]).flatten(-3).numpy()
 
     def row_output(self, x: Tensor) -> np.ndarray:
         """An array [..., rows] for results of the block's rows: x [..., B, H, M] itself, or one for `store_rows`."""
@@ -91,7 +91,7 @@ class Block:
     def store_rows(self, x: Tensor, array: np.ndarray) -> None:
         """Copies what `row_output` returned to x, unless it is x."""
         if not self.is_whole:
-            x[..., *self.rows] = torch.from_numpy(array).view(*x.shape[:-3], *self.size)
+            x[(..., *self.rows)] = torch.from_numpy(array).view(*x.shape[:-3], *self.size)
 
     def as_matrix(self, x: Tensor) -> np.ndarray:
         """A view of x [g, rows, n] as the rows of one matrix."""
@@ -283,7 +283,7 @@ class Blocks:
             reached = (columns >= i - self.left) & (columns <= i + self.right) & (columns < limits)
             here = *heads, slice(i0, i0 + step)
             if problem.interval is not None:
-                lo, hi, _ = problem.interval[:, *here, None] - problem.first_key
+                lo, hi, _ = problem.interval[(slice(None), *here, None)] - problem.first_key
                 reached = reached & (columns >= lo) & (columns < hi)
             if problem.mask is not None:
                 reached = reached & problem.mask[here][..., columns]

@@ -76,7 +76,7 @@ def compute_forward(
             block.store_rows(shift, state[0])
             block.store_rows(z, state[1])
             if keep_sums:
-                stats[:, *block.rows] = torch.from_numpy(sums).view(fields, *block.size)
+                stats[(slice(None), *block.rows)] = torch.from_numpy(sums).view(fields, *block.size)
             elif problem.stats:
                 finish, wanted = kernels.finish_kernel(normalizer, problem.stats)
                 found = block.row_output(stats)
@@ -227,7 +227,7 @@ class BackwardRows:
 def _add_to_bias(dbias: Tensor, block: Block, ds: Tensor) -> None:
     """dbias += ds [entries, heads, queries, n], summed over the dimensions where dbias has size 1."""
     places = zip(dbias.shape, (*block.rows, block.keys), strict=True)
-    target = dbias[*(slice(None) if size == 1 else place for size, place in places)]
+    target = dbias[tuple(slice(None) if size == 1 else place for size, place in places)]
     target += ds.sum_to_size(target.shape)
 
 

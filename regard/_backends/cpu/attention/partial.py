@@ -94,7 +94,7 @@ def gathered(problem: Problem, kept: Kept, shift: Tensor, high: Tensor, c: Tenso
         here = b, h, slice(i, i + ROWS)
         v = problem.v[b, h // share].to(wide).contiguous()
         given = (x[here].numpy() for x in (kept.support, kept.places, kept.counts, shift, c))
-        found = (x.numpy() for x in (v, o[here], w[here], *totals[:, *here]))
+        found = (x.numpy() for x in (v, o[here], w[here], *totals[(slice(None), *here)]))
         run(*given, problem.choice.theta or 0.0, *found)
 
     starts = range(0, shape[2], ROWS)

@@ -81,7 +81,7 @@ def cache_by_normalizer(make: Callable) -> Callable:
     def cached(normalizer: Normalizer, *key: Any) -> Any:
         found = made.get((id(normalizer), *key))
         if found is None:  # the normaliser is kept, so that no other can have its id
-            found = made[id(normalizer), *key] = normalizer, make(normalizer, *key)
+            found = made[(id(normalizer), *key)] = normalizer, make(normalizer, *key)
         return found[1]
 
     return cached

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.watching.flags import mark_flags
-from regard.health.watching.sample import fill_table
+from regard.health.watching.sample import AT, fill_table
 
 Norms = dict[str, tuple[Tensor, int]]  # "q_norm", … -> sums over rows [heads], rows
 
@@ -75,6 +75,9 @@ class TimedRecorder(Recorder):
         """Writes the numbers of a measured layer into its table."""
         if layer.reading is not None:
             fill_table(table, layer.reading.cpu(), self.norms_of(layer))
+        if layer.gates is not None:
+            count, total, _ = layer.gates.cpu()
+            table[:, AT["gate_rows"]], table[:, AT["gate"]] = count, total / count.clamp_min(1.0)
 
     def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
         """Writes the findings of all heads into the tables, by the layers' index."""

@@ -95,6 +95,7 @@ def attention(
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
     return_stats: bool | str | Sequence[str] = False,
     seed: Tensor | None = None,
     first_query: int = 0,
@@ -182,6 +183,8 @@ def attention(
         keep = philox.keep(seed, p.shape, dropout_p, first_query, queries).to(p.device)
         dropped = p * keep / (1.0 - dropout_p)
     out = dropped @ v
+    if gate is not None:
+        out = out * torch.sigmoid(widen(gate if gate.ndim == out.ndim else gate[..., None]))
     if wanted is None:
         return out, p
     return out, p, statistics.of_scores(s, visible, choice, sink=sink, names=wanted, **rows)

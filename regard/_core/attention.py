@@ -15,6 +15,7 @@ from torch import Tensor
 from regard._core import dtensor
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
+from regard._core.gate import gate_result
 from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.plans import keep_plan, plan_key, plans
 from regard._core.prepare import prepare
@@ -58,6 +59,7 @@ def attention(
     sink: float | Tensor | None = ...,
     window: Window = ...,
     key_lengths: Tensor | Sequence[int] | None = ...,
+    gate: Tensor | None = ...,
     return_stats: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -80,6 +82,7 @@ def attention(
     sink: float | Tensor | None = ...,
     window: Window = ...,
     key_lengths: Tensor | Sequence[int] | None = ...,
+    gate: Tensor | None = ...,
     return_stats: Literal[True] | str | Sequence[str],
     backend: str | None = ...,
 ) -> tuple[Tensor, Statistics]: ...
@@ -102,6 +105,7 @@ def attention(
     sink: float | Tensor | None = None,
     window: Window = None,
     key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
     return_stats: Wanted = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Statistics]:
@@ -131,6 +135,8 @@ def attention(
         sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
+        gate: logits g of an output gate (arXiv 2505.06708), o_i ← σ(g_i)·o_i: one per head, (…, Hq, Lq) or
+            (…, Hq, Lq, 1), or one per element, (…, Hq, Lq, Dv). Statistics are those before the gate.
         return_stats: True for all statistics, or a tuple of names, even (); the result is then (out, stats). `entropy`,
             `logsumexp` and `logit_variance` of softmax, softmax1 and sinks carry gradients, the others none.
         backend: "torch", "cpu", "triton" or "reference"; None lets `regard.attention_path` choose.
@@ -150,12 +156,12 @@ def attention(
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,
-        return_stats, backend,
+        gate, return_stats, backend,
     )  # fmt: skip
     key = plan_key(q, k, v, options)
     plan = None if key is None else plans.get(key)
     if plan is not None:
-        return plan(q, k, v)
+        return gate_result(plan(q, k, v), gate)
     if any(map(dtensor.is_dtensor, (q, k, v))):
         return dtensor.attention(attention, q, k, v, options)
     call = prepare(q, k, v, options)
@@ -181,6 +187,7 @@ def attention_path(
     sink: float | Tensor | None = None,
     window: Window = None,
     key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
     return_stats: Wanted = False,
     backend: str | None = None,
 ) -> Path:
@@ -202,7 +209,7 @@ def attention_path(
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,
-        return_stats, backend,
+        gate, return_stats, backend,
     )  # fmt: skip
     call = prepare(q, k, v, options)
     if call.path.backend == "triton":

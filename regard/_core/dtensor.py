@@ -53,7 +53,7 @@ def attention(function: Callable, q, k, v, options: AttentionOptions):
             return x
         dims = {"sink": [heads], "scale": [heads], "key_lengths": [0]}.get(name)
         if dims is None or x.ndim != 1:
-            dims = list(range(q.ndim - x.ndim, q.ndim))
+            dims = list(range(0 if name == "gate" else q.ndim - x.ndim, q.ndim))[: x.ndim]
         for dim, whole in enumerate(dims):
             if whole in sharded and x.shape[dim] == q.shape[whole] != 1:
                 x = x.narrow(dim, start[whole], shape[whole])

@@ -19,6 +19,7 @@ from regard._core.device import has_bulk_copies
 from regard._core.dispatch import REQUESTED, has_transform, transform_error
 from regard._core.double_backward import differentiable_twice
 from regard._core.dtypes import reference_dtype
+from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.prepare import Call
 from regard._core.problem import Problem
@@ -40,6 +41,7 @@ def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
     """The result of a call in the shape, dtype and form that its caller asked for."""
     out, stacked, order = RUN[call.path.backend](call)
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
+    out = out if call.gate is None else apply_gate(out, call.gate)
     if not call.wanted:
         return out if call.wanted is None else (out, Statistics())
     assert stacked is not None  # statistics were asked for

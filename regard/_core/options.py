@@ -38,5 +38,6 @@ class AttentionOptions(NamedTuple):
     sink: float | Tensor | None = None
     window: Window = None
     key_lengths: Tensor | Sequence[int] | None = None
+    gate: Tensor | None = None
     return_stats: Wanted = False
     backend: str | None = None

@@ -41,7 +41,7 @@ with_interval: list[Hashable] = []  # keys of plans that hold an interval per qu
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
     """Return the key of a call's plan; None for a call that has no plan."""
-    mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, stats, backend = options
+    mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, gate, stats, backend = options
     if not (
         type(q) is type(k) is type(v) is Tensor
         and options.sink is options.key_lengths is None
@@ -53,6 +53,7 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
         and type(softcap) in NUMBER_OR_NONE
         and type(normalizer) is str
         and (type(stats) is bool or type(stats) is str or (type(stats) is tuple and all(type(x) is str for x in stats)))
+        and (gate is None or type(gate) is Tensor)
         and (window is None or (type(window) is tuple and all(type(side) in (int, type(None)) for side in window)))
         and (backend is None or type(backend) is str)
         and is_plain_eager()
@@ -68,8 +69,9 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
     shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
     deterministic = torch.are_deterministic_algorithms_enabled()
     parts = None if mask is None else mask.parts
+    gated = None if gate is None else (gate.shape, gate.dtype, gate.device, gate.layout)
     scalars = parts, causal, scale, gqa, normalizer, temperature, softcap, window, stats, backend, deterministic
-    return (shapes, q.dtype, device, dropout_p, *scalars, normalizers.generation()) if same else None
+    return (shapes, q.dtype, device, dropout_p, gated, *scalars, normalizers.generation()) if same else None
 
 
 def keep_plan(key: Hashable, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:

@@ -21,6 +21,7 @@ from regard._core.validation import (
     broadcast_leading,
     cast_for_autocast,
     check_dropout,
+    check_gate,
     check_key_lengths,
     check_mask,
     check_scale_tensor,
@@ -59,6 +60,7 @@ class Call:
     row_bias: Tensor | None = None  # 3-dim, not expanded
     relative: Tensor | None = None  # [H or 1, M + N − 1]
     theta: Tensor | None = None  # 3-dim, not expanded
+    gate: Tensor | None = None  # as it came, checked
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -90,6 +92,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     by_entry = options.key_lengths is not None or given.counts_entries
     lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, by_entry, options.sink)
     queries, keys = q.shape[-2], k.shape[-2]
+    gate = check_gate(options.gate, (*lead, queries), v.shape[-1], q)
     q = q.expand(*lead, *q.shape[-2:]).reshape(batch, heads, *q.shape[-2:])
     kv_lead = lead if heads == 1 else (*lead[:-1], kv_heads)
     k, v = (x.expand(*kv_lead, *x.shape[-2:]).reshape(batch, kv_heads, *x.shape[-2:]) for x in (k, v))
@@ -168,5 +171,5 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if theta is not None and path.backend != "reference" and not readable(theta):
         theta = void_outside_kernels(theta, choice)
         problem.theta = theta.expand(full[:3])
-    optional = interval, row_bias, relative, theta
+    optional = interval, row_bias, relative, theta, gate
     return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)

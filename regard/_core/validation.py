@@ -350,3 +350,23 @@ def check_sink(sink, choice: Choice, heads: int, lead, batch: int, queries: int,
             raise ValueError(f"sink must have one logit per head ({heads}), got {sink.numel()}")
         return wide.reshape(1, -1, 1)
     return _shape_per_row(wide, "sink", lead, batch, heads, queries)
+
+
+def check_gate(gate: Any, rows: tuple[int, ...], width: int, q: Tensor) -> Tensor | None:
+    """Return the gate's logits, which broadcast to rows (…, H, M), one per head, or to (…, H, M, E)."""
+    if gate is None:
+        return None
+    if not isinstance(gate, Tensor) or not is_float(gate):
+        kind = gate.dtype if isinstance(gate, Tensor) else type(gate).__name__
+        raise TypeError(f"gate must be a tensor of float16 or wider, logits before the sigmoid, got {kind}")
+    check_dense(gate, "gate")
+    if gate.device != q.device:
+        raise ValueError(f"gate must be on q's device {q.device}, got {gate.device}")
+    per_head = gate.ndim == len(rows) or (gate.ndim > len(rows) and gate.shape[-1] == 1)
+    full = (*rows, 1 if per_head else width)[: max(gate.ndim, len(rows))]
+    if gate.ndim < len(rows) or not fits(gate.shape, full):
+        raise ValueError(
+            f"gate must broadcast to {rows}, one logit per head, or {(*rows, width)}, one per element, got shape "
+            f"{tuple(gate.shape)}"
+        )
+    return gate

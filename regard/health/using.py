@@ -1,4 +1,4 @@
-"""`regard.using`: swaps the normaliser, temperature, scale or soft cap of a model's attention, and restores it."""
+"""`regard.using`: swaps the normaliser, temperature, scale or soft cap of a model's attention, or gates its output."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from regard import normalizers
 from regard.health.capture.call import Call
-from regard.health.capture.interception import ACTIVE, Interception, refuse_data_parallel
+from regard.health.capture.interception import ACTIVE, Interception, refuse_data_parallel, running_frame
 from regard.health.what_if import WhatIf, with_qk_norm
+from regard.nn.validation import check_gates
 from regard.scores import resolve_scale
 from regard.temperature import unsized
 
@@ -68,6 +70,11 @@ class using:
         softcap: a positive number.
         qk_norm: divide queries and keys by their root mean square first, as `regard.qk_norm` does; the scale is 1/√d
             then unless `scale` is given, whatever the model's was (1 where its queries were multiplied before).
+        gate: "head" or "element": multiply the heads' outputs by σ of a linear layer of the module's input, one gate
+            per head or per element (arXiv 2505.06708), for training from scratch. The layers are made in the first
+            forward, as `.gates`, an nn.ModuleDict by module name: run the model once, then give
+            `[*model.parameters(), *swap.gates.parameters()]` to the optimizer, and save `swap.gates.state_dict()`.
+            They are not part of the model: DistributedDataParallel does not reduce their gradients.
         context_parallel: a DeviceMesh (or process group) of ranks that share each sequence: every rank calls the model
             with the whole inputs, computes its shard, and gets the whole outputs. Gradients of weights are this rank's
             share: sum them over the ranks before a step (docs/developers/parallel.md).
@@ -87,6 +94,7 @@ class using:
         scale: float | str | Tensor | None = None,
         softcap: float | None = None,
         qk_norm: bool = False,
+        gate: str | None = None,
         context_parallel: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -96,10 +104,15 @@ class using:
             temperature = unsized(temperature)
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
         self.changes = {name: value for name, value in given.items() if value is not None}
-        if not self.changes and not qk_norm and context_parallel is None:
+        if not self.changes and not qk_norm and gate is None and context_parallel is None:
             raise ValueError(
-                "using() changes nothing; give normalizer, temperature, scale, softcap, qk_norm or context_parallel"
+                "using() changes nothing; give normalizer, temperature, scale, softcap, qk_norm, gate or "
+                "context_parallel"
             )
+        check_gates(gate, forget_gate=False)
+        if gate is not None and context_parallel is not None:
+            raise ValueError("gate is made of whole inputs and cannot be combined with context_parallel; drop one")
+        self._gate, self.gates = gate, nn.ModuleDict()
         if normalizer is not None:
             choice = normalizers.get(normalizer)
             choice.check_spec("regard.using")
@@ -121,7 +134,8 @@ class using:
         plain = {
             name: value if isinstance(value, (int, float, str)) else repr(value) for name, value in self.changes.items()
         }
-        return {**plain, **({"qk_norm": True} if self._change.change_call else {})}
+        gate = {} if self._gate is None else {"gate": self._gate}
+        return {**plain, **({"qk_norm": True} if self._change.change_call else {}), **gate}
 
     def restore(self) -> None:
         """Restores the model's own attention; a second call does nothing."""
@@ -149,6 +163,8 @@ class using:
             raise ValueError(f"regard.using cannot intercept this call: {call.obstacle}")
         self.calls += 1
         changed = replace(self._change(call), kind="using", sliceable=False)
+        if self._gate is not None:
+            changed = changed.with_options(gate=self._gate_logits(changed))
         if self._shards is not None:
             if call.weights is not None:
                 raise ValueError(
@@ -157,6 +173,28 @@ class using:
                 )
             changed = self._shards.shard_call(changed)
         return replace(changed, own=lambda rows: _select_rows(replace(changed, dropout=0.0, weights=None).run(), rows))
+
+    def _gate_logits(self, call: Call) -> Tensor:
+        """The logits [B, H, M, 1 or E] of the module's gate, whose linear layer is made on its first call."""
+        batch, heads, queries = call.q.shape[:3]
+        frame, shapes = running_frame(), ((batch, queries), (queries, batch))
+        given = [] if frame is None else [x for x in frame.inputs if isinstance(x, Tensor) and x.is_floating_point()]
+        x = next((x for x in given if x.ndim == 3 and tuple(x.shape[:2]) in shapes), None)
+        name = self._interception.names[id(call.module)] if self._interception else ""
+        if x is None:
+            raise ValueError(
+                f"regard.using(gate=): {name or 'the model'} was not given an input ({batch}, {queries}, width) that a "
+                "gate could be made of"
+            )
+        if getattr(call.module, "batch_first", True) is False:
+            x = x.transpose(0, 1)  # torch's modules take (L, B, width)
+        width = 1 if self._gate == "head" else call.v.shape[-1]
+        key = name.replace(".", "/") or "model"  # a name of a submodule has no dots
+        if key not in self.gates:
+            like = next((p for p in call.module.parameters() if p.is_floating_point()), x)
+            with torch.inference_mode(False):
+                self.gates[key] = nn.Linear(x.shape[-1], heads * width, False, device=x.device, dtype=like.dtype)
+        return self.gates[key](x).unflatten(-1, (heads, width)).transpose(1, 2)
 
 
 def changes_of(model: nn.Module) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ from torch.nn import functional as F
 from regard import normalizers, statistics
 from regard._core.attention import attention
 from regard._core.double_backward import is_saved_elsewhere
-from regard._core.mask.attn_mask import split_attn_mask
+from regard._core.gate import apply_gate
 from regard._core.options import AttnMask
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
-from regard._core.validation import check_key_lengths, check_mask
+from regard._core.validation import check_key_lengths
+from regard.bias import forgetting
 from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter
 from regard.nn.visibility import Visibility, pack_documents
@@ -27,10 +28,11 @@ from regard.temperature import Fixed, named
 
 
 class Cache(NamedTuple):
-    """The keys [B, G, N, D] and values [B, G, N, E] of all calls so far."""
+    """The keys [B, G, N, D] and values [B, G, N, E] of all calls so far, and the log forget gates [B, H, N], if any."""
 
     k: Tensor
     v: Tensor
+    log_gates: Tensor | None = None
 
 
 class MultiheadAttention(nn.Module):
@@ -58,6 +60,10 @@ class MultiheadAttention(nn.Module):
             "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters then belong to the module.
         softcap: c in c·tanh(x/c), or None.
         sink: True adds a learned logit per head to softmax's denominator.
+        gate: "head" or "element": the heads' outputs are multiplied by σ of a linear layer of the query, one gate per
+            head or per element (arXiv 2505.06708). Statistics are those before the gate.
+        forget_gate: True adds the logarithms of learned forget gates, σ of a linear layer of the key, to the scores of
+            earlier keys (forgetting attention, arXiv 2503.02130); for self-attention with is_causal=True.
         batch_first: must be True.
         device, dtype: of the parameters.
 
@@ -84,6 +90,8 @@ class MultiheadAttention(nn.Module):
         temperature: float | str | Callable | None = None,
         softcap: float | None = None,
         sink: bool = False,
+        gate: str | None = None,
+        forget_gate: bool = False,
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -94,6 +102,7 @@ class MultiheadAttention(nn.Module):
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
         validation.check_options(score, normalizer, dropout, softcap, sink)
+        validation.check_gates(gate, forget_gate)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
         self.dropout, self.softcap = dropout, softcap
@@ -115,6 +124,11 @@ class MultiheadAttention(nn.Module):
         learned = normalizers.learned(normalizer)
         self.parameter = None if learned is None else LearnedParameter(learned, num_heads, **place)
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
+        widths = {"head": num_heads, "element": embed_dim}
+        self.gate = nn.Linear(embed_dim, widths[gate], bias, **place) if gate else None
+        self.forget_gate = nn.Linear(kdim or embed_dim, num_heads, **place) if forget_gate else None
+        if self.forget_gate is not None:
+            nn.init.zeros_(self.forget_gate.bias)
         self.temperature = _make_temperature(temperature, num_heads, self.head_dim, place)
         self._last: dict[int, tuple] = {}  # by thread: q, k, scale and options of the last training call
         self._is_clipped = False  # True while `regard.qk_clip` needs `_last`
@@ -193,34 +207,51 @@ class MultiheadAttention(nn.Module):
             past = cache.k.shape[2]
             k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
         is_causal = check_flag(is_causal, "is_causal")
-        batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+        log_gates = self._log_gates(query, key, is_causal, cache if past else None)
+        batch, _, queries, keys = *q.shape[:3], k.shape[2]
         key_lengths = check_key_lengths(key_lengths, batch, keys, q)
         if cu_seqlens is not None:
             validation.check_packed(batch, attn_mask, key_lengths, cache)
             attn_mask, is_causal, window = pack_documents(cu_seqlens, queries, keys, is_causal, window, q), False, None
-        given = split_attn_mask(attn_mask, is_causal, q.device, past)
-        tensors = [check_mask(x, (batch, heads), batch, heads, queries, keys, q) for x in given.tensors]
-        if given.mask is None and given.bias is None and len(tensors) < 2:
-            dense = tensors[0] if tensors else None
-            visibility = Visibility.with_cache(keys, past, given.is_causal, window, dense, key_lengths)
-        else:
-            given = given._replace(tensors=tuple(tensors))
-            visibility = Visibility.with_mask(given, (queries, keys, past), window, key_lengths)
+        if log_gates is not None:
+            attn_mask = (*attn_mask, forgetting(log_gates)) if isinstance(attn_mask, (tuple, list)) else (
+                attn_mask, forgetting(log_gates),
+            )  # fmt: skip
+        visibility = Visibility.of_call(q, keys, past, attn_mask, is_causal, window, key_lengths)
         wanted = statistics.requested(return_stats)
         if self.score == "additive":
             visibility = visibility.densify(q, keys)
         attend = self._attend_additive if self.score == "additive" else self._attend_product
         out, stats = attend(q, visibility.trim(k), visibility.trim(v), wanted or (), visibility.options)
+        if self.gate is not None:
+            out = apply_gate(out, self._split_gates(self.gate(query)))
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         result = [out]
         if wanted is not None:
             result.append(stats)
         if cache is not None and cache is not False:
-            result.append(Cache(k, v))
+            result.append(Cache(k, v, log_gates))
         return result[0] if len(result) == 1 else tuple(result)
 
     def _split_heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def _split_gates(self, x: Tensor) -> Tensor:
+        """Return logits (B, L, H) or (B, L, H·d) as (B, H, L, 1) or (B, H, L, d)."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _log_gates(self, query: Tensor, key: Tensor, is_causal: bool, cache: Cache | None) -> Tensor | None:
+        """Return the logarithms of the forget gates, (B, H, N), those of cached keys first; None without them."""
+        if self.forget_gate is None:
+            return None
+        if not is_causal or key.shape[1] != query.shape[1]:
+            raise ValueError("forget_gate=True needs is_causal=True and as many new keys as queries")
+        own = F.logsigmoid(self.forget_gate(key).float()).transpose(1, 2)
+        if cache is None:
+            return own
+        if cache.log_gates is None:
+            raise ValueError("cache must come from this module: with forget_gate=True it holds log_gates")
+        return torch.cat([cache.log_gates, own], 2)
 
     def _attend_product(
         self, q: Tensor, k: Tensor, v: Tensor, wanted: tuple[str, ...], options: dict

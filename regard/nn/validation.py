@@ -10,6 +10,7 @@ from torch import Tensor
 from regard import normalizers
 from regard.scores import is_finite
 
+GATES = ("head", "element")
 SCORES = ("scaled_dot", "dot", "additive", "cosine")
 
 
@@ -41,6 +42,14 @@ def check_options(score: str, normalizer: str, dropout: float, softcap: float | 
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
 
 
+def check_gates(gate: str | None, forget_gate: bool) -> None:
+    """Raise ValueError unless the gate is None, "head" or "element" and forget_gate is a bool."""
+    if gate not in (None, *GATES):
+        raise ValueError(f"gate must be None, {' or '.join(map(repr, GATES))}, got {gate!r}")
+    if not isinstance(forget_gate, bool):
+        raise ValueError(f"forget_gate must be True or False, got {forget_gate!r}")
+
+
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int]) -> None:
     """Raise an error unless query, key and value are (B, L, width) with fitting B and L."""
     for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
@@ -65,11 +74,11 @@ def check_packed(batch: int, attn_mask: Any, key_lengths: Tensor | None, cache: 
             raise ValueError(f"cu_seqlens says which keys are visible; {name} beside it must be None")
 
 
-def check_cache(cache: Any, shape: tuple[int | str, ...]) -> tuple[Tensor, Tensor]:
-    """Return the cache; raise an error unless both tensors have the shape (B, G, "N", D)."""
-    if not (isinstance(cache, tuple) and len(cache) == 2 and all(isinstance(x, Tensor) for x in cache)):
+def check_cache(cache: Any, shape: tuple[int | str, ...]) -> tuple[Tensor, ...]:
+    """Return the cache; raise an error unless keys and values have the shape (B, G, "N", D)."""
+    if not (isinstance(cache, tuple) and 2 <= len(cache) <= 3 and all(isinstance(x, Tensor) for x in cache[:2])):
         raise TypeError(f"cache must be True, None or the Cache that the last call returned, got {cache!r}")
-    for name, x in zip("kv", cache, strict=True):
+    for name, x in zip("kv", cache[:2], strict=True):
         if x.ndim != 4 or (x.shape[0], x.shape[1], "N", x.shape[3]) != shape:
             raise ValueError(f"cache.{name} must have shape ({', '.join(map(str, shape))}), got {tuple(x.shape)}")
     return cache

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.mask.attn_mask import GivenMask, densify
+from regard._core.mask.attn_mask import GivenMask, densify, split_attn_mask
 from regard._core.mask.parts import Packed, check_cu_seqlens
 from regard._core.mask.recent import recall
-from regard._core.validation import check_window
+from regard._core.options import AttnMask
+from regard._core.validation import check_mask, check_window
 from regard.mask import Mask
 
 
@@ -85,6 +86,26 @@ class Visibility(NamedTuple):
         biases = [*(x for x in given.tensors if x.dtype != torch.bool), given.bias]
         attn_mask = (*hidden, mask, *biases)
         return cls(dict(attn_mask=attn_mask, is_causal=False, key_lengths=key_lengths, window=None))
+
+    @classmethod
+    def of_call(
+        cls,
+        q: Tensor,
+        keys: int,
+        past: int,
+        attn_mask: AttnMask,
+        is_causal: bool,
+        window: tuple[int | None, int | None] | None,
+        key_lengths: Tensor | None,
+    ) -> Visibility:
+        """Return the visibility of q [B, H, M, D] among `keys` keys, of which `past` were cached."""
+        batch, heads, queries = q.shape[:3]
+        given = split_attn_mask(attn_mask, is_causal, q.device, past)
+        tensors = [check_mask(x, (batch, heads), batch, heads, queries, keys, q) for x in given.tensors]
+        if given.mask is None and given.bias is None and len(tensors) < 2:
+            dense = tensors[0] if tensors else None
+            return cls.with_cache(keys, past, given.is_causal, window, dense, key_lengths)
+        return cls.with_mask(given._replace(tensors=tuple(tensors)), (queries, keys, past), window, key_lengths)
 
     def densify(self, q: Tensor, keys: int) -> Visibility:
         """Return the same with a tensor in the place of a `regard.Mask` or bias."""

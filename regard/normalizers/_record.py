@@ -83,6 +83,8 @@ class Normalizer:
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
     series: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None
     parameter_slope: Any = None
+    ordered: bool = False  # the order of the keys matters; a larger score of another key may take weight away
+    trace: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None  # tr ∂p/∂s, for maps without tile functions
     scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
     rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
     family: ClassVar[str] = ""
@@ -111,7 +113,15 @@ class Normalizer:
         p = self.reference(torch.from_numpy(rows), None, theta).numpy()
         q = self.reference(torch.from_numpy(rows[:, ::-1].copy()), None, theta).numpy()
         self._must(np.isfinite(p).all() and (p >= 0).all(), "weights must be finite and ≥ 0")
-        self._must(np.allclose(p, q[:, ::-1], atol=1e-12), "reordering the scores must reorder the weights")
+        same = np.allclose(p, q[:, ::-1], atol=1e-12)
+        self._must(same or self.ordered, "reordering the scores must reorder the weights; state ordered=True")
+        self._must(not (same and self.ordered), "ordered=True, but reordering the scores reorders the weights")
+        if self.trace is not None:
+            jacobian = torch.autograd.functional.jacobian(
+                lambda s: self.reference(s, None, theta).sum(0), torch.from_numpy(rows)
+            )  # [n, rows, n]
+            diagonal = jacobian.diagonal(dim1=0, dim2=2).sum(-1)
+            self._must(torch.allclose(diagonal, self.trace(torch.from_numpy(rows), None, theta)), "trace ≠ tr ∂p/∂s")
         thetas = [None] if self.parameter is None else self.parameter.around
         found = []
         for value in thetas:
@@ -177,6 +187,8 @@ class Normalizer:
         return all(torch.allclose(p, other, rtol=1e-9, atol=1e-12) for other in scaled)
 
     def _rises(self, theta: Any) -> bool:
+        if self.ordered:
+            return False
         line = self.reference(torch.linspace(-4.0, 4.0, 33, dtype=torch.float64)[None], None, theta)
         return bool((line.diff() >= -1e-12).all())
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
 from regard._core.execute import check_policy_tensor
+from regard._core.gate import apply_gate
 from regard._core.options import AttnMask
 from regard._core.prepare import Call
 from regard.parallel.autograd import ParallelAttention, ReplicatedQueries, ShardedQueries
@@ -40,6 +41,7 @@ def attention(
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
     lengths: tuple[int, int] | None = None,
@@ -64,6 +66,7 @@ def attention(
         q, k, v: this rank's shards (…, length, head_dim), cut by `regard.parallel.shard`.
         attn_mask: rows as q (cut by `shard(mask, dim=-2)`, or 1 row for all), columns of the whole sequence. Or a
             `regard.Mask` of the whole sequence, the same on every rank.
+        gate: rows as q.
         temperature, sink: per query where they have as many rows as q, otherwise the same on every rank.
         window, key_lengths, is_causal: count positions of the whole sequence; key_lengths is the same on every rank.
         group: the ranks that share the sequence, or a DeviceMesh of them; None is all.
@@ -83,7 +86,7 @@ def attention(
     """
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
-                   key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
+                   key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
     return _run(ShardedCall(q, k, v, options, layout, lengths, backend), group, ShardedQueries())
 
 
@@ -105,6 +108,7 @@ def decode(
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
+    gate: Tensor | None = None,
     return_stats: bool | str | tuple[str, ...] = False,
     backend: str | None = None,
     lengths: int | None = None,
@@ -132,7 +136,7 @@ def decode(
     """
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
                    normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
-                   key_lengths=key_lengths, return_stats=return_stats)  # fmt: skip
+                   key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
     return _run(ShardedCall(q, k, v, options, layout, lengths, backend, shared=True), group, ReplicatedQueries())
 
 
@@ -157,6 +161,7 @@ def _compute(plan: Plan, call: Call, seed: int, scheme):
     inputs = plan.problem.q, plan.problem.k, plan.problem.v, call.bias, temperature, call.sink
     out, values = ParallelAttention.apply(plan, scheme, *inputs)
     out = out.reshape(*call.lead, *out.shape[-2:]).to(call.dtype)
+    out = out if call.gate is None else apply_gate(out, call.gate)
     if call.wanted is None:
         return out
     found = dict(zip(names, values.to(call.problem.accumulator), strict=True))

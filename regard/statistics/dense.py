@@ -208,6 +208,8 @@ def _trace(s: Tensor, seen: Tensor, choice, theta) -> Tensor:
         z = v + terms.rest(shift) if choice.family == "ratio" else torch.ones_like(v)
         z = z.masked_fill(z == 0, math.inf)
         return (slope / z - cross / z**2).squeeze(-1)
+    if choice.trace is not None:
+        return choice.trace(s, seen, theta)
     with torch.inference_mode(False), torch.enable_grad():
         z = s.clone().requires_grad_()
         p, gain = choice.reference(z, seen.clone(), theta), torch.zeros(s.shape[:-1], dtype=s.dtype, device=s.device)

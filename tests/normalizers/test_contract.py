@@ -103,6 +103,8 @@ def test_a_poisoned_row_is_nan_and_alone(name, bad):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ties_are_equal_to_the_bit(name):
+    if normalizers.get(name).ordered:
+        pytest.skip("keys of one score differ by their place")
     z = torch.randn(3, 40).round(decimals=0)
     p = regard.normalize(z, name)
     for row, weights in zip(z, p, strict=True):

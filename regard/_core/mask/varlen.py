@@ -27,7 +27,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
-    sink: float | Tensor | None = ..., return_stats: Literal[False] = ..., backend: str | None = ...,
+    sink: float | Tensor | None = ..., gate: Tensor | None = ..., return_stats: Literal[False] = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -37,7 +38,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
-    sink: float | Tensor | None = ..., return_stats: Literal[True] | str | Sequence[str], backend: str | None = ...,
+    sink: float | Tensor | None = ..., gate: Tensor | None = ..., return_stats: Literal[True] | str | Sequence[str],
+    backend: str | None = ...,
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 
 
@@ -59,6 +61,7 @@ def attention_varlen(
     normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
     sink: float | Tensor | None = None,
+    gate: Tensor | None = None,
     return_stats: Wanted = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Statistics]:
@@ -80,6 +83,7 @@ def attention_varlen(
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
         softcap: c in c·tanh(x/c); 0 for none.
+        gate: logits of an output gate, (Tq, Hq) one per head or (Tq, Hq, Dv) one per element.
         dropout_p, normalizer, temperature, sink, return_stats, backend: as in `regard.attention`.
 
     Returns:
@@ -115,6 +119,7 @@ def attention_varlen(
         temperature=temperature,
         softcap=softcap or None,
         sink=sink,
+        gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) and gate.ndim > 1 else gate,
         return_stats=return_stats,
         backend=backend,
     )

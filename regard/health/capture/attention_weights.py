@@ -18,6 +18,7 @@ from torch.nn.functional import dropout
 
 import regard
 from regard._core.execute import apply_policy
+from regard._core.gate import apply_gate
 from regard._core.options import AttentionOptions
 from regard._core.prepare import prepare
 from regard._core.problem import Problem
@@ -38,7 +39,8 @@ def output_and_weights(call: Call) -> tuple[Tensor, Tensor]:
     with torch.autocast(call.q.device.type, enabled=False) if is_autocast(call.q) else contextlib.nullcontext():
         p, v = _weights(checked.problem)
         p = dropout(p, call.dropout) if call.dropout else p
-        return (p @ v).to(checked.dtype), p.to(p_dtype)
+        o = (p @ v).to(checked.dtype)
+        return o if checked.gate is None else apply_gate(o, checked.gate), p.to(p_dtype)
 
 
 def _weights(problem: Problem) -> tuple[Tensor, Tensor]:

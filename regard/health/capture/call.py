@@ -75,7 +75,7 @@ class Call:
         if count >= batch:
             return self
         per_batch = {"key_lengths": cut(self.options.get("key_lengths"))}
-        for name in ("temperature", "sink"):
+        for name in ("temperature", "sink", "gate"):
             value = self.options.get(name)
             per_batch[name] = cut(value) if isinstance(value, Tensor) and value.ndim == 4 else value
         mask = cut(self.mask) if self.mask is not None and self.mask.ndim == 4 else self.mask

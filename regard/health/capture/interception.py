@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,19 @@ def refuse_data_parallel(model: nn.Module) -> None:
         raise ValueError("model is nn.DataParallel, which runs copies of it; use DistributedDataParallel")
 
 
+class Frame(NamedTuple):
+    """One forward of a module that runs: the module, a token of the whole forward, and what the module was given."""
+
+    module: nn.Module
+    token: Any
+    inputs: tuple = ()
+
+
 class ThreadState(threading.local):
     """What one thread is running; each thread has its own."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, Any]] = []  # modules whose forward runs, and a token of that forward
+        self.stack: list[Frame] = []  # modules whose forward runs
         self.scopes: list[tuple[contextlib.AbstractContextManager, int, Any]] = []  # context, stack depth, owner
         self.captures = 0  # `torch_calls` blocks that are open
         self.busy = False  # inside a captured call: what it calls is not captured again
@@ -191,7 +199,7 @@ class Interception:
             for hook in [hook for hook in self._hooks if hook.id in own]:
                 hook.remove()
             with self.torch_calls():
-                STATE.stack.append((as_written(self.model), object()))  # in the place of its own hooks
+                STATE.stack.append(Frame(as_written(self.model), object()))  # in the place of its own hooks
                 yield
         finally:
             with _LOCK:
@@ -242,7 +250,8 @@ def _enter_forward(module: nn.Module, inputs: tuple, named: dict | None = None) 
             open_scope(opener.torch_calls(), opener)
     if named and named.get("output_attentions") and STATE.weights_depth is None:
         STATE.weights_depth = len(STATE.stack)
-    STATE.stack.append((module, object() if is_given_tokens(inputs, named or {}) else forward_token()))
+    token = object() if is_given_tokens(inputs, named or {}) else forward_token()
+    STATE.stack.append(Frame(module, token, (*inputs, *(named or {}).values())))
 
 
 def _leave_forward(module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -336,6 +345,20 @@ def without_mode() -> Iterator[None]:
 def running_module() -> nn.Module | None:
     """Returns the innermost hooked module whose forward runs in this thread."""
     return STATE.stack[-1][0] if STATE.stack else None
+
+
+def running_frame() -> Frame | None:
+    """Returns the innermost running forward in this thread."""
+    return STATE.stack[-1] if STATE.stack else None
+
+
+def report_gate(gates: Tensor) -> None:
+    """Tells observers of the running module the σ(g) that it multiplies an output by, or may multiply it by."""
+    module = running_module()
+    for one in interceptions_of(module):
+        add = getattr(one.observe, "add_gate", None)
+        if add is not None:
+            add(one.names[id(module)], gates)
 
 
 def forward_token() -> Any:

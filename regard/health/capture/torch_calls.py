@@ -19,10 +19,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from regard._core.execute import dense_attention
+from regard._core.gate import apply_gate
 from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
 from regard.health.capture.handwritten import Follower
-from regard.health.capture.interception import SDPA, STATE, interceptions_of, route, running_module
+from regard.health.capture.interception import (
+    SDPA,
+    STATE,
+    interceptions_of,
+    report_gate,
+    route,
+    running_module,
+)
 from regard.masks import resolve_causal_bias
 from regard.normalizers import Choice
 from regard.reference import joined_mask
@@ -45,6 +53,8 @@ class TorchCalls(TorchFunctionMode):
             F.multi_head_attention_forward: _capture_multi_head,
             torch.ops.regard.attention.default: lambda func, args, kwargs: _capture_regard_op(func, args),
             dense_attention: lambda func, args, kwargs: _capture_reference(func, args),
+            apply_gate: _capture_gate,
+            **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), self._capture_sigmoid),
         }
 
     def __exit__(self, *error: Any) -> None:
@@ -57,6 +67,20 @@ class TorchCalls(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         handler = self.handlers.get(func)
         return self.follower.run(func, args, kwargs or {}) if handler is None else handler(func, args, kwargs or {})
+
+    def _capture_sigmoid(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Reports σ of what may be a model's own gate, such as Qwen3-Next's; the observer compares its shape."""
+        result = self.follower.run(func, args, kwargs)
+        if isinstance(result, Tensor):
+            report_gate(result)
+        return result
+
+
+def _capture_gate(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """Runs regard's output gate and reports it."""
+    _, gate = args
+    report_gate(torch.sigmoid(gate.detach().float()))
+    return func(*args, **kwargs)
 
 
 def _capture_sdpa(

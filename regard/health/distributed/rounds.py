@@ -92,7 +92,7 @@ class Rounds:
         sent: dict = {"error": None if failure is None else f"{type(failure).__name__}: {failure}", "layers": []}
         sent["layers"] = [_layer_to_dict(layer) for layer in self.recorder.layers.values()]
         for layer in self.recorder.layers.values():  # the next round's readings are its own
-            layer.reading, layer.error, layer.empty_rows = None, 0.0, []
+            layer.reading, layer.error, layer.empty_rows, layer.gates = None, 0.0, [], None
             layer.what_if.clear()
         sent["count"] = number + 1 if last else sys.maxsize  # of all batches, if this was the last
         everyone = self._gather(sent, number)
@@ -226,6 +226,7 @@ def _layer_to_dict(layer: Layer) -> dict:
     plain["dtype"] = None if layer.dtype is None else str(layer.dtype).removeprefix("torch.")
     plain["reading"] = None if layer.reading is None else _reading_to_dict(layer.reading)
     plain["what_if"] = {name: _reading_to_dict(reading) for name, reading in layer.what_if.items()}
+    plain["gates"] = None if layer.gates is None else layer.gates.cpu()
     plain["refused"], plain["anomalies"] = dict(layer.refused), sorted(layer.anomalies)
     return plain
 

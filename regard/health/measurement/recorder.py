@@ -13,10 +13,11 @@ from torch import Tensor
 
 import regard
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
-from regard.health.capture.interception import forward_token
+from regard.health.capture.interception import forward_token, running_frame
 from regard.health.findings.eval_dropout import DROPS
 from regard.health.measurement import norms, query_rows
 from regard.health.measurement.direct_call import attention_directly
+from regard.health.measurement.gates import gate_sums, gates_of_heads
 from regard.health.measurement.side_stream import SideStream, fetch_to_host
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.what_if import WhatIf
@@ -76,6 +77,7 @@ class Layer:
     not_finite: list[int] = field(default_factory=list)  # the heads that were so, where that is the reason
     three_dims: bool = False  # were its calls of three dims?
     most_keys: int = 0  # of a call with several queries
+    gates: Tensor | None = None  # sums over its output gates, [3, H]: see `gates.gate_sums`
     early_heads: tuple[LayerReading, list] | None = None  # head readings made while the model was still running
 
     @property
@@ -104,6 +106,11 @@ class Layer:
         pairs = zip_longest(self.values, values, fillvalue=(0.0, 0.0))
         self.values = [(max(a, c), max(b, d)) for (a, b), (c, d) in pairs]
 
+    def add_gates(self, sums: Tensor | None) -> None:
+        """Adds sums over output gates, [3, H]."""
+        if sums is not None:
+            self.gates = sums if self.gates is None else self.gates + sums.to(self.gates.device)
+
     def add_use(self, other: Layer) -> None:
         """Adds the readings of another use of the module."""
         self.refused.update(other.refused)
@@ -117,10 +124,11 @@ class Layer:
             self.anomalies |= other.anomalies
             self.add_values(other.values)
             self.add_empty_rows(other.empty_rows)
+            self.add_gates(other.gates)
 
     def mark_unmeasured(self, reason: str, not_finite: Sequence[int] = ()) -> None:
         """Drops the layer's readings and stores why."""
-        self.reason, self.reading, self.not_finite = reason, None, list(not_finite)
+        self.reason, self.reading, self.not_finite, self.gates = reason, None, list(not_finite), None
         self.what_if.clear()
 
 
@@ -154,6 +162,7 @@ class Recorder:
         self.sequences = sequences  # measure no more than so many of each batch
         self.rows, self.uses = query_rows.QueryRows(), UseCounter()
         self.key = "", 0  # of the layer that is being measured
+        self._gated: tuple | None = None  # the last call: its frame, its output's shape, the rows that count
         self._batch: dict[tuple[str, int], BatchReading] = {}
         self._side = SideStream()
 
@@ -216,6 +225,9 @@ class Recorder:
         known = self._batch.get(key)
         if known is not None and known.reading.heads != call.q.shape[1]:
             return self._mark_unmeasured(key, HEADS_CHANGE, run_original)
+        self._gated = running_frame(), (*call.q.shape[:3], call.v.shape[3]), rows
+        if call.options.get("gate") is not None:
+            self.add_gate(name, torch.sigmoid(call.options["gate"].detach().float()))
         is_long = self.replaces and call.sliceable and call.q.shape[2] > WHOLE
         sampled = is_long and call is whole and not call.dropout and not call.q.requires_grad and real is None
         output = rebuilt if sampled else run_original()
@@ -250,6 +262,16 @@ class Recorder:
                 batch.add_difference(norms.relative_difference(call.own(at), part, counted))
             batch.done = self._side.last_event(call.q.device)
         return in_torch_layout(rebuilt.to(call.q.dtype))
+
+    def add_gate(self, name: str, gates: Tensor) -> None:
+        """Reads the gate of the last call if it is that of module `name`, in the same forward, and fits its output."""
+        if self._gated is None or self.key[0] != name or self._gated[0] is not running_frame():
+            return
+        layer, (_, shape, rows) = self.layers[self.key], self._gated
+        whole = gates_of_heads(gates, (len(gates), *shape[1:])) if gates.ndim > 2 and layer.reason is None else None
+        if whole is not None and len(whole) >= shape[0]:
+            layer.add_gates(gate_sums(whole[: shape[0]], rows))
+            self._gated = None  # one gate for each call
 
     def _batch_reading(self, key: tuple[str, int], call: Call) -> BatchReading:
         if key not in self._batch:

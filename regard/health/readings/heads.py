@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from regard.health.measurement.gates import gate_numbers
 from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.measurement.side_stream import after_event
 from regard.health.readings.histogram import ROW, Spreads
@@ -38,6 +39,8 @@ class HeadReading:
     can_be_judged: bool = True  # has it enough rows with enough keys?
     twins: tuple[int, ...] = ()  # heads of the same layer with the same distribution, row by row
     ablation: float = math.nan  # nats that the loss gains without it, or relative change of the output: see `Ablation`
+    gate: float = math.nan  # mean of its output gate σ(g); NaN without one
+    gate_near_zero: float = math.nan  # share of the gate's numbers below 0.05
     saved_rows: int | None = None  # of a head that was read from a file
 
     @property
@@ -62,6 +65,7 @@ class HeadReading:
             rows=self.rows,
             judged=self.can_be_judged,
             **({"ablation": self.ablation} if math.isfinite(self.ablation) else {}),
+            **(dict(gate=self.gate, gate_near_zero=self.gate_near_zero) if math.isfinite(self.gate) else {}),
         )
 
 
@@ -75,7 +79,16 @@ def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
     }
     late = [(layer, reading) for layer, reading in known if id(layer) not in early]
     known_heads = early | {id(layer): heads for (layer, _), heads in zip(late, _head_readings(late), strict=True)}
-    return [head for layer, _ in known for head in known_heads[id(layer)]]
+    return [head for layer, _ in known for head in _with_gates(layer, known_heads[id(layer)])]
+
+
+def _with_gates(layer: Layer, heads: list[HeadReading]) -> list[HeadReading]:
+    """Returns the heads with the readings of the layer's output gates, if it has any."""
+    if layer.gates is None:
+        return heads
+    sums = layer.gates.cpu()
+    numbers = (gate_numbers(sums, one.head) for one in heads)
+    return [replace(one, gate=mean, gate_near_zero=near) for one, (mean, near) in zip(heads, numbers, strict=True)]
 
 
 def read_early(recorder: Recorder) -> None:

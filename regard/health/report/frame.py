@@ -35,7 +35,7 @@ def head_rows(report: Report) -> list[dict[str, Any]]:
         row["findings"] = ", ".join(kinds.get((head.index, head.head), []))
         if seen:
             row["kind"] = seen.get((head.index, head.head), {}).get("kind")
-        row |= {key: data.get(key) for key in ("rows", "ablation") if key in data}
+        row |= {key: data.get(key) for key in ("rows", "ablation", "gate", "gate_near_zero") if key in data}
         row["predicted_logit_variance"] = data["predicted_logit_variance"]
         for name, spread in data["statistics"].items():
             row |= {name if key == "mean" else f"{name}_{key}": value for key, value in spread.items()}

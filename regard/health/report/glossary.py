@@ -19,6 +19,7 @@ WORDS = {
     "soft cap": "A smooth limit on the size of scores, c·tanh(score/c).",
     "QK-norm": "Queries and keys are divided by their size before they are multiplied, which bounds the logits.",
     "sink": "A learned number in the softmax's denominator that takes weight away from all keys.",
+    "output gate": "A learned number between 0 and 1 that a head's output is multiplied by.",
     "attention sink": "A token, mostly the first, on which heads put weight that they do not need.",
     "what-if": "A change of the scores that was tried on the same queries and keys, without training.",
     "loss": "How badly the model predicts the text, in nats per token; smaller is better.",
@@ -90,6 +91,7 @@ FINDINGS = {
     "sees padding": "Tokens of the text look at padding.",
     "sees the future": "Later tokens change the output of earlier ones, although the model predicts the next token.",
     "sequences mixed": "One text of a batch changes the output of another.",
+    "shut gate": "The head's output is multiplied by a gate that is near 0, so the head does almost nothing.",
     "sink-dormant": "The head puts all its weight on the first key or a sink, so it does nothing on this text.",
     "untrained or broken": "The model predicts the text worse than the text's own frequencies do.",
 }

@@ -95,6 +95,8 @@ def _heads(data: dict) -> list[HeadReading]:
             can_be_judged=head.get("judged", True),
             saved_rows=head.get("rows"),
             ablation=math.nan if (change := head.get("ablation")) is None else change,
+            gate=head.get("gate", math.nan),
+            gate_near_zero=head.get("gate_near_zero", math.nan),
         )
         for head in data["heads"]
     ]

@@ -27,7 +27,7 @@ from torch import Tensor
 from regard.health.readings.histogram import ROW
 from regard.health.readings.layer_reading import LayerReading
 
-COUNTS = ("rows", "ratio_rows", "query_rows", "key_rows")
+COUNTS = ("rows", "ratio_rows", "query_rows", "key_rows", "gate_rows")
 MEANS = {  # column -> the count that weights it
     "entropy_ratio": "ratio_rows",
     "gain_ratio": "ratio_rows",
@@ -38,6 +38,7 @@ MEANS = {  # column -> the count that weights it
     "q_norm": "query_rows",
     "k_norm": "key_rows",
     "v_norm": "key_rows",
+    "gate": "gate_rows",
 }
 NORMS = ("q_norm", "k_norm", "v_norm")
 FLAGS = ("exploding logits", "collapsed", "dying gradient", "scale off", "dead", "diffuse", "positional")
@@ -47,7 +48,7 @@ HEAD_VALUES = ("max_logit", "entropy_ratio", "max_weight", "first_key_mass", "ga
 SINK = 0.3  # mean mass on the first key above which a head is a sink
 MOST_SERIES = 400  # for layers and model; metrics per layer are left out, the last first, to stay below
 MODEL_SERIES = 16  # room for those over the model
-PER_LAYER = ("max_logit", "entropy_ratio_min", "entropy_ratio_mean", "sink_rate", "gradient_gain", *NORMS)
+PER_LAYER = ("max_logit", "entropy_ratio_min", "entropy_ratio_mean", "sink_rate", "gradient_gain", *NORMS, "gate")
 
 
 class LayerKey(NamedTuple):
@@ -150,7 +151,9 @@ def scalars_of(layers: Sequence[LayerSample], names: Mapping[str, str]) -> dict[
     fitting = max(1, (MOST_SERIES - MODEL_SERIES) // max(len(names), 1))
     for layer in layers:
         numbers = _summarize([layer])
-        found |= {f"attention/{names[layer.label]}/{name}": numbers[name] for name in PER_LAYER[:fitting]}
+        found |= {
+            f"attention/{names[layer.label]}/{name}": numbers[name] for name in PER_LAYER[:fitting] if name in numbers
+        }
     return found
 
 
@@ -174,6 +177,7 @@ def _summarize(layers: Sequence[LayerSample]) -> dict[str, float]:
         "sink_rate": mean((heads("first_key_mass") > SINK).astype(float)),
         "gradient_gain": mean(heads("gradient_gain")),
         **{name: mean(heads(name, MEANS[name])) for name in NORMS},
+        **({"gate": mean(heads("gate", "gate_rows"))} if bool((table[:, AT["gate_rows"]] > 0).any()) else {}),
     }
 
 

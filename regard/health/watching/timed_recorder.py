@@ -14,7 +14,7 @@ from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.measurement.side_stream import fetch_to_host
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.watching.flags import mark_flags
-from regard.health.watching.sample import fill_table
+from regard.health.watching.sample import AT, fill_table
 
 Norms = dict[str, tuple[Tensor, int]]  # "q_norm", … -> sums over rows [heads], rows
 
@@ -98,8 +98,10 @@ class TimedRecorder(Recorder):
                 histograms = fetch_to_host([reading.histogram.flatten() for reading in readings])
                 for layer, reading, sums, bins in zip(layers, readings, flat, histograms, strict=True):
                     layer.reading = LayerReading.from_sums(reading.heads, sums, bins.view(reading.histogram.shape))
-            sums = [x for known in self.norms.values() for x, _ in known.values()]
-            fetched = iter(fetch_to_host(sums) if sums else ())
+            for layer in layers:
+                layer.gates = None if layer.gates is None else layer.gates.cpu()
+            totals = [x for known in self.norms.values() for x, _ in known.values()]
+            fetched = iter(fetch_to_host(totals) if totals else ())
             for known in self.norms.values():
                 known.update({name: (next(fetched), rows) for name, (_, rows) in known.items()})
         return False
@@ -108,6 +110,9 @@ class TimedRecorder(Recorder):
         """Writes the numbers of a measured layer into its table."""
         if layer.reading is not None:
             fill_table(table, layer.reading, self.norms_of(layer))
+        if layer.gates is not None:
+            count, total, _ = layer.gates
+            table[:, AT["gate_rows"]], table[:, AT["gate"]] = count, total / count.clamp_min(1.0)
 
     def mark_flags(self, layers: list[Layer], tables: dict[int, Tensor]) -> None:
         """Writes the findings of all heads into the tables, by the layers' index."""

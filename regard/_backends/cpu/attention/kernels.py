@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows
+from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows, tangent_rows
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel
 from regard.normalizers import Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
@@ -72,6 +72,12 @@ def backward_kernel(normalizer: Normalizer, precision: str, from_logits: bool, s
     """The backward kernel; `from_logits` keeps the logits to the end, as the statistics' gradients need."""
     template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
     return template_kernel(normalizer, precision, template, stat_gradients=stat_gradients, is_part=False)
+
+
+@cache_by_normalizer
+def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
+    """The kernel that turns logits and their tangents into weights and theirs."""
+    return template_kernel(normalizer, precision, tangent_rows.tangent_rows)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

@@ -11,11 +11,12 @@ from torch import Tensor
 from regard._core.device import has_bulk_copies, has_large_shared_memory, supports_gluon
 from regard._core.problem import Problem
 from regard._core.readable import readable
-from regard._core.rows.execute import is_transformed
+from regard._core.rows.execute import is_transformed, is_within_vmap
 from regard.statistics import ON_REQUEST
 
 BACKENDS = ("torch", "cpu", "triton", "reference")
 TRANSFORM = "a torch.func transform"
+PLAIN = (Tensor, torch.nn.Parameter)
 REQUESTED = "asked for by backend="
 LONG = 2**29  # scores, from which on our forward of plain softmax is faster than cuDNN's
 
@@ -46,14 +47,18 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
         return Path("reference", reason)
     if on_request := find_on_request(problem):
         return Path("reference", f"the statistic {on_request}, which no fused kernel computes")
+    if has_transform(problem):
+        uncarried = why_not_carried(problem)
+        if uncarried is None:
+            return Path("cpu" if device == "cpu" else "triton", f"{TRANSFORM}: fused tangents and gradients")
+        if obstacle is not None:
+            return Path("reference", f"{TRANSFORM} that the fused kernels cannot carry: {uncarried}")
     if obstacle is None and is_our_forward_faster(problem):
         return Path("triton", "plain softmax of many scores: our forward, which is faster here, and cuDNN's backward")
     if obstacle is None:
         hopper = device == "cuda" and has_bulk_copies(problem.q.device)
         kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
         return Path("torch", f"plain softmax without statistics: {kernels}")
-    if has_transform(problem):
-        return Path("reference", f"{TRANSFORM} that the fused ops cannot carry (jvp or a gradient)")
     if device == "cpu":
         return Path("cpu", f"{obstacle}: blocked over queries, BLAS and fused rows")
     if device == "meta":
@@ -90,11 +95,29 @@ def has_transform(problem: Problem) -> bool:
     return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative, p.theta)
 
 
-def transform_error(backend: str) -> ValueError:
+def why_not_carried(problem: Problem) -> str | None:
+    """Why the fused kernels cannot carry the transform that a call is part of, in a few words; None if they can."""
+    if torch.compiler.is_compiling():
+        return "torch.compile"
+    q, on_gpu = problem.q, problem.q.is_cuda
+    for given, what in (
+        (is_within_vmap(), "vmap"),
+        (problem.stats, "statistics"),
+        (problem.theta is not None, "a parameter per head"),
+        (not (on_gpu or q.device.type == "cpu"), f"device {q.device.type!r}"),
+        (torch._C._len_torch_dispatch_stack() or type(q) not in PLAIN, "a tensor subclass or a mode"),
+        (on_gpu and q.dtype == torch.float64, "float64, which the GPU kernels do not take"),
+    ):
+        if given:
+            return what
+    if on_gpu and (width := head_width(problem)) > widest(q.device, q.element_size()):
+        return f"heads of {width}, for which the GPU has no shared memory"
+    return None
+
+
+def transform_error(backend: str, reason: str) -> ValueError:
     """The error of a backend asked for by name that cannot carry a torch.func transform."""
-    return ValueError(
-        f"backend {backend!r} cannot carry {TRANSFORM} (jvp or a gradient); use backend=None or 'reference'"
-    )
+    return ValueError(f"backend {backend!r} cannot carry {TRANSFORM} beside {reason}; use backend=None or 'reference'")
 
 
 def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
@@ -105,6 +128,7 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
     for given, what in (
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
         (problem.stats, "statistics"),
+        (problem.theta is not None, "a parameter per head"),
         (problem.softcap, "a soft cap"),
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
@@ -145,8 +169,8 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if reason := find_theta_obstacle(problem):
             raise ValueError(f"backend {backend!r} cannot compute {reason}; use backend='reference'")
-        if has_transform(problem):
-            raise transform_error(backend)
+        if has_transform(problem) and (reason := why_not_carried(problem)):
+            raise transform_error(backend, reason)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
             raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
         if backend == "triton" and device == "cuda":

@@ -16,7 +16,7 @@ from regard import reference, statistics
 from regard._core import ops
 from regard._core.autograd import FusedAttention
 from regard._core.device import has_bulk_copies
-from regard._core.dispatch import REQUESTED, has_transform, transform_error
+from regard._core.dispatch import PLAIN, REQUESTED, has_transform, transform_error, why_not_carried
 from regard._core.double_backward import differentiable_twice
 from regard._core.dtypes import reference_dtype
 from regard._core.gate import apply_gate
@@ -25,6 +25,7 @@ from regard._core.prepare import Call
 from regard._core.problem import Problem
 from regard._core.readable import is_mapped, readable
 from regard._core.rows.execute import is_transformed
+from regard._core.transforms import functions as transforms
 from regard._core.validation import check_policy_result
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
@@ -151,10 +152,8 @@ def run_fused(call: Call) -> Result:
     """Attention by the CPU or GPU kernels: directly, or as a custom op where something records the call."""
     call = apply_policy(call)
     problem = call.problem
-    if is_transformed(problem.temperature):  # by what the policy holds
-        if call.path.reason == REQUESTED:
-            raise transform_error(call.path.backend)
-        return dense_attention(call)
+    if not is_plain_eager() and has_transform(problem):
+        return run_transformed(call)
     if problem.stats and not problem.choice.merges:  # no kernel's sums give them
         out, _, _ = run_fused(replace(call, problem=replace(problem, stats=())))
         with torch.no_grad():
@@ -164,6 +163,18 @@ def run_fused(call: Call) -> Result:
         call = replace(call, problem=replace(problem, stats=order, seed=draw_seed(problem)))
     out, stacked = run_kernels(call.problem, call.inputs, call.path.backend)
     return out, stacked, order
+
+
+def run_transformed(call: Call) -> Result:
+    """Attention inside torch.func or forward mode, by kernels where they can carry it."""
+    reason = why_not_carried(call.problem)
+    if reason is None:
+        problem = replace(call.problem, seed=draw_seed(call.problem))
+        inputs = replace(call, problem=problem).inputs
+        return transforms.Attention.apply(problem.without_tensors(), call.path.backend, *inputs)[0], None, ()
+    if call.path.reason == REQUESTED:
+        raise transform_error(call.path.backend, reason)
+    return dense_attention(call)
 
 
 def run_kernels(problem: Problem, inputs: tuple[Tensor | None, ...], backend: str) -> tuple[Tensor, Tensor]:
@@ -176,9 +187,6 @@ def run_kernels(problem: Problem, inputs: tuple[Tensor | None, ...], backend: st
         return FusedAttention.apply(problem, module, *inputs)
     result = module.forward(problem)
     return result.o, result.stats
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def run_reference(call: Call) -> Result:

@@ -200,6 +200,15 @@ class Upstream:
 
 
 @dataclass
+class Along:
+    """Tangents of q, k and v, the direction of forward mode; None: that tensor has none."""
+
+    q: Tensor | None = None  # [B, H, M, D]
+    k: Tensor | None = None  # [B, G, N, D]
+    v: Tensor | None = None  # [B, G, N, E]
+
+
+@dataclass
 class Part:
     """Sums of rows over a part of their keys, before sinks and rests; `regard.parallel.merge` has the merge law.
 

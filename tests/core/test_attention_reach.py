@@ -292,22 +292,23 @@ def test_so_does_that_of_a_policys_parameters():
 
     with forward.dual_level():
         moved = forward.make_dual(begun, torch.ones_like(begun))
-        tangent = forward.unpack_dual(out(moved)).tangent
-        with pytest.raises(ValueError, match="backend 'cpu' cannot carry"):
-            out(moved, backend="cpu")
+        tangents = [forward.unpack_dual(out(moved, **options)).tangent for options in ({}, {"backend": "cpu"})]
     step = 1e-6
     slope = (out(begun + step) - out(begun - step)) / (2 * step)
-    torch.testing.assert_close(tangent, slope, atol=1e-8, rtol=1e-6)
+    for tangent in tangents:
+        torch.testing.assert_close(tangent, slope, atol=1e-8, rtol=1e-6)
 
 
 def test_a_backend_asked_for_by_name_loses_no_tangent_in_silence():
     q, k, v = heads(1, 2, 4, 3)
     for run in (
-        lambda x: regard.attention(x, k, v, backend="cpu"),
-        lambda x: regard.attention(q, k, v, temperature=1.0 + x[..., :1].square(), backend="cpu"),
+        lambda x, backend: regard.attention(x, k, v, backend=backend),
+        lambda x, backend: regard.attention(q, k, v, temperature=1.0 + x[..., :1].square(), backend=backend),
     ):
-        with pytest.raises(ValueError, match=r"backend 'cpu' cannot carry a torch\.func transform"):
-            torch.func.jvp(run, (q,), (k,))
+        ours, exact = (torch.func.jvp(lambda x: run(x, backend), (q,), (k,)) for backend in ("cpu", "reference"))
+        torch.testing.assert_close(ours, exact)
+        with pytest.raises(ValueError, match=r"backend 'cpu' cannot carry a torch\.func transform beside vmap"):
+            torch.func.vmap(lambda x: torch.func.jvp(lambda x: run(x, "cpu"), (x,), (k,)))(torch.stack([q, q]))
 
 
 def within_jvp(function, x):

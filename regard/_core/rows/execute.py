@@ -193,8 +193,16 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 @torch.compiler.assume_constant_result  # torch guards a graph by the transforms that it was made in
 def _is_within_transform() -> bool:
-    kinds = [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
-    return any("Jvp" in kind or "Grad" in kind for kind in kinds)
+    return any("Jvp" in kind or "Grad" in kind for kind in _active_transforms())
+
+
+def is_within_vmap() -> bool:
+    """True if one of the active torch.func transforms is vmap."""
+    return any("Vmap" in kind for kind in _active_transforms())
+
+
+def _active_transforms() -> list[str]:
+    return [str(level.key()) for level in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _may_be_true(condition: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows
+from regard._backends.cpu.attention import backward_rows, families, finish, forward_rows, tangent_rows
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel
 from regard.normalizers import Normalizer, Ratio, Threshold
 from regard.normalizers._families import nothing
@@ -78,6 +78,12 @@ def backward_kernel(
     template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
     flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient, is_part=False)
     return template_kernel(normalizer, precision, template, **flags)
+
+
+@cache_by_normalizer
+def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
+    """The kernel that turns logits and their tangents into weights and theirs."""
+    return template_kernel(normalizer, precision, tangent_rows.tangent_rows)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

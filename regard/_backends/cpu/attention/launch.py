@@ -30,8 +30,9 @@ from regard._backends.cpu.attention import kernels
 from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
 from regard._backends.cpu.attention.dropout import apply_dropout
 from regard._backends.cpu.attention.forward_rows import FIELDS
+from regard._backends.cpu.attention.tangent import compute_tangent
 from regard._backends.cpu.jit.compile import precision_of
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
 INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta")
@@ -102,6 +103,13 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
     if upstream.sink and problem.sink is not None:
         gradients.sink = rows.sink_gradient()
     return gradients
+
+
+def tangent(problem: Problem, forward: Forward, along: Along) -> Tensor:
+    """o′ [B, H, M, E] for tangents of q, k and v."""
+    given = (None if x is None else x.detach() for x in (along.q, along.k, along.v))
+    saved = replace(forward, o=forward.o.detach())
+    return compute_tangent(detach_problem(problem), saved, Along(*given))
 
 
 def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtype: torch.dtype) -> Gradients:

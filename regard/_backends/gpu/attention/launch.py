@@ -17,8 +17,9 @@ from regard._backends.gpu.attention.backward.relative import compute_relative_gr
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
 from regard._backends.gpu.attention.config import config_of, count_blocks, has_key_bias, options, unexpanded_shape, view
+from regard._backends.gpu.attention.tangent import compute_tangent
 from regard._backends.gpu.launcher import launch, on_device_of
-from regard._core.problem import Forward, Gradients, Problem, Upstream
+from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
 
 BLOCK_ROWS = 128  # of the largest block
 
@@ -87,6 +88,13 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
         deterministic = torch.are_deterministic_algorithms_enabled()
         key = "backward", options_of(problem), wants, deterministic, tape.key_of(inputs)
         return Gradients(*tape.run(key, inputs, compute))
+
+
+def tangent(problem: Problem, forward: Forward, along: Along) -> torch.Tensor:
+    """Compute o′ for tangents of q, k and v."""
+    given = (None if x is None else _gather_entries(x) for x in (along.q, along.k, along.v))
+    with on_device_of(problem.q):
+        return compute_tangent(_with_near_entries(problem), forward, Along(*given))
 
 
 def _has_tape(p: Problem) -> bool:

@@ -1,13 +1,13 @@
-"""What wins? Train every kind of attention in the experiments `variants*` of `regard.lab.training`, within a time budget.
+"""What wins? Train every kind of attention in the experiments `variants*` of `regard lab train`, within a time budget.
 
     PYTHONPATH=. python3 benchmarks/what_wins.py list
     PYTHONPATH=. python3 benchmarks/what_wins.py small length large --data DATA --out OUT --device cuda
     PYTHONPATH=. python3 benchmarks/what_wins.py tables --out OUT [--ship]
 
-Parts: `small` is the character model and the translation, five seeds each; `length` the recall beyond the trained
-length, five seeds; `large` 30 M parameters over 100 M bytes, softmax and the four best of `small`, or those of --only.
-DATA holds tinyshakespeare.txt and multi30k/; `large` reads the Python files of this interpreter's site-packages, each
-content once, which are copied to --work and nowhere else.
+Parts: `small` is the character model and the translation, five seeds each; `length` max retrieval and recall beyond the
+trained length, five seeds; `large` 30 M parameters over 100 M bytes, softmax and the four best of `small`, or --only.
+DATA holds tinyshakespeare.txt and multi30k/; `large` reads the Python files of this interpreter, its library and its
+packages, each content once; they are copied to --work and nowhere else.
 
 A variant is one process, its seeds train by turns on streams of their own. OUT gets one EXPERIMENT.json per experiment
 (written anew after every process, so that a run that is cut short leaves what is finished) and log.txt. A variant
@@ -27,16 +27,20 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from regard.lab.training import comparison
-from regard.lab.training.experiment import Experiment, Preset, get
+from regard.lab.training.experiment import Experiment, get
 from regard.lab.training.results import SHIPPED, collect
 from regard.lab.training.trials import variants
 
-PARTS = {"small": ("variants", "variants-translation"), "length": ("variants-length",), "large": ("variants-large",)}
+PARTS = {
+    "small": ("variants", "variants-translation"),
+    "length": ("variants-length", "variants-recall"),
+    "large": ("variants-large",),
+}
 BUDGETS = {"small": 150.0, "length": 60.0, "large": 330.0}  # seconds
 WORKERS = {"small": 10, "length": 10, "large": 2}  # processes at once
 DATA = {"variants": "tinyshakespeare.txt", "variants-translation": "multi30k"}
@@ -45,7 +49,8 @@ CORPUS = "python-sources.bin"
 TINY = {  # what --tiny makes of the full presets: a second or two each
     "variants": dict(layers=1, heads=2, width=16, length=16, batch=2, validation=64),
     "variants-translation": dict(layers=1, heads=2, width=16, length=8, batch=4),
-    "variants-length": dict(layers=1, heads=2, width=16, batch=4, queries=4, rows=2, tests=[256, 512]),
+    "variants-length": dict(width=16, batch=2, trained=8, tests=[8, 16], items=64, rows=2),
+    "variants-recall": dict(layers=1, heads=2, width=16, batch=2, queries=4, rows=2, tests=[256, 512]),
     "variants-large": dict(layers=1, heads=2, width=16, length=16, batch=2, windows=4),
 }
 
@@ -53,8 +58,10 @@ TINY = {  # what --tiny makes of the full presets: a second or two each
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=["list", *PARTS, "tables"], metavar="PART")
-    parser.add_argument("--data", type=Path, help="folder with tinyshakespeare.txt and multi30k/ (default: made-up text)")
-    parser.add_argument("--sources", type=Path, help="folder of the Python files of large (default: site-packages)")
+    parser.add_argument("--data", type=Path, help="folder with tinyshakespeare.txt and multi30k/ (default: generated)")
+    parser.add_argument(
+        "--sources", type=Path, help="folder of the Python files of large (default: this interpreter's)"
+    )
     parser.add_argument("--out", type=Path, default=Path("what-wins"), help="folder of the results")
     parser.add_argument("--work", type=Path, default=Path("build/what-wins"), help="folder of records and corpus")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -106,7 +113,7 @@ def run_part(part: str, options: argparse.Namespace) -> None:
     if part == "large":
         corpus = options.work / CORPUS
         if not corpus.exists():
-            write_corpus(corpus, options.sources or Path(sysconfig.get_path("purelib")))
+            write_corpus(corpus, [options.sources] if options.sources else find_sources())
         say(options, f"large: {corpus.stat().st_size / 1e6:.1f} MB of Python sources")
     waiting, running = list(chosen), {}
     while waiting or running:
@@ -142,13 +149,14 @@ def choose_variants(
     if part == "large" and not options.only:
         path = options.out / "variants.json"
         if not path.exists():
-            raise SystemExit(f"large takes the best of small, and {path} does not exist: run small first, or pass --only")
+            raise SystemExit(f"large takes the best of small: run small first (no {path}), or pass --only")
         chosen = [comparison.BASE, *comparison.rank(json.loads(path.read_text(encoding="utf-8")))[:BEST]]
     if unknown := [name for name in chosen if name not in known]:
         raise SystemExit(f"--only {' '.join(unknown)}: {part} has {', '.join(known)}")
     reason = f"not among the {BEST} best of the character model" if part == "large" else "not chosen"
-    left_out = {name: reason for name in known if name not in chosen}
-    say(options, f"{part}: {', '.join(chosen)}; not in this version: {', '.join(variants.find_missing()) or 'none'}")
+    missing = variants.find_missing()
+    say(options, f"{part}: {', '.join(chosen)}; not in this version: {', '.join(missing) or 'none'}")
+    left_out = missing | {name: reason for name in known if name not in chosen}
     return chosen, left_out
 
 
@@ -168,21 +176,26 @@ def run_variant(names: Sequence[str], variant: str, options: argparse.Namespace)
     from regard.lab.training.loop import run_together
 
     for name in names:
-        experiment, began = find_experiment(name, options.tiny), time.monotonic()
+        experiment = find_experiment(name, options.tiny)
         plan = experiment.presets["full"]
-
-        def tick(seed: int, step: int, loss: float, plan: Preset = plan, name: str = name, began: float = began) -> None:
-            if seed == 0:
-                spent = time.monotonic() - began
-                print(f"  {name} {variant}: step {step} of {plan.steps}, loss {loss:.4f}, {spent:.0f} s", flush=True)
-
         data = options.work / CORPUS if name == "variants-large" else None
         if options.data is not None and name in DATA:
             data = options.data / DATA[name]
         seeds = range(options.seeds or plan.seeds)
-        folder = records_of(options.work, name)
+        folder, tick = records_of(options.work, name), make_tick(f"{name} {variant}", plan.steps)
         run_together(experiment, "full", variant, seeds, folder, data, options.device, tick, math.inf)
     return 0
+
+
+def make_tick(what: str, steps: int) -> Callable[[int, int, float], None]:
+    """Return a function that prints the progress of seed 0."""
+    began = time.monotonic()
+
+    def tick(seed: int, step: int, loss: float) -> None:
+        if seed == 0:
+            print(f"  {what}: step {step} of {steps}, loss {loss:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+
+    return tick
 
 
 def records_of(work: Path, name: str) -> Path:
@@ -214,14 +227,19 @@ def write_results(experiments: dict[str, Experiment], left_out: dict[str, str], 
         (options.out / f"{name}.json").write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_corpus(path: Path, folder: Path) -> None:
-    """Write the contents of all Python files under a folder, each once, in the order of their hashes.
+def find_sources() -> list[Path]:
+    """Return the folders of the standard library and of the installed packages."""
+    return [Path(sysconfig.get_path("stdlib")), *(Path(p) for p in sys.path if p.endswith("-packages"))]
+
+
+def write_corpus(path: Path, folders: Sequence[Path]) -> None:
+    """Write the contents of all Python files under the folders, each once, in the order of their hashes.
 
     So the bytes at the end, which are validated on, are of files of every package, and of none that is trained on but
     the one that the border cuts.
     """
     contents = {}
-    for source in sorted(folder.rglob("*.py")):
+    for source in sorted({source for folder in folders for source in folder.rglob("*.py") if source.is_file()}):
         content = source.read_bytes()
         contents.setdefault(hashlib.sha256(content).digest(), content)
     beside = path.with_suffix(".part")

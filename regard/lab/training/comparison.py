@@ -78,7 +78,8 @@ def table(result: dict) -> Table:
             f"{told['parameters'] / 1e6:.2f} M",
             f"{told['diverged']} of {told['runs']}",
         ])  # fmt: skip
-    columns = ["variant", metric, f"− {BASE}, {result['how']['level']:.0%}", "against softmax", "parameters", "diverged"]
+    difference = f"− {BASE}, {result['how']['level']:.0%}"
+    columns = ["variant", metric, difference, "verdict", "parameters", "diverged"]
     return Table(columns, rows, numbers=[metric, "parameters"])
 
 

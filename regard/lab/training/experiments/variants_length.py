@@ -1,158 +1,28 @@
-"""What wins beyond the trained length: associative recall, trained on up to 256 items and tested on up to 8192.
+"""What wins in max retrieval beyond the trained length: up to 256 items in training, up to 8192 in the test.
 
-An item has a key of six symbols and a value of one; a query has a key, and its answer is the value of the item with
-that key, which is always there once. The more items there are, the more of them nearly match: among 8192 items of
-15,625 possible keys a query has some twelve neighbours that differ in one symbol and 126 that differ in two, among 256
-on average 0.4 and 4. There are no positions (the order of items means nothing); queries attend to items, two layers,
-and the number of items varies from 8 to 256 in training, so that a temperature that depends on it can learn.
-
-The task is the associative recall of arXiv 2506.16640 with an item in one token, so that it asks of attention only
-that it finds one key among many.
+The task and the model are those of `retrieval`. There are no positions: the order of items means nothing.
 """
 
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
 from regard.lab.estimate import Estimate
+from regard.lab.figure import Figure
 from regard.lab.training.comparison import BASE, compare
-from regard.lab.training.experiment import Experiment, Preset, Setting, Trial
-from regard.lab.training.experiments.retrieval import accuracy_figure, accuracy_table, curve
+from regard.lab.training.experiment import Experiment, Preset
+from regard.lab.training.experiments.retrieval import RetrievalTrial, accuracy_figure, accuracy_table, curve
 from regard.lab.training.results import plus_minus
 from regard.lab.training.trials import variants
-from regard.lab.training.trials.attention import make_attention, mlp_width
 from regard.table import Table
 
-SYMBOLS, PLACES, VALUES = 5, 6, 16
-KEYS = SYMBOLS**PLACES
-FEWEST, TRAINED = 8, 256  # items in training
+TRAINED = 256  # items at most
 SHOWN = ("softmax", "ssmax", "asentmax", "entmax15", "entmax-learned", "sigmoid")  # six lines are distinguishable
 COMPARED = (*SHOWN, "sink", "temperature", "qk-norm", "sparsemax")
-AT_ONCE = 2**18  # items tested at once
-UNSEEN = 2**31  # added to the seeds of rows that are tested on
-
-
-class Layer(nn.Module):
-    """x + attention(norm(x), items), then x + mlp(norm(x))."""
-
-    def __init__(self, width: int, heads: int, attention: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.attention = make_attention(width, heads, attention, causal=False)
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        hidden = mlp_width(width, self.attention)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
-
-    def forward(self, x: Tensor, items: Tensor, lengths: Tensor | None) -> Tensor:
-        x = x + self.attention(self.before_attention(x), items, key_lengths=lengths)
-        return x + self.mlp(self.before_mlp(x))
-
-
-class Recaller(nn.Module):
-    """Items' keys [B, N, 6] and values [B, N], queries [B, M, 6] → logits over values [B, M, 16]."""
-
-    def __init__(self, layers: int, heads: int, width: int, attention: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.symbol = nn.Embedding(PLACES * SYMBOLS, width)
-        self.value = nn.Embedding(VALUES, width)
-        self.layers = nn.ModuleList(Layer(width, heads, attention) for _ in range(layers))
-        self.item_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.head = nn.Linear(width, VALUES, bias=False)
-
-    def embed(self, keys: Tensor) -> Tensor:
-        """Return the sum of a key's symbols, each with an embedding for its place."""
-        return self.symbol(keys + SYMBOLS * torch.arange(PLACES, device=keys.device)).sum(-2)
-
-    def forward(self, keys: Tensor, values: Tensor, queries: Tensor, lengths: Tensor | None = None) -> Tensor:
-        items = self.item_norm(self.embed(keys) + self.value(values))
-        x = self.embed(queries)
-        for layer in self.layers:
-            x = layer(x, items, lengths)
-        return self.head(self.norm(x))
-
-
-class RecallTrial(Trial):
-    """Trains a `Recaller`.
-
-    Options: layers, heads, width, batch, queries per row, attention, rate; tests, the numbers of items tested, with
-    `rows` rows each.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        options = setting.options
-        self.setting, self.size, self.queries = setting, options["batch"], options["queries"]
-        self.rate, self.tests, self.rows = options["rate"], options["tests"], options["rows"]
-        sizes = {name: options[name] for name in ("layers", "heads", "width")}
-        self.model = Recaller(**sizes, attention=options["attention"]).to(setting.device)
-
-    def batch(self, step: int) -> tuple[Tensor, ...]:
-        rows = training_rows(self.setting.seed, step, self.size, self.queries)
-        return tuple(x.to(self.setting.device) for x in rows)
-
-    def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
-        keys, values, lengths, queries, answers = batch
-        return F.cross_entropy(self.model(keys, values, queries, lengths).flatten(0, 1), answers.flatten())
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the loss and the share of right answers at the longest trained length."""
-        loss, accuracy = self._test(TRAINED)
-        return {"loss": loss, "accuracy": accuracy}
-
-    def finish(self) -> dict[str, float]:
-        """Return own@n, % correct with n items, and loss@n."""
-        found = {n: self._test(n) for n in self.tests}
-        losses = {f"loss@{n}": loss for n, (loss, _) in found.items()}
-        return losses | {f"own@{n}": 100.0 * accuracy for n, (_, accuracy) in found.items()}
-
-    def _test(self, n: int) -> tuple[float, float]:
-        rows = [x.to(self.setting.device) for x in testing_rows(self.setting.seed, self.rows, n, self.queries)]
-        parts = zip(*(x.split(max(1, AT_ONCE // n)) for x in rows), strict=True)
-        logits = torch.cat([self.model(keys, values, queries) for keys, values, queries, _ in parts])
-        right = (logits.argmax(-1) == rows[-1]).double().mean()
-        return float(F.cross_entropy(logits.flatten(0, 1), rows[-1].flatten())), float(right)
-
-
-@lru_cache(maxsize=64)
-def training_rows(seed: int, step: int, size: int, queries: int) -> tuple[Tensor, ...]:
-    """Return (keys, values, lengths, queries, answers) of a step, shared by the variants of a seed."""
-    generator = Setting({}, seed).generator(step)
-    lengths = torch.randint(FEWEST, TRAINED + 1, (size,), generator=generator, dtype=torch.int32)
-    keys, values, asked, answers = draw(size, TRAINED, queries, generator, lengths)
-    return keys, values, lengths, asked, answers
-
-
-@lru_cache(maxsize=16)
-def testing_rows(seed: int, rows: int, n: int, queries: int) -> tuple[Tensor, ...]:
-    """Return (keys, values, queries, answers) of rows of n items, the same for every variant of a seed."""
-    generator = torch.Generator().manual_seed(UNSEEN + seed * 1_000_003 + n)
-    return draw(rows, n, queries, generator, torch.full((rows,), n))
-
-
-def draw(rows: int, n: int, queries: int, generator: torch.Generator, lengths: Tensor) -> tuple[Tensor, ...]:
-    """Draw n distinct keys [rows, n, 6] with values [rows, n], and queries [rows, queries, 6] for some of them."""
-    order = torch.randperm(KEYS, generator=generator)
-    start, shift = torch.randint(KEYS, (2, rows, 1), generator=generator)
-    codes = (order[(start + torch.arange(n)) % KEYS] + shift) % KEYS  # a part of the order, renamed by the shift
-    values = torch.randint(VALUES, (rows, n), generator=generator)
-    chosen = (torch.rand(rows, queries, generator=generator) * lengths[:, None]).long()
-    return spell(codes), values, spell(codes.gather(1, chosen)), values.gather(1, chosen)
-
-
-def spell(codes: Tensor) -> Tensor:
-    """Return the six symbols of each code, which is a number in base 5."""
-    return torch.stack([codes // SYMBOLS**place % SYMBOLS for place in range(PLACES)], -1)
 
 
 def table(result: dict) -> Table:
     """Return % correct by number of items, then the differences to softmax of the same seed."""
     tests = sorted(int(name.split("@")[1]) for name in result["summary"][BASE] if name.startswith("own@"))
-    by_length = {n: compare(result, f"own@{n}") for n in tests}
     differences: dict[str, dict[int, str]] = {}
-    for n, found in by_length.items():
-        for name, difference in found.items():
+    for n in tests:
+        for name, difference in compare(result, f"own@{n}").items():
             differences.setdefault(f"{name} − {BASE}", {})[n] = format_points(difference)
     return accuracy_table(result, {name: (name, "own") for name in result["summary"]}, differences)
 
@@ -162,36 +32,47 @@ def format_points(difference: Estimate) -> str:
     return f"{difference.value:+.1f}" if difference.low == difference.high else plus_minus(difference)
 
 
-def figures(result: dict) -> dict:
-    lines = {name: curve(result, name, "own") for name in SHOWN if name in result["summary"]}
-    return {"length": accuracy_figure(lines)}
+def figures(result: dict) -> dict[str, Figure]:
+    """Draw % correct against the number of items."""
+    return {"length": accuracy_figure({n: curve(result, n, "own") for n in SHOWN if n in result["summary"]})}
 
 
 experiment = Experiment(
     name="variants-length",
-    question="Trained on up to 256 items, which kind of attention still finds one key among 8192?",
+    question="Trained on up to 256 items, which kind of attention finds the largest of 8192?",
     variants={name: {"attention": options} for name, options in variants.available(TRAINED, COMPARED).items()},
-    make=RecallTrial,
+    make=RetrievalTrial,
     presets={
         "small": Preset(
             steps=150,
             every=75,
             sizes={
-                "layers": 1, "heads": 2, "width": 64, "batch": 32, "queries": 16, "rate": 5e-3, "rows": 8,
-                "tests": [256, 512],
+                "width": 64,
+                "batch": 64,
+                "trained": 32,
+                "afterwards": False,
+                "tests": [32, 128],
+                "items": 2**13,
+                "rate": 3e-3,
             },
             learner="softmax",
-            learns={"loss": 2.5},
-        ),  # fmt: skip
+            learns={"loss": 1.2},
+        ),
         "full": Preset(
             steps=2000,
-            every=500,
+            every=1000,
             sizes={
-                "layers": 2, "heads": 4, "width": 128, "batch": 64, "queries": 32, "rate": 2e-3, "rows": 64,
+                "width": 128,
+                "batch": 128,
+                "trained": TRAINED,
+                "afterwards": False,
                 "tests": [256, 512, 1024, 2048, 4096, 8192],
+                "items": 2**21,
+                "rows": 512,
+                "rate": 2e-3,
             },
             seeds=5,
-        ),  # fmt: skip
+        ),
     },
     figures=figures,
     table=table,

@@ -16,7 +16,7 @@ from torch import nn
 import regard.nn
 
 
-def make_attention(width: int, heads: int, options: Mapping[str, Any], *, causal: bool, bias: bool = False) -> nn.Module:
+def make_attention(width: int, heads: int, options: Mapping[str, Any], causal: bool, bias: bool = False) -> nn.Module:
     """Return an attention module of `regard.nn`.
 
     Args:

@@ -1,4 +1,4 @@
-"""`ByteTrial`: a decoder over the bytes of a large file, in bfloat16 autocast, with the loss of each validation window."""
+"""`ByteTrial`: a decoder over the bytes of a large file, in bfloat16 autocast; the loss of each validation window."""
 
 from __future__ import annotations
 

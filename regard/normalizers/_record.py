@@ -73,6 +73,7 @@ class Normalizer:
     fused: bool = True  # False: reference only, and a fused call says so
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
     series: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None
+    use_when: str = ""  # one line for `regard list`, from the measurements of docs/what-wins.md; "" if not measured
     scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
     rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
     family: ClassVar[str] = ""

@@ -75,6 +75,11 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.run is not None:
         return run_variant(options.run[0].split(","), options.run[1], options)
+    for part in PARTS if options.only else ():
+        known = get(PARTS[part][0]).variants
+        unknown = [name for name in options.only if name not in known]
+        if part in options.parts and unknown:
+            parser.error(f"--only {' '.join(unknown)}: {part} has {', '.join(known)}")
     for part in options.parts:
         if part == "list":
             list_variants()
@@ -145,15 +150,14 @@ def choose_variants(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the variants of a part, and why each other one is left out."""
     known = list(next(iter(experiments.values())).variants)
-    chosen = list(options.only or known)
+    chosen, reason = list(options.only or known), "not chosen"
     if part == "large" and not options.only:
         path = options.out / "variants.json"
         if not path.exists():
             raise SystemExit(f"large takes the best of small: run small first (no {path}), or pass --only")
-        chosen = [comparison.BASE, *comparison.rank(json.loads(path.read_text(encoding="utf-8")))[:BEST]]
-    if unknown := [name for name in chosen if name not in known]:
-        raise SystemExit(f"--only {' '.join(unknown)}: {part} has {', '.join(known)}")
-    reason = f"not among the {BEST} best of the character model" if part == "large" else "not chosen"
+        best = [name for name in comparison.rank(json.loads(path.read_text(encoding="utf-8"))) if name in known]
+        chosen = [comparison.BASE, *best[:BEST]]
+        reason = f"not among the {BEST} best of the character model"
     missing = variants.find_missing()
     say(options, f"{part}: {', '.join(chosen)}; not in this version: {', '.join(missing) or 'none'}")
     left_out = missing | {name: reason for name in known if name not in chosen}

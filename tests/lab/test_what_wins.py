@@ -94,16 +94,17 @@ def test_every_variant_has_softmaxs_parameters(name):
 
 
 def test_a_larger_attention_has_a_narrower_mlp():
-    layer = make_attention(16, 2, {}, causal=True)
+    layer = make_attention(16, 2, {}, "causal")
     assert mlp_width(16, layer) == 64
     layer.gate = torch.nn.Linear(16, 16, bias=False)  # 16² weights, as 8 hidden units have
     assert mlp_width(16, layer) == 56
 
 
-def test_options_for_causal_attention_alone_are_left_out_elsewhere():
-    options = {"normalizer": "entmax15", "causal_only": True}
-    assert make_attention(16, 2, options, causal=True).normalizer == "entmax15"
-    assert make_attention(16, 2, options, causal=False).normalizer == "softmax"
+@pytest.mark.parametrize(("needs", "served"), [("causal", 1), ("self", 2), ("any", 3)])
+def test_options_for_some_attention_are_left_out_elsewhere(needs, served):
+    options = {"normalizer": "entmax15", "needs": needs}
+    found = [make_attention(16, 2, options, place).normalizer for place in ("causal", "self", "cross")]
+    assert found == ["entmax15"] * served + ["softmax"] * (3 - served)
 
 
 def test_a_variant_of_another_version_is_named(monkeypatch):
@@ -152,7 +153,7 @@ def test_a_part_writes_results_and_why_others_are_left_out(trained):
     result = json.loads((trained / "out" / "variants-large.json").read_text())
     assert list(result["summary"]) == ["softmax", "ssmax"]  # the record of ssmax was there
     left_out = result["how"]["left_out"]
-    assert left_out["entmax15"] == "not among the 4 best of the character model" and "softmax" not in left_out
+    assert left_out["entmax15"] == "not chosen" and "softmax" not in left_out
     assert set(result["summary"]) | set(left_out) == set(variants.attentions(keys=16))
     assert str(trained) not in json.dumps(result)
 
@@ -176,9 +177,12 @@ def test_what_fails_is_named_with_its_error(script, tmp_path):
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "relu.txt").write_text("Traceback\n  File\nRuntimeError: out of memory\n")
     assert script.read_error(tmp_path, "relu") == "RuntimeError: out of memory"
-    with pytest.raises(SystemExit, match="--only nothing: small has softmax, "):
-        script.main(["small", "--tiny", "--device", "cpu", "--only", "nothing", "--out", str(tmp_path), "--work",
-                     str(tmp_path)])  # fmt: skip
+
+
+def test_an_unknown_variant_is_refused_before_any_part_runs(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["small", "length", "--only", "softmax", "relu", "--out", str(tmp_path), "--work", str(tmp_path)])
+    assert "--only relu: length has softmax, " in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_large_asks_for_small_first(script, tmp_path):

@@ -14,7 +14,7 @@ from regard.table import Table
 
 TRAINED = 256  # items at most
 SHOWN = ("softmax", "ssmax", "asentmax", "entmax15", "entmax-learned", "sigmoid")  # six lines are distinguishable
-COMPARED = (*SHOWN, "sink", "temperature", "qk-norm", "sparsemax")
+COMPARED = (*SHOWN, "sink", "temperature", "qk-norm", "sparsemax", "sigmoid-learned")
 
 
 def table(result: dict) -> Table:

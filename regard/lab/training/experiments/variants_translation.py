@@ -1,6 +1,7 @@
 """What wins in translation: every kind of attention, self and cross, at equal parameters and tokens, five seeds.
 
-Variants that need a causal order (forgetting, stick-breaking) are in the decoder's self-attention alone.
+Forgetting and stick-breaking need a causal order and are in the decoder's self-attention alone; differential attention
+is in the self-attention of both sides.
 """
 
 from regard.lab.training import comparison

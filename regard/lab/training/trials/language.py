@@ -26,9 +26,9 @@ from regard.statistics import Statistics
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, attention: Mapping[str, Any]) -> None:
+    def __init__(self, width: int, heads: int, attention: Mapping[str, Any], index: int = 0) -> None:
         super().__init__()
-        self.attention = make_attention(width, heads, attention, causal=True)
+        self.attention = make_attention(width, heads, attention, "causal", index=index)
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         hidden = mlp_width(width, self.attention)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.token = nn.Embedding(symbols, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attention, index) for index in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, symbols, bias=False)
         for embedding in (self.token, self.position):

@@ -24,10 +24,12 @@ from regard.lab.training.trials.pairs import BEGIN, END, PAD, corpus
 class Layer(nn.Module):
     """x + self-attention, x + cross-attention if `crossed`, x + mlp, each after a norm."""
 
-    def __init__(self, width: int, heads: int, crossed: bool, dropout: float, attention: Mapping[str, Any]) -> None:
+    def __init__(
+        self, width: int, heads: int, crossed: bool, dropout: float, attention: Mapping[str, Any], index: int
+    ) -> None:
         super().__init__()
-        self.own = make_attention(width, heads, attention, causal=crossed, bias=True)
-        self.cross = make_attention(width, heads, attention, causal=False, bias=True) if crossed else None
+        self.own = make_attention(width, heads, attention, "causal" if crossed else "self", True, index)
+        self.cross = make_attention(width, heads, attention, "cross", True, index) if crossed else None
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if crossed else 2))
         hidden = 4 * width - sum(4 * width - mlp_width(width, x) for x in (self.own, self.cross) if x is not None)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
@@ -58,8 +60,8 @@ class Translator(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(words, width), nn.Embedding(target_words, width)
         self.places = nn.Parameter(torch.randn(2, length, width) * width**-0.5)
-        self.encoder = nn.ModuleList(Layer(width, heads, False, dropout, attention) for _ in range(layers))
-        self.decoder = nn.ModuleList(Layer(width, heads, True, dropout, attention) for _ in range(layers))
+        self.encoder = nn.ModuleList(Layer(width, heads, False, dropout, attention, i) for i in range(layers))
+        self.decoder = nn.ModuleList(Layer(width, heads, True, dropout, attention, i) for i in range(layers))
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.drop = nn.Dropout(dropout)
         for embedding in (self.source, self.target):

@@ -31,11 +31,12 @@ def attentions(keys: int) -> dict[str, dict[str, Any]]:
         "relu": {"normalizer": "relu"},
         "softpick": {"normalizer": "softpick"},
         "sigmoid": {"normalizer": f"sigmoid(bias={-math.log(keys):.3f})"},
+        "sigmoid-learned": {"normalizer": "sigmoid(bias=learned)"},
         "gate-head": {"gate": "head"},
         "gate-element": {"gate": "element"},
-        "forgetting": {"forget_gate": True, "causal_only": True},
-        "differential": {"module": "DifferentialAttention"},
-        "stick-breaking": {"normalizer": "stick_breaking", "causal_only": True},
+        "forgetting": {"forget_gate": True, "needs": "causal"},
+        "differential": {"module": "DifferentialAttention", "needs": "self", "paired": True, "indexed": True},
+        "stick-breaking": {"normalizer": "stickbreaking", "needs": "causal"},
     }
 
 
@@ -51,7 +52,7 @@ def find_missing() -> dict[str, str]:
     missing = {}
     for name, options in attentions(keys=16).items():
         try:
-            make_attention(16, 2, options, causal=True)
+            make_attention(16, 2, options, "causal")
         except (AttributeError, TypeError, ValueError) as wrong:
             missing[name] = f"not in this version: {str(wrong).partition('; ')[0]}"
     return missing

@@ -253,6 +253,15 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
     return "".join(part if part.startswith("`") else _typeset(part, depth) for part in parts)
 
 
+def results_table(name: str) -> str:
+    """The table of a trained experiment and the variants that it leaves out; without a result, how to make one."""
+    if not training.has_shipped(training.get(name).name):
+        return f"*Not measured in this version: `regard lab train {name} --preset full` does it.*"
+    result = training.shipped(name)
+    left_out = [f"{variant} ({why})" for variant, why in result["how"].get("left_out", {}).items()]
+    return table(result).markdown() + (f"\n\nLeft out: {', '.join(left_out)}." if left_out else "")
+
+
 def times_table(name: str) -> str:
     return timing.table("", timing.shipped_times(name)["times"]).markdown()
 
@@ -267,7 +276,7 @@ def _typeset(text: str, depth: str) -> str:
 
     text = re.sub(r"\[\[figure: ([\w-]+)\]\]", figure, text)
     text = re.sub(r"\[\[training: ([\w-]+)\]\]", course, text)
-    text = re.sub(r"\[\[results: ([\w-]+)\]\]", lambda m: table(training.shipped(m[1])).markdown(), text)
+    text = re.sub(r"\[\[results: ([\w-]+)\]\]", lambda m: results_table(m[1]), text)
     text = re.sub(r"\[\[times: ([\w-]+)\]\]", lambda m: times_table(m[1]), text)
     text = re.sub(
         r"\$\$(.+?)\$\$", lambda m: f'<div class="derivation">{mathml(m[1], block=True)}</div>', text, flags=re.S

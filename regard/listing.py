@@ -15,7 +15,7 @@ from regard.table import Table
 
 
 def rows() -> dict[str, dict]:
-    """Return name → formula, sums_to, sparse, family, parameter, fused, paper."""
+    """Return name → formula, sums_to, sparse, family, parameter, fused, use_when, paper."""
     listed = {}
     for name in normalizers.names():
         member = normalizers.get(name).normalizer
@@ -28,6 +28,7 @@ def rows() -> dict[str, dict]:
             family=member.family or "reference only",
             parameter=parameter,
             fused=member.fused,
+            use_when=member.use_when,
             paper=member.paper,
         )
     return listed
@@ -36,10 +37,10 @@ def rows() -> dict[str, dict]:
 def table() -> Table:
     """Return one line per normaliser."""
     cells = [
-        [row["name"], row["formula"], row["sums_to"], "yes" if row["sparse"] else "no", row["paper"]]
+        [row["name"], row["formula"], row["sums_to"], "yes" if row["sparse"] else "no", row["use_when"], row["paper"]]
         for row in rows().values()
     ]
-    return Table(["name", "weights p", "rows sum to", "sparse", "paper"], cells)
+    return Table(["name", "weights p", "rows sum to", "sparse", "use when", "paper"], cells)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -258,7 +258,7 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, statistics.Statistics]:
         scale = {"scaled_dot": None, "dot": "none"}.get(self.score)
         if self.score == "cosine":
-            q, k = F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6)
+            q, k = (F.normalize(x, dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))  # autocast on CUDA makes it float32
             scale = self.gain
         else:
             self._remember(q, k, scale, options)

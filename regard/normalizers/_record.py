@@ -85,6 +85,7 @@ class Normalizer:
     parameter_slope: Any = None
     ordered: bool = False  # the order of the keys matters; a larger score of another key may take weight away
     trace: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None  # tr ∂p/∂s, for maps without tile functions
+    use_when: str = ""  # one line for `regard list`, from the measurements of docs/what-wins.md; "" if not measured
     scale_free: bool = field(init=False)  # a factor common to all scores changes no weight: nor does a temperature
     rises: bool = field(init=False)  # of a row's keys, one with a larger score weighs no less
     family: ClassVar[str] = ""

@@ -143,7 +143,7 @@ def test_mathematics_is_typeset_outside_code_only(build):
     assert text.count("<math") == 2 and "`$a^k$`" in text and "$y$" in text
 
 
-@pytest.mark.parametrize("name", ["why-sqrt-dk", "remedies", "training"])
+@pytest.mark.parametrize("name", ["why-sqrt-dk", "remedies", "training", "what-wins"])
 def test_a_file_with_marks_says_what_they_are_and_the_site_does_not(build, name, monkeypatch):
     monkeypatch.setattr(build, "_typeset", lambda text, depth: text)
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
@@ -152,6 +152,13 @@ def test_a_file_with_marks_says_what_they_are_and_the_site_does_not(build, name,
     made = build.on_page_markdown(text, page, None, None)
     assert "In this file" not in made and "on the site -->" not in made
     assert made.startswith("# ") and len(made) > len(text) - 300
+
+
+def test_an_experiment_without_a_result_is_told_and_an_unknown_one_refused(build, monkeypatch):
+    monkeypatch.setattr(build.training, "has_shipped", lambda name: False)
+    assert "`regard lab train scale --preset full` does it" in build.results_table("scale")
+    with pytest.raises(ValueError, match="'scales' is unknown"):
+        build.results_table("scales")
 
 
 def test_every_file_with_marks_says_so():

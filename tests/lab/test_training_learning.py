@@ -11,7 +11,7 @@ from regard.lab.training.trials import pairs, text
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-SLOW = ("retrieval-trained",)  # the model and the loop of "retrieval", for longer
+SLOW = ("retrieval-trained", "variants", "variants-length", "variants-translation")  # models of others in this list
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def test_collapse_remedies_are_told_apart():
 
 
 def test_rows_that_are_tested_on_are_never_trained_on():
-    trained = [retrieval.training_rows(seed, chunk, 2)[0] for seed in range(4) for chunk in (0, 16, 64)]
+    trained = [
+        retrieval.training_rows(seed, chunk, 2, retrieval.TRAINED)[0] for seed in range(4) for chunk in (0, 16, 64)
+    ]
     trained = torch.cat([rows.flatten() for rows in trained])
     for n in (16, 64):
         for seed in range(3):

@@ -103,7 +103,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Preset:
-    """Length and size of training. `learns`: metric → bound that the variant `learner` must end below; tested."""
+    """Length and size of training. `learns`: metric → bound that the variant `learner` must end below; tested.
+
+    Intervals are over seeds, 3 at least; where a run takes too long for that, `windows=True` says that they are over
+    the validation windows of a single run.
+    """
 
     steps: int
     every: int
@@ -111,11 +115,12 @@ class Preset:
     seeds: int = 3
     learner: str = ""
     learns: Mapping[str, float] = field(default_factory=dict)
+    windows: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.every <= self.steps:
             raise ValueError(f"every must lie in [1, steps], got {self.every} of {self.steps} steps")
-        if self.seeds < 3:
+        if self.seeds < 3 and not self.windows:
             raise ValueError(f"seeds must be at least 3 for an interval, got {self.seeds}")
 
 

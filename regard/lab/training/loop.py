@@ -12,8 +12,8 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Generator, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,47 @@ def run(
         tick: called with (step, loss) after every evaluation.
         pause: least seconds between two checkpoints; one more is saved at the end, and none if infinite.
     """
+    return run_together(experiment, preset, variant, [seed], folder, data, device, lambda _, *now: tick(*now), pause)[0]
+
+
+def run_together(
+    experiment: Experiment,
+    preset: str,
+    variant: str,
+    seeds: Sequence[int],
+    folder: Path,
+    data: Path | None = None,
+    device: str = "cpu",
+    tick: Callable[[int, int, float], None] = lambda seed, step, loss: None,
+    pause: float = PAUSE,
+) -> list[dict]:
+    """Train the seeds of a variant by turns, a step each, and return their records; see `run`.
+
+    On CUDA each has a stream of its own, so that small models share the GPU. Their dropout then draws from one
+    generator: masks differ from those of a seed that trains alone.
+    """
     place = torch.device(device)
+    on_gpu = place.type == "cuda" and torch.cuda.is_available()
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in seeds]
+    runs = [_run(experiment, preset, variant, seed, folder, data, place, partial(tick, seed), pause) for seed in seeds]
+    records: dict[int, dict] = {}
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        while len(records) < len(runs):
+            for i, (training, stream) in enumerate(zip(runs, streams, strict=True)):
+                if i not in records:
+                    with torch.cuda.stream(stream):  # None: no change
+                        try:
+                            next(training)
+                        except StopIteration as end:
+                            records[i] = end.value
+    return [records[i] for i in range(len(runs))]
+
+
+def _run(
+    experiment: Experiment, preset: str, variant: str, seed: int, folder: Path, data: Path | None,
+    place: torch.device, tick: Tick, pause: float,
+) -> Generator[None, None, dict]:  # fmt: skip
+    """Yield after every step and return the record, which is written, or read if there is one."""
     setting = experiment.setting(preset, variant, seed, data, place)
     identity = dict(
         experiment=experiment.name,
@@ -66,15 +106,16 @@ def run(
         return _read_record(path, identity)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if place.type == "cuda" else []):
-        torch.manual_seed(seed)
-        record = _train(experiment.make(setting), experiment.presets[preset], identity, path, tick, pause)
+    torch.manual_seed(seed)
+    record = yield from _train(experiment.make(setting), experiment.presets[preset], identity, path, tick, pause)
     write(path, record)
     return record
 
 
-def _train(trial: Trial, preset: Preset, identity: dict, path: Path, tick: Tick, pause: float) -> dict:
-    """Train from the checkpoint, or from step 0, to the end or to divergence, and return the record."""
+def _train(
+    trial: Trial, preset: Preset, identity: dict, path: Path, tick: Tick, pause: float
+) -> Generator[None, None, dict]:
+    """Train from the checkpoint, or from step 0, to the end or to divergence; yield after steps, return the record."""
     state, optimizer = path.with_suffix(".safetensors"), trial.optimizer()
     history, start, spent = [], 0, 0.0
     if state.exists():
@@ -87,6 +128,7 @@ def _train(trial: Trial, preset: Preset, identity: dict, path: Path, tick: Tick,
     for done in range(start + 1, preset.steps + 1):
         step(done - 1)
         if done % preset.every and done != preset.steps:
+            yield
             continue
         bad = step.first_bad()
         if bad is None:

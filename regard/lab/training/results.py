@@ -69,13 +69,20 @@ def group_by_sign(differences: Mapping[str, Estimate]) -> dict[int, str]:
     return {sign: ", ".join(names) or "none" for sign, names in groups.items()}
 
 
-def collect(experiment: Experiment, preset: str, records: Sequence[dict], command: str = "") -> dict:
-    """Return the result of all records of one experiment."""
+def collect(
+    experiment: Experiment,
+    preset: str,
+    records: Sequence[dict],
+    command: str = "",
+    left_out: Mapping[str, str] | None = None,
+) -> dict:
+    """Return the result of all records of one experiment; `left_out` says why a variant has none."""
     how = dict(
         command=command,
         where=sorted({record["where"] for record in records}),
         data=sorted({record["data"] for record in records}),
         level=LEVEL,
+        **({"left_out": dict(left_out)} if left_out else {}),
     )
     variants = [name for name in experiment.variants if any(r["variant"] == name for r in records)]
     return dict(

@@ -19,7 +19,7 @@ from regard.table import Table
 from regard.temperature import Adaptive
 
 CLASSES = 10
-TRAINED = 16  # items at most
+TRAINED = 16  # items at most, unless an option says otherwise
 PUBLISHED = {  # arXiv 2410.01104: % correct
     16: (98.6, 98.6),
     64: (94.3, 94.5),
@@ -60,8 +60,9 @@ class Retriever(nn.Module):
 class RetrievalTrial(Trial):
     """Trains a `Retriever`.
 
-    Options: width, batch, attention; tests, the numbers of items tested; items, how many in all per test, in `rows`
-    rows at least.
+    Options: width, batch, attention; trained, the largest number of items in training; tests, the numbers of items
+    tested; items, how many in all per test, in `rows` rows at least; afterwards, False to leave out the temperatures
+    added after training.
     """
 
     rate = 1e-3
@@ -70,6 +71,7 @@ class RetrievalTrial(Trial):
         self.setting, self.size = setting, setting.options["batch"]
         self.tests, self.items = setting.options["tests"], setting.options["items"]
         self.rate = setting.options.get("rate", self.rate)
+        self.trained, self.afterwards = setting.options.get("trained", TRAINED), setting.options.get("afterwards", True)
         self._chunk = -1
         self._rows: tuple[Tensor, ...] = ()
         self.model = Retriever(setting.options["width"], setting.options.get("attention", {})).to(setting.device)
@@ -77,7 +79,7 @@ class RetrievalTrial(Trial):
     def batch(self, step: int) -> tuple[Tensor, ...]:
         chunk, at = divmod(step, AHEAD)
         if chunk != self._chunk:
-            rows = training_rows(self.setting.seed, chunk, self.size)
+            rows = training_rows(self.setting.seed, chunk, self.size, self.trained)
             self._chunk, self._rows = chunk, tuple(x.to(self.setting.device) for x in rows)
         return tuple(x[at] for x in self._rows)
 
@@ -87,8 +89,8 @@ class RetrievalTrial(Trial):
         return F.cross_entropy(self.model(priority, kind, lengths), right)
 
     def evaluate(self) -> dict[str, float]:
-        """Return the loss and the share of right answers on rows of 16 items."""
-        priority, kind = self._test(TRAINED, 1024)
+        """Return the loss and the share of right answers on rows of the largest trained number of items."""
+        priority, kind = self._test(self.trained, 1024)
         logits, right = self.model(priority, kind), answers(priority, kind)
         return {"loss": float(F.cross_entropy(logits, right)), "accuracy": share(logits, right)}
 
@@ -96,7 +98,7 @@ class RetrievalTrial(Trial):
         """Return own@n, % correct as trained, and for softmax published@n and refit@n with that temperature added."""
         disable_tf32()
         attention, found = self.model.attention, {}
-        plain = attention.normalizer == "softmax" and attention.temperature is None
+        plain = self.afterwards and attention.normalizer == "softmax" and attention.temperature is None
         for n in self.tests:
             for name, policy in {"own": attention.temperature, **(AFTERWARDS if plain else {})}.items():
                 trained, attention.temperature = attention.temperature, policy
@@ -121,12 +123,12 @@ def disable_tf32() -> None:
 
 
 @lru_cache(maxsize=8)
-def training_rows(seed: int, chunk: int, size: int) -> tuple[Tensor, ...]:
+def training_rows(seed: int, chunk: int, size: int, most: int) -> tuple[Tensor, ...]:
     """Return (priorities, classes, lengths, answers) of the steps of one chunk, shared by variants of one seed."""
     generator = Setting({}, seed).generator(chunk)
-    priority, kind = draw(AHEAD * size, TRAINED, generator)
-    lengths = torch.randint(1, TRAINED + 1, (AHEAD * size,), generator=generator)
-    priority = priority * (torch.arange(TRAINED) < lengths[:, None])
+    priority, kind = draw(AHEAD * size, most, generator)
+    lengths = torch.randint(1, most + 1, (AHEAD * size,), generator=generator)
+    priority = priority * (torch.arange(most) < lengths[:, None])
     return tuple(x.unflatten(0, (AHEAD, size)) for x in (priority, kind, lengths, answers(priority, kind)))
 
 

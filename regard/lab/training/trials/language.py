@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from regard.health.models.tiny import CHARACTERS
 from regard.lab.training.experiment import Setting, Trial
 from regard.lab.training.trials import sharpness, text
-from regard.nn import MultiheadAttention
+from regard.lab.training.trials.attention import make_attention, mlp_width
 from regard.statistics import Statistics
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, attention: Mapping[str, Any]) -> None:
+    def __init__(self, width: int, heads: int, attention: Mapping[str, Any], index: int = 0) -> None:
         super().__init__()
-        self.attention = MultiheadAttention(width, heads, bias=False, **attention)
+        self.attention = make_attention(width, heads, attention, "causal", index=index)
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        hidden = mlp_width(width, self.attention)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor, stats: tuple[str, ...] = ()) -> tuple[Tensor, Statistics | None]:
         attended = self.attention(self.before_attention(x), is_causal=True, return_stats=stats or False)
@@ -40,18 +41,26 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Next-character logits [B, L, 97]. Queries and keys start with unit variance, so q·k has variance d_k.
+    """Next-character logits [B, L, symbols]. Queries and keys start with unit variance, so q·k has variance d_k.
 
-    `attention` holds options of `regard.nn.MultiheadAttention`: score, normalizer, temperature, softcap, sink, dropout.
+    `attention` holds options of `make_attention`: score, normalizer, temperature, softcap, sink, dropout, …
     """
 
-    def __init__(self, layers: int, heads: int, width: int, length: int, attention: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        layers: int,
+        heads: int,
+        width: int,
+        length: int,
+        attention: Mapping[str, Any],
+        symbols: int = len(CHARACTERS),
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(len(CHARACTERS), width)
+        self.token = nn.Embedding(symbols, width)
         self.position = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, attention, index) for index in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(CHARACTERS), bias=False)
+        self.head = nn.Linear(width, symbols, bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.5)
         nn.init.normal_(self.head.weight, std=0.5 * width**-0.5)
@@ -71,13 +80,14 @@ class LanguageTrial(Trial):
     """Trains a `LanguageModel`.
 
     Options: layers, heads, width, length, batch, attention; rate, the highest learning rate; validation, how many
-    characters an evaluation reads, the same ones each time.
+    characters an evaluation reads, the same ones each time; readings, False if it measures the loss alone.
     """
 
     def __init__(self, setting: Setting) -> None:
         options = setting.options
         self.setting, self.length, self.size = setting, options["length"], options["batch"]
         self.rate, self.validation = options.get("rate", Trial.rate), options.get("validation", 16_384)
+        self.wanted = sharpness.WANTED if options.get("readings", True) else ()
         sizes = {name: options[name] for name in ("layers", "heads", "width", "length")}
         self.model = LanguageModel(**sizes, attention=options.get("attention", {})).to(setting.device)
         self.train, self.validation_text = (part.to(setting.device) for part in text.split_text(setting.data))
@@ -92,13 +102,14 @@ class LanguageTrial(Trial):
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss in nats per character and the readings of `sharpness`."""
         loss, measured = self._measure()
-        return {"loss": loss, **sharpness.readings(measured)}
+        return {"loss": loss, **(sharpness.readings(measured) if self.wanted else {})}
 
     def finish(self) -> dict[str, Any]:
-        return {"heads": sharpness.head_table(self._measure()[1])}
+        return {"heads": sharpness.head_table(self._measure()[1])} if self.wanted else {}
 
     def _measure(self) -> tuple[float, list[Statistics]]:
         generator = torch.Generator().manual_seed(0)
         ids = text.draw_windows(self.validation_text, max(1, self.validation // self.length), self.length, generator)
-        logits, measured = self.model(ids[:, :-1], stats=sharpness.WANTED)
+        result = self.model(ids[:, :-1], stats=self.wanted)
+        logits, measured = result if self.wanted else (result, [])
         return float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())), measured

@@ -17,19 +17,22 @@ from torch import Tensor, nn
 
 from regard.lab.training.experiment import Setting, Trial
 from regard.lab.training.trials import sharpness
+from regard.lab.training.trials.attention import make_attention, mlp_width
 from regard.lab.training.trials.pairs import BEGIN, END, PAD, corpus
-from regard.nn import MultiheadAttention
 
 
 class Layer(nn.Module):
     """x + self-attention, x + cross-attention if `crossed`, x + mlp, each after a norm."""
 
-    def __init__(self, width: int, heads: int, crossed: bool, dropout: float, attention: Mapping[str, Any]) -> None:
+    def __init__(
+        self, width: int, heads: int, crossed: bool, dropout: float, attention: Mapping[str, Any], index: int
+    ) -> None:
         super().__init__()
-        self.own = MultiheadAttention(width, heads, **attention)
-        self.cross = MultiheadAttention(width, heads, **attention) if crossed else None
+        self.own = make_attention(width, heads, attention, "causal" if crossed else "self", True, index)
+        self.cross = make_attention(width, heads, attention, "cross", True, index) if crossed else None
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if crossed else 2))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        hidden = 4 * width - sum(4 * width - mlp_width(width, x) for x in (self.own, self.cross) if x is not None)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, lengths: Tensor | None, source: Tensor | None, source_lengths, stats, measured):
@@ -57,8 +60,8 @@ class Translator(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(words, width), nn.Embedding(target_words, width)
         self.places = nn.Parameter(torch.randn(2, length, width) * width**-0.5)
-        self.encoder = nn.ModuleList(Layer(width, heads, False, dropout, attention) for _ in range(layers))
-        self.decoder = nn.ModuleList(Layer(width, heads, True, dropout, attention) for _ in range(layers))
+        self.encoder = nn.ModuleList(Layer(width, heads, False, dropout, attention, i) for i in range(layers))
+        self.decoder = nn.ModuleList(Layer(width, heads, True, dropout, attention, i) for i in range(layers))
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.drop = nn.Dropout(dropout)
         for embedding in (self.source, self.target):
@@ -106,12 +109,17 @@ class Translator(nn.Module):
 
 
 class TranslationTrial(Trial):
-    """Trains a `Translator`. Options: layers, heads, width, length, batch, dropout, smoothing, attention, rate."""
+    """Trains a `Translator`.
+
+    Options: layers, heads, width, length, batch, dropout, smoothing, attention, rate; readings, False if an evaluation
+    measures the loss alone.
+    """
 
     def __init__(self, setting: Setting) -> None:
         options = setting.options
         self.setting, self.size, self.length = setting, options["batch"], options["length"]
         self.rate, self.smoothing = options.get("rate", 1e-3), options.get("smoothing", 0.1)
+        self.readings = options.get("readings", True)
         self.corpus = corpus(setting.data)
         sizes = {name: options[name] for name in ("layers", "heads", "width", "length", "dropout")}
         words = len(self.corpus.source.words), len(self.corpus.target.words)
@@ -136,6 +144,8 @@ class TranslationTrial(Trial):
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss in nats per word, and readings of all attentions and of the cross ones."""
         source, target = (x[:256] for x in self.val)
+        if not self.readings:
+            return {"loss": float(self._loss(self.model(source, target[:, :-1]), target))}
         logits, measured = self.model(source, target[:, :-1], stats=sharpness.WANTED)
         rows = {"encoder": source != PAD, "decoder": target[:, 1:] != PAD, "cross": target[:, 1:] != PAD}
         readings = sharpness.readings([stats for _, stats in measured], [rows[kind] for kind, _ in measured])

@@ -1,0 +1,99 @@
+"""`compare`: every variant of a result against one of them, with a 95 % interval of the mean difference.
+
+Both sides of a difference share the seed, hence first weights of equal size and every batch; d̄ ± t·s/√n over the n
+differences. A result of one long run takes the differences window by window of the validation text: that interval
+holds the chance in what was read at the end, not the chance in training.
+
+>>> from regard.lab.training.comparison import describe
+>>> from regard.lab.estimate import Estimate
+>>> describe(Estimate(-0.02, -0.03, -0.01), lower_is_better=True)
+'better'
+"""
+
+from __future__ import annotations
+
+from regard.lab.estimate import Estimate
+from regard.lab.figure import Figure
+from regard.lab.training.results import estimate, final_values, paired_differences, plus_minus, sign_of
+from regard.table import Table
+
+BASE = "softmax"
+WINDOWS = "window_losses"  # in a record's final: the loss of each validation window
+
+
+def compare(result: dict, metric: str | None = None, base: str = BASE) -> dict[str, Estimate]:
+    """Return variant → the mean of variant − base with its interval, for variants with two differences or more."""
+    found = {}
+    for variant in result["summary"]:
+        differences = paired_differences(result, variant, base, metric)
+        if len(differences) == 1:
+            differences = window_differences(result, variant, base)
+        if variant != base and len(differences) > 1:
+            found[variant] = estimate(differences)
+    return found
+
+
+def window_differences(result: dict, variant: str, base: str = BASE) -> list[float]:
+    """Return variant − base of each validation window, for results of one run per variant."""
+    runs = {r["variant"]: r["final"].get(WINDOWS, []) for r in result["records"] if not r["diverged"]}
+    return [a - b for a, b in zip(runs[variant], runs[base], strict=True)]
+
+
+def describe(difference: Estimate, lower_is_better: bool) -> str:
+    """Return "better" or "worse" if the interval leaves out 0, else "not distinguishable"."""
+    sign = sign_of(difference)
+    if sign == 0:
+        return "not distinguishable"
+    return "better" if (sign < 0) == lower_is_better else "worse"
+
+
+def rank(result: dict, base: str = BASE) -> list[str]:
+    """Return the variants but the base, best mean of the metric first; those with a diverged run last."""
+    better = 1 if is_lower_better(result) else -1
+    told = result["summary"]
+    return sorted(
+        (name for name in told if name != base),
+        key=lambda name: (told[name]["diverged"], better * told[name].get(result["metric"], {"mean": 0.0})["mean"]),
+    )
+
+
+def is_lower_better(result: dict) -> bool:
+    """True for losses, False for BLEU and accuracy."""
+    return result["metric"] == "loss"
+
+
+def table(result: dict) -> Table:
+    """Return a row per variant, best first: its metric, the difference to softmax with its interval, a verdict."""
+    metric, differences = result["metric"], compare(result)
+    rows = []
+    for name in sorted_by_metric(result):
+        told = result["summary"][name]
+        mean = told.get(metric, {}).get("mean")
+        ours = differences.get(name)
+        rows.append([
+            name,
+            "" if mean is None else f"{mean:.4g}",
+            plus_minus(ours) if ours else "",
+            describe(ours, is_lower_better(result)) if ours else "",
+            f"{told['parameters'] / 1e6:.2f} M",
+            f"{told['diverged']} of {told['runs']}",
+        ])  # fmt: skip
+    difference = f"− {BASE}, {result['how']['level']:.0%}"
+    columns = ["variant", metric, difference, "verdict", "parameters", "diverged"]
+    return Table(columns, rows, numbers=[metric, "parameters"])
+
+
+def sorted_by_metric(result: dict) -> list[str]:
+    """Return every variant, best mean first; those without one last."""
+    better = 1 if is_lower_better(result) else -1
+    means = {name: told.get(result["metric"], {}).get("mean") for name, told in result["summary"].items()}
+    return sorted(means, key=lambda name: (means[name] is None, better * (means[name] or 0.0)))
+
+
+def figures(result: dict) -> dict[str, Figure]:
+    """Draw the metric of every run, a column of dots per variant, best mean first."""
+    runs = {name: list(final_values(result, name).values()) for name in sorted_by_metric(result)}
+    title = "validation loss" if result["metric"] == "loss" else "BLEU"
+    means = ", ".join(f"{name} {sum(v) / len(v):.4g}" for name, v in runs.items() if v)
+    dots = {"a run": ([n for n, v in runs.items() for _ in v], [x for v in runs.values() for x in v])}
+    return {"quality": Figure("dots", "", title, dots, alt=f"{title} of every run; the means are {means}.")}

@@ -1,0 +1,52 @@
+"""`make_attention`: the attention module of a trial's options, and `mlp_width`, which keeps a block's size.
+
+>>> from regard.lab.training.trials.attention import make_attention, mlp_width
+>>> layer = make_attention(16, 2, {"normalizer": "entmax15"}, "causal")
+>>> layer.normalizer, mlp_width(16, layer)
+('entmax15', 64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+import regard.nn
+
+PLACES = {"causal": ("causal",), "self": ("causal", "self"), "any": ("causal", "self", "cross")}
+
+
+def make_attention(
+    width: int, heads: int, options: Mapping[str, Any], place: str, bias: bool = False, index: int = 0
+) -> nn.Module:
+    """Return an attention module of `regard.nn`.
+
+    Args:
+        width, heads: its size.
+        options: arguments of the module, and what does not go to it: `module`, its class (default MultiheadAttention);
+            `needs`, "causal" or "self" if it is defined for causal or for self-attention alone, and elsewhere attention
+            is plain; `paired`, True if it has half as many heads of two maps each; `indexed`, True if it takes `layer`.
+        place: "causal", "self" or "cross".
+        bias: whether the projections have a bias.
+        index: the layer's place in the model.
+    """
+    chosen = dict(options)
+    kind, needs = chosen.pop("module", "MultiheadAttention"), chosen.pop("needs", "any")
+    paired, indexed = chosen.pop("paired", False), chosen.pop("indexed", False)
+    if place not in PLACES[needs]:
+        return regard.nn.MultiheadAttention(width, heads, bias=bias)
+    if indexed:
+        chosen["layer"] = index
+    return getattr(regard.nn, kind)(width, heads // 2 if paired else heads, bias=bias, **chosen)
+
+
+def mlp_width(width: int, attention: nn.Module) -> int:
+    """Return the MLP's hidden width that gives a block as many parameters as plain attention with 4·width would.
+
+    A gate per element, for example, has width² weights, and its MLP is width/2 narrower for it.
+    """
+    plain = 4 * width * width  # the four projections
+    extra = sum(p.numel() for p in attention.parameters() if p.ndim > 1) - plain
+    return 4 * width - round(extra / (2 * width))

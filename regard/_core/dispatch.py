@@ -128,7 +128,6 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
     for given, what in (
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
         (problem.stats, "statistics"),
-        (problem.theta is not None, "a parameter per head"),
         (problem.softcap, "a soft cap"),
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),

@@ -96,7 +96,7 @@ def test_normalisers_that_all_fall_short_refute_the_claim(monkeypatch):
 def test_what_the_docs_show_ships():
     pages = "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "docs").glob("*.md"))
     shown = {kind: set(re.findall(rf"\[\[{kind}: ([\w-]+)\]\]", pages)) for kind in ("results", "training", "times")}
-    assert shown["results"] == set(NAMES)  # every result is told, and nothing that is not there
+    assert set(NAMES) <= shown["results"] <= set(training.names())  # every result is told
     drawn = {f"{name}-{title}" for name in NAMES for title in training.get(name).figures(training.shipped(name))}
     assert shown["training"] and shown["training"] <= drawn
     assert shown["times"] == {path.stem for path in (SHIPPED / "times").glob("*.json")}

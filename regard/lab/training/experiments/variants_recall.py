@@ -50,6 +50,8 @@ class Recaller(nn.Module):
     A code is a number below 15,625, its key the six digits in base 5; a key's embedding is the sum over its symbols.
     """
 
+    spelling: Tensor
+
     def __init__(self, layers: int, heads: int, width: int, attention: Mapping[str, Any]) -> None:
         super().__init__()
         self.register_buffer("spelling", spell(torch.arange(KEYS)), persistent=False)

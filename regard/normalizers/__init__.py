@@ -139,9 +139,11 @@ class Choice:
 
     @property
     def plain(self) -> Choice:
-        """This choice with its parameter's default where it has a tensor or a function, which then travels beside it."""
+        """This choice with its parameter's default for a tensor or a function, which then travels beside it."""
         parameter = self.normalizer.parameter
-        return self if parameter is None or isinstance(self.theta, float) else Choice(self.normalizer, parameter.default)
+        return (
+            self if parameter is None or isinstance(self.theta, float) else Choice(self.normalizer, parameter.default)
+        )
 
 
 def discover(folder: str | os.PathLike[str]) -> list[str]:
@@ -271,7 +273,9 @@ def get(spec: str | Choice | Normalizer, **parameter: float | Tensor | Callable[
         number = float(given.replace("_", "?"))  # Python reads 1_5 as 15
     except ValueError:
         words = "".join(f" or {word!r}" for word in takes.by_keys)
-        hint = "" if given != LEARNED else f"; regard.nn.MultiheadAttention learns it, get({name!r}, {takes.name}=tensor)"
+        hint = (
+            "" if given != LEARNED else f"; regard.nn.MultiheadAttention learns it, get({name!r}, {takes.name}=tensor)"
+        )
         hint = hint and f"{hint} takes one of yours"
         raise ValueError(f"normalizer {spec!r}: {takes.name} must be a number{words}, got {given!r}{hint}") from None
     return Choice(member, takes.check(number))

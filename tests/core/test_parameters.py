@@ -157,7 +157,9 @@ def test_bias_by_the_number_of_keys():
     by_hand = regard.attention(q, k, v, is_causal=True, normalizer=choose("sigmoid", -counts.log()[:, None]))
     torch.testing.assert_close(by_name, by_hand)
     z = torch.zeros(2, 4).index_fill(1, torch.tensor([3]), -math.inf)
-    torch.testing.assert_close(regard.normalize(z, "sigmoid(bias=-log(n))"), torch.tensor([[0.25, 0.25, 0.25, 0.0]] * 2))
+    torch.testing.assert_close(
+        regard.normalize(z, "sigmoid(bias=-log(n))"), torch.tensor([[0.25, 0.25, 0.25, 0.0]] * 2)
+    )
     assert normalizers.get("sigmoid(bias=-log(n))").spec == "sigmoid(bias=-log(n))"
 
 
@@ -168,9 +170,9 @@ def test_refusals():
         normalizers.get("softmax", alpha=1.0)
     with pytest.raises(TypeError, match="alpha must be a number, a tensor or a function"):
         normalizers.get("entmax", alpha="1.5")
-    with pytest.raises(ValueError, match=r"must be a number, got 'learned'; regard.nn"):
+    with pytest.raises(ValueError, match=r"must be a number, got 'learned'; regard\.nn"):
         normalizers.get("entmax(alpha=learned)")
-    with pytest.raises(ValueError, match="regard.using takes a number for alpha"):
+    with pytest.raises(ValueError, match=r"regard\.using takes a number for alpha"):
         regard.using(torch.nn.Linear(2, 2), normalizer=choose("entmax", torch.ones(2)))
     with pytest.raises(TypeError, match="its parameter must be a number here"):
         regard.jacobian(torch.zeros(3), choose("entmax", torch.ones(1)))

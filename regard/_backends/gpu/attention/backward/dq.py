@@ -38,7 +38,9 @@ def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
     failed = iter((None, None))  # blocks of queries, then of keys, that are left to the sweeps; None: all
     if with_lists:
         outputs = view(grads.q), view(grads.k), view(grads.v)
-        failed = sparse.backward(p, key, inputs, forward.shift, forward.z, outputs, grads.theta, rows.delta, opt, config)
+        failed = sparse.backward(
+            p, key, inputs, forward.shift, forward.z, outputs, grads.theta, rows.delta, opt, config
+        )
     results = view(grads.q), grads.temperature, grads.row_bias, grads.theta
     queries = view(forward.o), inputs[3], *results, forward.shift, forward.z, rows
     arguments = *inputs[:3], *describe_keys(p, config), *queries, next(failed), opt

@@ -73,7 +73,9 @@ def solve_support(
         tau += tl.maximum(newton_step(mass, slope_sum / own_gain, power), 0.0)
         mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C, BLOCK)
         steps += 1
-    tau += tl.maximum(newton_step(mass, slope_sum / own_gain, power), 0.0)  # the remaining |Σp − 1| matters to nearly one-hot rows
+    tau += tl.maximum(
+        newton_step(mass, slope_sum / own_gain, power), 0.0
+    )  # the remaining |Σp − 1| matters to nearly one-hot rows
     tl.store(shifts + row, tl.where(empty, 0.0, top * gain + tau), mask=inside)
     tl.store(sums + row, tl.where(empty, 0.0, slope_sum), mask=inside)
 

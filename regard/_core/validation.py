@@ -292,7 +292,7 @@ def void_outside_kernels(theta: Tensor, choice: Choice) -> Tensor:
 
 
 def _shape_per_row(x: Tensor, name: str, lead, batch: int, heads: int, queries: int) -> Tensor:
-    """Return a tensor (H,), (…, H, M) or one that broadcasts to (…, H, M, 1) with 3 dims that broadcast to [B, H, M]."""
+    """Return a tensor (H,), (…, H, M) or broadcasting to (…, H, M, 1) with 3 dims that broadcast to [B, H, M]."""
     full = (*lead, queries, 1)
     if x.ndim == 1 and x.shape[0] == heads:
         return x.reshape(1, -1, 1)

@@ -57,7 +57,7 @@ class MultiheadAttention(nn.Module):
         normalizer: any name of `regard.normalizers`. It has no weights, so a state dict fits any of them; but
             "entmax(alpha=learned)" and "sigmoid(bias=learned)" learn a number per head, from 1.5 and −ln n on.
         temperature: None, a number, "learned" (per head, starts at 1), "ssmax" (learned per head), "adaptive",
-            "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters then belong to the module.
+            "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters are then the module's.
         softcap: c in c·tanh(x/c), or None.
         sink: True adds a learned logit per head to softmax's denominator.
         gate: "head" or "element": the heads' outputs are multiplied by σ of a linear layer of the query, one gate per

@@ -156,7 +156,7 @@ class Choice:
 
     @property
     def plain(self) -> Choice:
-        """This choice with its parameter's default where it has a tensor or a function, which then travels beside it."""
+        """This choice with its parameter's default for a tensor or a function, which then travels beside it."""
         parameter = self.normalizer.parameter
         return (
             self if parameter is None or isinstance(self.theta, float) else Choice(self.normalizer, parameter.default)

@@ -1,4 +1,4 @@
-"""`ASEntmax`: the temperature of adaptive-scalable entmax, which grows sharper with the number of keys as it learns to."""
+"""`ASEntmax`: the temperature of adaptive-scalable entmax, a learned power of log n."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from regard import normalizers, reference, statistics
 from regard._core.problem import Problem, Upstream
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-LEAVES = ("q", "k", "v", "bias", "temperature", "sink")
+LEAVES = ("q", "k", "v", "bias", "temperature", "sink", "theta")
 # relative error is measured against |value| + this
 FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(entropy=1e-4, gradient_gain=1e-5, mean_logit=0.1, distance=1e-2)
 
@@ -34,9 +34,12 @@ class Poisoned:
 def make(
     seed, name="softmax", *, b=2, h=4, g=2, m=21, n=37, d=8, e=5, dtype=torch.float32, device="cpu", sharp=1.0,
     bias=None, mask=False, temperature=False, sink=False, lengths=False, dropout=0.0, stats=statistics.NAMES,
-    scale=None, strided=False, **options,
+    scale=None, strided=False, theta=None, **options,
 ) -> Problem:  # fmt: skip
-    """A problem drawn from a seed. `bias` names the dims it is broadcast over, a subset of "bhmn" ("" for none)."""
+    """A problem drawn from a seed. `bias` names the dims it is broadcast over, a subset of "bhmn" ("" for none).
+
+    `theta` gives the normaliser's parameter per "head" or per "row".
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -61,6 +64,10 @@ def make(
         extra["temperature"] = (torch.rand(1, h, m, generator=generator) + 0.5).to(device).expand(b, h, m)
     if sink:
         extra["sink"] = draw(h).float().to(device)[None, :, None].expand(b, h, m)
+    if theta:
+        sizes = (1, h, 1) if theta == "head" else (b, h, m)
+        around = normalizers.get(name).parameter.default - 0.4
+        extra["theta"] = (around + 0.8 * torch.rand(sizes, generator=generator)).to(device).expand(b, h, m)
     if lengths:
         extra["key_lengths"] = torch.tensor([n // 2, 0, n, n + 3][:b], device=device)
     if dropout:
@@ -92,6 +99,8 @@ def random_problem(seed: int, dtype=torch.float32, device="cpu", size=1) -> Prob
         options["dropout"] = 0.3
     if pick.random() < 0.2:
         options["scale"] = pick.choice([-0.4, 1.0, 0.05])
+    if family.parameter_slope is not None:
+        options["theta"] = random.Random(f"theta {seed}").choice([None, "head", "row"])
     g = pick.choice([1, 2])
     narrow = 8 if name == "relu" else 1  # of one number q·k, relu's weights do not depend on q
     return make(
@@ -146,7 +155,7 @@ def check_backward(backend, problem: Problem, answer=None, stats=(), slack: floa
         truth = truths[problem.stats.index(name)]
         loss = loss + torch.where(torch.isfinite(truth), truth * pull.double(), 0.0).sum()
     truths = torch.autograd.grad(loss, leaves.values(), allow_unused=True, materialize_grads=True)
-    wanted = {name: name in leaves for name in ("bias", "temperature", "sink")}
+    wanted = {name: name in leaves for name in ("bias", "temperature", "sink", "theta")}
     ours = backend.backward(problem, answer, Upstream(do, pulls, **wanted))
     for name, truth in zip(leaves, truths, strict=True):
         gradient = getattr(ours, name)

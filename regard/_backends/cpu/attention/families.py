@@ -21,6 +21,11 @@ def threshold_logit(level, theta):
     return level / tile.gain(theta)
 
 
+def no_parameter_slope(p, theta):
+    """What stands for `parameter_slope` where a normaliser has none, and nothing calls it."""
+    return real(0.0)
+
+
 def ratio_weight(x, m, c, theta):
     if tile.is_difference:
         return tile.numerator(exp_difference(prim.exp(x - m), x, c), x, real(0.0))

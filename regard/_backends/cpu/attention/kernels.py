@@ -114,6 +114,7 @@ def tile_functions(normalizer: Normalizer, precision: str) -> dict[str, Any]:
         logit=families.threshold_logit if is_threshold else families.plain_logit,
         row_shift=backward_rows.threshold_row_shift if is_threshold else backward_rows.plain_row_shift,
         excess=families.threshold_excess,
+        parameter_slope=families.no_parameter_slope,
     )
     for name in OF_FAMILY:
         found[name] = getattr(families, f"{family}_{name}")

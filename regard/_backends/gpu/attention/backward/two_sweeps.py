@@ -62,6 +62,9 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     keys, x, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
     r, theta = broadcast_rows(rows, False), tiles.column(block.theta, opt)
     p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
+    own = p
+    if C.THETA_GRAD:  # before dp takes registers
+        own = tl.where(visible, F.parameter_slope(p, theta), 0.0)
     values = key_loop.load_values(block, start, visible, opt, C, EDGE)
     dp = tiles.dot(d_out, tl.trans(values), None, C)
     if opt.seed is not None:
@@ -69,9 +72,8 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         dp = tl.where(kept, dp * tiles.number(opt.keep_scale, C.ACC), 0.0)
     keys = key_loop.zero_hidden(keys, visible, opt, EDGE)
     if C.THETA_GRAD:
-        own = tl.where(visible, F.parameter_slope(p, theta), 0.0)
         s_theta += tl.sum(own, 1)
-        s_theta_dp += tl.sum(tl.where(visible, own * dp, 0.0), 1)
+        s_theta_dp += tl.sum(tl.where(own == 0.0, 0.0, own * dp), 1)
     if F.family == "threshold":
         ds = tl.where(visible, up * dp, 0.0)
         s_dp += tl.sum(ds, 1)

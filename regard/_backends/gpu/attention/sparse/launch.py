@@ -128,7 +128,7 @@ def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: C
 def backward(
     p: Problem, kind, inputs, shift, z, grads, d_theta, delta, opt: Options, config: Config
 ) -> Iterator[torch.Tensor]:
-    """Fills dq, δ and the parameter's gradient, then dk and dv; yields flags of the queries, then of the keys, that are left to the sweeps.
+    """Fills dq, δ and dθ, then dk and dv; yields flags of the queries, then of the keys, that are left to the sweeps.
 
     A generator because dk and dv need δ of every row, also of those that the sweep over the queries finishes.
     """

@@ -96,11 +96,16 @@ def check_coefficient(coefficient: float) -> float:
 def check_choice(normalizer: Any) -> Choice:
     """The choice of a name, if its map is the gradient of a potential that a loss can be made of."""
     choice = normalizers.get(normalizer)
-    if choice.entropy_index() is None:
+    if not _has_potential(choice.spec):
         raise ValueError(
             f"normalizer {choice.name!r} has no Fenchel–Young loss; use softmax, sparsemax, entmax15 or entmax"
         )
     return choice
+
+
+@torch.compiler.assume_constant_result  # tile functions are called, which cannot be traced
+def _has_potential(spec: str) -> bool:
+    return normalizers.get(spec).entropy_index() is not None
 
 
 def check_target(target: Tensor, logits: Tensor, ignore_index: int) -> Tensor:

@@ -20,6 +20,7 @@ from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
 LANES, HELD, PIECES = 2048, 8, 4  # lanes of a row, lanes of a thread, loads of a lane that are in flight at once
+REGISTERS = 80  # limit per thread: three programs to an SM, so that one solves while others load
 TILE = {2: 8192, 4: 4096, 8: 2048}  # numbers that a program of `backward` writes, by the bytes of one
 
 
@@ -38,7 +39,8 @@ def forward(s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int 
     arguments = s, s if target is None else target, loss, state, R, N, ignore_index, _theta(choice)
     constants = F, lanes, pieces, target is not None, solver
     kernel = forward_threshold if F.family == "threshold" else forward_softmax
-    _launch(kernel, R, arguments, constants, num_warps=max(lanes // (32 * HELD), 1))
+    options = {} if s.dtype == torch.float64 else {"maxnreg": REGISTERS}
+    _launch(kernel, R, arguments, constants, num_warps=max(lanes // (32 * HELD), 1), **options)
     return loss, state
 
 

@@ -25,13 +25,13 @@ HALF = {
     "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
     "forward_imprecise": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
     "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
-    "tangent": ((64, 64, 4, 3, False), (128, 64, 8, 2, False), (64, 32, 8, 2, False)),
+    "tangent": ((64, 64, 4, 3, False), (128, 64, 8, 2, True), (64, 32, 8, 2, False)),
     "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
     "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
     "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
-DOUBLE = {"backward_dq": (64, 64, 4, 2, True)}  # heads of 65 to 128 and a threshold map, which takes two sums for dq
+DOUBLE = {"backward_dq": (64, 64, 4, 2, True), "tangent": (128, 32, 8, 3, True)}  # heads of 65 to 128 and a threshold map, which takes two sums for dq
 # heads up to 128 where that engine cannot read the inputs
 PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
@@ -179,7 +179,8 @@ def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, in
     elif kernel == "backward_rows":
         m, n, warps, stages, bulk = 64, 64, 4, 1, False
     elif p.q.dtype == torch.float32:
-        (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[min(size, 2)], 4, 1, False
+        (m, n), stages, bulk = ((64, 32), (32, 32), (16, 16))[min(size, 2)], 1, False
+        warps = 8 if kernel == "tangent" and size < 2 else 4
     elif kernel == "forward_decode":
         m, n, warps, stages, bulk = (16, *WIDE[1:]) if size == 3 else (decode.rows_per_program(p), *DECODE[size])
     else:

@@ -101,7 +101,10 @@ def tabulate(names: tuple[str, ...], rivals: dict[str, Callable]) -> list[str]:
             attend = by_regard(causal, name)
             forward = do_bench(lambda attend=attend, at=at: attend(*at), return_mode="median")
             ours = measure(lambda causal, name=name: by_regard(causal, name), name, at, along, causal)
-            cells = [write(ours, forward), *(write(measure(x, name, at, along, causal), forward) for x in rivals.values())]
+            cells = [
+                write(ours, forward),
+                *(write(measure(x, name, at, along, causal), forward) for x in rivals.values()),
+            ]
             label = work if len(names) == 1 else f"{work} {name}"
             lines.append(f"| {label} | {forward:.3f} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
@@ -116,8 +119,12 @@ def main() -> None:
     softmax = tabulate(("softmax",), rivals)
     others = tabulate(NORMALIZERS[1:], {})
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit or 'unknown'}; bfloat16, tangents "
-    about += "of q, k and v; ms (times regard's forward, memory beyond the inputs). Checked against float64 before timing."
+    about = (
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, commit {commit or 'unknown'}; bfloat16, tangents "
+    )
+    about += (
+        "of q, k and v; ms (times regard's forward, memory beyond the inputs). Checked against float64 before timing."
+    )
     out.mkdir(parents=True, exist_ok=True)
     text = "\n".join(["# Forward mode", "", about, "", *softmax, "", "## Other normalisers", "", *others, ""])
     (out / "h200-jvp.md").write_text(text)

@@ -200,4 +200,3 @@ def compute_tangent(p: Problem, forward: Forward, along: Along) -> torch.Tensor:
     arguments = *inputs, *tangents, view(forward.o), view(d_o), forward.shift, forward.z, opt
     launch(key, forward_tangent, count_blocks(p, config), arguments, (config,), **how)
     return d_o
-

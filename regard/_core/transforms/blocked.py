@@ -5,8 +5,8 @@ With f the output of some rows, as a function of the tensors x that have derivat
     push   f′(x)·t      what a tangent t of x adds to f
     pull   f′(x)ᵀ·u     the gradient of x for an upstream gradient u
 
-Both are functions of plain torch operations, so that they can be pushed and pulled again. Rows are independent: tangents
-of their outputs are joined, gradients of what they share are added.
+Both consist of plain torch operations, so that they can be pushed and pulled again. Rows are independent: tangents of
+their outputs are joined, gradients of what they share are added.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def push(function: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor]
     torch.func.jvp would do where no level of forward mode is open; torch cannot nest the two.
     """
     out, transpose = torch.func.vjp(function, *given)
-    (found,) = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))[1](tuple(tangents)),
-    return found
+    _, push_forward = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))
+    return push_forward(tuple(tangents))
 
 
 def pull(function: Callable, given: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """o′ = p′·v + p·v′ on the CPU, one block of queries at a time, with the forward's row state.
 
-    S = q kᵀ and S′ = q′kᵀ + q k′ᵀ by BLAS;  S ← p, S′ ← p′, row by row;  o′ = p′·v + p·v′ by BLAS
+S = q kᵀ and S′ = q′kᵀ + q k′ᵀ by BLAS;  S ← p, S′ ← p′, row by row;  o′ = p′·v + p·v′ by BLAS
 """
 
 from __future__ import annotations

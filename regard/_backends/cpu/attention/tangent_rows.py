@@ -1,8 +1,8 @@
 """Tangent row kernel: s ← p and ds ← p′ = J·ds in place, for each row of a block, with the forward's row state.
 
-    ratio       p′ = a·s′ − p·β     β = Σ b·s′, with a = u′/Z and b = v′/Z
-    threshold   p′ = g′·(s′ − β)    β = Σ g′·s′ / Σ g′
-    pointwise   p′ = f′·s′
+ratio       p′ = a·s′ − p·β     β = Σ b·s′, with a = u′/Z and b = v′/Z
+threshold   p′ = g′·(s′ − β)    β = Σ g′·s′ / Σ g′
+pointwise   p′ = f′·s′
 """
 
 from __future__ import annotations

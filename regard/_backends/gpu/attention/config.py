@@ -25,16 +25,21 @@ HALF = {
     "forward_online": ((64, 128, 4, 3, False), (128, 128, 8, 3, True), (64, 64, 4, 2, False)),
     "forward_imprecise": ((64, 64, 4, 3, False), (64, 64, 4, 3, False), (64, 64, 4, 2, False)),
     "forward_threshold": ((128, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 64, 8, 2, False)),
-    "tangent": ((64, 64, 4, 3, False), (128, 64, 8, 2, False), (64, 32, 8, 2, False)),
+    "tangent": ((64, 64, 4, 3, False), (128, 64, 8, 2, True), (64, 32, 8, 2, False)),
     "backward_dq": ((64, 64, 4, 3, False), (128, 64, 8, 3, False), (64, 32, 8, 1, False)),
     "backward_dkv": ((64, 64, 4, 2, True), (64, 64, 4, 2, True), (32, 64, 8, 1, False)),
     "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
-DOUBLE = {"backward_dq": (64, 64, 4, 2, True)}  # heads of 65 to 128 and a threshold map, which takes two sums for dq
+# heads of 65 to 128 and a threshold map, which takes two sums
+DOUBLE = {"backward_dq": (64, 64, 4, 2, True), "tangent": (128, 32, 8, 3, True)}
 # heads up to 128 where that engine cannot read the inputs
 PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
+SINGLE = {  # (queries, keys, warps) of float32 for head dims up to 64, 128 and more
+    "tangent": ((64, 32, 8), (16, 32, 4), (16, 16, 4)),
+    "others": ((64, 32, 4), (32, 32, 4), (16, 16, 4)),
+}
 WIDE = 16, 16, 4, 1, False  # wider heads, and those of 256 where shared memory is small
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32}
 
@@ -182,7 +187,7 @@ def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, in
     elif kernel == "backward_rows":
         m, n, warps, stages, bulk = 64, 64, 4, 1, False
     elif p.q.dtype == torch.float32:
-        (m, n), warps, stages, bulk = ((64, 32), (32, 32), (16, 16))[min(size, 2)], 4, 1, False
+        (m, n, warps), stages, bulk = SINGLE.get(kernel, SINGLE["others"])[min(size, 2)], 1, False
     elif kernel == "forward_decode":
         m, n, warps, stages, bulk = (16, *WIDE[1:]) if size == 3 else (decode.rows_per_program(p), *DECODE[size])
     else:

@@ -13,6 +13,7 @@ moves with μ.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, scores, tiles
 from regard._backends.gpu.attention.backward.slopes import Rows, broadcast_rows, weigh
-from regard._backends.gpu.attention.config import config_of, count_blocks, options, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.tables import add_key_index, add_tile_map
 from regard._backends.gpu.attention.tiles import LOG2E
 from regard._backends.gpu.launcher import launch, launch_key
@@ -32,10 +33,11 @@ class MovingBlock(NamedTuple):
     """A block of queries whose tensors have tangents; the last fields are those of `still`, for `key_loop.sweep`."""
 
     still: Any  # key_loop.QueryBlock
-    q: Any  # [M, D], the tangent of the queries, or nothing that is read
     dq: Any  # views of the tangents; without a pointer: there is none
     dk: Any
     dv: Any
+    dk_blocks: Any  # tensor descriptors where C.BULK
+    dv_blocks: Any
     rows: Any  # slopes.Rows
     factor: Any  # [M], ∂s/∂(q·k) without the cap's slope
     mean: Any  # [M], μ
@@ -48,21 +50,31 @@ class MovingBlock(NamedTuple):
 
 
 @triton.jit
-def is_shift_free(F: tl.constexpr):
-    """Return whether a constant that is added to every logit changes no weight, but for a sink's."""
-    return (F.family == "threshold") or ((F.family == "ratio") and F.exponential)
+def is_centred(C: tl.constexpr):
+    """Return whether s′ − μ is summed: in 16 bits, for maps that a constant added to every logit does not change."""
+    return (C.PRECISION == "ieee") and ((C.F.family == "threshold") or ((C.F.family == "ratio") and C.F.exponential))
 
 
 @triton.jit
-def score_tangents(still, q, dq, dk, factor, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+def load_moved(x, blocks, still, start, opt, DIM: tl.constexpr, PAD: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr):
+    """Load a block of the tangents of keys or values."""
+    g = still.h // opt.group
+    if C.BULK and not EDGE:
+        tile = tiles.load_bulk_block(blocks, still.b, g, start, C.BN, PAD)
+    else:
+        tile = tiles.load_block(x, still.b, g, start, still.lowest, still.highest, C.BN, DIM, PAD, not EDGE)
+    return tile
+
+
+@triton.jit
+def score_tangents(still, q, dq, dk, dk_blocks, factor, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Score one key block: (y, visible, s′ [M, N]), s′ being 0 where a key is hidden."""
     keys, x, y, visible, _ = key_loop.score_tile(still, start, opt, C, EDGE)
     dx = x * 0.0
     if dq.ptr is not None:
         dx = tiles.dot(q, tl.trans(keys), None, C)
     if dk.ptr is not None:
-        g = still.h // opt.group
-        moved = tiles.load_block(dk, still.b, g, start, still.lowest, still.highest, C.BN, C.D, C.BD, not EDGE)
+        moved = load_moved(dk, dk_blocks, still, start, opt, C.D, C.BD, C, EDGE)
         if dq.ptr is not None:
             dx = tiles.dot(still.q, tl.trans(moved), dx, C)
         else:
@@ -85,16 +97,18 @@ def multiply_values(weights, values, acc, C: tl.constexpr):
 
 @triton.jit
 def tangent_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Add one key block to Σ a·s′·v + Σ p·v′, to Σ g′·v of a threshold map, and to Σ b·s′."""
-    acc, lifted, beta = state
+    """Add one key block to Σ a·s′·v + Σ p·v′, to Σ g′·v of a threshold map, and to Σ b·s′; q′ is part of the state."""
+    acc, lifted, beta, q = state
     F: tl.constexpr = C.F
     still = block.still
-    y, visible, ds = score_tangents(still, block.q, block.dq, block.dk, block.factor, start, opt, C, EDGE)
+    y, visible, ds = score_tangents(
+        still, q, block.dq, block.dk, block.dk_blocks, block.factor, start, opt, C, EDGE
+    )  # fmt: skip
     r = broadcast_rows(block.rows, False)
     p, up, down, _ = weigh(y, visible, r, still.theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     if (block.dq.ptr is not None) or (block.dk.ptr is not None):
         values = key_loop.load_values(still, start, visible, opt, C, EDGE)
-        if is_shift_free(F):
+        if is_centred(C):
             ds = ds - block.mean[:, None]
         if F.family != "pointwise":
             beta += tiles.fold(down * ds, C)
@@ -102,15 +116,16 @@ def tangent_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         if F.family == "threshold":
             lifted = tiles.dot(up.to(values.dtype), values, lifted, C)
     if block.dv.ptr is not None:
-        g = still.h // opt.group
-        moved = tiles.load_block(block.dv, still.b, g, start, still.lowest, still.highest, C.BN, C.E, C.BE, not EDGE)
+        moved = load_moved(block.dv, block.dv_blocks, still, start, opt, C.E, C.BE, C, EDGE)
         moved = key_loop.zero_hidden(moved, visible, opt, EDGE)
         acc = tiles.dot(p.to(moved.dtype), moved, acc, C)
-    return acc, lifted, beta
+    return acc, lifted, beta, q
 
 
 @triton.jit
-def forward_tangent(q, k, v, k_blocks, v_blocks, dq, dk, dv, o, d_o, shifts, sums, opt, C: tl.constexpr):
+def forward_tangent(
+    q, k, v, k_blocks, v_blocks, dq, dk, dv, dk_blocks, dv_blocks, o, d_o, shifts, sums, opt, C: tl.constexpr
+):  # fmt: skip
     """Compute o′ of one block of queries."""
     F: tl.constexpr = C.F
     still, i0 = key_loop.load_query_block(q, k, v, k_blocks, v_blocks, opt, C)
@@ -133,17 +148,17 @@ def forward_tangent(q, k, v, k_blocks, v_blocks, dq, dk, dv, o, d_o, shifts, sum
     if dq.ptr is not None:
         moved = tiles.load_block(dq, still.b, still.h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
     mean = zero
-    if is_shift_free(F):
+    if is_centred(C):
         start = still.lowest // C.BN * C.BN
-        _, visible, ds = score_tangents(still, moved, dq, dk, factor, start, opt, C, True)
+        _, visible, ds = score_tangents(still, moved, dq, dk, dk_blocks, factor, start, opt, C, True)
         mean = tl.sum(ds, 1) / tl.maximum(tl.sum(visible.to(C.ACC), 1), 1.0)
     block = MovingBlock(
-        still, moved, dq, dk, dv, rows, factor, mean,
+        still, dq, dk, dv, dk_blocks, dv_blocks, rows, factor, mean,
         still.b, still.h, still.lowest, still.highest, still.earliest, still.latest,
     )  # fmt: skip
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
-    state = acc, acc, tiles.zeros(C.BM, C.LANES, C.ACC)
-    acc, lifted, lanes = key_loop.sweep(state, block, i0, opt, tangent_tile, C)
+    state = acc, acc, tiles.zeros(C.BM, C.LANES, C.ACC), moved
+    acc, lifted, lanes, _ = key_loop.sweep(state, block, i0, opt, tangent_tile, C)
     beta = tl.sum(lanes, 1)
     if F.family == "threshold":
         acc = acc - (beta * inverse)[:, None] * lifted
@@ -175,12 +190,13 @@ def compute_tangent(p: Problem, forward: Forward, along: Along) -> torch.Tensor:
         return d_o.zero_()
     given = [x for x in (along.q, along.k, along.v) if x is not None]
     simple = p.choice.family == "ratio" and p.choice.exponential and p.q.element_size() == 2
-    config, how = config_of(p, "tangent", Z_IN_SHIFT=simple)
+    config, how = config_of(p, "tangent", Z_IN_SHIFT=simple, others=tuple(given))
     opt = add_tile_map(p, config, add_key_index(p, options(p)))
     key = launch_key(p, *given, forward.o)
     key = key and (key, *(x is None for x in (along.q, along.k, along.v)))
-    inputs = view(p.q), view(p.k), view(p.v), p.k, p.v, view(along.q), view(along.k), view(along.v)
-    arguments = *inputs, view(forward.o), view(d_o), forward.shift, forward.z, opt
+    moved = replace(p, k=p.k if along.k is None else along.k, v=p.v if along.v is None else along.v)
+    inputs = view(p.q), view(p.k), view(p.v), *describe_keys(p, config)
+    tangents = view(along.q), view(along.k), view(along.v), *describe_keys(moved, config)
+    arguments = *inputs, *tangents, view(forward.o), view(d_o), forward.shift, forward.z, opt
     launch(key, forward_tangent, count_blocks(p, config), arguments, (config,), **how)
     return d_o
-

@@ -161,7 +161,8 @@ def attention(
     key = plan_key(q, k, v, options)
     plan = None if key is None else plans.get(key)
     if plan is not None:
-        return gate_result(plan(q, k, v), gate)
+        result = plan(q, k, v)
+        return result if gate is None else gate_result(result, gate)
     if any(map(dtensor.is_dtensor, (q, k, v))):
         return dtensor.attention(attention, q, k, v, options)
     call = prepare(q, k, v, options)

@@ -23,10 +23,8 @@ from regard.statistics import Statistics
 Result = Tensor | tuple[Tensor, Statistics]
 
 
-def gate_result(result: Result, gate: Tensor | None) -> Result:
+def gate_result(result: Result, gate: Tensor) -> Result:
     """What `regard.attention` returns, its output gated."""
-    if gate is None:
-        return result
     return apply_gate(result, gate) if isinstance(result, Tensor) else (apply_gate(result[0], gate), result[1])
 
 

@@ -30,7 +30,7 @@ OPTIONS = [
 
 def draw(
     seed: int, *, queries=None, mask=None, temperature=False, sink=False, sharp=2.0, dtype=torch.float32, device="cpu",
-    small=False, even=False,
+    small=False, even=False, gate=False,
 ):  # fmt: skip
     """The whole call: (leaves, do); lengths are no multiple of anything, unless even."""
     g = torch.Generator().manual_seed(seed)
@@ -51,6 +51,8 @@ def draw(
         leaves["temperature"] = torch.rand(b, h, m, 1, generator=g) + 0.5
     if sink:
         leaves["sink"] = randn(h)
+    if gate:
+        leaves["gate"] = randn(b, h, m, 1)
     leaves = {name: x.to(device) for name, x in leaves.items()}
     for x in leaves.values():
         if x.is_floating_point():
@@ -59,7 +61,7 @@ def draw(
 
 
 def call(function, leaves, rows, keys, options, **more):
-    given = {name: rows(leaves[name]) for name in ("temperature",) if name in leaves}
+    given = {name: rows(leaves[name]) for name in ("temperature", "gate") if name in leaves}
     if "mask" in leaves:
         mask = leaves["mask"]
         given["attn_mask"] = mask if mask.shape[-2] == 1 else rows(mask)
@@ -83,7 +85,7 @@ def check(rank: int, world: int, name: str, seed: int, shared: bool, backend: st
     """Output, statistics and gradients of one call on pieces."""
     options = dict(options)
     layout = options.pop("layout", "balanced")
-    drawing = ("mask", "temperature", "sink", "dtype", "sharp", "device", "small", "even")
+    drawing = ("mask", "temperature", "sink", "dtype", "sharp", "device", "small", "even", "gate")
     drawn = {key: options.pop(key) for key in drawing if key in options}
     leaves, do = draw(seed, queries=3 if shared else None, **drawn)
     narrow = drawn.get("dtype", torch.float32) != torch.float32
@@ -137,6 +139,7 @@ def every_case(rank: int, world: int) -> None:
     for shared in (False, True):
         check(rank, world, "softmax", 3, shared, None, dict(sink=True, is_causal=True, temperature=True))
         check(rank, world, "softmax1", 4, shared, None, dict(sink=True, temperature=True, sharp=30.0))
+        check(rank, world, "entmax15", 5, shared, None, dict(gate=True, is_causal=True))
     stationary.ROOM = 4  # supports that find no room
     for name in ("entmax15", "sparsemax"):
         check(rank, world, name, 8, False, "reference" if name == "sparsemax" else None, dict(sharp=0.3))

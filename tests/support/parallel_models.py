@@ -60,6 +60,7 @@ def head_sharded(rank: int, world: int) -> None:
     placed = [distribute_tensor(x.detach(), mesh, [Shard(1)]) for x in (q, k, v)]
     placed[0].requires_grad_()
     told = dict(is_causal=True, sink=sink, temperature=heat, return_stats=True, backend="reference")
+    told["gate"] = torch.randn(2, 4 * world, 7, generator=g)  # whole on every rank, cut to its heads
     out, stats = regard.attention(*placed, **told)
     truth, known = regard.attention(q, k, v, **told)
     assert tuple(out.placements) == (Shard(1),) and out.to_local().shape[1] == 4

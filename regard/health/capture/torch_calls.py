@@ -48,7 +48,7 @@ class TorchCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.follower = Follower()
-        self.handlers = {
+        self.handlers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(SDPA_NAMES, lambda func, args, kwargs: _capture_sdpa(*args, **kwargs)),
             F.multi_head_attention_forward: _capture_multi_head,
             torch.ops.regard.attention.default: lambda func, args, kwargs: _capture_regard_op(func, args),

@@ -3,6 +3,7 @@
 python tools/matrix.py                              # every row; each environment is made, used and deleted
 python tools/matrix.py --only 2.15                  # the rows whose description contains this
 python tools/matrix.py --cuda-libraries DIR         # torch without its gigabytes of CUDA packages
+python tools/matrix.py --patience 7200              # seconds for each step of a row; 1800 without
 
 torch's wheels on PyPI for Linux need CUDA libraries to be imported at all. With `--cuda-libraries` torch is installed
 without its dependencies, and the folders of DIR that hold libraries are put on LD_LIBRARY_PATH.
@@ -18,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parent.parent
 TORCH_NEEDS = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
-PATIENCE = 1800  # seconds for one environment
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Row:
 
 
 ROWS = (
-    Row("3.10", "2.12.1"),
+    Row("3.10", "2.12.1", "4.57.6"),  # transformers 5.22 needs Python 3.11
     Row("3.12", "2.11.0"),
     Row("3.12", "2.12.1"),
     Row("3.11", "2.13.0"),
@@ -63,24 +64,25 @@ def find_interpreter(version: str) -> str | None:
     return str(installed[-1]) if installed else None
 
 
-def run_pip(python: Path, *words: str) -> None:
+def run_pip(python: Path, patience: float, *words: str) -> None:
     """Run pip in an environment; raise InstallError if it fails."""
     command = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
         raise InstallError(lines[-1].removeprefix("ERROR: ") if lines else done.stderr[-200:])
 
 
-def install(row: Row, python: Path, wheels: list[str], bare: bool) -> None:
+def install(row: Row, python: Path, wheels: list[str], bare: bool, patience: float) -> None:
     """Install torch, the wheels and what the smoke tests need."""
+    pip = partial(run_pip, python, patience)
     if bare:
-        run_pip(python, "--no-deps", f"torch=={row.torch}")
-        run_pip(python, *TORCH_NEEDS, "numpy", "numba", "rich", "pytest")
-        run_pip(python, "--no-deps", *wheels)
+        pip("--no-deps", f"torch=={row.torch}")
+        pip(*TORCH_NEEDS, "numpy", "numba", "rich", "pytest")
+        pip("--no-deps", *wheels)
     else:
-        run_pip(python, f"torch=={row.torch}", *wheels, "pytest")
-    run_pip(python, f"transformers=={row.transformers}")
+        pip(f"torch=={row.torch}", *wheels, "pytest")
+    pip(f"transformers=={row.transformers}")
 
 
 def find_library_folders(folder: Path) -> str:
@@ -88,7 +90,7 @@ def find_library_folders(folder: Path) -> str:
     return os.pathsep.join(sorted({str(path.parent) for path in folder.rglob("*.so*")}))
 
 
-def run_smoke(python: Path, folder: Path, libraries: Path | None) -> str:
+def run_smoke(python: Path, folder: Path, libraries: Path | None, patience: float) -> str:
     """Run the smoke tests outside the repository; return "n passed", or the tests that failed."""
     results = folder / "results.xml"
     shutil.copy(ROOT / "tests" / "test_smoke.py", folder)
@@ -96,7 +98,7 @@ def run_smoke(python: Path, folder: Path, libraries: Path | None) -> str:
     if libraries:
         environment["LD_LIBRARY_PATH"] = find_library_folders(libraries)
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", "test_smoke.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience)
     if not results.exists():
         return f"failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}"
     sys.stderr.write(done.stdout[-3000:] if done.returncode else "")
@@ -117,7 +119,7 @@ def list_versions(python: Path, *names: str) -> list[str]:
     return [found.get(name, "–") for name in names]
 
 
-def measure(row: Row, wheels: list[str], libraries: Path | None) -> str:
+def measure(row: Row, wheels: list[str], libraries: Path | None, patience: float) -> str:
     """Return a row of the table."""
     interpreter = find_interpreter(row.python)
     if interpreter is None:
@@ -126,13 +128,15 @@ def measure(row: Row, wheels: list[str], libraries: Path | None) -> str:
         )
     with tempfile.TemporaryDirectory(prefix="regard-matrix-") as name:
         folder = Path(name)
-        subprocess.run([interpreter, "-m", "venv", str(folder / "venv")], check=True, timeout=PATIENCE)
+        subprocess.run([interpreter, "-m", "venv", str(folder / "venv")], check=True)
         python = folder / "venv" / "bin" / "python"
         try:
-            install(row, python, wheels, bare=libraries is not None)
-            result = run_smoke(python, folder, libraries)
+            install(row, python, wheels, libraries is not None, patience)
+            result = run_smoke(python, folder, libraries, patience)
         except InstallError as error:
             result = f"not installed: {error}"
+        except subprocess.TimeoutExpired:
+            result = f"not finished in {patience:g} s"
         versions = list_versions(python, "torch", "numpy", "numba", "transformers")
         full = subprocess.run([str(python), "-V"], capture_output=True, text=True).stdout.split()[-1]
     return f"| {full} | {' | '.join(versions)} | {result.replace('|', '/')} |"
@@ -141,7 +145,7 @@ def measure(row: Row, wheels: list[str], libraries: Path | None) -> str:
 def build_wheels(folder: Path) -> list[str]:
     """Build the wheels of this checkout: regard and regard-data."""
     run = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-    subprocess.run([*run, str(ROOT), str(ROOT / "tools" / "data")], check=True, timeout=PATIENCE)
+    subprocess.run([*run, str(ROOT), str(ROOT / "tools" / "data")], check=True)
     return sorted(map(str, folder.glob("*.whl")))
 
 
@@ -149,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose description contains this text")
     parser.add_argument("--cuda-libraries", metavar="DIR", type=Path, help="install torch without its CUDA packages")
+    parser.add_argument("--patience", metavar="SECONDS", type=float, default=1800, help="for each step of a row")
     options = parser.parse_args()
     rows = [row for row in ROWS if options.only in str(row)]
     if not rows:
@@ -158,9 +163,9 @@ def main() -> int:
         wheels = build_wheels(Path(folder))
         lines = []
         for row in rows:
-            lines.append(measure(row, wheels, options.cuda_libraries))
+            lines.append(measure(row, wheels, options.cuda_libraries, options.patience))
             print(lines[-1], flush=True)
-    return int(any(re.search("failed", line) for line in lines))
+    return int(any(re.search("failed|not finished", line) for line in lines))
 
 
 if __name__ == "__main__":

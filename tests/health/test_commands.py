@@ -180,3 +180,16 @@ def test_look_at_a_folder(folder, capsys):
     assert "layers 0 to 1, got 9" in capsys.readouterr().err
     assert main(["look", str(folder), "--rows", "x"]) == 2
     assert "--rows must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("own_look:make", "'own_look:make': the function must return (model, batches)"),
+        ("./nothing", "there is no folder './nothing'"),
+    ],
+)
+def test_look_says_what_is_wrong_with_a_model(spec, said, tmp_path, capsys):
+    (tmp_path / "own_look.py").write_text("def make():\n    return 3\n")
+    assert main(["look", spec]) == 1
+    assert capsys.readouterr().err.startswith(f"regard look: {said}")

@@ -93,3 +93,53 @@ def test_weights_are_returned_where_only_the_call_asks_for_them():
         (p,) = model(**batch).attentions
     assert p.shape == (1, 4, 6, 6)
     torch.testing.assert_close(p.sum(-1), torch.ones(1, 4, 6))
+
+
+def make_timesfm():
+    config = transformers.TimesFmConfig(
+        patch_length=8,
+        context_length=32,
+        horizon_length=8,
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=16,
+        head_dim=8,
+        num_attention_heads=2,
+        attn_implementation="eager",
+    )
+    return transformers.TimesFmModelForPrediction(config), dict(past_values=[torch.randn(32)] * 2, freq=[0, 0])
+
+
+def make_bridgetower():
+    sizes = dict(hidden_size=64, num_hidden_layers=3)
+    text = dict(**sizes, num_attention_heads=2, intermediate_size=32, vocab_size=40, max_position_embeddings=40)
+    config = transformers.BridgeTowerConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        text_config=text,
+        vision_config=dict(**sizes, patch_size=8, image_size=16),
+        attn_implementation="eager",
+    )
+    batch = dict(input_ids=torch.randint(3, 40, (2, 7)), pixel_values=torch.randn(2, 3, 16, 16))
+    return transformers.BridgeTowerModel(config), batch
+
+
+@pytest.mark.parametrize("make", [make_timesfm, make_bridgetower])
+@pytest.mark.parametrize("asked", ["by the caller", "by the configuration"])
+def test_weights_are_those_that_were_swapped_in(make, asked):
+    torch.manual_seed(0)
+    model, batch = make()
+    model.eval().config.output_attentions = asked == "by the configuration"
+    wish = {"output_attentions": True} if asked == "by the caller" else {}
+    with torch.no_grad():
+        own = model(**batch, **wish).attentions
+        with regard.using(model, normalizer="softmax", temperature=1.0):
+            same = model(**batch, **wish).attentions
+        with regard.using(model, normalizer="sparsemax"):
+            sparse = model(**batch, **wish).attentions
+    assert len(own) == 2
+    torch.testing.assert_close(same, own)
+    weights = [p for layer in sparse for p in (layer if isinstance(layer, tuple) else (layer,))]
+    assert all((p.sum(-1) - 1).abs().max() < 1e-5 for p in weights) and any((p == 0).any() for p in weights)

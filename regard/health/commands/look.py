@@ -8,17 +8,19 @@ from typing import Any
 
 from regard.health.commands.outputs import check_path, print_error
 from regard.health.look import look
-from regard.health.models.loading import describe_error, load
+from regard.health.models.loading import describe_error, is_function, load
+
+LENGTH = 64  # tokens of the text, unless asked otherwise
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a hub name")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, or module:function")
     parser.add_argument("--text", metavar="TEXT", help="the text itself (default: a built-in sample)")
     parser.add_argument("--layer", help="a layer's index or module name (all)")
     parser.add_argument("--head", type=int, help="a head's number (all)")
     parser.add_argument("--rows", metavar="A:B", help="the queries to list, such as 5 or 10:20 (all)")
     parser.add_argument("--top", type=int, default=4, help="keys of each query (4)")
-    parser.add_argument("--length", type=int, default=64, help="tokens of the text (64, or the model's maximum)")
+    parser.add_argument("--length", type=int, help=f"tokens of the text ({LENGTH}, or the model's maximum)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights in this dtype")
     parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
@@ -27,11 +29,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     for name in ("top", "length"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.out is not None:
         check_path(options, options.out, ".html")
     rows = None if options.rows is None else _parse_rows(options)
+    if options.length is None and not is_function(options.model):
+        options.length = LENGTH
     layer: Any = options.layer
     layer = int(layer) if layer is not None and layer.isdecimal() else layer
     try:

@@ -38,6 +38,11 @@ class Subject:
     predictor: nn.Module | None = None  # the language model that `model` is the base of, if its files have one
 
 
+def is_function(spec: str) -> bool:
+    """True if a model is named as module:function, which brings its own batches."""
+    return ":" in spec and not os.path.exists(spec)
+
+
 def load(
     spec: str,
     text: str | None,
@@ -54,7 +59,7 @@ def load(
 
     Pickled weights are read only with `pickle`; weights that the files lack stay random only with `missing`.
     """
-    if ":" in spec and not os.path.exists(spec):
+    if is_function(spec):
         given = [name for name, value in dict(text=text, length=length, dtype=dtype).items() if value is not None]
         if given:
             raise LoadError(f"{spec!r} brings its own model and batches; leave out --{given[0]}")
@@ -79,7 +84,8 @@ def load(
     try:
         model, predictor, found = _load_model(transformers, spec, options)
     except Exception as error:
-        raise LoadError(f"{spec!r} could not be loaded: {describe_error(error)}") from error
+        where = "" if os.path.isdir(spec) else "is no folder here, and from the hub it "
+        raise LoadError(f"{spec!r} {where}could not be loaded: {describe_error(error)}") from error
     notes = _check_weights(spec, model, found, missing)
     try:
         model = model.to(device)
@@ -124,9 +130,9 @@ def _mask_token(transformers: Any, spec: str) -> int | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's type and message in one line."""
+    """An error's type and message in one line; the message alone of a LoadError, which is a sentence."""
     text = one_line(error)
-    return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, LoadError) or text == type(error).__name__ else f"{type(error).__name__}: {text}"
 
 
 def one_line(error: BaseException) -> str:

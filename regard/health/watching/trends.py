@@ -28,11 +28,14 @@ def find_trends(samples: Collection[tuple[int, float, float]]) -> Iterator[tuple
         return
     steps, logits, ratios = zip(*samples, strict=True)
     then = steps[-1] + AHEAD * (steps[-1] - steps[0])
-    logit, ratio = extrapolate(steps, logits, then), extrapolate(steps, ratios, then)
-    if is_rising(logits) and _recent_mean(logits) > LOGIT_LIMIT / 4 and logit > LOGIT_LIMIT:
-        yield "rising", f"largest logit {logits[-1]:.3g}, rising towards {logit:.3g} by step {then:.0f}"
-    if is_rising(ratios[::-1]) and _recent_mean(ratios) < 2 * ENTROPY_LIMIT and ratio < ENTROPY_LIMIT:
-        yield "falling", f"entropy ratio {ratios[-1]:.3g}, falling towards {max(ratio, 0):.2g} by step {then:.0f}"
+    if _recent_mean(logits) > LOGIT_LIMIT / 4 and is_rising(logits):  # few heads come near the limit
+        logit = extrapolate(steps, logits, then)
+        if logit > LOGIT_LIMIT:
+            yield "rising", f"largest logit {logits[-1]:.3g}, rising towards {logit:.3g} by step {then:.0f}"
+    if _recent_mean(ratios) < 2 * ENTROPY_LIMIT and is_rising(ratios[::-1]):
+        ratio = extrapolate(steps, ratios, then)
+        if ratio < ENTROPY_LIMIT:
+            yield "falling", f"entropy ratio {ratios[-1]:.3g}, falling towards {max(ratio, 0):.2g} by step {then:.0f}"
 
 
 def is_rising(values: Sequence[float]) -> bool:

@@ -5,7 +5,7 @@ INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install
 DEMO := .venv/.demo
 READY := .venv/.ready
 ENCODER := .venv/.encoder
-PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all fuzz soak test-gpu bench lint format figures docs matrix dist clean

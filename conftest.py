@@ -15,9 +15,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton") is not None:
         sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests", "support"))
-        from interpreter import dress_once
+        from interpreter import speed_up
 
-        dress_once()
+        speed_up()
 
 
 @pytest.fixture(autouse=True)

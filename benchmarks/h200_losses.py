@@ -45,7 +45,9 @@ def find_faults(name: str, columns: int, dtype: torch.dtype) -> list[str]:
         gradient[torch.arange(16, device="cuda"), target] -= 1.0
         error, slope = (loss.double() - exact).abs().max().item(), (ds.double() - gradient).abs().max().item()
         if not (error < 1e-5 * (1 + exact.abs().max().item()) and slope < {"bf16": 4e-3}.get(_short(dtype), 1e-5)):
-            faults.append(f"{name} {_short(dtype)} n = {columns}, spread {spread}: loss {error:.1e}, gradient {slope:.1e}")
+            faults.append(
+                f"{name} {_short(dtype)} n = {columns}, spread {spread}: loss {error:.1e}, gradient {slope:.1e}"
+            )
     return faults
 
 
@@ -152,7 +154,10 @@ def build_table() -> list[str]:
 
 def build_spread_table() -> list[str]:
     """Forward at several spreads: flat rows, in which lanes hide scores, are read more than once."""
-    lines = ["| | " + " | ".join(f"spread {spread}" for spread in (0.01, 0.1, 0.3, 1.0, 3.0)) + " |", "| --- " * 6 + "|"]
+    lines = [
+        "| | " + " | ".join(f"spread {spread}" for spread in (0.01, 0.1, 0.3, 1.0, 3.0)) + " |",
+        "| --- " * 6 + "|",
+    ]
     for name in NAMES[1:]:
         cells = []
         for spread in (0.01, 0.1, 0.3, 1.0, 3.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -129,10 +128,9 @@ def examine(
         any(hasattr(module, "_hf_hook") for _, module in modules)  # accelerate loads them in each forward
     ):
         raise ValueError("model has weights on the meta device, which have no values; load them first")
-    here = threading.get_ident()  # other threads may run the model too
 
     def begin(*_) -> None:
-        if not torch.compiler.is_compiling() and threading.get_ident() == here:
+        if not torch.compiler.is_compiling():
             recorder.begin()
 
     hook = model.register_forward_pre_hook(begin, prepend=True)
@@ -212,19 +210,15 @@ def examine(
 
 @contextlib.contextmanager
 def _evaluation_mode(model: nn.Module, modules: Modules) -> Iterator[None]:
-    """Evaluation mode inside the block; other threads wait until it ends."""
-    with _ONE_AT_A_TIME:
-        training = [module for _, module in modules if module.training]
-        try:
-            for module in training:
-                module.training = False
-            yield
-        finally:
-            for module in training:
-                module.training = True
-
-
-_ONE_AT_A_TIME = threading.RLock()
+    """Evaluation mode inside the block."""
+    training = [module for _, module in modules if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def max_positions(model: nn.Module) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -127,9 +126,8 @@ class Monitor:
         self._sampled_step: int | None = None
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
-        self._samples: dict[int, tuple] = {}  # open samples by thread
+        self._sample: tuple | None = None  # the open one
         self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
-        self._lock = threading.RLock()  # for the numbers above; never held during a forward
         self._warned: set[str] = set()
         self._hooks = [
             model.register_forward_pre_hook(Hook(self._before), prepend=True),
@@ -180,11 +178,10 @@ class Monitor:
 
     def end_step(self) -> None:
         """Reduce the sample of this step over the ranks, where that waits for the end of the step (pipelines)."""
-        with self._lock:
-            self._read_sample()
-            if self._pending is not None:
-                (step, tables), self._pending = self._pending, None
-                self._finish(step, tables)
+        self._read_sample()
+        if self._pending is not None:
+            (step, tables), self._pending = self._pending, None
+            self._finish(step, tables)
 
     def _before(self, module: nn.Module, inputs: tuple) -> None:
         if module is not self.model:  # a copy, which has its hooks
@@ -193,17 +190,16 @@ class Monitor:
         if not module.training:
             return
         now = time.perf_counter()
-        with self._lock:
-            self._started = now if self._started is None else self._started
-            self._missed = 0
-            self.step = step = self.step + 1 if self._given_step is None else self._given_step
-            if step == self._sampled_step or not self._schedule.is_due(step):
-                return
-            self._sampled_step = step
-            self._schedule.take(step)
-            if not self._is_within_budget(step, now - self._started):
-                self._skip()
-                return
+        self._started = now if self._started is None else self._started
+        self._missed = 0
+        self.step = step = self.step + 1 if self._given_step is None else self._given_step
+        if step == self._sampled_step or not self._schedule.is_due(step):
+            return
+        self._sampled_step = step
+        self._schedule.take(step)
+        if not self._is_within_budget(step, now - self._started):
+            self._skip()
+            return
         if runs_compiled():
             self._warn(
                 "compiled", "The model runs compiled, so nothing is watched. Pass Monitor what torch.compile returned."
@@ -213,7 +209,7 @@ class Monitor:
         recorder = make(sequences=self.sequences)
         context = Interception(module, observe=recorder).in_forward()
         open_scope(context)
-        self._samples[threading.get_ident()] = recorder, context, step, time.perf_counter() - now
+        self._sample = recorder, context, step, time.perf_counter() - now
 
     def _is_within_budget(self, step: int, elapsed: float) -> bool:
         """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
@@ -234,13 +230,14 @@ class Monitor:
 
     def _end_sample(self) -> None:
         """Close a sample whose forward was aborted by KeyboardInterrupt; torch runs no hooks then."""
-        if (sample := self._samples.pop(threading.get_ident(), None)) is not None:
-            close_scope(sample[1])
+        if self._sample is not None:
+            close_scope(self._sample[1])
+            self._sample = None
 
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if module is not self.model:
             return
-        finished, sample = time.perf_counter(), self._samples.pop(threading.get_ident(), None)
+        finished, sample, self._sample = time.perf_counter(), self._sample, None
         if sample is not None:
             close_scope(sample[1])
         closing = time.perf_counter() - finished
@@ -250,10 +247,9 @@ class Monitor:
         recorder, _, step, opening = sample
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
-        with self._lock:
-            self._unread = recorder, step, opening + closing
-            if self._ranks.is_distributed() or not recorder.is_on_gpu:
-                self._read_sample()
+        self._unread = recorder, step, opening + closing
+        if self._ranks.is_distributed() or not recorder.is_on_gpu:
+            self._read_sample()
 
     def _read_sample(self) -> None:
         """Reads the sample that a forward has left, logs it and raises alarms.
@@ -261,20 +257,19 @@ class Monitor:
         A GPU is still at work when its forward returns. Alone, a process reads the sample at the end of the next
         forward, so as not to wait; over ranks at once, because all of them have to.
         """
-        with self._lock:
-            if self._unread is None:
-                return
-            (recorder, step, opening), self._unread = self._unread, None
-            began = time.perf_counter()
-            recorder.finish_batch()
-            tables = self._make_tables(recorder)
-            if self._ranks.pipeline_group is None:
-                self._finish(step, tables)
-            else:
-                self._pending = step, tables
-            if self.samples:  # the first one compiles kernels, which does not count
-                self.spent += recorder.count_seconds() + time.perf_counter() - began + opening
-            self.samples += 1
+        if self._unread is None:
+            return
+        (recorder, step, opening), self._unread = self._unread, None
+        began = time.perf_counter()
+        recorder.finish_batch()
+        tables = self._make_tables(recorder)
+        if self._ranks.pipeline_group is None:
+            self._finish(step, tables)
+        else:
+            self._pending = step, tables
+        if self.samples:  # the first one compiles kernels, which does not count
+            self.spent += recorder.count_seconds() + time.perf_counter() - began + opening
+        self.samples += 1
 
     def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:
         """Returns the table of each layer that this rank ran, and notes which could not be measured."""

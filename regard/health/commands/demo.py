@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from regard.health.commands.demo_training import STEPS, train_three
 from regard.health.commands.outputs import check_path, print_error, save_report
-from regard.health.commands.progress import show_progress
 from regard.health.examine import examine
 from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import CHARACTERS, batches, checkpoint
@@ -29,16 +29,15 @@ def main(options: argparse.Namespace) -> int:
     for name, description in SUBJECTS:
         model, notes = checkpoint(name)
         texts = batches(sample_text(), model.options["length"], 8)
-        with show_progress(name, len(texts)) as advance:
-            report = examine(
-                model,
-                texts,
-                CHANGES,
-                title=f"{name}, {description}",
-                progress=advance,
-                tokenizer=CHARACTERS.__getitem__,
-                ablate=2.0,
-            )
+        report = examine(
+            model,
+            texts,
+            CHANGES,
+            title=f"{name}, {description}",
+            progress=sys.stderr.isatty(),
+            tokenizer=CHARACTERS.__getitem__,
+            ablate=2.0,
+        )
         report.show()
         print(f"a stored model: trained for {notes['steps']} steps, validation loss {notes['validation_loss']}")
         reports.append(report)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 
 import regard
 from regard.health.commands.outputs import check_path, print_error, save_report
-from regard.health.commands.progress import show_progress
 from regard.health.examine import examine
 from regard.health.models.loading import describe_error, load, one_line
 from regard.health.report import files
@@ -97,21 +95,19 @@ def main(options: argparse.Namespace) -> int:
             pickle=options.allow_pickle,
             missing=options.allow_missing,
         )
-        progress = show_progress("examining", subject.batch_count) if torchrun.is_first_rank() else nullcontext()
-        with progress as advance:
-            report = examine(
-                subject.model,
-                subject.batches,
-                options.what_if,
-                title=subject.title,
-                progress=advance,
-                group=ranks,
-                snapshot=options.snapshot,
-                tokenizer=subject.tokenizer,
-                checks=not options.no_checks,
-                ablate=not options.no_ablation,
-                predictor=subject.predictor,
-            )
+        report = examine(
+            subject.model,
+            subject.batches,
+            options.what_if,
+            title=subject.title,
+            progress=sys.stderr.isatty() and torchrun.is_first_rank(),
+            group=ranks,
+            snapshot=options.snapshot,
+            tokenizer=subject.tokenizer,
+            checks=not options.no_checks,
+            ablate=not options.no_ablation,
+            predictor=subject.predictor,
+        )
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
         own = _is_from_regard(error)

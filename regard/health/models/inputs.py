@@ -1,9 +1,8 @@
-"""Batches for a transformers model: text cut into sequences, or synthetic signals if it takes no text."""
+"""Batches for a transformers model: text cut into sequences."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from importlib import resources
 from typing import Any
 
@@ -15,7 +14,6 @@ from regard.health.examine import max_positions
 LENGTH = 256  # tokens per sequence, if the model has so many positions
 UNKNOWN = 1 / 3  # largest fraction of unknown tokens
 LONGEST_TOKEN = 64  # characters; the text is cut by it before it is tokenised
-SIGNALS = ("pixel_values", "input_features", "input_values")
 
 
 class InputError(Exception):
@@ -91,39 +89,3 @@ def _keep_accepted(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Ten
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         return inputs
     return {name: value for name, value in inputs.items() if name in accepted}
-
-
-def make_signals(model: nn.Module, name: str, batch: int) -> dict[str, Tensor]:
-    """Smooth synthetic images, videos, spectrograms or tones."""
-    config: Any = model.config
-    dtype = next(model.parameters()).dtype
-    if name == "pixel_values":
-        return {name: _images(getattr(config, "vision_config", None) or config, batch).to(dtype)}
-    if name == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 1500)
-        length = min(32, getattr(config, "max_target_positions", None) or 32)
-        ids = torch.randint(0, config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
-        ids[:, 0] = getattr(config, "decoder_start_token_id", 0) or 0
-        signal = _spectrograms(batch, config.num_mel_bins, frames).to(dtype)
-        return _keep_accepted(model, {name: signal, "decoder_input_ids": ids})
-    if getattr(config, "num_mel_bins", None):
-        return {name: _spectrograms(batch, config.num_mel_bins, config.max_length).transpose(1, 2).to(dtype)}
-    time = torch.arange(16000) / 16000.0
-    tones = torch.stack([torch.sin(2 * math.pi * 220.0 * (at + 1) * time) for at in range(batch)])
-    return {name: tones.to(dtype)}
-
-
-def _images(config: Any, batch: int) -> Tensor:
-    """[B, C, H, W], or [B, frames, C, H, W] for a video model."""
-    size, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
-    high, wide = (size, size) if isinstance(size, int) else tuple(size)
-    frames = getattr(config, "num_frames", None)
-    coarse = torch.randn(batch * (frames or 1), channels, 8, 8, generator=torch.Generator().manual_seed(0))
-    fine = nn.functional.interpolate(coarse, (high, wide), mode="bicubic")
-    return fine.unflatten(0, (batch, frames)) if frames else fine
-
-
-def _spectrograms(batch: int, bins: int, frames: int) -> Tensor:
-    """[B, bins, frames]."""
-    coarse = torch.randn(1, batch, 10, frames // 20 or 1, generator=torch.Generator().manual_seed(0))
-    return nn.functional.interpolate(coarse, (bins, frames), mode="bicubic")[0]

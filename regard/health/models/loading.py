@@ -32,9 +32,8 @@ class Subject:
     title: str
     model: nn.Module
     batches: Iterable[Any]  # a function may make them one at a time
-    batch_count: int | None  # if known
     notes: dict[str, str] = field(default_factory=dict)
-    tokenizer: Any = None  # of a model that takes text
+    tokenizer: Any = None  # None if a function made the batches
     predictor: nn.Module | None = None  # the language model that `model` is the base of, if its files have one
 
 
@@ -96,9 +95,7 @@ def load(
     batches, source, tokenizer = _make_batches(transformers, spec, model, text, length, batch, limit)
     if predictor is not None and predictor.config.name_or_path and not hasattr(predictor.config, "mask_token_id"):
         predictor.config.mask_token_id = _mask_token(transformers, spec)
-    if "synthetic" in source:
-        notes["caution"] = "a synthetic signal is enough to run a model but too little to judge it"
-    return Subject(title, model, batches, len(batches), dict(input=source, **notes), tokenizer, predictor)
+    return Subject(title, model, batches, dict(input=source, **notes), tokenizer, predictor)
 
 
 def _title(folder: Path) -> str:
@@ -171,26 +168,21 @@ def _from_function(spec: str, device: str, limit: int) -> Subject:
     if not isinstance(batches, Iterable):
         raise LoadError(f"{spec!r}: batches must be an iterable of batches, got {type(batches).__name__}")
     try:
-        count = min(len(batches), limit)  # type: ignore[arg-type]
-    except Exception:  # generators have no length, and some DataLoaders
-        count = None
-    try:
         batches, model = itertools.islice(batches, limit), model.to(device)
     except Exception as error:
         raise LoadError(f"{spec!r}: its model or batches raised {describe_error(error)}") from error
-    return Subject(function_name, model, batches, count, dict(input=f"the batches of {spec}"))
+    return Subject(function_name, model, batches, dict(input=f"the batches of {spec}"))
 
 
 def _make_batches(
     transformers: Any, spec: str, model: Any, text: str | None, length: int | None, batch: int, limit: int
 ) -> tuple[list[dict], str, Any]:
-    """The model's batches, a description of them, and the tokenizer that made them (None for signals)."""
-    name = model.main_input_name
-    takes_both = hasattr(model, "get_text_features") and hasattr(model, "get_image_features")  # CLIP
-    if name in inputs.SIGNALS and not takes_both:
-        if text is not None:
-            raise LoadError(f"{spec!r} takes {name}, not text; leave out --text to use a synthetic signal")
-        return [inputs.make_signals(model, name, min(batch, 4))], f"synthetic {name}", None
+    """The model's batches, a description of them, and the tokenizer that made them."""
+    is_clip = hasattr(model, "get_text_features") and hasattr(model, "get_image_features")
+    if model.main_input_name != "input_ids" or is_clip:
+        raise LoadError(
+            f"{spec!r} takes more than text; write a function that returns (model, batches), and pass module:function"
+        )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except Exception as error:
@@ -201,12 +193,7 @@ def _make_batches(
         )
     except inputs.InputError as error:
         raise LoadError(f"{spec!r}: {error}") from None
-    source = "the built-in sample" if text is None else "the text given"
-    if takes_both:
-        for batch_inputs in batches:
-            batch_inputs.update(inputs.make_signals(model, "pixel_values", len(batch_inputs["input_ids"])))
-        source += " and synthetic pixel_values"
-    return batches, source, tokenizer
+    return batches, "the built-in sample" if text is None else "the text given", tokenizer
 
 
 def _check_folder(folder: Path, pickle: bool) -> None:

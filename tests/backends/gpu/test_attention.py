@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import Poisoned, check_backward, check_forward, make, random_problem
+from interpreter import check_overflow
 from launches import Watched, launched
 from rows_data import FUSED
 
@@ -306,8 +307,9 @@ def test_statistics_of_short_numbers_wait_for_the_last_keys_to_leave():
 
 
 @pytest.mark.parametrize("name", ["softmax", "entmax15"])
-def test_rows_more_than_32_bits_from_the_first_of_their_block(name):
+def test_rows_more_than_32_bits_from_the_first_of_their_block(name, monkeypatch):
     """Strides below 2³¹, fifteen of which are not; the memory between is never touched."""
+    check_overflow(monkeypatch)
     step, count = 2**31 // 15 + 1, 16
     page = torch.empty(step * count, dtype=torch.float16)
     near = make(4, name, b=1, h=1, g=1, m=count, n=count, d=8, e=8, dtype=torch.float16, causal=True)

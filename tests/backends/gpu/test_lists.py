@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from attention_data import check_backward, check_forward, make
+from interpreter import check_overflow
 
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import statistics
@@ -131,8 +132,9 @@ def put_one(ptr, rows, SLOT: tl.constexpr):
     statistics.store_statistic(ptr, row, rows, row * 0.0 + 3.0, row != row, 0.0, row == row, SLOT)
 
 
-def test_statistics_beyond_32_bits():
+def test_statistics_beyond_32_bits(monkeypatch):
     """The last of fourteen statistics of 2³¹/13 rows and more; the memory before is never touched."""
+    check_overflow(monkeypatch)
     rows = 2**31 // 13 + 1
     page = torch.empty(13 * rows + 1, dtype=torch.float16)
     put_one[(1,)](page, rows, 13)

@@ -109,8 +109,11 @@ def attention_varlen(
     longest = _check_longest(max_seqlen_q, "max_seqlen_q"), _check_longest(max_seqlen_k, "max_seqlen_k")
     options = len(q), len(k), q.device, longest, causal, *_check_window_size(window_size)
     mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     found: Any = attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        q,
+        k,
+        v,
         mask,
         dropout_p,
         scale=softmax_scale if scale is None else scale,
@@ -120,7 +123,7 @@ def attention_varlen(
         softcap=softcap or None,
         sink=sink,
         gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) and gate.ndim > 1 else gate,
-        return_stats=return_stats,
+        return_stats=return_stats,  # type: ignore[arg-type]
         backend=backend,
     )
     if not isinstance(found, tuple):

@@ -32,8 +32,8 @@ def push(function: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor]
 
     torch.func.jvp would do where no level of forward mode is open; torch cannot nest the two.
     """
-    out, transpose = torch.func.vjp(function, *given)
-    _, push_forward = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))
+    out, transpose = torch.func.vjp(function, *given)  # type: ignore[misc]
+    _, push_forward = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))  # type: ignore[misc]
     return push_forward(tuple(tangents))
 
 

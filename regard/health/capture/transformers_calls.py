@@ -143,7 +143,7 @@ def _wants_weights(module: nn.Module, kwargs: dict) -> bool:
     given = kwargs.get("output_attentions")
     if given is not None:
         return bool(given)
-    running = (getattr(one, "config", None) for one in (module, *(one for one, _ in STATE.stack)))
+    running = (getattr(one, "config", None) for one in (module, *(one for one, *_ in STATE.stack)))
     return any(getattr(config, "output_attentions", False) for config in running)
 
 

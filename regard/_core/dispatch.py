@@ -43,6 +43,8 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
         return Path("reference", f"{problem.choice.spec} has no fused form")
     if on_request := find_on_request(problem):
         return Path("reference", f"the statistic {on_request}, which no fused kernel computes")
+    if learns_score(problem):
+        return Path("reference", "params of score_mod that have gradients, which no fused kernel computes")
     if obstacle is None and is_our_forward_faster(problem):
         return Path("triton", "plain softmax of many scores: our forward, which is faster here, and cuDNN's backward")
     if obstacle is None:
@@ -69,10 +71,15 @@ def find_on_request(problem: Problem) -> str | None:
     return next((name for name in problem.stats if name in ON_REQUEST), None)
 
 
+def learns_score(problem: Problem) -> bool:
+    """True if a gradient of the score function's parameters is recorded."""
+    return problem.score_params is not None and problem.score_params.requires_grad
+
+
 def has_transform(problem: Problem) -> bool:
     """True if a tangent or a torch.func gradient reaches what the weights are made of."""
     p = problem
-    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative)
+    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative, p.score_params)
 
 
 def transform_error(backend: str) -> ValueError:
@@ -91,6 +98,7 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
         (problem.stats, "statistics"),
         (problem.softcap, "a soft cap"),
+        (problem.score is not None, "a score function"),
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
         (problem.interval is not None, "an interval of keys per query"),
@@ -128,6 +136,8 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
             raise ValueError(f"backend {backend!r} does not compute {on_request!r}; use backend=None or 'reference'")
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
+        if learns_score(problem):
+            raise ValueError(f"backend {backend!r} has no gradient of params of score_mod; use 'reference' or detach them")
         if has_transform(problem):
             raise transform_error(backend)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:

@@ -13,6 +13,7 @@ from regard._core.mask.parts import Packed, check_cu_seqlens, check_side
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard.mask import Mask
+from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
 
 Ints = Tensor | Sequence[int]
@@ -24,7 +25,7 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
-    sink: float | Tensor | None = ..., return_stats: Literal[False] = ..., backend: str | None = ...,
+    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., return_stats: Literal[False] = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -34,7 +35,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
-    sink: float | Tensor | None = ..., return_stats: Literal[True] | str | Sequence[str], backend: str | None = ...,
+    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ...,
+    return_stats: Literal[True] | str | Sequence[str], backend: str | None = ...,
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 
 
@@ -55,6 +57,7 @@ def attention_varlen(
     scale: float | str | Tensor | None = None,
     normalizer: str = "softmax",
     temperature: Temperature = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     return_stats: Wanted = False,
     backend: str | None = None,
@@ -77,7 +80,7 @@ def attention_varlen(
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
         softcap: c in c·tanh(x/c); 0 for none.
-        dropout_p, normalizer, temperature, sink, return_stats, backend: as in `regard.attention`.
+        dropout_p, normalizer, temperature, score_mod, sink, return_stats, backend: as in `regard.attention`.
 
     Returns:
         The output (Tq, Hq, Dv), or the pair (output, statistics) if `return_stats` is not False; each statistic is
@@ -113,6 +116,7 @@ def attention_varlen(
         normalizer=normalizer,
         temperature=temperature,
         softcap=softcap or None,
+        score_mod=score_mod,
         sink=sink,
         backend=backend,
     )

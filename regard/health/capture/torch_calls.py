@@ -24,7 +24,7 @@ from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, 
 from regard.health.capture.handwritten import Follower
 from regard.health.capture.interception import SDPA, STATE, interceptions_of, route, running_module
 from regard.masks import resolve_causal_bias
-from regard.reference import joined_mask
+from regard.reference import joined_mask, score_of
 from regard.temperature.rows import is_measuring
 
 ARGUMENTS_BEFORE_TRAINING = 13  # of torch's multi-head function
@@ -212,6 +212,7 @@ def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable)
         return results[0] if rows is None else results[0].index_select(-2, rows)
 
     options: dict[str, Any] = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
+    options["score_mod"] = score_of(problem)
     options["key_lengths"] = problem.key_lengths
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]

@@ -45,7 +45,7 @@ def supports(p: Problem, direction: str) -> str | None:
             return f"head width {width} ({' and '.join(map(str, KEYS))} only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "softcap", "bias", "row_bias", "relative", "mask", "interval"):
+    if reason := find_option(p, "softcap", "score", "bias", "row_bias", "relative", "mask", "interval"):
         return reason
     if p.q.shape[-2] < BLOCK:
         return f"{p.q.shape[-2]} queries ({BLOCK} at least)"

@@ -127,7 +127,7 @@ class ScoreFunction:
         rows = []
         for at, x in enumerate(self.params):
             if not isinstance(x, Tensor):
-                rows.append(like.new_full((heads,), x, dtype=dtype))
+                rows.append(torch.full((heads,), x, dtype=dtype, device=like.device))  # not mapped by vmap
                 continue
             if x.device != like.device and x.ndim:
                 raise ValueError(f"params[{at}] of score_mod must be on q's device {like.device}, got {x.device}")

@@ -20,8 +20,10 @@ from regard._core.options import AttnMask
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
 from regard._core.validation import check_key_lengths, check_mask
+from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation
 from regard.nn.visibility import Visibility, pack_documents
+from regard.score_function import ScoreFunction
 from regard.temperature import Fixed, named
 
 
@@ -55,6 +57,7 @@ class MultiheadAttention(nn.Module):
         temperature: None, a number, "learned" (per head, starts at 1), "ssmax" (learned per head), "adaptive",
             "query_dependent", or a policy of `regard.temperature`, whose parameters then belong to the module.
         softcap: c in c·tanh(x/c), or None.
+        score_mod: a `regard.ScoreFunction` in the place of the soft cap, or None; not with score="additive".
         sink: True adds a learned logit per head to softmax's denominator.
         batch_first: must be True.
         device, dtype: of the parameters.
@@ -81,6 +84,7 @@ class MultiheadAttention(nn.Module):
         normalizer: str = "softmax",
         temperature: float | str | Callable | None = None,
         softcap: float | None = None,
+        score_mod: ScoreFunction | None = None,
         sink: bool = False,
         batch_first: bool = True,
         device: torch.device | str | None = None,
@@ -91,10 +95,10 @@ class MultiheadAttention(nn.Module):
             raise ValueError("batch_first must be True: inputs are (B, L, embed_dim); transpose (L, B, …) first")
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
-        validation.check_options(score, normalizer, dropout, softcap, sink)
+        validation.check_options(score, normalizer, dropout, softcap, score_mod, sink)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
-        self.dropout, self.softcap = dropout, softcap
+        self.dropout, self.softcap, self.score_mod = dropout, softcap, score_mod
         place = dict(device=device, dtype=dtype)
         inner = kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **place)
@@ -195,6 +199,9 @@ class MultiheadAttention(nn.Module):
             validation.check_packed(batch, attn_mask, key_lengths, cache)
             attn_mask, is_causal, window = pack_documents(cu_seqlens, queries, keys, is_causal, window, q), False, None
         given = split_attn_mask(attn_mask, is_causal, q.device, past)
+        if past and self.score_mod is not None:  # it counts queries from `past` on, and every key
+            own = Mask.window(None, None, bottom_right=True)
+            given = given._replace(mask=own if given.mask is None else own & given.mask)
         tensors = [check_mask(x, (batch, heads), batch, heads, queries, keys, q) for x in given.tensors]
         if given.mask is None and given.bias is None and len(tensors) < 2:
             dense = tensors[0] if tensors else None
@@ -237,6 +244,7 @@ class MultiheadAttention(nn.Module):
             normalizer=self.normalizer,
             temperature=self.temperature,
             softcap=self.softcap,
+            score_mod=self.score_mod,
             sink=self.sink,
             return_stats=wanted or False,
             **options,

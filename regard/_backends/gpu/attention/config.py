@@ -193,7 +193,7 @@ def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, in
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         matrix = p.relative is not None or (p.bias is not None and not has_key_bias(p))
-        cut = p.interval is not None or p.row_bias is not None or p.bias is not None
+        cut = any(x is not None for x in (p.interval, p.row_bias, p.bias, p.score))
         if kernel == "forward_online" and (p.mask is not None or (cut and p.stats)):
             n = min(n, 64)  # the loops over cut tiles take registers
         if matrix or p.dropout_p > 0.0 or measured:

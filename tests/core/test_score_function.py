@@ -127,6 +127,7 @@ def test_params_have_gradients_by_the_reference():
         assert regard.attention_path(q, k, v, score_mod=FADE.with_params(rate)).backend == "cpu"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 def test_gradients_have_gradients_and_tangents():
     q, k, v = (draw(1, 2, 4, 3, seed=at).requires_grad_() for at in range(3))
 

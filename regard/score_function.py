@@ -169,7 +169,7 @@ class ScoreFunction:
         for name, x in (("value", found), ("slope", slope), ("the derivative of value", exact)):
             if not bool(x.isfinite().all()):
                 where = float(s[~x.isfinite()][0])
-                raise ValueError(f"score_mod {self.name}: {name} is not finite at s = {where:g}; hide keys by attn_mask")
+                raise ValueError(f"score_mod {self.name}: {name} is not finite at s = {where:g} with these params")
         wrong = ~torch.isclose(slope, exact, rtol=1e-6, atol=1e-9)
         wrong[..., 0] = False  # at 0 |s| has no derivative
         if bool(wrong.any()):
@@ -263,8 +263,8 @@ def _check_body(body: FunctionType, name: str) -> None:
             bad = None if node in functions and node.id in called else node.id
         if bad is not None:
             raise TypeError(
-                f"{name}: {body.__name__} uses {bad!r}, which not every backend computes; use + - * /, comparisons with "
-                f"& and |, jit functions, params, and of tl {', '.join(WORDS)}"
+                f"{name}: {body.__name__} uses {bad!r}, which not every backend computes; use + - * /, comparisons "
+                f"with & and |, jit functions, params, and of tl {', '.join(WORDS)}"
             )
     for callee, function in called.items():
         if not hasattr(function, "fn") and not isinstance(tl, SimpleNamespace):  # Triton calls no other

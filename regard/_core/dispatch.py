@@ -137,7 +137,9 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
         if learns_score(problem):
-            raise ValueError(f"backend {backend!r} has no gradient of params of score_mod; use 'reference' or detach them")
+            raise ValueError(
+                f"backend {backend!r} has no gradient of params of score_mod; use 'reference' or detach them"
+            )
         if has_transform(problem):
             raise transform_error(backend)
         if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:

@@ -120,7 +120,9 @@ class ShardedCall:
         if on_request := find_on_request(call.problem):
             raise ValueError(f"return_stats: {on_request!r} is not computed over ranks; ask regard.attention for it")
         if call.problem.score is not None:
-            raise ValueError("score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask")
+            raise ValueError(
+                "score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask"
+            )
         return call
 
     def _own_keys(self) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,8 @@ def test_a_soft_cap_is_the_option_softcap_to_the_bit(cap):
     inputs = tensors(dtype=torch.float32, sharp=5.0)
     given = dict(enable_gqa=True, return_stats=True, is_causal=True)
     ours, option = (
-        regard.attention(*inputs, **given, **x) for x in (dict(score_mod=ScoreFunction.soft_cap(cap)), dict(softcap=cap))
+        regard.attention(*inputs, **given, **x)
+        for x in (dict(score_mod=ScoreFunction.soft_cap(cap)), dict(softcap=cap))
     )
     assert torch.equal(ours[0], option[0]) and torch.equal(ours[1].entropy, option[1].entropy)
     path = regard.attention_path(*inputs, enable_gqa=True, score_mod=ScoreFunction.soft_cap(cap))
@@ -135,7 +136,7 @@ def test_gradients_have_gradients_and_tangents():
         return regard.attention(q, k, v, score_mod=ALL["bend"])
 
     assert torch.autograd.gradgradcheck(attend, (q, k))
-    out, tangent = torch.func.jvp(lambda q: attend(q, k), (q.detach(),), (torch.ones_like(q),))
+    _, tangent = torch.func.jvp(lambda q: attend(q, k), (q.detach(),), (torch.ones_like(q),))
     step = 1e-6
     numeric = (attend(q + step, k) - attend(q - step, k)) / (2 * step)
     torch.testing.assert_close(tangent, numeric, rtol=1e-6, atol=1e-7)
@@ -211,7 +212,7 @@ def calls_unjitted(s, i, j, h):
 
 
 @pytest.mark.parametrize(
-    "value, slope, params, error, words",
+    ("value", "slope", "params", "error", "words"),
     [
         (doubled, wrong_slope, (), ValueError, "slope is 1 .* derivative of value is 2"),
         (logarithm, wrong_slope, (), ValueError, "value is not finite at s = "),
@@ -236,7 +237,7 @@ def test_what_is_refused_when_it_is_made(value, slope, params, error, words):
 
 
 @pytest.mark.parametrize(
-    "options, error, words",
+    ("options", "error", "words"),
     [
         (dict(score_mod=doubled), TypeError, "score_mod must be a regard.ScoreFunction"),
         (dict(score_mod=FADE, softcap=2.0), ValueError, "softcap and score_mod"),
@@ -257,7 +258,7 @@ def test_parallel_takes_a_soft_cap_alone():
         x = draw(1, 2, 8, 4)
         capped = regard.parallel.attention(x, x, x, score_mod=ScoreFunction.soft_cap(2.0))
         torch.testing.assert_close(capped, regard.attention(x, x, x, softcap=2.0))
-        with pytest.raises(ValueError, match="score_mod: regard.parallel"):
+        with pytest.raises(ValueError, match="score_mod: regard"):
             regard.parallel.attention(x, x, x, score_mod=FADE)
     finally:
         torch.distributed.destroy_process_group()

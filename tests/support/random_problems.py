@@ -4,8 +4,8 @@ import dataclasses
 import math
 import random
 
-import torch
 import score_functions
+import torch
 from rows_data import FUSED
 
 from regard import normalizers, reference

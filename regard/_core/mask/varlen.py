@@ -25,7 +25,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str = ..., temperature: Temperature = ...,
-    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., return_stats: Literal[False] = ..., backend: str | None = ...,
+    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., return_stats: Literal[False] = ...,
+    backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def attention_varlen(
         enable_gqa=True,
         normalizer=normalizer,
         temperature=temperature,
-        softcap=softcap or None,
+        softcap=None if isinstance(softcap, numbers.Real) and softcap == 0 else softcap,
         score_mod=score_mod,
         sink=sink,
         backend=backend,

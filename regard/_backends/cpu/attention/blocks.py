@@ -297,7 +297,7 @@ class Blocks:
         return visible.flatten(0, 1)
 
     def compute_logits(self, block: Block, q: Tensor, k: Tensor, out: Tensor, kept: Tensor | None = None) -> None:
-        """out [g, rows, n] ← the block's logits, −inf where a mask or bias hides a key; kept ← see `multiply_slopes`."""
+        """out [g, rows, n] ← the block's logits, −inf where a key is hidden; kept ← see `multiply_slopes`."""
         problem = self.problem
         torch.baddbmm(out, q, block.take_keys(k).mT, beta=0, alpha=problem.scale, out=out)
         if problem.softcap is not None:

@@ -176,7 +176,9 @@ class _Binder(ast.NodeTransformer):
         node = self.generic_visit(node)
         if self.is_tile:  # as above
             whole = (isinstance(x, ast.Constant) and type(x.value) is int for x in node.args)
-            node.args = [_real_call(float(x.value)) if is_int else x for x, is_int in zip(node.args, whole, strict=True)]
+            node.args = [
+                _real_call(float(x.value)) if is_int else x for x, is_int in zip(node.args, whole, strict=True)
+            ]
         return node
 
     def visit_Return(self, node: ast.Return) -> ast.Return:

@@ -35,7 +35,7 @@ def load_params(h, like, opt, COUNT: tl.constexpr):
     params = ()
     for at in tl.static_range(COUNT):
         where = opt.score_params.ptr + at * opt.score_params.stride[0] + wide(h) * opt.score_params.stride[1]
-        params = params + (tl.broadcast_to(tl.load(where).to(like.dtype), like.shape),)
+        params = params + (tl.broadcast_to(tl.load(where).to(like.dtype), like.shape),)  # noqa: RUF005
     return params
 
 

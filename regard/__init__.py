@@ -28,6 +28,7 @@ from regard._core.rows.gumbel import gumbel_softmax
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
 from regard.mask import Mask
+from regard.score_function import ScoreFunction
 from regard.scores import qk_norm
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "Monitor",
     "OnlineSoftmax",
     "QKClip",
+    "ScoreFunction",
     "attention",
     "attention_path",
     "attention_varlen",

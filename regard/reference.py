@@ -25,6 +25,7 @@ from regard._core.dtypes import reference_dtype, widen
 from regard._core.mask.attn_mask import find_positions, split_attn_mask
 from regard._core.problem import Problem
 from regard.normalizers import Choice
+from regard.score_function import ScoreFunction
 from regard.scores import resolve_scale, soft_cap
 from regard.temperature import Rows
 
@@ -92,6 +93,7 @@ def attention(
     normalizer: str | Choice = "softmax",
     temperature: Any = None,
     softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -148,6 +150,9 @@ def attention(
         bias = finite if bias is None else bias + finite
     k, v = masks.blanked(visible, k, v)
     s = soft_cap(scale * (q @ k.transpose(-1, -2)), softcap)
+    if score_mod is not None:
+        i = torch.arange(n, device=q.device) + first_query if positions is None else positions
+        s = score_mod.modify(s, i[..., None], torch.arange(keys, device=q.device))
     s = s if bias is None else s + bias
     visible = visible.expand(s.shape)
     s = s.masked_fill(~visible, 0.0)
@@ -261,6 +266,7 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
         normalizer=problem.choice if theta is None else Choice(problem.choice.normalizer, theta[..., None]),
         temperature=None if problem.temperature is None else problem.temperature[..., None],
         softcap=problem.softcap,
+        score_mod=score_of(problem),
         sink=None if problem.sink is None else problem.sink[..., None],
         window=window,
         key_lengths=problem.key_lengths,
@@ -274,6 +280,13 @@ def _of_block(problem: Problem, first: int, total: int) -> tuple[Tensor, Tensor]
     rows = problem.q.shape[:-1]
     stacked = torch.stack([stats[name] for name in problem.stats]) if stats else result[0].new_zeros((0, *rows))
     return result[0], stacked
+
+
+def score_of(problem: Problem) -> ScoreFunction | None:
+    """The score function of a problem with the problem's own parameters; None without one."""
+    if problem.score is None:
+        return None
+    return problem.score.with_params(*(() if problem.score_params is None else problem.score_params))
 
 
 def joined_mask(problem: Problem) -> Tensor | None:

@@ -15,6 +15,7 @@ LAYERS = [
     [
         "regard.bias",
         "regard.mask",
+        "regard.score_function",
         "regard._core.mask.parts",
         "regard.masks",
         "regard.scores",

@@ -20,6 +20,7 @@ from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted
 from regard._core.plans import keep_plan, plan_key, plans
 from regard._core.prepare import prepare
 from regard.normalizers import Choice
+from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
 
 __all__ = ["Path", "attention", "attention_path"]
@@ -56,6 +57,7 @@ def attention(
     normalizer: str | Choice = ...,
     temperature: Temperature = ...,
     softcap: float | None = ...,
+    score_mod: ScoreFunction | None = ...,
     sink: float | Tensor | None = ...,
     window: Window = ...,
     key_lengths: Tensor | Sequence[int] | None = ...,
@@ -79,6 +81,7 @@ def attention(
     normalizer: str | Choice = ...,
     temperature: Temperature = ...,
     softcap: float | None = ...,
+    score_mod: ScoreFunction | None = ...,
     sink: float | Tensor | None = ...,
     window: Window = ...,
     key_lengths: Tensor | Sequence[int] | None = ...,
@@ -102,6 +105,7 @@ def attention(
     normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
     softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     window: Window = None,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -132,6 +136,7 @@ def attention(
             `regard.temperature`.
             A number must lie between 1e-20 and 1e20. Rows whose logits s/T overflow may be NaN.
         softcap: c in c·tanh(x/c), before bias and temperature.
+        score_mod: a `regard.ScoreFunction` f(s, i, j, h, …), which takes the place of the soft cap.
         sink: a logit, or one per head, that joins the denominator after the temperature; softmax and softmax1 only.
         window: (left, right), None for no limit: query i sees keys i − left … i + right.
         key_lengths: (B,) ints: keys from key_lengths[b] on are hidden.
@@ -155,8 +160,8 @@ def attention(
     `retain_graph=True` came before), but not with dropout or inside checkpointing.
     """
     options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,
-        gate, return_stats, backend,
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
+        key_lengths, gate, return_stats, backend,
     )  # fmt: skip
     key = plan_key(q, k, v, options)
     plan = None if key is None else plans.get(key)
@@ -185,6 +190,7 @@ def attention_path(
     normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
     softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     window: Window = None,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -209,8 +215,8 @@ def attention_path(
         ValueError: As `regard.attention` raises it.
     """
     options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, sink, window, key_lengths,
-        gate, return_stats, backend,
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
+        key_lengths, gate, return_stats, backend,
     )  # fmt: skip
     call = prepare(q, k, v, options)
     if call.path.backend == "triton":

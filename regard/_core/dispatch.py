@@ -47,6 +47,8 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
         return Path("reference", reason)
     if on_request := find_on_request(problem):
         return Path("reference", f"the statistic {on_request}, which no fused kernel computes")
+    if learns_score(problem):
+        return Path("reference", "params of score_mod that have gradients, which no fused kernel computes")
     if has_transform(problem):
         uncarried = why_not_carried(problem)
         if uncarried is None:
@@ -89,10 +91,15 @@ def find_on_request(problem: Problem) -> str | None:
     return next((name for name in problem.stats if name in ON_REQUEST), None)
 
 
+def learns_score(problem: Problem) -> bool:
+    """True if a gradient of the score function's parameters is recorded."""
+    return problem.score_params is not None and problem.score_params.requires_grad
+
+
 def has_transform(problem: Problem) -> bool:
     """True if a tangent or a torch.func gradient reaches what the weights are made of."""
     p = problem
-    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative, p.theta)
+    return is_transformed(p.q, p.k, p.v, p.bias, p.temperature, p.sink, p.row_bias, p.relative, p.theta, p.score_params)
 
 
 def why_not_carried(problem: Problem) -> str | None:
@@ -104,6 +111,7 @@ def why_not_carried(problem: Problem) -> str | None:
         (is_within_vmap(), "vmap"),
         (problem.stats, "statistics"),
         (problem.theta is not None, "a parameter per head"),
+        (problem.score is not None, "a score function"),
         (not (on_gpu or q.device.type == "cpu"), f"device {q.device.type!r}"),
         (torch._C._len_torch_dispatch_stack() or type(q) not in PLAIN, "a tensor subclass or a mode"),
         (on_gpu and q.dtype == torch.float64, "float64, which the GPU kernels do not take"),
@@ -129,6 +137,7 @@ def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
         (problem.q.shape[1] == 0, "no heads"),  # torch 2.11 ends the process
         (problem.stats, "statistics"),
         (problem.softcap, "a soft cap"),
+        (problem.score is not None, "a score function"),
         (problem.sink is not None, "a sink"),
         (problem.left is not None or problem.right is not None, "a window"),
         (problem.interval is not None, "an interval of keys per query"),
@@ -166,6 +175,10 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
             raise ValueError(f"backend {backend!r} does not compute {on_request!r}; use backend=None or 'reference'")
         if not problem.choice.fused_in_attention:
             raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
+        if learns_score(problem):
+            raise ValueError(
+                f"backend {backend!r} has no gradient of params of score_mod; use 'reference' or detach them"
+            )
         if reason := find_theta_obstacle(problem):
             raise ValueError(f"backend {backend!r} cannot compute {reason}; use backend='reference'")
         if has_transform(problem) and (reason := why_not_carried(problem)):

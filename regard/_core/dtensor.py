@@ -60,6 +60,10 @@ def attention(function: Callable, q, k, v, options: AttentionOptions):
         return x
 
     _check_mask(options.attn_mask, sharded, heads)
+    if options.score_mod is not None and heads in sharded:
+        raise TypeError(
+            "score_mod counts heads, which a DTensor sharded over heads does not have; pass softcap or a bias"
+        )
     given = {name: local(name, x) for name, x in options._asdict().items()}
     keys = [_keys(x, whole_keys) for x in (k, v)]
     if whole_keys:

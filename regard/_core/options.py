@@ -10,6 +10,7 @@ from torch import Tensor
 from regard.bias import Bias
 from regard.mask import Mask
 from regard.normalizers import Choice
+from regard.score_function import ScoreFunction
 
 AttnMask = Tensor | Mask | Bias | tuple[Tensor | Mask | None, Tensor | Bias | None] | None
 Temperature = float | Tensor | Callable[..., Tensor] | None
@@ -35,6 +36,7 @@ class AttentionOptions(NamedTuple):
     normalizer: str | Choice = "softmax"
     temperature: Temperature = None
     softcap: float | None = None
+    score_mod: ScoreFunction | None = None
     sink: float | Tensor | None = None
     window: Window = None
     key_lengths: Tensor | Sequence[int] | None = None

@@ -41,10 +41,12 @@ with_interval: list[Hashable] = []  # keys of plans that hold an interval per qu
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
     """Return the key of a call's plan; None for a call that has no plan."""
-    mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, window, _, gate, stats, backend = options
+    mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, _, window, _, gate, stats, backend = (
+        options
+    )
     if not (
         type(q) is type(k) is type(v) is Tensor
-        and options.sink is options.key_lengths is None
+        and options.sink is options.key_lengths is options.score_mod is None
         and (mask is None or (type(mask) is Mask and mask.is_static))
         and type(causal) is type(gqa) is bool
         and type(dropout_p) in NUMBER_OR_NONE

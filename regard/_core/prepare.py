@@ -25,6 +25,7 @@ from regard._core.validation import (
     check_key_lengths,
     check_mask,
     check_scale_tensor,
+    check_score_mod,
     check_sink,
     check_softcap,
     check_temperature,
@@ -60,6 +61,7 @@ class Call:
     row_bias: Tensor | None = None  # 3-dim, not expanded
     relative: Tensor | None = None  # [H or 1, M + N − 1]
     theta: Tensor | None = None  # 3-dim, not expanded
+    score_params: Tensor | None = None  # [P, H]
     gate: Tensor | None = None  # as it came, checked
 
     @property
@@ -68,7 +70,7 @@ class Call:
         p = self.problem
         return (
             p.q, p.k, p.v, self.bias, self.mask, self.temperature, self.sink, p.key_lengths, p.seed, self.interval,
-            self.row_bias, self.relative, self.theta,
+            self.row_bias, self.relative, self.theta, self.score_params,
         )  # fmt: skip
 
 
@@ -113,7 +115,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if key_bias is not None:
         bias = key_bias if bias is None else bias + key_bias
     has_bias = any(x is not None for x in (bias, row_bias, relative))
-    softcap = check_softcap(options.softcap)
+    softcap, score = check_score_mod(options.score_mod, check_softcap(options.softcap))
+    is_linear = softcap is None and score is None and not has_bias
     policy, value, is_learned = split_policy(options.temperature)
     number, temperature = check_temperature(value, lead, batch, heads, queries, q, is_learned=is_learned)
     scale, unscaled = resolve_scale(options.scale, q.shape[-1]), q
@@ -121,14 +124,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         per_head, scale = check_scale_tensor(scale, heads, q), 1.0
         if q.dtype in (torch.float32, torch.float64):
             q = q * per_head
-        elif softcap is None and not has_bias and options.backend != "torch":  # q·scale would be rounded to 16 bits
+        elif is_linear and options.backend != "torch":  # q·scale would be rounded to 16 bits
             factor, own = split_scale(per_head)
             q, own = q * factor.to(q.dtype), own.reshape(1, -1, 1)
             number, temperature = 1.0, own * number if temperature is None else own * temperature
         else:
             q, k, v = q.float() * per_head, k.float(), v.float()
     if number != 1.0:
-        if softcap is None and not has_bias:
+        if is_linear:
             scale = divide_scale(scale, number)
         else:
             temperature = q.new_full((1, 1, 1), number, dtype=accumulator(q.dtype))
@@ -136,12 +139,13 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     full = (batch, heads, queries, keys)
     key_lengths, interval = check_key_lengths(options.key_lengths, batch, keys, q), None
     if given.mask is not None:
-        counts_distance = "distance" in (wanted or ()) or policy is not None
+        counts_distance = "distance" in (wanted or ()) or policy is not None or score is not None
         beside = Visible(is_causal, lengths=() if key_lengths is None else (key_lengths,)).with_window(
             left, right, keys
         )
         visible, key_lengths = resolve_mask(given.mask, beside, q, queries, keys, counts_distance)
         is_causal, left, right, interval = visible.causal, visible.left, visible.right, visible.interval
+    score_params = None if score is None else score.stack_params(heads, q, accumulator(q.dtype))
     problem = Problem(
         q=q,
         k=k,
@@ -162,6 +166,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         interval=None if interval is None else interval.expand(3, *full[:3]),
         row_bias=None if row_bias is None else row_bias.expand(full[:3]),
         relative=None if relative is None else relative.expand(heads, -1),
+        score=score,
+        score_params=score_params,
     )
     theta = None
     if chosen is not choice:
@@ -171,5 +177,5 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if theta is not None and path.backend != "reference" and not readable(theta):
         theta = void_outside_kernels(theta, choice)
         problem.theta = theta.expand(full[:3])
-    optional = interval, row_bias, relative, theta, gate
+    optional = interval, row_bias, relative, theta, score_params, gate
     return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)

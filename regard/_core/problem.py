@@ -3,6 +3,7 @@
 Shapes: B batch, H query heads, G key heads (H a multiple of G), M queries, N keys, D and E head dims of k and v.
 
     s_ij = (cap(scale · q_i·k_j) + bias_ij + row_bias_i + relative_(j−i)) / temperature_i      over the visible keys j
+           or score(scale · q_i·k_j, i, j, h, …) in the place of cap
     p_i  = normaliser(s_i)                                       with the sink's exp(sink) in the denominator
     o_i  = Σ_j dropout(p_ij) · v_j
 """
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import normalizers
+from regard import normalizers, score_function
 from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
+from regard.score_function import ScoreFunction
 
 TENSORS = (
     "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed", "interval", "row_bias", "relative",
-    "theta",
+    "theta", "score_params",
 )  # fmt: skip
 
 
@@ -62,6 +64,8 @@ class Problem:
     row_bias: Tensor | None = None  # [B, H, M] floats, expanded: added to every score of its row, beside `bias`
     relative: Tensor | None = None  # [H, M + N − 1] floats: relative[h, j − i + M − 1] is added to s_ij
     theta: Tensor | None = None  # [B, H, M], expanded: the normaliser's parameter, in the place of `choice.theta`
+    score: ScoreFunction | None = None  # beside no soft cap; its own parameters are not read
+    score_params: Tensor | None = None  # [P, H], accumulator dtype
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -98,7 +102,8 @@ class Problem:
 
     def with_tensors(self, tensors: Sequence[Any]) -> Problem:
         """The options with tensors in the order of `TENSORS`; what may be broadcast is expanded here."""
-        q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative, theta = tensors
+        q, k, v, bias, mask, temperature, sink, key_lengths, seed, *others = tensors
+        interval, row_bias, relative, theta, score_params = others
         rows = q.shape[:3]
         full = (*rows, k.shape[2])
         return Problem(  # `replace` would take three times as long
@@ -127,18 +132,20 @@ class Problem:
             None if row_bias is None else row_bias.expand(rows),
             None if relative is None else relative.expand(rows[1], -1),
             None if theta is None else theta.expand(rows),
+            self.score,
+            score_params,
         )
 
     def flatten(self) -> tuple:
         """The options as `regard::attention` takes them after its tensors: −1 and 0 stand for None."""
         left, right = (-1 if side is None else side for side in (self.left, self.right))
-        spec, names = self.choice.spec, ",".join(self.stats)
-        return self.scale, self.softcap or 0.0, self.causal, left, right, self.dropout_p, spec, names
+        spec, names, score = self.choice.spec, ",".join(self.stats), "" if self.score is None else self.score.key
+        return self.scale, self.softcap or 0.0, score, self.causal, left, right, self.dropout_p, spec, names
 
 
 def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
     """The problem of what `Problem.flatten` gave and the tensors, not expanded."""
-    scale, softcap, causal, left, right, dropout_p, normalizer, stats = options
+    scale, softcap, score, causal, left, right, dropout_p, normalizer, stats = options
     empty: Any = None
     template = Problem(
         q=empty,
@@ -147,6 +154,7 @@ def unflatten(tensors: Sequence[Tensor | None], options: Sequence) -> Problem:
         choice=normalizers.get(normalizer),
         scale=scale,
         softcap=softcap or None,
+        score=score_function.find(score) if score else None,
         causal=causal,
         left=None if left < 0 else left,
         right=None if right < 0 else right,

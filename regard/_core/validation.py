@@ -17,6 +17,7 @@ from regard._core.readable import readable
 from regard._core.rows.validation import check_dense, check_scores, fits, is_autocast, is_float
 from regard._core.rows.validation import check_theta as check_parameter
 from regard.normalizers import Choice
+from regard.score_function import ScoreFunction
 from regard.scores import is_finite
 
 LARGEST = 1e20  # of a temperature, a soft cap and their inverses: logits then stay within float32
@@ -238,6 +239,18 @@ def check_softcap(softcap: float | None) -> float | None:
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
     check_range(softcap, "softcap")
     return float(softcap)
+
+
+def check_score_mod(score_mod: Any, softcap: float | None) -> tuple[float | None, ScoreFunction | None]:
+    """Return (softcap, score function): a soft cap of one number is `softcap`, whichever argument it came by."""
+    if score_mod is None:
+        return softcap, None
+    if not isinstance(score_mod, ScoreFunction):
+        raise TypeError(f"score_mod must be a regard.ScoreFunction or None, got {type(score_mod).__name__}")
+    if softcap is not None:
+        raise ValueError("softcap and score_mod both change the scores before the bias; give one of them")
+    cap = check_softcap(score_mod.softcap)
+    return cap, score_mod if cap is None else None
 
 
 def is_real(x: Any) -> bool:

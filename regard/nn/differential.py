@@ -65,7 +65,7 @@ class DifferentialAttention(nn.Module):
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
-        validation.check_options("scaled_dot", normalizer, dropout, softcap, sink=False)
+        validation.check_options("scaled_dot", normalizer, dropout, softcap, score_mod=None, sink=False)
         if embed_dim % (2 * num_heads):
             raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of 2·num_heads ({2 * num_heads})")
         if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:

@@ -21,9 +21,11 @@ from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
 from regard._core.validation import check_key_lengths
 from regard.bias import forgetting
+from regard.mask import Mask
 from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter
 from regard.nn.visibility import Visibility, pack_documents
+from regard.score_function import ScoreFunction
 from regard.temperature import Fixed, named
 
 
@@ -59,6 +61,7 @@ class MultiheadAttention(nn.Module):
         temperature: None, a number, "learned" (per head, starts at 1), "ssmax" (learned per head), "adaptive",
             "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters are then the module's.
         softcap: c in c·tanh(x/c), or None.
+        score_mod: a `regard.ScoreFunction` in the place of the soft cap, or None; not with score="additive".
         sink: True adds a learned logit per head to softmax's denominator.
         gate: "head" or "element": the heads' outputs are multiplied by σ of a linear layer of the query, one gate per
             head or per element (arXiv 2505.06708). Statistics are those before the gate.
@@ -89,6 +92,7 @@ class MultiheadAttention(nn.Module):
         normalizer: str = "softmax",
         temperature: float | str | Callable | None = None,
         softcap: float | None = None,
+        score_mod: ScoreFunction | None = None,
         sink: bool = False,
         gate: str | None = None,
         forget_gate: bool = False,
@@ -101,11 +105,11 @@ class MultiheadAttention(nn.Module):
             raise ValueError("batch_first must be True: inputs are (B, L, embed_dim); transpose (L, B, …) first")
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
-        validation.check_options(score, normalizer, dropout, softcap, sink)
+        validation.check_options(score, normalizer, dropout, softcap, score_mod, sink)
         validation.check_gates(gate, forget_gate)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
-        self.dropout, self.softcap = dropout, softcap
+        self.dropout, self.softcap, self.score_mod = dropout, softcap, score_mod
         place = dict(device=device, dtype=dtype)
         inner = kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **place)
@@ -213,6 +217,9 @@ class MultiheadAttention(nn.Module):
         if cu_seqlens is not None:
             validation.check_packed(batch, attn_mask, key_lengths, cache)
             attn_mask, is_causal, window = pack_documents(cu_seqlens, queries, keys, is_causal, window, q), False, None
+        if past and self.score_mod is not None:  # it counts queries from `past` on, and every key
+            own = Mask.window(None, None, bottom_right=True)
+            attn_mask = (own, *attn_mask) if isinstance(attn_mask, (tuple, list)) else (own, attn_mask)
         if log_gates is not None:
             attn_mask = (*attn_mask, forgetting(log_gates)) if isinstance(attn_mask, (tuple, list)) else (
                 attn_mask, forgetting(log_gates),
@@ -262,7 +269,7 @@ class MultiheadAttention(nn.Module):
             scale = self.gain
         else:
             self._remember(q, k, scale, options)
-        result: Any = attention(
+        result: Any = attention(  # type: ignore[misc]
             q,
             k,
             v,
@@ -272,6 +279,7 @@ class MultiheadAttention(nn.Module):
             normalizer=self.normalizer if self.parameter is None else self.parameter.choose(),
             temperature=self.temperature,
             softcap=self.softcap,
+            score_mod=self.score_mod,
             sink=self.sink,
             return_stats=wanted or False,
             **options,

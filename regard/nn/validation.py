@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from regard import normalizers
+from regard._core.validation import check_score_mod
 from regard.scores import is_finite
 
 GATES = ("head", "element")
@@ -27,7 +28,9 @@ def check_sizes(**sizes: int | None) -> None:
         raise ValueError(f"num_heads ({sizes['num_heads']}) must be a multiple of kv_heads ({sizes['kv_heads']})")
 
 
-def check_options(score: str, normalizer: str, dropout: float, softcap: float | None, sink: bool) -> None:
+def check_options(
+    score: str, normalizer: str, dropout: float, softcap: float | None, score_mod: Any, sink: bool
+) -> None:
     """Raise ValueError if an option of the constructor cannot be used."""
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
@@ -36,6 +39,9 @@ def check_options(score: str, normalizer: str, dropout: float, softcap: float | 
     number = isinstance(softcap, numbers.Real) and not isinstance(softcap, bool)
     if softcap is not None and not (number and is_finite(softcap) and float(softcap) > 0):
         raise ValueError(f"softcap must be a positive number or None, got {softcap!r}")
+    check_score_mod(score_mod, softcap)
+    if score_mod is not None and score == "additive":
+        raise ValueError("score_mod changes scores of q·k; with score='additive' use softcap, or drop one")
     choice = normalizers.learned(normalizer) or normalizers.get(normalizer)
     choice.check_spec("regard.nn.MultiheadAttention")
     if sink and not choice.softmax_family:

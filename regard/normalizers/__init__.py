@@ -85,8 +85,9 @@ class Choice:
     def fused_in_attention(self) -> bool:
         """True if fused attention takes it; unlike rows it has no wider dtype to switch to."""
         parameter = self.normalizer.parameter
-        known = parameter is not None and isinstance(self.theta, float)
-        return self.fused and not (known and self.theta < parameter.fused_low)
+        if parameter is None or not isinstance(self.theta, float):
+            return self.fused
+        return self.fused and self.theta >= parameter.fused_low
 
     @property
     def has_slopes(self) -> bool:
@@ -114,7 +115,7 @@ class Choice:
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
 
     def entropy_index(self, theta: Any = None) -> Any:
-        """α of the map argmax_p p·s + H_α(p): 1 for softmax, 1 + gain for powers max(gain·s − τ, 0)^(1/gain), else None.
+        """α of the map argmax_p p·s + H_α(p): 1 for softmax, 1 + gain for max(gain·s − τ, 0)^(1/gain), else None.
 
         H_α(p) = Σ (p − p^α) / (α(α − 1)), and Shannon's entropy for α = 1. A tensor `theta` gives a tensor.
         """
@@ -150,7 +151,7 @@ class Choice:
 
     def check_spec(self, caller: str) -> None:
         """Raise unless `spec` names this choice: `caller` passes a name on, which cannot carry a tensor."""
-        if self.spec.endswith("=…)"):
+        if self.spec.endswith("=…)") and self.normalizer.parameter is not None:
             name = self.normalizer.parameter.name
             raise ValueError(f"normalizer: {caller} takes a number for {name}, got a {type(self.theta).__name__}")
 

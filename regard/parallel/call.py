@@ -119,6 +119,10 @@ class ShardedCall:
         call = prepare(self.q, k, v, AttentionOptions(**self.options, backend=backend))
         if on_request := find_on_request(call.problem):
             raise ValueError(f"return_stats: {on_request!r} is not computed over ranks; ask regard.attention for it")
+        if call.problem.score is not None:
+            raise ValueError(
+                "score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask"
+            )
         return call
 
     def _own_keys(self) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from regard.parallel.autograd import ParallelAttention, ReplicatedQueries, Shard
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import RankGroup
 from regard.parallel.plan import Plan
+from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
@@ -38,6 +39,7 @@ def attention(
     normalizer: str = "softmax",
     temperature=None,
     softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -85,8 +87,8 @@ def attention(
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                   normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
-                   key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
+                   normalizer=normalizer, temperature=temperature, softcap=softcap, score_mod=score_mod,
+                   sink=sink, window=window, key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
     return _run(ShardedCall(q, k, v, options, layout, lengths, backend), group, ShardedQueries())
 
 
@@ -105,6 +107,7 @@ def decode(
     normalizer: str = "softmax",
     temperature=None,
     softcap: float | None = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | Sequence[int] | None = None,
@@ -135,8 +138,8 @@ def decode(
         RankError: Another rank died or stalled.
     """
     options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                   normalizer=normalizer, temperature=temperature, softcap=softcap, sink=sink, window=window,
-                   key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
+                   normalizer=normalizer, temperature=temperature, softcap=softcap, score_mod=score_mod,
+                   sink=sink, window=window, key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
     return _run(ShardedCall(q, k, v, options, layout, lengths, backend, shared=True), group, ReplicatedQueries())
 
 

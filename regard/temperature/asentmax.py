@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,9 @@ class ASEntmax(nn.Module):
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be a finite number ≥ 0, got {number!r}")
         self.delta, self.exponent = float(delta), float(exponent)
-        for name in ("beta", "gamma"):
-            weight, bias = torch.zeros(heads, head_dim, device=device, dtype=dtype), torch.zeros(heads)
-            self.register_parameter(f"{name}_weight", nn.Parameter(weight))
-            self.register_parameter(f"{name}_bias", nn.Parameter(bias.to(weight)))
+        place: dict[str, Any] = dict(device=device, dtype=dtype)
+        self.beta_weight, self.gamma_weight = (nn.Parameter(torch.zeros(heads, head_dim, **place)) for _ in range(2))
+        self.beta_bias, self.gamma_bias = (nn.Parameter(torch.zeros(heads, **place)) for _ in range(2))
 
     def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
         """Return T [B, H, M]."""

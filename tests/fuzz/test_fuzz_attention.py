@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import score_functions
 import torch
 from attention_data import FLOOR, ROUNDING
 from fuzz_data import DTYPES, cases, laid_out
@@ -96,8 +97,11 @@ def calls(draw):
         options["window"] = (pick(None, 0, 3, 40), pick(None, 0, 2))
     if rank == 4 and pick(False, False, True):
         options["key_lengths"] = torch.randint(0, lk + 1, (batch,), generator=generator)
-    if pick(False, False, True):
+    changed = pick("no", "no", "no", "softcap", "score_mod")
+    if changed == "softcap":
         options["softcap"] = pick(0.5, 5.0)
+    elif changed == "score_mod":
+        options["score_mod"] = pick(*score_functions.ALL.values())
     if pick(False, False, True):
         options["temperature"] = pick(0.5, 2.0, "tensor")
         if options["temperature"] == "tensor":
@@ -110,7 +114,7 @@ def calls(draw):
     size = pick(0.1, 1.0, 6.0, pick(1e-6, 1e-3, 30.0, 1e3, 1e4))
     size = min(size, 1e3) if dtype == torch.float16 else size
     even = options.get("scale") in ("none", -0.5) or (d in (1, 16) and options.get("scale") != 0.3)
-    even = even and "softcap" not in options and "bias" not in kind and not torch.is_tensor(options.get("temperature"))
+    even = even and changed == "no" and "bias" not in kind and not torch.is_tensor(options.get("temperature"))
     exact = even and pick(False, True)
 
     def tensor(*shape):

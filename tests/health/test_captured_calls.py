@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import score_functions
 import torch
 import torch.nn.functional as F
 from health_subject import Own, dense, means
@@ -41,6 +42,7 @@ def test_what_a_temperature_policy_measures_is_no_layer(policy):
     [
         dict(normalizer="entmax(alpha=2.5)", is_causal=True),
         dict(backend="reference", softcap=2.0, sink=torch.ones(3), window=(4, 1)),
+        dict(backend="reference", score_mod=score_functions.CLAMP),
         dict(normalizer="entmax(alpha=1.001)", temperature=regard.temperature.Adaptive(), return_stats=("mass",)),
     ],
     ids=lambda options: "-".join(options),
@@ -62,6 +64,22 @@ def test_a_call_that_takes_the_reference(options):
             torch.testing.assert_close(
                 module(x), regard.attention(*module.project(x), is_causal=True, normalizer="sparsemax")
             )
+
+
+@pytest.mark.parametrize("params", [(-1.0, 2.0), (torch.tensor([-1.0, -0.5, 0.0]), 0.3)], ids=["numbers", "heads"])
+def test_a_fused_call_with_a_score_function(params):
+    class Modified(Own):
+        def forward(self, x):
+            return regard.attention(*self.project(x), **self.options)
+
+    module, x = Modified(is_causal=True, score_mod=score_functions.CLAMP.with_params(*params)), torch.randn(2, 9, 12)
+    report = examine(module, [x])
+    with torch.no_grad():
+        expected = regard.attention(*module.project(x), **module.options, return_stats=True)[1]
+    assert not report.unmeasured
+    for name in ("entropy", "max_logit"):
+        truth = expected[name].mean((0, 2)).double()
+        torch.testing.assert_close(means(report, name), truth, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("additive", [False, True])

@@ -17,6 +17,8 @@ import torch
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import score_functions
+
 import regard
 from regard import normalizers
 
@@ -77,6 +79,7 @@ CALLS = {
     "attention: window": attention(window=(3, 1), normalizer="sparsemax"),
     "attention: key lengths": attention(key_lengths=torch.tensor([5, 0])),
     "attention: soft cap": attention(softcap=1.5),
+    "attention: score function": attention(score_mod=score_functions.CLAMP, normalizer="entmax15"),
     "attention: temperature per query": attention(temperature=TEMPERATURE),
     "attention: sink": attention(sink=torch.tensor([-2.0, 5.0])),
     "attention: gate per head": attention(gate=torch.linspace(-4.0, 4.0, 9).expand(2, 2, 9)),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 
+import score_functions
 import torch
 from rows_data import FUSED
 
@@ -60,6 +61,9 @@ def draw(name, seed, dtype=torch.float64, **fixed):
         options["row_bias"] = normal(*chance.choice([rows, (1, heads, m)])).expand(rows)
     if often(0.3):
         options["relative"] = normal(heads, m + n - 1)
+    if options["softcap"] is None and often(0.3):
+        options["score"] = score = chance.choice(list(score_functions.ALL.values()))
+        options["score_params"] = score.stack_params(heads, torch.empty(0), dtype)
     if often(0.3):
         options.update(dropout_p=0.3, seed=torch.tensor([chance.getrandbits(62)]))
     options.update(fixed)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._language import source, speak, tl
+from regard.score_function import ScoreFunction
 
 
 class Bundle(NamedTuple):
@@ -55,6 +56,22 @@ class Bundle(NamedTuple):
         return hash(self.cache_key)
 
 
+class ScoreBundle(NamedTuple):
+    """A score function's tile functions; None without one."""
+
+    cache_key: str = ""
+    modify: Any = None
+    slope: Any = None
+    count: int = 0  # of parameters
+
+    def __repr__(self) -> str:
+        return f"ScoreBundle({self.cache_key})"
+
+    def __hash__(self) -> int:
+        return hash(self.cache_key)
+
+
+_scores: dict[str, ScoreBundle] = {}
 _made: dict[int, tuple[Normalizer, Bundle]] = {}  # the normaliser is kept, so that its id stays its own
 
 
@@ -64,6 +81,20 @@ def of(choice: Choice | Normalizer) -> Bundle:
     if id(normalizer) not in _made:
         _made[id(normalizer)] = normalizer, _bundle(normalizer)
     return _made[id(normalizer)][1]
+
+
+def of_score(score: ScoreFunction | None) -> ScoreBundle:
+    """Return the bundle of a score function; its parameters stay kernel arguments."""
+    if score is None:
+        return ScoreBundle()
+    if score.key not in _scores:
+        from triton import knobs
+
+        value, slope = score.value, score.slope
+        if knobs.runtime.interpret:
+            value, slope = speak(value, tl), speak(slope, tl)
+        _scores[score.key] = ScoreBundle(score.key, value, slope, len(score.params))
+    return _scores[score.key]
 
 
 def _bundle(normalizer: Normalizer) -> Bundle:

@@ -30,7 +30,7 @@ def on_device_of(x: torch.Tensor) -> AbstractContextManager:
 def launch_key(p: Problem, *others: torch.Tensor) -> Hashable:
     """Return what Triton would specialise a call's launches on; None if options bring other tensors."""
     masks, biases = (p.mask, p.interval, p.key_lengths), (p.bias, p.row_bias, p.relative)
-    options = *masks, *biases, p.temperature, p.sink, p.theta, p.seed, p.softcap
+    options = *masks, *biases, p.temperature, p.sink, p.theta, p.seed, p.softcap, p.score
     if not p.q.is_cuda or any(option is not None for option in options):
         return None
     tensors = p.q, p.k, p.v, *others

@@ -16,6 +16,7 @@ from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard.mask import Mask
 from regard.normalizers import Choice
+from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
 
 Ints = Tensor | Sequence[int]
@@ -27,7 +28,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
-    sink: float | Tensor | None = ..., gate: Tensor | None = ..., return_stats: Literal[False] = ...,
+    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., gate: Tensor | None = ...,
+    return_stats: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
@@ -38,7 +40,8 @@ def attention_varlen(
     max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., dropout_p: float = ...,
     softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., softcap: float = ...,
     *, scale: float | str | Tensor | None = ..., normalizer: str | Choice = ..., temperature: Temperature = ...,
-    sink: float | Tensor | None = ..., gate: Tensor | None = ..., return_stats: Literal[True] | str | Sequence[str],
+    score_mod: ScoreFunction | None = ..., sink: float | Tensor | None = ..., gate: Tensor | None = ...,
+    return_stats: Literal[True] | str | Sequence[str],
     backend: str | None = ...,
 ) -> tuple[Tensor, Statistics]: ...  # fmt: skip
 
@@ -60,6 +63,7 @@ def attention_varlen(
     scale: float | str | Tensor | None = None,
     normalizer: str | Choice = "softmax",
     temperature: Temperature = None,
+    score_mod: ScoreFunction | None = None,
     sink: float | Tensor | None = None,
     gate: Tensor | None = None,
     return_stats: Wanted = False,
@@ -84,7 +88,7 @@ def attention_varlen(
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
         softcap: c in c·tanh(x/c); 0 for none.
         gate: logits of an output gate, (Tq, Hq) one per head or (Tq, Hq, Dv) one per element.
-        dropout_p, normalizer, temperature, sink, return_stats, backend: as in `regard.attention`.
+        dropout_p, normalizer, temperature, score_mod, sink, return_stats, backend: as in `regard.attention`.
 
     Returns:
         The output (Tq, Hq, Dv), or the pair (output, statistics) if `return_stats` is not False; each statistic is
@@ -110,7 +114,7 @@ def attention_varlen(
     options = len(q), len(k), q.device, longest, causal, *_check_window_size(window_size)
     mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found: Any = attention(
+    found: Any = attention(  # type: ignore[misc]
         q,
         k,
         v,
@@ -120,7 +124,8 @@ def attention_varlen(
         enable_gqa=True,
         normalizer=normalizer,
         temperature=temperature,
-        softcap=softcap or None,
+        softcap=None if isinstance(softcap, numbers.Real) and softcap == 0 else softcap,
+        score_mod=score_mod,
         sink=sink,
         gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) and gate.ndim > 1 else gate,
         return_stats=return_stats,  # type: ignore[arg-type]

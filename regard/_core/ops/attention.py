@@ -39,8 +39,10 @@ def attention(
     row_bias: Tensor | None,
     relative: Tensor | None,
     theta: Tensor | None,
+    score_params: Tensor | None,
     scale: float,
     softcap: float,
+    score: str,
     causal: bool,
     left: int,
     right: int,
@@ -51,8 +53,23 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fused attention of one problem: o, the row state and the statistics [S, B, H, M]."""
     refuse_tangents(q, k, v, bias, temperature, sink, row_bias, relative, theta)
-    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative, theta)
-    problem = unflatten(tensors, (scale, softcap, causal, left, right, dropout_p, normalizer, stats))
+    tensors = (
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        temperature,
+        sink,
+        key_lengths,
+        seed,
+        interval,
+        row_bias,
+        relative,
+        theta,
+        score_params,
+    )
+    problem = unflatten(tensors, (scale, softcap, score, causal, left, right, dropout_p, normalizer, stats))
     with default_device(backend):
         result = backend_module(ATTENTION, backend).forward(problem)
     return result.o, result.shift, result.z, result.stats
@@ -92,8 +109,10 @@ def attention_backward(
     row_bias: Tensor | None,
     relative: Tensor | None,
     theta: Tensor | None,
+    score_params: Tensor | None,
     scale: float,
     softcap: float,
+    score: str,
     causal: bool,
     left: int,
     right: int,
@@ -105,8 +124,23 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, then of `LEARNED`); those not named in `wants` are empty. dstats [S, B, H, M] or None."""
     refuse_tangents(do, dstats, q, k, v, bias, temperature, sink, row_bias, relative, theta)
-    tensors = (q, k, v, bias, mask, temperature, sink, key_lengths, seed, interval, row_bias, relative, theta)
-    problem = unflatten(tensors, (scale, softcap, causal, left, right, dropout_p, normalizer, stats))
+    tensors = (
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        temperature,
+        sink,
+        key_lengths,
+        seed,
+        interval,
+        row_bias,
+        relative,
+        theta,
+        score_params,
+    )
+    problem = unflatten(tensors, (scale, softcap, score, causal, left, right, dropout_p, normalizer, stats))
     wanted = wants.split(",")
     with default_device(backend):
         saved, upstream = Forward(o, shift, z, stat_values), make_upstream(problem, do, dstats, wanted)
@@ -170,6 +204,10 @@ def _fold_batch(size: int, batch: int, name: str, arg: Tensor | None, dim: int |
         return None
     if name == "seed":
         return arg if dim is None else arg.movedim(dim, 0)[0]
+    if name == "score_params":  # of heads, not of entries
+        if dim is not None:
+            raise NotImplementedError("vmap over params of score_mod: every entry has the same")
+        return arg
     if name == "relative":  # it has no batch
         if dim is not None:
             raise NotImplementedError("vmap over a relative bias: every entry has the same; pass a dense attn_mask")

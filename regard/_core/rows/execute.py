@@ -101,6 +101,7 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
 def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
     """True for a call that goes to its kernel as it is: the last dimension, a plain temperature, no gradient."""
     parameter = choice.normalizer.parameter
+    known = choice.theta if isinstance(choice.theta, float) else None
     return (
         (dim == -1 or dim == scores.ndim - 1)
         and 1e-6 < temperature < 1e6
@@ -109,7 +110,7 @@ def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
         and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention
         and choice.plain is choice
-        and (parameter is None or choice.theta is None or choice.theta >= parameter.wide_below)
+        and (parameter is None or known is None or known >= parameter.wide_below)
         and not choice.scale_free
         and not is_autocast(scores)
     )
@@ -155,10 +156,10 @@ def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: flo
 
 def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
     """Return (scores, backend): float64, or the power series, for a parameter at which float32 magnifies rounding."""
-    parameter = choice.normalizer.parameter
-    if parameter is None or choice.theta is None or choice.theta >= parameter.wide_below:
+    parameter, theta = choice.normalizer.parameter, choice.theta
+    if parameter is None or not isinstance(theta, float) or theta >= parameter.wide_below:
         return z, backend
-    return widen(z), "series" if choice.theta < parameter.series_below else backend
+    return widen(z), "series" if theta < parameter.series_below else backend
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:

@@ -24,7 +24,7 @@ from regard._core.prepare import prepare
 from regard._core.problem import Problem
 from regard._core.rows.validation import is_autocast, under_autocast
 from regard.masks import blanked
-from regard.reference import with_sink
+from regard.reference import score_of, with_sink
 from regard.scores import soft_cap
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ def _weights(problem: Problem) -> tuple[Tensor, Tensor]:
     if visible is not None:
         k, v = blanked(visible, k, v)
     s = soft_cap((problem.scale * q) @ k.transpose(-1, -2), problem.softcap)
+    if (score := score_of(problem)) is not None:
+        i, j = (torch.arange(size, device=q.device) for size in s.shape[-2:])
+        s = score.modify(s, (i if problem.interval is None else problem.interval[2])[..., None], j)
     s = s if bias is None else s + bias
     t = 1.0 if problem.temperature is None else problem.temperature[..., None]
     if problem.sink is not None:

@@ -33,7 +33,7 @@ from regard.health.capture.interception import (
 )
 from regard.masks import resolve_causal_bias
 from regard.normalizers import Choice
-from regard.reference import joined_mask
+from regard.reference import joined_mask, score_of
 from regard.temperature.rows import is_measuring
 
 ARGUMENTS_BEFORE_TRAINING = 13  # of torch's multi-head function
@@ -240,6 +240,7 @@ def _capture_own(problem: Problem, bias, mask, temperature, sink, run: Callable)
     options: dict[str, Any] = dict(scale=problem.scale, softcap=problem.softcap, normalizer=problem.choice.spec)
     if problem.theta is not None:
         options["normalizer"] = Choice(problem.choice.normalizer, problem.theta[..., None])
+    options["score_mod"] = score_of(problem)
     options["key_lengths"] = problem.key_lengths
     options["temperature"] = None if temperature is None else temperature[..., None]
     options["sink"] = None if sink is None else sink[..., None]

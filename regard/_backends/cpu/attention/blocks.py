@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from regard._backends.cpu.attention.intervals import Intervals, cut_queries, recognize_intervals
+from regard._backends.cpu.attention.score_rows import score_kernel
+from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
 from regard._core.problem import Problem
 
@@ -25,6 +27,7 @@ TASKS = 16  # aimed at, for an even load on the threads
 PARTIAL_BYTES = 64 << 20  # what backward may spend on partial sums of dk and dv
 SMALL = 1 << 16  # scores of the problem up to which it is one block on the calling thread
 FAR = 1 << 62  # no limit to the left or right
+NO_PARAMS = torch.zeros(0, 0)
 
 
 class Task(NamedTuple):
@@ -293,14 +296,18 @@ class Blocks:
             visible |= reached.reshape(entries, groups, -1, len(columns)).any(2)
         return visible.flatten(0, 1)
 
-    def compute_logits(self, block: Block, q: Tensor, k: Tensor, out: Tensor, capped: Tensor | None = None) -> None:
-        """out [g, rows, n] ← the block's logits, −inf where a mask or bias hides a key; capped ← cap(x)."""
+    def compute_logits(self, block: Block, q: Tensor, k: Tensor, out: Tensor, kept: Tensor | None = None) -> None:
+        """out [g, rows, n] ← the block's logits, −inf where a key is hidden; kept ← see `multiply_slopes`."""
         problem = self.problem
         torch.baddbmm(out, q, block.take_keys(k).mT, beta=0, alpha=problem.scale, out=out)
         if problem.softcap is not None:
             out.div_(problem.softcap).tanh_().mul_(problem.softcap)
-            if capped is not None:
-                capped.copy_(out)
+            if kept is not None:
+                kept.copy_(out)
+        if problem.score is not None:
+            if kept is not None:
+                kept.copy_(out)
+            self._run_score(block, False, out)
         if problem.bias is problem.mask is problem.temperature is problem.row_bias is problem.relative is None:
             return
         s = out.view(*block.size, out.shape[-1])
@@ -316,3 +323,18 @@ class Blocks:
             s.masked_fill_(~block.take(problem.mask)[..., block.keys], -math.inf)
         if problem.temperature is not None:
             s.div_(block.take(problem.temperature)[..., None])
+
+    def multiply_slopes(self, block: Block, kept: Tensor, ds: Tensor) -> None:
+        """ds ← ds · ∂/∂x of the soft cap or score function; kept: cap(x), or x of a score function. Overwrites kept."""
+        if self.problem.softcap is not None:
+            slope = kept.div_(self.problem.softcap).square_().neg_().add_(1.0)
+            ds.mul_(slope.masked_fill_(ds == 0.0, 0.0))  # a hidden key's score may be NaN
+        else:
+            self._run_score(block, True, ds, kept)
+
+    def _run_score(self, block: Block, is_slope: bool, *scores: Tensor) -> None:
+        problem = self.problem
+        assert problem.score is not None
+        params = NO_PARAMS if problem.score_params is None else problem.score_params
+        run = score_kernel(problem.score, precision_of(self.dtype), is_slope)
+        run(*map(block.as_matrix, scores), block.geometry, block.first_row[1], params.to(self.dtype).numpy())

@@ -35,7 +35,7 @@ from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
-INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta")
+INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta", "score_params")
 NO_SINK = np.array([-np.inf])
 
 
@@ -134,8 +134,8 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
         for block in blocks.blocks_of(task):
             q, do = blocks.rows_of(problem.q, block), blocks.rows_of(upstream.o, block)
             p, ds = scratch("p", *block.shape), scratch("ds", *block.shape)  # [g, rows, n]
-            capped = scratch("capped", *block.shape) if problem.softcap is not None else None
-            blocks.compute_logits(block, q, k, p, capped)
+            kept = None if problem.softcap is problem.score is None else scratch("kept", *block.shape)
+            blocks.compute_logits(block, q, k, p, kept)
             torch.bmm(do, block.take_keys(v).mT, out=ds)
             apply_dropout(blocks, block, ds)
             rows(block, p, ds)
@@ -149,9 +149,8 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
                 block.take(drow_bias).copy_(ds_rows.sum(-1))
             if drelative is not None:
                 _add_to_relative(drelative, block, ds_rows, blocks.queries)
-            if capped is not None:
-                slope = capped.div_(problem.softcap).square_().neg_().add_(1.0)
-                ds.mul_(slope.masked_fill_(ds == 0.0, 0.0))  # a hidden key's score may be NaN
+            if kept is not None:
+                blocks.multiply_slopes(block, kept, ds)
             product = scratch("dq", *q.shape)
             torch.baddbmm(product, ds, block.take_keys(k), beta=0, alpha=problem.scale, out=product)
             block.take(dq).copy_(product.view(*block.size, q.shape[-1]))

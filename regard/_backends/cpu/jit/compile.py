@@ -172,6 +172,15 @@ class _Binder(ast.NodeTransformer):
                     setattr(node, side, _real_call(float(constant.value)))
         return node
 
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        node = self.generic_visit(node)
+        if self.is_tile:  # as above
+            node.args = [
+                _real_call(float(x.value)) if isinstance(x, ast.Constant) and type(x.value) is int else x
+                for x in node.args
+            ]
+        return node
+
     def visit_Return(self, node: ast.Return) -> ast.Return:
         node = self.generic_visit(node)
         if self.is_tile and node.value is not None:

@@ -15,6 +15,7 @@ import math
 import numpy as np
 from numba import types
 from numba.extending import overload
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from regard._backends.cpu.jit.intrinsics import (  # noqa: F401
     accumulate,
@@ -76,6 +77,15 @@ def _narrow_bfloat16(x):
         return np.int16(nearest if x == x else 0x7FC0)
 
     return body
+
+
+def column_tuple(table, column, count): ...
+
+
+@overload(column_tuple, jit_options=STRICT, prefer_literal=True)
+def _column_tuple(table, column, count):
+    number = count.literal_value
+    return lambda table, column, count: to_fixed_tuple(table[:, column], number)
 
 
 def exp(x): ...

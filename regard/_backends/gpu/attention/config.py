@@ -102,6 +102,7 @@ def options(p: Problem) -> Options:
         key_bias=view(key_bias),
         row_bias=view(p.row_bias),
         relative=view(None if p.relative is None else _gather_columns(p.relative)),
+        score_params=view(p.score_params),
         interval=view(p.interval),
         mask=view(None if p.mask is None else p.mask.view(torch.uint8)),
         temperature=view(p.temperature),
@@ -127,7 +128,7 @@ def options(p: Problem) -> Options:
 def is_linear(p: Problem) -> bool:
     """True if s is a positive multiple of q·k, so that the maximum can be taken before scaling."""
     biases = p.bias, p.row_bias, p.relative
-    return p.softcap is None and p.scale > 0 and all(bias is None for bias in biases)
+    return p.softcap is p.score is None and p.scale > 0 and all(bias is None for bias in biases)
 
 
 def config_of(
@@ -150,11 +151,13 @@ def config_of(
     m, n, bulk, how = _choose_blocks(p, kernel, others)
     config = Config(
         F=bundle.of(p.choice),
+        SCORE=bundle.of_score(p.score),
         NEED=statistics.needs(stats, p.choice, dense),
         SLOT=statistics.slots(stats),
         SPARSE=p.choice.sparse,
         LINEAR=is_linear(p),
         CAUSAL=p.interval is None and right is not None and right <= min(p.first_query, 0),
+        PACKED=kernel == "forward_decode",
         RAGGED=p.interval is not None or p.row_bias is not None,
         STATS_GRAD=STATS_GRAD,
         TEMPERATURE_GRAD=TEMPERATURE_GRAD,
@@ -199,7 +202,7 @@ def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, in
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
         matrix = p.relative is not None or (p.bias is not None and not has_key_bias(p))
-        cut = p.interval is not None or p.row_bias is not None or p.bias is not None
+        cut = any(x is not None for x in (p.interval, p.row_bias, p.bias, p.score))
         if kernel == "forward_online" and (p.mask is not None or (cut and p.stats)):
             n = min(n, 64)  # the loops over cut tiles take registers
         if matrix or p.dropout_p > 0.0 or measured:

@@ -25,6 +25,7 @@ class QueryBlock(NamedTuple):
     v_blocks: Any
     b: Any
     h: Any
+    head: Any  # h, or [M] where C.PACKED: the query head of each row
     i: Any  # [M]
     first: Any  # [M], the row's interval of keys
     last: Any
@@ -61,7 +62,7 @@ def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr
     theta = tiles.load_theta(b, h, i, opt, C.ACC)
     position, bias = visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC)
     return QueryBlock(
-        rows, k, v, k_blocks, v_blocks, b, h, i, first, last, lowest, highest, earliest, latest, position, bias, a,
+        rows, k, v, k_blocks, v_blocks, b, h, h, i, first, last, lowest, highest, earliest, latest, position, bias, a,
         theta, tiles.load_seed(opt),
     ), i0  # fmt: skip
 
@@ -137,8 +138,17 @@ def score_tile(block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     if opt.row_bias.ptr is not None:
         bias = bias[:, None]
     i = block.i[:, None]
-    y, visible = scores.compute_scores(x, block.b, block.h, i, j, first, last, bias, opt, C.LINEAR, EDGE)
+    y, visible = scores.compute_scores(x, block.b, block.h, i, j, first, last, bias, place_of(block, C), opt, C, EDGE)
     return keys, x, y, visible, j
+
+
+@triton.jit
+def place_of(block, C: tl.constexpr):
+    """Return (positions of the queries [M, 1], their head, or heads [M, 1]), as a score function takes them."""
+    head = block.head
+    if C.PACKED:
+        head = head[:, None]
+    return block.position[:, None], head
 
 
 @triton.jit

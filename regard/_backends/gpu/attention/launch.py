@@ -24,11 +24,13 @@ from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
 BLOCK_ROWS = 128  # of the largest block
 
 
-OPTIONS = ("choice", "scale", "softcap", "causal", "left", "right", "stats", "first_query", "first_key", "queries")
+OPTIONS = (
+    "choice", "scale", "softcap", "score", "causal", "left", "right", "stats", "first_query", "first_key", "queries",
+)  # fmt: skip
 options_of = attrgetter(*OPTIONS)
 tensors_of = attrgetter(
     "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "interval", "row_bias", "relative",
-    "theta",
+    "theta", "score_params",
 )  # fmt: skip
 
 

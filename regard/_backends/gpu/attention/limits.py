@@ -9,6 +9,7 @@ from regard._core.problem import Problem
 
 OPTIONS = {
     "softcap": "a soft cap",
+    "score": "a score function",
     "bias": "a bias",
     "row_bias": "a bias per query",
     "relative": "a bias by relative position",

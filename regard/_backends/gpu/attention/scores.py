@@ -1,8 +1,8 @@
-"""s = (cap(scale·qkᵀ) + bias) / T of a tile, over the keys that are visible.
+"""s = (cap(scale·qkᵀ) + bias) / T of a tile, over the keys that are visible; a score function may stand for the cap.
 
 Kernels keep scores as y with s = a·y, a > 0 per row, so that exp(s − m) is exp2 of one multiply-add:
 
-    linear (no soft cap, no bias, scale > 0)    y = q·k                        a = scale / T
+    linear (no cap, function, bias; scale > 0)  y = q·k                        a = scale / T
     otherwise                                   y = cap(scale · q·k) + bias    a = 1 / T
 
 a is made by `tiles.row_factor`, and in the Gluon kernel by `hopper/forward.process_block`.
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention.tiles import HIDDEN, load_rows, number, wide
+from regard.score_function import tanh
 
 
 @triton.jit
@@ -26,16 +27,26 @@ def dense_ptr(view, b, h, i, j):
 
 
 @triton.jit
-def tanh(x):
-    """Compute (1 − e)/(1 + e), e = exp(−2|x|); near 0 a convergent of x/(1 + x²/(3 + x²/(5 + …)))."""
-    size = tl.abs(x)
-    e = tl.exp(-2.0 * size)
-    near = tl.minimum(size, 0.25)
-    square = near * near
-    above = tl.where(size < 0.25, near * (10395.0 + square * (1260.0 + square * 21.0)), 1.0 - e)
-    below = tl.where(size < 0.25, 10395.0 + square * (4725.0 + square * (210.0 + square)), 1.0 + e)
-    t = above / below
-    return tl.where(x < 0.0, -t, t)
+def load_params(h, like, opt, COUNT: tl.constexpr):
+    """Load the parameters of the score function for head h, or for each of the heads h, as a tuple of tiles as `like`.
+
+    They are tiles because the interpreter of Triton 3.9 cannot join comparisons of scalars by & and |.
+    """
+    params = ()
+    for at in tl.static_range(COUNT):
+        where = opt.score_params.ptr + at * opt.score_params.stride[0] + wide(h) * opt.score_params.stride[1]
+        params = params + (tl.broadcast_to(tl.load(where).to(like.dtype), like.shape),)  # noqa: RUF005
+    return params
+
+
+@triton.jit
+def call_score(FUNCTION: tl.constexpr, s, place, j, opt, COUNT: tl.constexpr):
+    """Return FUNCTION(s, i, j, h, *params) of a tile of scores; place: positions of the queries, and their head."""
+    i = tl.cast(place[0], s.dtype)
+    h = tl.broadcast_to(tl.cast(place[1], s.dtype), i.shape)
+    params = load_params(place[1], i, opt, COUNT)
+    found = FUNCTION(s, i, tl.cast(j, s.dtype), h, *params)
+    return tl.zeros(s.shape, s.dtype) + found
 
 
 @triton.jit
@@ -56,17 +67,21 @@ def load_relative(h, i, j, opt, like):
 
 
 @triton.jit
-def compute_scores(x, b, h, i, j, first, last, row_bias, opt, LINEAR: tl.constexpr, EDGE: tl.constexpr):
+def compute_scores(x, b, h, i, j, first, last, row_bias, place, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Turn products x = q·k into (y, visible); y is HIDDEN where a key is not visible.
 
-    A tile that is no EDGE lies inside every row's keys, also by the mask and by the key bias.
+    A tile that is no EDGE lies inside every row's keys, also by the mask and by the key bias. place: (positions, head)
+    as a score function takes them.
     """
+    S: tl.constexpr = C.SCORE
     y = x
-    if not LINEAR:
+    if not C.LINEAR:
         y = x * number(opt.scale, x.dtype)
         if opt.cap is not None:
             cap = number(opt.cap, x.dtype)
             y = cap * tanh(y / cap)
+        if S.modify is not None:
+            y = call_score(S.modify, y, place, j, opt, S.count)
     if opt.row_bias.ptr is not None:
         y = y + row_bias
     if opt.key_bias.ptr is not None:
@@ -94,7 +109,13 @@ def compute_scores(x, b, h, i, j, first, last, row_bias, opt, LINEAR: tl.constex
 
 
 @triton.jit
-def cap_slope(x, opt):
-    """Return ∂ cap(scale·x) / ∂(scale·x) = 1 − tanh²."""
-    t = tanh(x * number(opt.scale, x.dtype) / number(opt.cap, x.dtype))
-    return 1.0 - t * t
+def bend(ds, x, visible, place, j, opt, C: tl.constexpr):
+    """Return ds · ∂y/∂(scale·x) of the soft cap, 1 − tanh², or of the score function; without one ds itself."""
+    S: tl.constexpr = C.SCORE
+    if opt.cap is not None:
+        t = tanh(x * number(opt.scale, x.dtype) / number(opt.cap, x.dtype))
+        ds = tl.where(visible, ds * (1.0 - t * t), 0.0)
+    if S.modify is not None:
+        slope = call_score(S.slope, x * number(opt.scale, x.dtype), place, j, opt, S.count)
+        ds = tl.where(visible, ds * slope, 0.0)
+    return ds

@@ -69,7 +69,7 @@ def load_moved(x, blocks, still, start, opt, DIM: tl.constexpr, PAD: tl.constexp
 @triton.jit
 def score_tangents(still, q, dq, dk, dk_blocks, factor, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Score one key block: (y, visible, s′ [M, N]), s′ being 0 where a key is hidden."""
-    keys, x, y, visible, _ = key_loop.score_tile(still, start, opt, C, EDGE)
+    keys, x, y, visible, j = key_loop.score_tile(still, start, opt, C, EDGE)
     dx = x * 0.0
     if dq.ptr is not None:
         dx = tiles.dot(q, tl.trans(keys), None, C)
@@ -79,9 +79,7 @@ def score_tangents(still, q, dq, dk, dk_blocks, factor, start, opt, C: tl.conste
             dx = tiles.dot(still.q, tl.trans(moved), dx, C)
         else:
             dx = tiles.dot(still.q, tl.trans(moved), None, C)
-    ds = dx * factor[:, None]
-    if opt.cap is not None:
-        ds = ds * scores.cap_slope(x, opt)
+    ds = scores.bend(dx * factor[:, None], x, visible, key_loop.place_of(still, C), j, opt, C)
     return y, visible, tl.where(visible, ds, 0.0)
 
 

@@ -54,6 +54,7 @@ class Options(NamedTuple):
     key_bias: View  # [B, H, N]: a bias that is the same for every query, beside no mask
     row_bias: View  # [B, H, M]
     relative: View  # [H, M + N − 1]
+    score_params: View  # [P, H]
     interval: View  # [3, B, H, M]: lo, hi, position
     mask: View
     temperature: View
@@ -82,11 +83,13 @@ class Config(NamedTuple):
     """The compile-time constants of a kernel."""
 
     F: Any  # the normaliser's tile functions
+    SCORE: Any  # the score function's; without one its members are None
     NEED: Any
     SLOT: Any
     SPARSE: bool
     LINEAR: bool
     CAUSAL: bool  # no query sees a key after itself
+    PACKED: bool  # the rows of a program belong to several heads
     RAGGED: bool  # the keys of a row are no function of its index: an interval or a row bias decides
     STATS_GRAD: bool  # statistics have gradients
     TEMPERATURE_GRAD: bool  # the temperature's gradient is wanted

@@ -31,7 +31,7 @@ def why_not(p: Problem, has_statistics: bool) -> str | None:
     if has_statistics:
         return "gradients of statistics"
     biases = p.bias, p.row_bias, p.relative
-    options = p.softcap, *biases, p.mask, p.interval, p.temperature, p.sink, p.key_lengths, p.left, p.right
+    options = p.softcap, p.score, *biases, p.mask, p.interval, p.temperature, p.sink, p.key_lengths, p.left, p.right
     if any(option is not None for option in options) or p.dropout_p or p.first_query or p.scale <= 0:
         return "options other than causal order and scale"
     if p.causal and p.q.shape[2] != p.k.shape[2]:

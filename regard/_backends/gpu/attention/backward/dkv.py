@@ -55,7 +55,7 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
         return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "mask", "temperature", "row_bias", "relative") or _find_score_obstacle(p):
+    if reason := find_option(p, "score", "mask", "temperature", "row_bias", "relative") or _find_score_obstacle(p):
         return reason
     if p.theta is not None and p.theta.shape[2] > 1 and p.theta.stride(2) != 0:
         return OPTIONS["theta"]

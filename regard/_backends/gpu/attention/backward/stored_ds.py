@@ -40,7 +40,7 @@ def supports(call: BackwardCall) -> str | None:
         return "a gradient of the temperature"
     if call.grads.theta is not None:
         return "a gradient of the normaliser's parameter"
-    if reason := find_option(p, "mask", "row_bias", "relative"):
+    if reason := find_option(p, "score", "mask", "row_bias", "relative"):
         return reason
     if p.bias is not None or (dkv.needs_spans(p) and not _is_plain(p)):
         statistics = "gradients of statistics" if call.flags["STATS_GRAD"] else None

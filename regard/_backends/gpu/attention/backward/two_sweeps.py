@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import key_loop, scores, tiles
+from regard._backends.gpu.attention import key_loop, scores, tiles, visibility
 from regard._backends.gpu.attention.backward.slopes import Rows, broadcast_rows, load_rows, slope_tile, weigh
 from regard._backends.gpu.attention.sparse import gather, support
 from regard._backends.gpu.attention.tiles import LOG2E
@@ -60,6 +60,7 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     s_dp, s_ds_y, s_slope_y, s_ds, s_slope, s_theta, s_theta_dp = sums
     F: tl.constexpr = C.F
     keys, x, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
+    place = key_loop.place_of(block, C)
     r, theta = broadcast_rows(rows, False), tiles.column(block.theta, opt)
     p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     own = p
@@ -82,10 +83,8 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             s_slope_y += tl.sum(up * y, 1)
         if C.ROW_BIAS_GRAD:
             s_slope += tl.sum(up, 1)
-        if opt.cap is not None:
-            bent = scores.cap_slope(x, opt)
-            ds = tl.where(visible, ds * bent, 0.0)
-            up = tl.where(visible, up * bent, 0.0)
+        ds = scores.bend(ds, x, visible, place, j, opt, C)
+        up = scores.bend(up, x, visible, place, j, opt, C)
         dq1 = tiles.dot(up.to(keys.dtype), keys, dq1, C)
     else:
         ds = slope_tile(y, visible, dp, p, up, down, power, r, F, C.STATS_GRAD)
@@ -93,8 +92,7 @@ def dq_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             s_ds_y += tl.sum(ds * y, 1)
         if C.ROW_BIAS_GRAD:
             s_ds += tl.sum(ds, 1)
-        if opt.cap is not None:
-            ds = tl.where(visible, ds * scores.cap_slope(x, opt), 0.0)
+        ds = scores.bend(ds, x, visible, place, j, opt, C)
     dq = tiles.dot(ds.to(keys.dtype), keys, dq, C)
     return dq, dq1, (s_dp, s_ds_y, s_slope_y, s_ds, s_slope, s_theta, s_theta_dp), d_out, rows
 
@@ -164,7 +162,8 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
         theta = theta[None, :]
     i = i[None, :]
     bias = scores.load_row_bias(b, h, i, opt, C.ACC)
-    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, opt, C.LINEAR, EDGE)
+    place = visibility.positions(b, h, i, opt), h
+    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, place, opt, C, EDGE)
     p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
@@ -176,8 +175,7 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
     ds = slope_tile(y, visible, dp, p, up, down, power, r, F, C.STATS_GRAD)
     if C.KEY_BIAS_GRAD:
         db += tl.sum(ds * r.a, 1)
-    if opt.cap is not None:
-        ds = tl.where(visible, ds * scores.cap_slope(x, opt), 0.0)
+    ds = scores.bend(ds, x, visible, place, j, opt, C)
     if opt.temperature.ptr is not None:
         ds = ds * r.a  # LINEAR carries the scale along
     ds = ds.to(q_rows.dtype)

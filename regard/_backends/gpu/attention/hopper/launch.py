@@ -69,7 +69,7 @@ def supports(p: Problem) -> str | None:
         return f"values of width {e}, wider than keys of {d}"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "mask", "row_bias", "relative", "theta") or _find_bias_obstacle(p):
+    if reason := find_option(p, "score", "mask", "row_bias", "relative", "theta") or _find_bias_obstacle(p):
         return reason
     if p.softcap is not None and p.softcap > LARGEST_CAP:
         return f"a soft cap above {LARGEST_CAP:g}"  # c − 2c/(1 + exp(2s/c)) rounds by the size of c

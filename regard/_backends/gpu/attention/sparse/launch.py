@@ -45,7 +45,7 @@ def supports(p: Problem, direction: str) -> str | None:
             return f"head width {width} ({' and '.join(map(str, KEYS))} only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "softcap", "bias", "row_bias", "relative", "mask", "interval"):
+    if reason := find_option(p, "softcap", "score", "bias", "row_bias", "relative", "mask", "interval"):
         return reason
     if p.q.shape[-2] < BLOCK:
         return f"{p.q.shape[-2]} queries ({BLOCK} at least)"
@@ -143,7 +143,8 @@ def backward(
         constants = config, CAP, CAP - SPARE, BLOCK, STEP["dq"]
         launch(kind, gather.gather_dq, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
     yield failed
-    del lists, arguments  # free them before the next lists are made
+    del lists  # free them before the next lists are made
+    arguments = ()
     lists, failed = CandidateLists(p, False, True), make_flags(p.k, gather.ROWS)
     for first, programs in split_chunks(lists.blocks):
         lists.fill(kind, bound, None, first, programs, opt)

@@ -73,6 +73,7 @@ class ScoreFunction:
     slope: Any
     params: tuple[float | Tensor, ...] = ()
     key: str = field(init=False)  # name and hash of the text: what a custom op carries
+    _spoken: tuple = field(init=False, repr=False, compare=False)  # value and slope in torch
 
     def __post_init__(self) -> None:
         params = self.params if isinstance(self.params, (tuple, list)) else (self.params,)

@@ -33,6 +33,7 @@ normalizer = Ratio(
     formula="exp(s) / Σ exp(s)",
     sums_to="1",
     sparse=False,
+    use_when="the default: nothing beat it in docs/what-wins.md",
     paper="Boltzmann 1868; Bridle 1990",
     reference=reference,
     numerator=numerator,

@@ -1,4 +1,4 @@
-"""row_loss: s [R, N] and target [R] → Ω*(s) − s_y [R] and a row state [3, R]; its backward is an op that has derivatives.
+"""row_loss: s [R, N] and target [R] → Ω*(s) − s_y [R] and a row state [3, R]; its backward is an op with derivatives.
 
 The state is the backend's own: what it computes p from, without another search for τ.
 """

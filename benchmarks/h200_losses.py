@@ -10,6 +10,7 @@ and temporaries.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,9 @@ def find_faults(name: str, columns: int, dtype: torch.dtype) -> list[str]:
         gradient[torch.arange(16, device="cuda"), target] -= 1.0
         error, slope = (loss.double() - exact).abs().max().item(), (ds.double() - gradient).abs().max().item()
         if not (error < 1e-5 * (1 + exact.abs().max().item()) and slope < {"bf16": 4e-3}.get(_short(dtype), 1e-5)):
-            faults.append(f"{name} {_short(dtype)} n = {columns}, spread {spread}: loss {error:.1e}, gradient {slope:.1e}")
+            faults.append(
+                f"{name} {_short(dtype)} n = {columns}, spread {spread}: loss {error:.1e}, gradient {slope:.1e}"
+            )
     return faults
 
 
@@ -133,7 +136,7 @@ def build_table() -> list[str]:
     for rows, columns in SHAPES:
         for short, dtype in DTYPES.items():
             logits, target = make_rows(rows, columns, dtype)
-            copy = measure(lambda x=logits, out=torch.empty_like(logits): out.copy_(x))
+            copy = measure(functools.partial(torch.empty_like(logits).copy_, logits))
             lines.append(f"| copy | {short} | {rows} × {columns} | {copy / 2:.3f} | {copy:.3f} | {1.5 * copy:.3f} | |")
             for name in NAMES:
                 choice = normalizers.get(name)
@@ -152,7 +155,10 @@ def build_table() -> list[str]:
 
 def build_spread_table() -> list[str]:
     """Forward at several spreads: flat rows, in which lanes hide scores, are read more than once."""
-    lines = ["| | " + " | ".join(f"spread {spread}" for spread in (0.01, 0.1, 0.3, 1.0, 3.0)) + " |", "| --- " * 6 + "|"]
+    lines = [
+        "| | " + " | ".join(f"spread {spread}" for spread in (0.01, 0.1, 0.3, 1.0, 3.0)) + " |",
+        "| --- " * 6 + "|",
+    ]
     for name in NAMES[1:]:
         cells = []
         for spread in (0.01, 0.1, 0.3, 1.0, 3.0):
@@ -178,9 +184,10 @@ def main() -> None:
     text = [
         f"# Losses on {torch.cuda.get_device_name()}", "",
         f"Checks against float64: {'; '.join(faults) or 'no faults'}.", "",
-        "Random normal logits of spread 2. Per cent of a copy's bandwidth: forward moves half of a copy's bytes, backward "
-        f"as many. Rival, forward and backward on 1024 rows: {rival}; for softmax torch's cross entropy.", "",
-        *build_table(), "", "Forward, ms, 4096 × 131072 bf16, by the spread of the logits:", "", *build_spread_table(), "",
+        "Random normal logits of spread 2. Per cent of a copy's bandwidth: forward moves half of a copy's bytes, "
+        f"backward as many. Rival, forward and backward on 1024 rows: {rival}; for softmax torch's cross entropy.", "",
+        *build_table(), "",
+        "Forward, ms, 4096 × 131072 bf16, by the spread of the logits:", "", *build_spread_table(), "",
     ]  # fmt: skip
     print("\n".join(text))
     if options.markdown is not None:

@@ -262,9 +262,7 @@ class EntmaxBisectLoss(FenchelYoungLoss):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """The loss of logits (…, classes) and class indices (…)."""
-        return entmax_bisect_loss(
-            logits, target, self.alpha, ignore_index=self.ignore_index, reduction=self.reduction
-        )
+        return entmax_bisect_loss(logits, target, self.alpha, ignore_index=self.ignore_index, reduction=self.reduction)
 
 
 def z_loss(logits: Tensor, coefficient: float = 1e-4, *, reduction: str = "mean") -> Tensor:

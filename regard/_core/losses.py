@@ -121,7 +121,9 @@ def check_target(target: Tensor, logits: Tensor, ignore_index: int) -> Tensor:
             f"got {tuple(target.shape)}"
         )
     if target.device != logits.device:
-        raise ValueError(f"target must be on the logits' device {logits.device}, got {target.device}; move it with .to()")
+        raise ValueError(
+            f"target must be on the logits' device {logits.device}, got {target.device}; move it with .to()"
+        )
     target, classes = target.long(), logits.shape[-1]
     if readable(target):
         wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]

@@ -99,7 +99,7 @@ def backward(dl, s, target, state, ds, parameter, gain, ignore, has_target, firs
                 continue
             if y < 0 or y >= n:
                 top = real(NAN)
-        if not (top == top):
+        if top != top:
             fill(row, NAN)
             continue
         for j in range(n):

@@ -1,7 +1,6 @@
 """Loss of a row and its row state, in one pass over the row: Ω*(s) − s_y.
 
-A thread reads its columns in pieces, all loads of which are in flight at once. `lane` is one of the LANES numbers that a
-row's partial results consist of.
+A program reads a row in pieces, several of which are in flight at once. Lane i takes the columns i, i + LANES, …
 
     softmax      each lane keeps a maximum m and Σ exp(s − m); Ω* = max + log Σ
     threshold    each lane keeps its three largest scores, and τ is solved for these. Scores that no lane kept are at

@@ -1,7 +1,7 @@
 """Launches the loss kernels: loss = Ω*(s) − s_y of every row of s [R, N], and ds = (p − e_y)·dl.
 
-    loss, state = forward(s, target, choice)      # s on a GPU, or on the CPU under TRITON_INTERPRET=1
-    ds = backward(dl, s, target, state, choice)
+loss, state = forward(s, target, choice)      # s on a GPU, or on the CPU under TRITON_INTERPRET=1
+ds = backward(dl, s, target, state, choice)
 """
 
 from __future__ import annotations

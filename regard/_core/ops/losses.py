@@ -1,6 +1,7 @@
 """row_loss: s [R, N] and target [R] → Ω*(s) − s_y [R] and a row state [3, R].
 
-Its backward is an op too, itself differentiable. The state is the backend's own: what it computes p from, without another search for τ.
+Its backward is an op too, itself differentiable. The state is the backend's own: what it computes
+p from, without another search for τ.
 """
 
 from __future__ import annotations

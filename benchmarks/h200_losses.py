@@ -10,6 +10,7 @@ and temporaries.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +136,7 @@ def build_table() -> list[str]:
     for rows, columns in SHAPES:
         for short, dtype in DTYPES.items():
             logits, target = make_rows(rows, columns, dtype)
-            copy = measure(lambda x=logits, out=torch.empty_like(logits): out.copy_(x))
+            copy = measure(functools.partial(torch.empty_like(logits).copy_, logits))
             lines.append(f"| copy | {short} | {rows} × {columns} | {copy / 2:.3f} | {copy:.3f} | {1.5 * copy:.3f} | |")
             for name in NAMES:
                 choice = normalizers.get(name)
@@ -183,9 +184,10 @@ def main() -> None:
     text = [
         f"# Losses on {torch.cuda.get_device_name()}", "",
         f"Checks against float64: {'; '.join(faults) or 'no faults'}.", "",
-        "Random normal logits of spread 2. Per cent of a copy's bandwidth: forward moves half of a copy's bytes, backward "
-        f"as many. Rival, forward and backward on 1024 rows: {rival}; for softmax torch's cross entropy.", "",
-        *build_table(), "", "Forward, ms, 4096 × 131072 bf16, by the spread of the logits:", "", *build_spread_table(), "",
+        "Random normal logits of spread 2. Per cent of a copy's bandwidth: forward moves half of a copy's bytes, "
+        f"backward as many. Rival, forward and backward on 1024 rows: {rival}; for softmax torch's cross entropy.", "",
+        *build_table(), "",
+        "Forward, ms, 4096 × 131072 bf16, by the spread of the logits:", "", *build_spread_table(), "",
     ]  # fmt: skip
     print("\n".join(text))
     if options.markdown is not None:

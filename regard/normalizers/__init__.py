@@ -115,9 +115,10 @@ class Choice:
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
 
     def entropy_index(self, theta: Any = None) -> Any:
-        """α of the map argmax_p p·s + H_α(p): 1 for softmax, 1 + gain for max(gain·s − τ, 0)^(1/gain), else None.
+        """α of a map that is argmax_p p·s + H_α(p), and None for others. A tensor `theta` gives a tensor.
 
-        H_α(p) = Σ (p − p^α) / (α(α − 1)), and Shannon's entropy for α = 1. A tensor `theta` gives a tensor.
+        It is 1 for softmax and 1 + gain for max(gain·s − τ, 0)^(1/gain). H_α(p) = Σ (p − p^α) / (α(α − 1)), and
+        Shannon's entropy for α = 1.
         """
         theta = self.theta if theta is None else theta
         if self.softmax_family and self.sums_to == "1":

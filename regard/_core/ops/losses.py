@@ -1,6 +1,7 @@
-"""row_loss: s [R, N] and target [R] → Ω*(s) − s_y [R] and a row state [3, R]; its backward is an op with derivatives.
+"""row_loss: s [R, N] and target [R] → Ω*(s) − s_y [R] and a row state [3, R].
 
-The state is the backend's own: what it computes p from, without another search for τ.
+Its backward is an op too, itself differentiable. The state is the backend's own: what it computes
+p from, without another search for τ.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ row_loss.register_autograd(_loss_backward, setup_context=_loss_setup)
 
 
 def _gradient_setup(ctx, inputs, output):
-    dl, s, target, _, ctx.normalizer, ctx.ignore_index, ctx.backend = inputs
+    dl, s, target, _state, ctx.normalizer, ctx.ignore_index, ctx.backend = inputs
     ctx.save_for_backward(dl, s, target)
 
 

@@ -169,14 +169,14 @@ def parameter_slope(p, alpha):
     log = tl.log(tl.maximum(p, 1e-37))
     x = -k * log
     near = tl.minimum(x, 0.25)
-    series = 1.0 / 40320.0 + near / 362880.0
+    series = 1.0 / 40320.0 + near * (1.0 / 362880.0)
     series = 1.0 / 5040.0 + near * series
     series = 1.0 / 720.0 + near * series
     series = 1.0 / 120.0 + near * series
     series = 1.0 / 24.0 + near * series
     series = 1.0 / 6.0 + near * series
     series = 0.5 + near * series
-    far = p * (tl.exp(x) - 1.0 - x) / (k * k)
+    far = p * (tl.exp(x) - 1.0 - x) * (1.0 / (k * k))  # a quotient of rows alone
     return tl.where(p > 0.0, -tl.where(x < 0.25, p * log * log * series, far), 0.0)
 
 

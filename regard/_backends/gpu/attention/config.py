@@ -33,6 +33,7 @@ HALF = {
 }
 # heads of 65 to 128 and a threshold map, which takes two sums
 DOUBLE = {"backward_dq": (64, 64, 4, 2, True), "tangent": (128, 32, 8, 3, True)}
+LEARNING = {"backward_dq": (64, 32, 4, 2, True)}  # the same with the gradient of a parameter, which takes registers
 # heads up to 128 where that engine cannot read the inputs
 PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
@@ -148,7 +149,7 @@ def config_of(
     dense = p.relative is not None or (p.bias is not None and not has_key_bias(p))
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, how = _choose_blocks(p, kernel, others)
+    m, n, bulk, how = _choose_blocks(p, kernel, LEARNING if THETA_GRAD else DOUBLE, others)
     config = Config(
         F=bundle.of(p.choice),
         SCORE=bundle.of_score(p.score),
@@ -180,7 +181,7 @@ def config_of(
     return config, how
 
 
-def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, int, bool, dict]:
+def _choose_blocks(p: Problem, kernel: str, double: dict = DOUBLE, others: tuple = ()) -> tuple[int, int, bool, dict]:
     """Return (queries, keys) per block, whether by bulk copies, and the launch options: the fastest on an H200."""
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = sum(width > most for most in (64, 128, 256))
@@ -197,7 +198,7 @@ def _choose_blocks(p: Problem, kernel: str, others: tuple = ()) -> tuple[int, in
         size += size > 0 and not has_large_shared_memory(p.q.device)
         m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
         if size == 1 and p.choice.family == "threshold":
-            m, n, warps, stages, bulk = DOUBLE.get(kernel, (m, n, warps, stages, bulk))
+            m, n, warps, stages, bulk = double.get(kernel, (m, n, warps, stages, bulk))
         if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")

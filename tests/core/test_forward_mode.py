@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from rows_data import FUSED
@@ -189,6 +192,17 @@ def test_blocks_are_joined(monkeypatch):
     assert_alike(lambda attend: along_a_slope(attend, at, along), normalizer="softmax1", is_causal=True)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 0, 4), (0, 2, 3, 4)])
+def test_no_queries(shape):
+    at, along = draw(*shape), draw(*shape, seed=1)
+    heat = torch.ones(2, 1, 1).double()
+    out, moved = torch.func.jvp(regard.attention, at, along)
+    assert out.shape == moved.shape == shape
+    along_heat = torch.func.jvp(lambda t: regard.attention(*at, temperature=t), (heat,), (heat,))[1]
+    assert along_heat.shape == shape
+    assert all(x.shape == shape for x in along_a_slope(regard.attention, at, along)[1])
+
+
 def test_dropout_is_the_forwards():
     at, along = draw(1, 2, 6, 4), draw(1, 2, 6, 4, seed=1)
 
@@ -223,3 +237,13 @@ def test_a_default_device_does_not_matter():
     with torch.device("meta"):
         ours = torch.func.jvp(pair(normalizer="softmax1")[0], at, along)
     torch.testing.assert_close(ours, exact)
+
+
+def test_the_page_runs_as_it_is_written():
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "forward-mode.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = [{}, {}]
+    for text, found in zip(examples, names, strict=True):
+        exec(compile(text, page.name, "exec"), found)
+    assert names[0]["tangent"].isfinite().all()
+    assert all(p.grad.isfinite().all() for p in names[1]["model"].parameters())

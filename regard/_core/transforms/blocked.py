@@ -2,10 +2,10 @@
 
 With f the output of some rows, as a function of the tensors x that have derivatives,
 
-    push   f′(x)·t      what a tangent t of x adds to f
-    pull   f′(x)ᵀ·u     the gradient of x for an upstream gradient u
+    jvp   f′(x)·t      the tangent of f for a tangent t of x
+    vjp   f′(x)ᵀ·u     the gradient of x for an upstream gradient u
 
-Both consist of plain torch operations, so that they can be pushed and pulled again. Rows are independent: tangents of
+Both consist of plain torch operations, so that they have derivatives themselves. Rows are independent: tangents of
 their outputs are joined, gradients of what they share are added.
 """
 
@@ -27,17 +27,17 @@ PLACES = (0, 1, 2, *LEARNED.values())  # of the tensors that have derivatives, i
 Tensors = Sequence[Tensor | None]
 
 
-def push(function: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """J·t of a function that returns a tuple: the pull is linear in u, and its own pull is J·t.
+def jvp(function: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """J·t of a function that returns a tuple: the vjp is linear in u, and its own vjp is J·t.
 
     torch.func.jvp would do where no level of forward mode is open; torch cannot nest the two.
     """
     out, transpose = torch.func.vjp(function, *given)  # type: ignore[misc]
-    _, push_forward = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))  # type: ignore[misc]
-    return push_forward(tuple(tangents))
+    _, tangent_of = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))  # type: ignore[misc]
+    return tangent_of(tuple(tangents))
 
 
-def pull(function: Callable, given: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def vjp(function: Callable, given: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Jᵀ·u of a function that returns a tuple."""
     return torch.func.vjp(function, *given)[1](tuple(upstream))
 
@@ -56,7 +56,12 @@ class Rows:
             tensors[at] = x
         return (reference.of_rows(self.options.with_tensors(tensors), self.first, self.last)[0],)
 
+    def gradient(self, do: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        """What the rows add to the gradients of `given`, for the upstream gradient of all rows."""
+        return vjp(self.attend, given, (self.take(do),))
+
     def take(self, x: Tensor) -> Tensor:
+        """The rows of x [B, H, M, …]."""
         return x[:, :, self.first : self.last]
 
 
@@ -65,7 +70,7 @@ def _cut_rows(options: Problem, tensors: Tensors) -> Iterator[Rows]:
     assert q is not None and k is not None
     total = q.shape[2]
     step = max(1, SCORES // max(1, math.prod(q.shape[:2]) * k.shape[2]))
-    for first in range(0, total, step):
+    for first in range(0, max(1, total), step):
         yield Rows(options, tensors, first, min(first + step, total))
 
 
@@ -91,46 +96,46 @@ class Derivatives:
             placed[at] = x.to(self.kept[at].dtype)  # type: ignore[union-attr]
         return placed
 
+    def _sum(self, of_rows: Callable[[Rows], tuple[Tensor, ...]]) -> list[Tensor]:
+        """Σ of_rows(rows) over all rows, entry by entry."""
+        total = list(of_rows(self.rows[0]))
+        for rows in self.rows[1:]:
+            total = [x + y for x, y in zip(total, of_rows(rows), strict=True)]
+        return total
+
     def tangent(self, tangents: Tensors) -> Tensor:
         """o′ for tangents of the tensors."""
         along = self._widen(tangents)
-        return torch.cat([push(rows.attend, self.given, along)[0] for rows in self.rows], 2)
+        return torch.cat([jvp(rows.attend, self.given, along)[0] for rows in self.rows], 2)
 
-    def push_tangent(self, tangents: Tensors, moved: Tensors, moved_tangents: Tensors) -> Tensor:
+    def tangent_jvp(self, tangents: Tensors, moved: Tensors, moved_tangents: Tensors) -> Tensor:
         """The tangent of o′ where the tensors move by `moved` and their tangents by `moved_tangents`."""
         along, count = self._widen(tangents), len(self.given)
         inputs, change = (*self.given, *along), (*self._widen(moved), *self._widen(moved_tangents))
 
         def of_rows(rows: Rows) -> Tensor:
-            return push(lambda *x: push(rows.attend, x[:count], x[count:]), inputs, change)[0]
+            return jvp(lambda *x: jvp(rows.attend, x[:count], x[count:]), inputs, change)[0]
 
         return torch.cat([of_rows(rows) for rows in self.rows], 2)
 
-    def pull_tangent(self, tangents: Tensors, upstream: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def tangent_vjp(self, tangents: Tensors, upstream: Tensor) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Gradients of the tensors and of their tangents for an upstream gradient of o′."""
-        along, count = self._widen(tangents), len(self.given)
-        total = [torch.zeros_like(x) for x in (*self.given, *along)]
-        for rows in self.rows:
-            u = (widen(rows.take(upstream)),)
-            own = pull(lambda *x, rows=rows: push(rows.attend, x[:count], x[count:]), (*self.given, *along), u)
-            total = [x + y for x, y in zip(total, own, strict=True)]
+        inputs, count = (*self.given, *self._widen(tangents)), len(self.given)
+
+        def of_rows(rows: Rows) -> tuple[Tensor, ...]:
+            return vjp(lambda *x: jvp(rows.attend, x[:count], x[count:]), inputs, (widen(rows.take(upstream)),))
+
+        total = self._sum(of_rows)
         return self._place(total[:count]), self._place(total[count:])
 
-    def push_gradient(self, do: Tensor, d_do: Tensor | None, moved: Tensors) -> list[Tensor | None]:
+    def gradient_jvp(self, do: Tensor, d_do: Tensor | None, moved: Tensors) -> list[Tensor | None]:
         """The tangents of the gradients where do moves by `d_do` and the tensors by `moved`."""
         inputs = (widen(do), *self.given)
         change = (torch.zeros_like(inputs[0]) if d_do is None else widen(d_do), *self._widen(moved))
-        total = [torch.zeros_like(x) for x in self.given]
-        for rows in self.rows:
-            own = push(lambda u, *x, rows=rows: pull(rows.attend, x, (rows.take(u),)), inputs, change)
-            total = [x + y for x, y in zip(total, own, strict=True)]
-        return self._place(total)
+        return self._place(self._sum(lambda rows: jvp(rows.gradient, inputs, change)))
 
-    def pull_gradient(self, do: Tensor, upstream: Tensors) -> tuple[Tensor, list[Tensor | None]]:
+    def gradient_vjp(self, do: Tensor, upstream: Tensors) -> tuple[Tensor, list[Tensor | None]]:
         """Gradients of do and of the tensors for upstream gradients of the gradients."""
-        u, inputs = self._widen(upstream), (widen(do), *self.given)
-        total = [torch.zeros_like(x) for x in inputs]
-        for rows in self.rows:
-            own = pull(lambda u, *x, rows=rows: pull(rows.attend, x, (rows.take(u),)), inputs, u)
-            total = [x + y for x, y in zip(total, own, strict=True)]
-        return total[0].to(do.dtype), self._place(total[1:])
+        inputs, given = (widen(do), *self.given), self._widen(upstream)
+        d_do, *total = self._sum(lambda rows: vjp(rows.gradient, inputs, given))
+        return d_do.to(do.dtype), self._place(total)

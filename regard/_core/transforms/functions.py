@@ -93,7 +93,7 @@ class Tangent(torch.autograd.Function):
             return (None,) * (5 + 2 * COUNT)
         kept = ctx.saved_tensors
         tensors, tangents = kept[:COUNT], kept[COUNT:]
-        found, moved = Derivatives(ctx.options, tensors).pull_tangent(tangents, upstream)
+        found, moved = Derivatives(ctx.options, tensors).tangent_vjp(tangents, upstream)
         moved = [None if t is None else x for x, t in zip(moved, tangents, strict=True)]
         return None, None, None, None, None, *found, *moved
 
@@ -101,7 +101,7 @@ class Tangent(torch.autograd.Function):
     def jvp(ctx: Any, *moved: Any) -> Tensor:
         kept = ctx.saved_tensors
         found = Derivatives(ctx.options, kept[:COUNT])
-        o = found.push_tangent(kept[COUNT:], moved[5 : 5 + COUNT], moved[5 + COUNT :])
+        o = found.tangent_jvp(kept[COUNT:], moved[5 : 5 + COUNT], moved[5 + COUNT :])
         return o.to(kept[0].dtype)
 
 
@@ -133,13 +133,13 @@ class Gradient(torch.autograd.Function):
         given: list[Maybe] = [None] * COUNT
         for at, x in zip(places_of(ctx.wants), upstream, strict=True):
             given[at] = x
-        d_do, found = Derivatives(ctx.options, tensors).pull_gradient(do, given)
+        d_do, found = Derivatives(ctx.options, tensors).gradient_vjp(do, given)
         return None, None, None, d_do, None, None, None, *found
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> tuple[Maybe, ...]:
         do, *tensors = ctx.saved_tensors
-        found = Derivatives(ctx.options, tensors).push_gradient(do, moved[3], moved[7:])
+        found = Derivatives(ctx.options, tensors).gradient_jvp(do, moved[3], moved[7:])
         return tuple(found[at] for at in places_of(ctx.wants))
 
     @staticmethod

@@ -83,7 +83,9 @@ def backward_kernel(
 @cache_by_normalizer
 def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
     """The kernel that turns logits and their tangents into weights and theirs."""
-    return template_kernel(normalizer, precision, tangent_rows.tangent_rows)
+    from_logits = getattr(normalizer, "slope_of_weight", None) is None
+    template = tangent_rows.tangent_from_logits if from_logits else tangent_rows.tangent_from_weights
+    return template_kernel(normalizer, precision, template)
 
 
 def template_kernel(normalizer: Normalizer, precision: str, template: FunctionType, **flags: Any) -> Callable:

@@ -25,11 +25,15 @@ def compute_tangent(problem: Problem, forward: Forward, along: Along) -> Tensor:
 
     def compute_logit_tangents(block: Block, q: Tensor, k: Tensor, dk: Tensor, capped: Tensor | None, ds: Tensor):
         """ds [g, rows, n] ← the tangents of the block's logits."""
-        ds.zero_()
+        products = []
         if along.q is not None:
-            ds.baddbmm_(blocks.rows_of(along.q, block), block.take_keys(k).mT, alpha=problem.scale)
+            products.append((blocks.rows_of(along.q, block), block.take_keys(k).mT))
         if along.k is not None:
-            ds.baddbmm_(q, block.take_keys(dk).mT, alpha=problem.scale)
+            products.append((q, block.take_keys(dk).mT))
+        for at, (x, y) in enumerate(products):
+            torch.baddbmm(ds, x, y, beta=at, alpha=problem.scale, out=ds)  # the first one overwrites
+        if not products:
+            ds.zero_()
         if capped is not None:
             ds.mul_(capped.div_(problem.softcap).square_().neg_().add_(1.0))
         if problem.temperature is not None:

@@ -106,8 +106,8 @@ BACKWARD_KERNELS = (
         families=("ratio", "pointwise"),
         limits=f"bfloat16, float16; heads of {stored_ds.WIDTHS.start} to {stored_ds.WIDTHS[-1]}; at least "
         f"{stored_ds.SHORT} queries and keys; no dense mask, bias, dropout, score function but a soft cap, or gradient "
-        "of temperature or parameter; windows, intervals and a bias per key of softmax and softmax1 on Hopper, heads of "
-        "128",
+        "of temperature or parameter; windows, intervals and a bias per key of softmax and softmax1 on Hopper, heads "
+        "of 128",
         supports=stored_ds.supports,
         run=stored_ds.backward,
         needs_delta=True,

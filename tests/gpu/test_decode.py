@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_data import check_backward, check_forward, make
+from attention_data import FUSED, check_backward, check_forward, make
 
 from regard import normalizers
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import registry
 
-SPLITTING = [name for name in normalizers.names() if normalizers.get(name).family != "threshold"]
+SPLITTING = [name for name in FUSED if normalizers.get(name).family != "threshold"]
 CUDA = dict(device="cuda", dtype=torch.bfloat16)
 
 

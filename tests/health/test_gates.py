@@ -106,6 +106,13 @@ def test_a_report_keeps_the_gate(tmp_path):
     assert "shut gate" not in {finding.kind for finding in plain.findings}
 
 
+def test_merged_rounds_count_each_gate_once(tmp_path):
+    model, x = Ours("head"), inputs()
+    report = regard.examine(model, [x, x[:1]], checks=False, snapshot=tmp_path / "snapshot.pt")
+    want = torch.cat([model.gates(x), model.gates(x[:1])]).mean((0, 1, 3)).tolist()
+    assert [head.gate for head in report.heads] == pytest.approx(want, abs=1e-6)
+
+
 def test_a_sigmoid_elsewhere_is_no_gate():
     class Mixed(nn.Module):
         def __init__(self):

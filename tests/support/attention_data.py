@@ -13,6 +13,7 @@ from regard._core.problem import Problem, Upstream
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 LEAVES = ("q", "k", "v", "bias", "temperature", "sink", "theta")
+FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 # relative error is measured against |value| + this
 FLOOR = dict.fromkeys(statistics.NAMES, 1e-3) | dict(entropy=1e-4, gradient_gain=1e-5, mean_logit=0.1, distance=1e-2)
 
@@ -80,7 +81,7 @@ def make(
 def random_problem(seed: int, dtype=torch.float32, device="cpu", size=1) -> Problem:
     """Any normaliser with any options, of an odd shape; `size` multiplies the lengths."""
     pick = random.Random(seed)
-    name = pick.choice([*normalizers.names(), "entmax(alpha=1.25)", "sigmoid(bias=-3)"])
+    name = pick.choice([*FUSED, "entmax(alpha=1.25)", "sigmoid(bias=-3)"])
     family = normalizers.get(name)
     options = {}
     if pick.random() < 0.4:

@@ -35,18 +35,19 @@ def _launch(kernel, o: Tensor, g: Tensor, *others: Tensor) -> None:
     tensors = o, g, *others
     strides = [stride for x in tensors for stride in x.stride()]
     constants = g.shape[3] > 1 or width == 1, rows, columns
+    arguments = *tensors, *strides, heads, queries, width
+    warps = min(8, max(1, rows * columns // 512))
     with on_device_of(o):
         programs = batch * heads * triton.cdiv(queries, rows)
-        sizes = heads, queries, width
-        launch(tensor_key(*tensors), kernel, programs, (*tensors, *strides, *sizes), constants, num_warps=8)
+        launch(tensor_key(*tensors), kernel, programs, arguments, constants, num_warps=warps)
 
 
 @triton.jit
 def locate(heads, queries, ROWS: tl.constexpr):
     """Return batch entry, head and rows [ROWS] of this program, in 64 bits."""
     blocks = tl.cdiv(queries, ROWS)
-    head = tl.program_id(0) // blocks
-    first = tl.program_id(0) % blocks * ROWS
+    at = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows first: those written last may still be in the cache
+    head, first = at // blocks, at % blocks * ROWS
     return (head // heads).to(tl.int64), (head % heads).to(tl.int64), (first + tl.arange(0, ROWS)).to(tl.int64)
 
 

@@ -42,6 +42,14 @@ class Task(NamedTuple):
     part: int  # which partial sum of dk and dv
 
 
+class Keys(NamedTuple):
+    """k and v of a task's heads, [g, N, D] and [g, N, E], in the accumulator's dtype."""
+
+    k: Tensor
+    v: Tensor
+    are_finite: bool = True  # those that a query sees, as far as a product with a hidden key would show it
+
+
 class Block:
     """The queries of a task from i0 to i1 − 1, and the keys j0 … j1 − 1 that any of them can see."""
 
@@ -157,7 +165,7 @@ class Blocks:
         total = self.batch * self.heads * self.queries
         self.parts, self.tasks = 1, []
         if self.is_small:
-            self.step = self.queries
+            self.step = self.most = self.queries
             if total:
                 self.tasks = [[Task(0, self.batch, 0, self.groups, 0, self.queries, 0)]]
             return
@@ -200,10 +208,10 @@ class Blocks:
                     lists.setdefault(owner, []).append(task)
         return list(lists.values())
 
-    def blocks_of(self, task: Task) -> Iterator[Block]:
-        """The blocks of a task, the last queries first."""
+    def blocks_of(self, task: Task, are_finite: bool = True) -> Iterator[Block]:
+        """The blocks of a task, the last queries first; documents share no block if not all keys `are_finite`."""
         if self.intervals is not None:
-            yield from self._blocks_of_intervals(task)
+            yield from self._blocks_of_intervals(task, apart=not are_finite)
             return
         limit = max(self.limits[task.b0 : task.b1])
         for i0 in reversed(range(task.i0, task.i1, self.step)):
@@ -212,14 +220,14 @@ class Blocks:
             j1 = max(j0, min(limit, i1 + self.offset + self.right))
             yield Block(self, task, i0, i1, j0, j1)
 
-    def _blocks_of_intervals(self, task: Task) -> Iterator[Block]:
+    def _blocks_of_intervals(self, task: Task, apart: bool) -> Iterator[Block]:
         assert self.intervals is not None
         heads = slice(task.g0 * self.share, task.g1 * self.share)
         lo, hi = self.intervals.bounds((slice(task.b0, task.b1), heads, slice(task.i0, task.i1)))
-        if self.is_small:
+        if self.is_small and not apart:
             cuts = [(0, task.i1 - task.i0, *self._key_range(task))]
         else:
-            cuts = cut_queries(lo, hi, self.step, self.most, (task.g1 - task.g0) * self.share)
+            cuts = cut_queries(lo, hi, self.step, self.most, (task.g1 - task.g0) * self.share, apart)
         for i0, i1, j0, j1 in reversed(cuts):
             yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
 
@@ -237,8 +245,8 @@ class Blocks:
         """The block's queries of x [B, H, M, C] as [g, rows, C] in the accumulator's dtype."""
         return block.take(x).to(self.dtype).reshape(*block.shape[:2], x.shape[-1])
 
-    def keys_of(self, task: Task) -> tuple[Tensor, Tensor]:
-        """k and v of the task's heads, [g, N, D] and [g, N, E], in the accumulator's dtype.
+    def keys_of(self, task: Task) -> Keys:
+        """The keys of a task.
 
         Keys that no query sees count as zeros, because 0 · NaN in a product would be NaN. Blocks leave out keys
         beyond causal order, window and length; those behind a mask or a bias, or beyond one length of several, are
@@ -248,15 +256,17 @@ class Blocks:
         k, v = self._heads_of(problem.k, task), self._heads_of(problem.v, task)
         by_entry = problem.mask is problem.bias is problem.interval is None
         if by_entry and (problem.key_lengths is None or not self.is_small):
-            return k, v
+            return Keys(k, v)
         start, stop = self._key_range(task)
         bad = ~torch.isfinite(k[:, start:stop].sum(-1) + v[:, start:stop].sum(-1))  # [g, keys]
         if not bad.any():
-            return k, v
+            return Keys(k, v)
         columns = bad.any(0).nonzero().squeeze(-1) + start
         hidden = torch.zeros(k.shape[:2], dtype=torch.bool)
-        hidden[:, columns] = ~self._is_visible(task, columns)
-        return k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0)
+        visible = self._is_visible(task, columns)
+        hidden[:, columns] = ~visible
+        are_finite = not bool((bad[:, columns - start] & visible).any())
+        return Keys(k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0), are_finite)
 
     def _key_range(self, task: Task) -> tuple[int, int]:
         """The keys that the task's blocks multiply, from the first to the last."""

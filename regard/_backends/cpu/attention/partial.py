@@ -194,8 +194,8 @@ def _run_on_logits(blocks: Blocks, work: Callable[[Block, Tensor, Tensor, Scratc
     """Calls work(block, s, v, scratch) for the logits s of every block, and v of its task."""
 
     def run_task(task: Task, scratch: Scratch) -> None:
-        k, v = blocks.keys_of(task)
-        for block in blocks.blocks_of(task):
+        k, v, are_finite = blocks.keys_of(task)
+        for block in blocks.blocks_of(task, are_finite):
             s = scratch("s", *block.shape)
             blocks.compute_logits(block, blocks.rows_of(blocks.problem.q, block), k, s)
             work(block, s, v, scratch)

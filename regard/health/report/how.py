@@ -65,5 +65,5 @@ def describe_measurement(
         quantiles="from histograms of 512 fixed bins, accurate to one bin width; a value in the first bin is only "
         f"known to be below its edge: {edges}",
         versions=dict(regard=regard.__version__, torch=torch.__version__, python=platform.python_version()),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from interpreter import speed_up
 
 import regard
 import regard.parallel as parallel
@@ -420,6 +421,7 @@ def dies(rank: int, world: int, who: int, how: str, calls: int) -> tuple[float, 
 
 def triton_parts(rank: int, world: int) -> None:
     """The Triton engine, interpreted on the CPU."""
+    speed_up()
     check(rank, world, "softmax", 3, False, "triton", dict(sink=True, is_causal=True, temperature=True, small=True))
     check(rank, world, "sigmoid", 5, True, "triton", dict(window=(5, 3), small=True))
 

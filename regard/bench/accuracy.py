@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ def _statistics(normalizer: str, kind: str, dtype: torch.dtype, device: str) -> 
     q = torch.eye(z.shape[0], width, device=device, dtype=dtype)[None, None]
     k = torch.nn.functional.pad(z.T, (0, width - z.shape[0])).contiguous()[None, None]
     v = torch.randn(1, 1, z.shape[1], 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    options = dict(scale=1.0, normalizer=normalizer, return_stats=True)
+    options: dict[str, Any] = dict(scale=1.0, normalizer=normalizer, return_stats=True)
     ours = regard.attention(q, k, v, **options)[1]
     exact = regard.attention(q.double(), k.double(), v.double(), **options, backend="reference")[1]
     allowed, found = STATISTICS[dtype] * (LOOSE_ON_A_GPU.get(normalizer, 1.0) if device == "cuda" else 1.0), []

@@ -82,10 +82,10 @@ def remember_shapes(tl: ModuleType) -> None:
 
     @functools.wraps(make_type)
     def make_type_once(self, element_ty, shape):
-        key = id(element_ty), *(getattr(size, "value", size) for size in shape)
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
         if key not in made:
             make_type(self, element_ty, shape)
-            made[key] = {**vars(self), "of_tensors": {}}  # holds element_ty, so that no other has its id
+            made[key] = {**vars(self), "of_tensors": {}}
         vars(self).update(made[key])
 
     @functools.wraps(make_tensor)

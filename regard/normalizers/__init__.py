@@ -85,8 +85,9 @@ class Choice:
     def fused_in_attention(self) -> bool:
         """True if fused attention takes it; unlike rows it has no wider dtype to switch to."""
         parameter = self.normalizer.parameter
-        known = parameter is not None and isinstance(self.theta, float)
-        return self.fused and not (known and self.theta < parameter.fused_low)
+        if parameter is None or not isinstance(self.theta, float):
+            return self.fused
+        return self.fused and self.theta >= parameter.fused_low
 
     @property
     def has_slopes(self) -> bool:
@@ -133,8 +134,9 @@ class Choice:
 
     def check_spec(self, caller: str) -> None:
         """Raise unless `spec` names this choice: `caller` passes a name on, which cannot carry a tensor."""
-        if self.spec.endswith("=…)"):
-            name = self.normalizer.parameter.name
+        parameter = self.normalizer.parameter
+        if parameter is not None and self.spec.endswith("=…)"):
+            name = parameter.name
             raise ValueError(f"normalizer: {caller} takes a number for {name}, got a {type(self.theta).__name__}")
 
     @property

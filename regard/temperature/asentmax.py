@@ -53,10 +53,10 @@ class ASEntmax(nn.Module):
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be a finite number ≥ 0, got {number!r}")
         self.delta, self.exponent = float(delta), float(exponent)
-        for name in ("beta", "gamma"):
-            weight, bias = torch.zeros(heads, head_dim, device=device, dtype=dtype), torch.zeros(heads)
-            self.register_parameter(f"{name}_weight", nn.Parameter(weight))
-            self.register_parameter(f"{name}_bias", nn.Parameter(bias.to(weight)))
+        self.beta_weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))
+        self.beta_bias = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype))
+        self.gamma_weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))
+        self.gamma_bias = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype))
 
     def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
         """Return T [B, H, M]."""

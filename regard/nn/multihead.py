@@ -276,7 +276,7 @@ class MultiheadAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             scale=scale,
             enable_gqa=self.kv_heads != self.num_heads,
-            normalizer=self.normalizer if self.parameter is None else self.parameter.choose(),
+            normalizer=self._choose_normalizer(),
             temperature=self.temperature,
             softcap=self.softcap,
             score_mod=self.score_mod,
@@ -299,13 +299,16 @@ class MultiheadAttention(nn.Module):
             v,
             self.additive,
             dropout_p=dropout,
-            normalizer=self.normalizer if self.parameter is None else self.parameter.choose(),
+            normalizer=self._choose_normalizer(),
             temperature=getattr(temperature, "value", temperature),
             softcap=self.softcap,
             sink=self.sink,
             wanted=wanted,
             **options,
         )
+
+    def _choose_normalizer(self) -> Any:
+        return self.normalizer if self.parameter is None else self.parameter.choose()
 
     def _remember(self, q: Tensor, k: Tensor, scale: str | None, options: dict) -> None:
         """Keep q and k of the last training call, which `regard.qk_clip` measures and backward keeps alive anyway.

@@ -152,8 +152,9 @@ class Choice:
 
     def check_spec(self, caller: str) -> None:
         """Raise unless `spec` names this choice: `caller` passes a name on, which cannot carry a tensor."""
-        if self.spec.endswith("=…)") and self.normalizer.parameter is not None:
-            name = self.normalizer.parameter.name
+        parameter = self.normalizer.parameter
+        if parameter is not None and self.spec.endswith("=…)"):
+            name = parameter.name
             raise ValueError(f"normalizer: {caller} takes a number for {name}, got a {type(self.theta).__name__}")
 
     @property
@@ -243,8 +244,8 @@ def get(spec: str | Choice | Normalizer, **parameter: float | Tensor | Callable[
     >>> alpha = torch.tensor([1.25, 1.5, 2.0], requires_grad=True)  # one per head
     >>> q = k = v = torch.eye(3).repeat(1, 3, 1, 1)
     >>> out = regard.attention(q, k, v, normalizer=regard.normalizers.get("entmax", alpha=alpha))
-    >>> out[0, :, 0, 0]
-    tensor([0.4763, 0.5154, 0.7182])
+    >>> out[0, :, 0, 0].detach()
+    tensor([0.5136, 0.5678, 0.7182])
 
     Returns:
         A `Choice`: the record and the value of its parameter.

@@ -49,7 +49,8 @@ def of_scores(
     """
     choice = normalizers.get(normalizer)
     if choice.plain is not choice:
-        choice, theta = choice.plain, choice.theta  # type: ignore[assignment]
+        given: Any = choice.theta
+        choice, theta = choice.plain, given
     check_float(scores, "scores")
     if isinstance(first, Tensor) or not hasattr(first, "__index__"):
         _refuse("first must be an int", first)

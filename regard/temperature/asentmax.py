@@ -54,9 +54,10 @@ class ASEntmax(nn.Module):
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be a finite number ≥ 0, got {number!r}")
         self.delta, self.exponent = float(delta), float(exponent)
-        place: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.beta_weight, self.gamma_weight = (nn.Parameter(torch.zeros(heads, head_dim, **place)) for _ in range(2))
-        self.beta_bias, self.gamma_bias = (nn.Parameter(torch.zeros(heads, **place)) for _ in range(2))
+        self.beta_weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))
+        self.beta_bias = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype))
+        self.gamma_weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))
+        self.gamma_bias = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype))
 
     def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
         """Return T [B, H, M]."""

@@ -19,7 +19,7 @@ def test_it_starts_where_it_says_and_learns(name, score):
     torch.manual_seed(0)
     layer = MultiheadAttention(8, 2, normalizer=name, score=score).double()
     plain = MultiheadAttention(8, 2, normalizer=STARTS[name], score=score).double()
-    state = layer.state_dict()
+    state = copy.deepcopy(layer.state_dict())
     raw = state.pop("parameter.raw")
     plain.load_state_dict(state)
     x = torch.randn(2, 5, 8, dtype=torch.float64)

@@ -110,7 +110,7 @@ def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
         and not (scores.requires_grad and torch.is_grad_enabled())
         and choice.fused_in_attention
         and choice.plain is choice
-        and (parameter is None or known is None or known >= parameter.wide_below)
+        and not (parameter is not None and isinstance(choice.theta, float) and choice.theta < parameter.wide_below)
         and not choice.scale_free
         and not is_autocast(scores)
     )
@@ -156,8 +156,8 @@ def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: flo
 
 def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
     """Return (scores, backend): float64, or the power series, for a parameter at which float32 magnifies rounding."""
-    parameter, theta = choice.normalizer.parameter, choice.theta
-    if parameter is None or not isinstance(theta, float) or theta >= parameter.wide_below:
+    parameter = choice.normalizer.parameter
+    if parameter is None or not isinstance(choice.theta, float) or choice.theta >= parameter.wide_below:
         return z, backend
     return widen(z), "series" if theta < parameter.series_below else backend
 

@@ -148,7 +148,7 @@ def backward(
     lists, failed = CandidateLists(p, False, True), make_flags(p.k, gather.ROWS)
     for first, programs in split_chunks(lists.blocks):
         lists.fill(kind, bound, None, first, programs, opt)
-        arguments = lists.entries, lists.counts, q, v, do, dk, dv, delta, failed, first, opt
+        transposed = lists.entries, lists.counts, q, v, do, dk, dv, delta, failed, first, opt
         constants = config, CAP, CAP - SPARE, BLOCK, p.q.shape[1] != p.k.shape[1], STEP["dkv"]
-        launch(kind, gather.gather_dkv, programs * BLOCK // gather.ROWS.value, arguments, constants, num_warps=4)
+        launch(kind, gather.gather_dkv, programs * BLOCK // gather.ROWS.value, transposed, constants, num_warps=4)
     yield failed

@@ -32,9 +32,8 @@ def jvp(function: Callable, given: Sequence[Tensor], tangents: Sequence[Tensor])
 
     torch.func.jvp would do where no level of forward mode is open; torch cannot nest the two.
     """
-    out, transpose = torch.func.vjp(function, *given)  # type: ignore[misc]
-    _, tangent_of = torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))  # type: ignore[misc]
-    return tangent_of(tuple(tangents))
+    out, transpose, *_ = torch.func.vjp(function, *given)
+    return torch.func.vjp(lambda *u: transpose(u), *map(torch.zeros_like, out))[1](tuple(tangents))
 
 
 def vjp(function: Callable, given: Sequence[Tensor], upstream: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -228,7 +228,7 @@ class MultiheadAttention(nn.Module):
     def _attend_product(
         self, q: Tensor, k: Tensor, v: Tensor, wanted: tuple[str, ...], options: dict
     ) -> tuple[Tensor, statistics.Statistics]:
-        scale = {"scaled_dot": None, "dot": "none"}.get(self.score)
+        scale: Any = {"scaled_dot": None, "dot": "none"}.get(self.score)
         if self.score == "cosine":
             q, k = F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6)
             scale = self.gain

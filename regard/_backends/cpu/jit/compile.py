@@ -175,9 +175,9 @@ class _Binder(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         node = self.generic_visit(node)
         if self.is_tile:  # as above
-            whole = (isinstance(x, ast.Constant) and type(x.value) is int for x in node.args)
             node.args = [
-                _real_call(float(x.value)) if is_int else x for x, is_int in zip(node.args, whole, strict=True)
+                _real_call(float(x.value)) if isinstance(x, ast.Constant) and type(x.value) is int else x
+                for x in node.args
             ]
         return node
 

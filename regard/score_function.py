@@ -73,7 +73,7 @@ class ScoreFunction:
     slope: Any
     params: tuple[float | Tensor, ...] = ()
     key: str = field(init=False)  # name and hash of the text: what a custom op carries
-    _spoken: tuple = field(init=False, repr=False, compare=False)  # value and slope in torch
+    _spoken: tuple[Any, Any] = field(init=False, repr=False)  # value and slope in torch
 
     def __post_init__(self) -> None:
         params = self.params if isinstance(self.params, (tuple, list)) else (self.params,)
@@ -95,7 +95,7 @@ class ScoreFunction:
 
         >>> import regard
         >>> regard.ScoreFunction.soft_cap(50.0)
-        ScoreFunction(cap_score, params=(50.0,))
+        ScoreFunction(cap_score, params=[50])
         """
         return cls(cap_score, cap_score_slope, (cap,))
 
@@ -191,8 +191,8 @@ class ScoreFunction:
         return self.with_params(*copy.deepcopy(self.params, memo))
 
     def __repr__(self) -> str:
-        given = ", ".join(f"tensor({tuple(x.shape)})" if isinstance(x, Tensor) else f"{x:g}" for x in self.params)
-        return f"ScoreFunction({self.name}, params=({given}))"
+        given = ", ".join(f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x:g}" for x in self.params)
+        return f"ScoreFunction({self.name}, params=[{given}])"
 
 
 def find(key: str) -> ScoreFunction:

@@ -263,7 +263,7 @@ class MultiheadAttention(nn.Module):
     def _attend_product(
         self, q: Tensor, k: Tensor, v: Tensor, wanted: tuple[str, ...], options: dict
     ) -> tuple[Tensor, statistics.Statistics]:
-        scale = {"scaled_dot": None, "dot": "none"}.get(self.score)
+        scale: Any = {"scaled_dot": None, "dot": "none"}.get(self.score)
         if self.score == "cosine":
             q, k = (F.normalize(x, dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))  # autocast on CUDA makes it float32
             scale = self.gain

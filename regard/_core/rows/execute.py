@@ -101,7 +101,6 @@ def run(scores, choice: Choice, theta, dim, temperature, mask, backend) -> Tenso
 def _is_simple(scores: Tensor, choice: Choice, dim, temperature) -> bool:
     """True for a call that goes to its kernel as it is: the last dimension, a plain temperature, no gradient."""
     parameter = choice.normalizer.parameter
-    known = choice.theta if isinstance(choice.theta, float) else None
     return (
         (dim == -1 or dim == scores.ndim - 1)
         and 1e-6 < temperature < 1e6
@@ -159,7 +158,7 @@ def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor,
     parameter = choice.normalizer.parameter
     if parameter is None or not isinstance(choice.theta, float) or choice.theta >= parameter.wide_below:
         return z, backend
-    return widen(z), "series" if theta < parameter.series_below else backend
+    return widen(z), "series" if choice.theta < parameter.series_below else backend
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:

@@ -73,7 +73,8 @@ def written_out(name: str, s: torch.Tensor, i: torch.Tensor, j: torch.Tensor) ->
 
 def with_score(p: Problem, name: str) -> Problem:
     """The problem with a function of `ALL`."""
-    score = ALL[name]
+    params = (x.to(p.q.device) if isinstance(x, torch.Tensor) else x for x in ALL[name].params)
+    score = ALL[name].with_params(*params)
     return dataclasses.replace(p, score=score, score_params=score.stack_params(p.q.shape[1], p.q, p.accumulator))
 
 

@@ -223,7 +223,7 @@ def _plan(
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
     plan = Plan(problem, group, queries, keys, engine, **dense, interval=interval)
     plan.problem = replace(problem, interval=plan.interval_of(group.rank))
-    plan.bias_per_row = per_row
+    plan.bias_per_row = plan.mask_per_row = per_row
     plan.causal_only = reach == (None, 0)
     return plan
 

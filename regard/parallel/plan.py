@@ -35,6 +35,7 @@ class Plan:
     bias: Tensor | None = None  # unexpanded, with the columns of all keys
     mask: Tensor | None = None
     bias_per_row: bool = False  # False: every rank has the same row for all queries
+    mask_per_row: bool = False
     wants_gradients: bool = False
     delta_known: list[bool] = field(default_factory=list)  # per rank of queries, set by forward: δ needs no extra sweep
     interval: Tensor | None = None  # [3, B, H, the queries of all ranks]

@@ -38,8 +38,9 @@ NUMBERS = {
 
 
 def normalizer_choices() -> list[str]:
-    """Return the normalisers to choose from, all different maps."""
-    return [OTHERWISE.get(name, name) for name in regard.normalizers.names()]
+    """Return the normalisers to choose from, all different maps of scores whose order does not matter."""
+    names = (name for name in regard.normalizers.names() if not regard.normalizers.get(name).ordered)
+    return [OTHERWISE.get(name, name) for name in names]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`RankGroup`: the ranks that share a sequence, and every message between them.
 
 All waiting for other ranks happens here. torch's own errors and timeouts end a wait; they are raised as a `RankError`
-that names the step, and the rank where torch tells it.
+that names the step, and the rank where torch tells it. What is sent is counted (`traffic`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from regard.parallel import traffic
 from regard.parallel.failures import RankError, is_lost_contact
 
 DRAIN_SECONDS = 10.0  # at most, for the transfers that are under way when this rank raises
@@ -67,6 +68,7 @@ class RankGroup:
         if sent is not None and sent.numel():
             transfer.sent = self._to_transport(sent)
             operations.append(dist.P2POp(dist.isend, transfer.sent, group=self.process_group, group_peer=to))
+            traffic.record(step, sent.numel() * sent.element_size())
         if received is not None and received.numel():
             transfer.received = (
                 torch.empty_like(received, device="cpu") if self._needs_host_copy(received) else received
@@ -89,6 +91,7 @@ class RankGroup:
         carried = self._to_transport(x)
         with self.guard(step, at):
             dist.all_reduce(carried, op, group=self.process_group)
+        traffic.record(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def broadcast(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
@@ -104,6 +107,8 @@ class RankGroup:
         with self.guard(step, at):
             work = dist.broadcast(transfer.received, group=self.process_group, group_src=root, async_op=True)
         transfer.add(work)
+        if self.rank == root:
+            traffic.record(step, x.numel() * x.element_size())
         return transfer
 
     def reduce(self, x: Tensor, root: int, step: str, at: int = 0) -> Tensor:
@@ -113,6 +118,8 @@ class RankGroup:
         carried = self._to_transport(x)
         with self.guard(step, at):
             dist.reduce(carried, group=self.process_group, group_dst=root)
+        if self.rank != root:
+            traffic.record(step, x.numel() * x.element_size())
         return carried.to(x.device)
 
     def all_gather_numbers(self, numbers: Sequence[int], step: str, at: int = 0) -> list[list[int]]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from interpreter import speed_up
-from traffic import counted
 
 import regard
 import regard.parallel as parallel
+from regard.parallel import traffic
 from regard.parallel.layout import spans
 from regard.parallel.schemes import stationary
 
@@ -358,32 +358,32 @@ def bytes_sent(rank: int, world: int) -> None:
     q, k, v = (torch.randn(b, heads, n, width, generator=g) for heads, width in ((h, d), (groups, d), (groups, e)))
     q, k, v = (parallel.shard(x).requires_grad_() for x in (q, k, v))
     sizes = [sum(stop - start for start, stop in own) for own in spans(n, world)]
-    with counted() as sent:
+    with traffic.counted() as sent:
         out = parallel.attention(q, k, v, enable_gqa=True, is_causal=True, lengths=(n, n))
     passed = [(rank - t) % world for t in range(world - 1)]  # whose keys this rank hands on
     ring = sum(sizes[owner] for owner in passed) * b * groups * (d + e) * 4
     assert sent.by_step == {"ring forward": ring} and sent.messages == world - 1, (sent, ring)
-    with counted() as sent, torch.no_grad():  # in float64, but k and v travel as they came
+    with traffic.counted() as sent, torch.no_grad():  # in float64, but k and v travel as they came
         parallel.attention(q, k, v, enable_gqa=True, backend="reference")
     assert sent.by_step == {"ring forward": ring}
-    with counted() as sent:
+    with traffic.counted() as sent:
         out.sum().backward()
     gone = [(rank - t) % world for t in range(1, world)]
     back = ring + sum(sizes[owner] for owner in gone) * b * groups * (d + e) * 4
     assert sent.by_step == {"ring backward": back}, (sent, back)
     few = torch.randn(b, h, 2, d, generator=g)
-    with counted() as sent, torch.no_grad():
+    with traffic.counted() as sent, torch.no_grad():
         parallel.decode(few, k, v, enable_gqa=True, lengths=n)
     part = b * h * 2 * (e + 2) * 4
     size = 1 << (world.bit_length() - 1)
     rounds = 1 if rank >= size else size.bit_length() - 1 + (rank < world - size)
     assert sent.by_step == {"tree": rounds * part}, (sent, rounds, part)
-    with counted() as sent, torch.no_grad():
+    with traffic.counted() as sent, torch.no_grad():
         parallel.attention(q, k, v, enable_gqa=True, normalizer="entmax15", lengths=(n, n))
     mine = sizes[rank] * b * h
     assert sent.by_step["visit forward"] == mine * d * 4
     assert sent.by_step["visit home"] == (sum(sizes) - sizes[rank]) * b * h * (e + 3) * 4
-    with counted() as learning:
+    with traffic.counted() as learning:
         parallel.attention(q, k, v, enable_gqa=True, normalizer="entmax15")
     assert learning.by_step["visit home"] == (sum(sizes) - sizes[rank]) * b * h * (2 * e + 3) * 4
     whole, rest = divmod(sent.by_step["newton"] - 8 * world, 16 * b * h)  # each round's first tells one number more

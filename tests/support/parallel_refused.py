@@ -69,7 +69,7 @@ def wrong_on_one(x: torch.Tensor, rank: int, last: bool, world: int) -> None:
     q, k, v = pieces = [parallel.shard(x)] * 3
     for given, options, error in (
         ((q, k, v[:, :, :1] if last else v), {}, "ValueError: k and v must have the same length"),
-        (pieces, dict(temperature=torch.ones(1, 2, 7 if last else q.shape[2], 1)), "ValueError: temperature must br"),
+        (pieces, dict(temperature=torch.ones(1, 2, 7 if last else q.shape[2], 1)), "ValueError: temperature must have"),
         ((q, [1.0] if last else k, v), {}, "TypeError: k must be a tensor, this rank's shard, got list"),
         (pieces, dict(normalizer="sortmax" if last else "softmax"), "ValueError: normalizer 'sortmax' is unknown"),
     ):

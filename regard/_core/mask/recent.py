@@ -30,7 +30,7 @@ def recall(given: tuple[object, ...], options: tuple, make: Callable[[], Mask]) 
     if found is not None and all(known() is x for known, x in zip(found[0], tensors, strict=True)):
         return found[1]
     mask = make()
-    if len(_recent) >= MOST:
-        del _recent[next(iter(_recent))]
+    for old in list(_recent)[: max(0, len(_recent) + 1 - MOST)]:
+        _recent.pop(old, None)  # another thread may have been faster
     _recent[key] = [weakref.ref(x) for x in tensors], mask
     return mask

@@ -61,7 +61,8 @@ class MultiheadAttention(nn.Module):
         temperature: None, a number, "learned" (per head, starts at 1), "ssmax" (learned per head), "adaptive",
             "query_dependent", "asentmax", or a policy of `regard.temperature`, whose parameters are then the module's.
         softcap: c in c·tanh(x/c), or None.
-        score_mod: a `regard.ScoreFunction` in the place of the soft cap, or None; not with score="additive".
+        score_mod: a `regard.ScoreFunction` in the place of the soft cap, or None; not with score="additive". Its params
+            that are nn.Parameters become the module's, as `score_params`.
         sink: True adds a learned logit per head to softmax's denominator.
         gate: "head" or "element": the heads' outputs are multiplied by σ of a linear layer of the query, one gate per
             head or per element (arXiv 2505.06708). Statistics are those before the gate.
@@ -127,6 +128,8 @@ class MultiheadAttention(nn.Module):
             self.additive = nn.Parameter(torch.randn(num_heads, self.head_dim, **place) / math.sqrt(self.head_dim))
         learned = normalizers.learned(normalizer)
         self.parameter = None if learned is None else LearnedParameter(learned, num_heads, **place)
+        owned = [x for x in getattr(score_mod, "params", ()) if isinstance(x, nn.Parameter)]
+        self.score_params = nn.ParameterList(owned) if owned else None
         self.sink = nn.Parameter(torch.zeros(num_heads, **place)) if sink else None
         widths = {"head": num_heads, "element": embed_dim}
         self.gate = nn.Linear(embed_dim, widths[gate], bias, **place) if gate else None

@@ -269,3 +269,17 @@ def test_the_list_has_every_function_written_out():
     i, j = torch.arange(3.0)[:, None], torch.arange(3.0)
     for name, function in score_functions.ALL.items():
         torch.testing.assert_close(function.modify(s, i, j), written_out(name, s, i, j))
+
+
+def test_a_layer_owns_the_parameters_of_its_score_function():
+    rates = torch.nn.Parameter(torch.tensor([0.3, 0.1]))
+    layer = regard.nn.MultiheadAttention(8, 2, score_mod=FADE.with_params(rates))
+    assert any(x is rates for x in layer.parameters()) and "score_params.0" in layer.state_dict()
+    copied = copy.deepcopy(layer)
+    layer(torch.randn(1, 5, 8)).sum().backward()
+    assert rates.grad is not None and float(rates.grad.abs().sum()) > 0
+    with torch.no_grad():
+        copied.score_params[0].zero_()
+    x = torch.randn(1, 5, 8)
+    assert not torch.allclose(copied(x), layer(x))  # the copy's function reads the copy's parameter
+    assert regard.nn.MultiheadAttention(8, 2, score_mod=FADE).score_params is None

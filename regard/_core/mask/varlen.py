@@ -81,7 +81,8 @@ def attention_varlen(
         q, k, v: (Tq, Hq, D), (Tk, Hk, D), (Tk, Hk, Dv); Hk divides Hq.
         cu_seqlens_q: (documents + 1,) ints 0, …, Tq: where the queries of each document begin and end. A document may
             have length 0.
-        cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries.
+        cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries. On a GPU change both by torch's own in-place
+            operations or make new ones: what they mean is kept from layer to layer.
         max_seqlen_q, max_seqlen_k: the longest document; checked where given, and not needed.
         softmax_scale, scale: the factor of q·k, None for 1/√D; `scale` also takes the words and tensors of `attention`.
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.

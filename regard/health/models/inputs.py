@@ -55,7 +55,10 @@ def _tokenize(tokenizer: Any, text: str, length: int) -> list[list[int]]:
     rows = [rows] if rows and isinstance(rows[0], int) else rows
     marks = set(tokenizer.all_special_ids)
     if len(tokenizer) <= len(marks):
-        raise InputError("the tokenizer knows only special tokens: its files are missing")
+        raise InputError(
+            "the tokenizer knows only special tokens: its files are missing; save it beside the model "
+            "(tokenizer.save_pretrained), or pass a module:function that returns model and batches"
+        )
     tokens = [token for row in rows for token in row if token not in marks or token == tokenizer.unk_token_id]
     unknown = tokens.count(tokenizer.unk_token_id)
     if unknown > UNKNOWN * len(tokens):

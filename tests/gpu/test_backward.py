@@ -17,6 +17,7 @@ from regard._core.device import supports_gluon
 from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
+WHY_NOT = cudnn.why_not
 WIDE = dict(b=1, h=2, g=1, d=128, e=128, dtype=torch.bfloat16, device="cuda", stats=())
 
 
@@ -66,6 +67,7 @@ def check(problem, stats=()):
         ("softmax1", dict(m=332, n=200, h=3, causal=True, sharp=0.1)),
         ("sigmoid", dict(m=200, n=256, causal=True)),
         ("softpick", dict(m=260, n=190, sharp=3.0)),
+        ("softmax", dict(m=300, n=280, b=2, lengths=True)),
     ],
 )
 def test_stored_in_gluon(name, options, chosen):
@@ -86,7 +88,6 @@ def test_threshold_maps_in_gluon(name, options, chosen):
     [
         dict(softcap=2.0, d=96, e=80),
         dict(softcap=1e9, d=96, e=80),
-        dict(b=2, lengths=True),
         dict(m=301, causal=True),
     ],
 )
@@ -158,7 +159,8 @@ def test_scratch_is_bounded():
     ids=str,
 )
 @pytest.mark.parametrize("stats", [(), statistics.NAMES], ids=["plain", "statistics"])
-def test_the_backward_of_cudnn(options, stats):
+def test_the_backward_of_cudnn(options, stats, monkeypatch):
+    monkeypatch.setattr(cudnn, "why_not", WHY_NOT)
     sizes = dict(b=2, h=4, g=4, m=300, n=300, dtype=torch.bfloat16, device="cuda", stats=stats)
     problem = make(5, **sizes | options)
     assert cudnn.why_not(problem, has_statistics=False) is None

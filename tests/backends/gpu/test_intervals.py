@@ -143,13 +143,16 @@ def test_tile_map_of_a_mask(seed):
         table = tables.add_tile_map(problem, constants, config.options(problem), keys_first).tiles
         padded = torch.nn.functional.pad(visible[:, 0].mT if keys_first else visible[:, 0], (0, 16, 0, 16))
         for b in range(2):
-            for block in range(table.blocks):
+            for block in range(table.blocks // 2):
                 full, partly = table.counts.ptr[b, block].tolist()
                 entries = table.lists.ptr[b, block].tolist()
-                for at in range(table.tiles):
+                for at in range(table.tiles // 2):
                     tile = padded[b, block * 16 : block * 16 + 16, at * 16 : at * 16 + 16]
                     whole = tile[: 40 - block * 16].all() if not keys_first else tile.all()
-                    listed = (at * 16 in entries[:full], at * 16 in entries[table.tiles - partly : table.tiles])
+                    listed = (
+                        at * 16 in entries[:full],
+                        at * 16 in entries[table.tiles // 2 - partly : table.tiles // 2],
+                    )
                     assert listed == (bool(whole), bool(tile.any() and not whole)), (keys_first, b, block, at)
         if not keys_first:
             first, count = table.rows.ptr.unbind(-1)

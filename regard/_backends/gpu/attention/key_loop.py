@@ -91,23 +91,24 @@ def sweep(state, block, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def sweep_lists(state, block, i0, opt, TILE: tl.constexpr, C: tl.constexpr):
     """Return state after TILE(state, …) of the tiles that the mask shows: the full ones, then the partial ones."""
-    entries, full, partial = find_lists(opt.tiles, block.b, block.h, i0 // C.BM)
+    entries, full, partial, end = find_lists(opt.tiles, block.b, block.h, i0 // C.BM)
     start = tl.load(entries)
     for at in tl.range(0, full):
         here = start
         start = tl.load(entries + at + 1)  # early: the next tile waits for it
         state = TILE(state, block, here, opt, C, False)
-    for at in tl.range(opt.tiles.tiles - partial, opt.tiles.tiles):
+    for at in tl.range(partial, end):
         state = TILE(state, block, tl.load(entries + at), opt, C, True)
     return state
 
 
 @triton.jit
 def find_lists(table, b, h, block):
-    """Return (pointer to the tiles of a block, how many are full, how many partial)."""
-    entries = visibility.head_of(table.lists, b, h, tiles.wide(table.blocks) * (table.tiles + 1))
-    counts = visibility.head_of(table.counts, b, h, 2 * table.blocks) + 2 * block
-    return entries + tiles.wide(block) * (table.tiles + 1), tl.load(counts), tl.load(counts + 1)
+    """Return (pointer to the tiles of a block, how many are full, where the partial ones begin, where they end)."""
+    end = table.tiles // 2
+    entries = visibility.head_of(table.lists, b, h, tiles.wide(table.blocks) // 2 * (end + 1))
+    counts = visibility.head_of(table.counts, b, h, table.blocks) + 2 * block
+    return entries + tiles.wide(block) * (end + 1), tl.load(counts), end - tl.load(counts + 1), end
 
 
 @triton.jit

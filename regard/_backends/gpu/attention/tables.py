@@ -150,7 +150,7 @@ def add_tile_map(p: Problem, config: Config, opt: Options, keys_first: bool = Fa
     arguments = lists, counts, each, opt, per_entry, columns
     launch(None, map_tiles, heads * blocks, arguments, (block, tile, many, keys_first), num_warps=8)
     table = NO_TABLE if each is None else Table(each, *shared)
-    return opt._replace(tiles=TileMap(Table(lists, *shared), Table(counts, *shared), blocks, in_row, table))
+    return opt._replace(tiles=TileMap(Table(lists, *shared), Table(counts, *shared), 2 * blocks, 2 * in_row, table))
 
 
 def add_key_index(p: Problem, opt: Options) -> Options:

@@ -35,8 +35,8 @@ class TileMap(NamedTuple):
 
     lists: Table  # [heads, blocks, tiles + 1]: full tiles from the front, partial ones from the back
     counts: Table  # [heads, blocks, 2]: full, partial
-    blocks: Any
-    tiles: Any
+    blocks: Any  # twice their number, as in `Table`
+    tiles: Any  # twice the number of a block
     rows: Table  # [heads, queries, 2]: first visible key, number of them; none where the blocks are of keys
 
 

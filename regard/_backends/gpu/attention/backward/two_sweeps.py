@@ -189,13 +189,13 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
 def sweep_queries(acc, inputs, b, h, j, j0, n, queries, seed, opt, C: tl.constexpr):
     """Return acc after `dkv_tile` of every query block of head h that sees a key of this block."""
     if opt.tiles.lists.ptr is not None:
-        entries, full, partial = key_loop.find_lists(opt.tiles, b, h, j0 // C.BN)
+        entries, full, partial, end = key_loop.find_lists(opt.tiles, b, h, j0 // C.BN)
         start = tl.load(entries)
         for at in tl.range(0, full):
             here = start
             start = tl.load(entries + at + 1)  # early: the next tile waits for it
             acc = dkv_tile(acc, inputs, b, h, j, j0, here, n, seed, opt, C, False)
-        for at in tl.range(opt.tiles.tiles - partial, opt.tiles.tiles):
+        for at in tl.range(partial, end):
             acc = dkv_tile(acc, inputs, b, h, j, j0, tl.load(entries + at), n, seed, opt, C, True)
     else:
         begin, inner, outer, end = queries

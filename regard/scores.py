@@ -81,6 +81,11 @@ def qk_norm(q: Tensor, k: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
             raise TypeError(f"{name} must be a dense tensor (…, D) of float16 or wider, got {x.dtype}, {x.layout}")
 
     def normed(x: Tensor) -> Tensor:
-        return rms_norm(x, x.shape[-1:], eps=eps * eps).to(x.dtype) if x.shape[-1] else x  # autocast widens it
+        if not x.shape[-1]:
+            return x
+        if torch.is_autocast_enabled(x.device.type):  # which would store float32 copies; the kernel sums in float32
+            with torch.autocast(x.device.type, enabled=False):
+                return rms_norm(x, x.shape[-1:], eps=eps * eps)
+        return rms_norm(x, x.shape[-1:], eps=eps * eps)
 
     return normed(q), normed(k)

@@ -32,6 +32,7 @@ from regard.health.watching.timed_recorder import TimedRecorder
 from regard.health.watching.validation import check_model, check_options
 from regard.health.watching.writers import Several, Writer, make_writer
 
+FOLLOWED_AGAIN = 100  # samples; between, torch's functions are not followed if the last time none was attention
 MISSED = 3  # consecutive steps without a forward before a warning
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
 LEAST_SECONDS = 600.0  # the budget is that of a training of ten minutes at least
@@ -127,6 +128,7 @@ class Monitor:
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
         self._sample: tuple | None = None  # the open one
+        self._follows_functions = True
         self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
         self._warned: set[str] = set()
         self._hooks = [
@@ -207,9 +209,11 @@ class Monitor:
             return
         make = TimedRecorder if self.metrics is None else MaxLogitRecorder
         recorder = make(sequences=self.sequences)
-        context = Interception(module, observe=recorder).in_forward()
+        follows = self._follows_functions or self.samples % FOLLOWED_AGAIN == 0
+        interception = Interception(module, observe=recorder, follows_functions=follows)
+        context = interception.in_forward()
         open_scope(context)
-        self._sample = recorder, context, step, time.perf_counter() - now
+        self._sample = recorder, interception, context, step, time.perf_counter() - now
 
     def _is_within_budget(self, step: int, elapsed: float) -> bool:
         """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
@@ -231,7 +235,7 @@ class Monitor:
     def _end_sample(self) -> None:
         """Close a sample whose forward was aborted by KeyboardInterrupt; torch runs no hooks then."""
         if self._sample is not None:
-            close_scope(self._sample[1])
+            close_scope(self._sample[2])
             self._sample = None
 
     def _after(self, module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -239,14 +243,16 @@ class Monitor:
             return
         finished, sample, self._sample = time.perf_counter(), self._sample, None
         if sample is not None:
-            close_scope(sample[1])
+            close_scope(sample[2])
         closing = time.perf_counter() - finished
         self._read_sample()  # of an earlier forward, while a GPU is at work on this one
         if sample is None:
             return
-        recorder, _, step, opening = sample
+        recorder, interception, _, step, opening = sample
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
+        if interception.follows_functions:
+            self._follows_functions = interception.saw_functions
         self._unread = recorder, step, opening + closing
         if self._ranks.is_distributed() or not recorder.is_on_gpu:
             self._read_sample()

@@ -270,7 +270,7 @@ def test_heads_side_by_side():
 
 def test_what_it_leaves_to_others():
     sizes = dict(SHAPES[0], d=64, e=64, dtype=torch.bfloat16, device="cuda")
-    for options in (dict(left=5), dict(left=5, right=3), dict(mask=True), dict(bias="b"), dict(dropout=0.1)):
+    for options in (dict(mask=True), dict(bias="b"), dict(dropout=0.1)):
         assert hopper.supports(make(19, **sizes, **options)) is not None
     for widths in (dict(d=60), dict(d=264, e=264), dict(e=128)):
         assert hopper.supports(make(19, **sizes | widths)) is not None
@@ -281,6 +281,7 @@ def test_what_it_leaves_to_others():
 
 def test_the_path_says_so():
     q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
-    assert regard.attention_path(q, q, q, is_causal=True, return_stats=True).reason.endswith("in Hopper's warpgroups")
-    assert regard.attention_path(q, q, q, is_causal=True, softcap=3.0).reason.endswith("in Hopper's warpgroups")
-    assert "warpgroups" not in regard.attention_path(q, q, q, window=(5, 5), softcap=3.0).reason
+    mask = torch.rand(256, 256, device="cuda") > 0.5
+    for options in (dict(return_stats=True), dict(softcap=3.0), dict(window=(5, 5), softcap=3.0)):
+        assert "kernel hopper" in regard.attention_path(q, q, q, is_causal="window" not in options, **options).reason
+    assert "kernel hopper" not in regard.attention_path(q, q, q, attn_mask=mask, softcap=3.0).reason

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import regard
@@ -373,3 +374,29 @@ def test_what_would_watch_nothing_is_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         regard.Monitor(model, **wrong)
     assert not model._forward_pre_hooks
+
+
+class Mixed(torch.nn.Module):
+    """Attention through transformers' registry, and from its third forward on by torch's own function too."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, vocab_size=9)
+        self.inner = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=1, **sizes))
+        self.direct, self.forwards = torch.nn.Identity(), 0
+
+    def forward(self, ids):
+        self.forwards += 1
+        x = self.inner(input_ids=ids).last_hidden_state[:, None]
+        return x if self.forwards < 3 else torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_functions_are_followed_again_after_some_samples(monkeypatch):
+    """Where transformers' registry sees every call, torch's functions are not followed in each sample."""
+    monkeypatch.setattr("regard.health.monitor.FOLLOWED_AGAIN", 4)
+    model, seen = Mixed().train(), []
+    regard.Monitor(model, every=1, budget=1.0, metrics=("max_logit",), log=lambda values: seen.append(set(values)))
+    for _ in range(6):
+        model(torch.arange(8)[None])
+    layers = [len([name for name in names if name.startswith("attention/layer")]) for names in seen]
+    assert layers == [1, 1, 1, 1, 2, 2]

@@ -62,6 +62,7 @@ class Follower:
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.saw_softmax = False
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
@@ -77,6 +78,7 @@ class Follower:
         inputs = [x for x in (*args[:3], kwargs.get("input"), kwargs.get("other")) if isinstance(x, Tensor)]
         known = next((self._known[x] for x in inputs if x in self._known), None)
         if name == "softmax":
+            self.saw_softmax = True
             self._follow_softmax(known, args, kwargs, result)
         elif isinstance(known, Product) and result.numel() == known.numel and result.shape[-2:] == known.shape:
             self._known[result] = replace(known, scale=known.scale * _factor(name, args))

@@ -88,7 +88,8 @@ class Interception:
     """While started, calls inside `model` go to `swap` (Call → Call), then to `observe` (Call → output).
 
     With `in_every_forward`, torch's own functions are captured in every forward of the model or of a part of it;
-    otherwise only within `torch_calls()`.
+    otherwise only within `torch_calls()`. Without `follows_functions` they are not captured: transformers' registry
+    and other packages alone are. `saw_functions` says whether a block of `torch_calls` met one that may be attention.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class Interception:
         swap: Callable[[Call], Call] | None = None,
         observe: Callable[[Call, str, Callable[[], Tensor]], Tensor] | None = None,
         in_every_forward: bool = False,
+        follows_functions: bool = True,
     ) -> None:
         self.model, self.swap, self.observe, self.in_every_forward = model, swap, observe, in_every_forward
+        self.follows_functions, self.saw_functions = follows_functions, False
         self.modules = list(as_written(model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
@@ -178,11 +181,13 @@ class Interception:
         eagerly = torch.compiler.set_stance("force_eager") if is_needed else contextlib.nullcontext()
         from regard.health.capture.torch_calls import TorchCalls
 
+        mode = TorchCalls() if self.follows_functions else None
         STATE.captures += 1
         try:
-            with eagerly, TorchCalls():
+            with eagerly, mode or contextlib.nullcontext():
                 yield
         finally:
+            self.saw_functions = mode is not None and mode.saw_attention
             STATE.captures -= 1
             del STATE.stack[depth:]
             STATE.weights_depth = None

@@ -48,6 +48,7 @@ class TorchCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.follower = Follower()
+        self._saw_handled = False
         self.handlers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(SDPA_NAMES, lambda func, args, kwargs: _capture_sdpa(*args, **kwargs)),
             F.multi_head_attention_forward: _capture_multi_head,
@@ -56,6 +57,11 @@ class TorchCalls(TorchFunctionMode):
             apply_gate: _capture_gate,
             **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), self._capture_sigmoid),
         }
+
+    @property
+    def saw_attention(self) -> bool:
+        """True if a function was called that may be a part of attention."""
+        return self._saw_handled or self.follower.saw_softmax
 
     def __exit__(self, *error: Any) -> None:
         depth = torch._C._len_torch_function_stack()
@@ -66,7 +72,10 @@ class TorchCalls(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
         handler = self.handlers.get(func)
-        return self.follower.run(func, args, kwargs or {}) if handler is None else handler(func, args, kwargs or {})
+        if handler is None:
+            return self.follower.run(func, args, kwargs or {})
+        self._saw_handled = True
+        return handler(func, args, kwargs or {})
 
     def _capture_sigmoid(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Reports σ of what may be a model's own gate, such as Qwen3-Next's; the observer compares its shape."""

@@ -35,9 +35,10 @@ def max_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def excess(y, top, tau, a, theta, C: tl.constexpr):
+def excess(y, top, tau, block, C: tl.constexpr):
     """Return t = max(γ·(s − max) − τ, 0)."""
-    return tiles.positive_part((y - top) * (a * C.F.gain(theta)) - tau)
+    slope = block.a * C.F.gain(block.theta)  # [M]: Triton 3.6 does not compile a product of columns beside a soft cap
+    return tiles.positive_part((y - top[:, None]) * slope[:, None] - tau[:, None])
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     mass, fall, support, top, tau = state
     _, _, y, _, _ = key_loop.score_tile(block, start, opt, C, EDGE)
     theta = tiles.column(block.theta, opt)
-    t = excess(y, top[:, None], tau[:, None], block.a[:, None], theta, C)
+    t = excess(y, top, tau, block, C)
     if C.F.order == 2:
         mass += tiles.fold(t * t, C)
         fall += tiles.fold(2.0 * t, C)
@@ -110,7 +111,7 @@ def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     NEED: tl.constexpr = C.NEED
     _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
     theta = tiles.column(block.theta, opt)
-    t = excess(y, r.top[:, None], r.shift[:, None], block.a[:, None], theta, C)
+    t = excess(y, r.top, r.shift, block, C)
     u, d = tiles.weigh_excess(t, theta, C)
     if C.F.order == 0:
         u = tl.where(t == t, u, t)  # a power of what is above 0 hides NaN
@@ -185,7 +186,7 @@ def forward_threshold(
         first_u = zero
         if C.NEED.first:
             y = r.first_y if C.NEED.track_first else statistics.first_scores(block, opt, C)
-            first_u = C.F.weigh(excess(y, top, tau, a, theta, C), theta)
+            first_u = C.F.weigh(tiles.positive_part((y - top) * (a * C.F.gain(theta)) - tau), theta)
         lse = top * a + tl.log(r.ties + r.lse)
         statistics.finish(
             stats, row, inside, empty, r, a, visible_keys, u1, u1, d1, d1 * d1, first_u, zero, inverse, lse, opt, C

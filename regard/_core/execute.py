@@ -171,7 +171,7 @@ def run_transformed(call: Call) -> Result:
     if reason is None:
         problem = replace(call.problem, seed=draw_seed(call.problem))
         inputs = replace(call, problem=problem).inputs
-        return transforms.Attention.apply(problem.without_tensors(), call.path.backend, *inputs)[0], None, ()
+        return transforms.attend(problem.without_tensors(), call.path.backend, inputs), None, ()
     if call.path.reason == REQUESTED:
         raise transform_error(call.path.backend, reason)
     return dense_attention(call)

@@ -5,38 +5,102 @@
     Gradient    (do, x) ↦ dx                kernels
 
 The tangent of Attention is Tangent and its backward is Gradient; the derivatives of these two, which forward over
-reverse and second derivatives need, come from the reference, block by block. x are the tensors in the order of
-`problem.TENSORS`, options not expanded.
+reverse and second derivatives need, come from the reference, block by block. x are the tensors that the call has, in
+the order of `problem.TENSORS`, options not expanded: torch.func takes 20 µs per argument and level, also for None.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
 
 from regard._core.autograd import LEARNED, fit_gradient, make_upstream
 from regard._core.ops.backends import ATTENTION, backend_module, default_device
 from regard._core.problem import TENSORS, Along, Forward, Problem
 from regard._core.transforms.blocked import Derivatives
 
-COUNT = len(TENSORS)
 Maybe = Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What a call is beside its tensors; `places` are those of its tensors in `TENSORS`."""
+
+    options: Problem
+    backend: str
+    places: tuple[int, ...]
+
+    def spread(self, tensors: Sequence[Maybe]) -> list[Maybe]:
+        """The tensors in the order of `TENSORS`, None where the call has none."""
+        found: list[Maybe] = [None] * len(TENSORS)
+        for at, x in zip(self.places, tensors, strict=True):
+            found[at] = x
+        return found
+
+    def gather(self, found: Sequence[Maybe]) -> list[Maybe]:
+        """Those of the call's tensors, of one entry for each of `TENSORS`."""
+        return [found[at] for at in self.places]
+
+    def derivatives(self, tensors: Sequence[Maybe]) -> Derivatives:
+        """The derivatives of the call by the reference."""
+        return Derivatives(self.options, self.spread(tensors))
+
+
+def attend(options: Problem, backend: str, tensors: Sequence[Maybe]) -> Tensor:
+    """o of a problem, as a function of its tensors in the order of `TENSORS`."""
+    places = tuple(at for at, x in enumerate(tensors) if x is not None)
+    setting, given = Setting(options, backend, places), [tensors[at] for at in places]
+    dual = attend_once(setting, given)
+    return Attention.apply(setting, *given)[0] if dual is None else dual
+
+
+def attend_once(setting: Setting, given: Sequence[Maybe]) -> Tensor | None:
+    """(o, o′) as one dual tensor where a single level of forward mode is all that acts on a call, else None.
+
+    torch.func takes milliseconds to carry two functions through that level.
+    """
+    stack = functorch.peek_interpreter_stack()
+    if forward_ad._current_level < 0 or (stack is not None and (stack.level() > 1 or "Jvp" not in str(stack.key()))):
+        return None
+    parts = [forward_ad.unpack_dual(x) for x in given]
+    inner = [functorch.get_unwrapped(x) if is_wrapped(x) else x for part in parts for x in part]
+    if any(x is not None and (x.requires_grad or is_wrapped(x)) for x in inner):
+        return None
+    tensors, tangents = inner[::2], inner[1::2]
+    with contextlib.nullcontext() if stack is None else temporarily_pop_interpreter_stack():
+        state = Attention.forward(setting, *tensors)
+        found = state[0], Tangent.forward(setting, *state, *tensors, *tangents)
+    if stack is not None:
+        found = tuple(functorch._wrap_for_grad(x, stack.level()) for x in found)
+    return forward_ad.make_dual(*found)
+
+
+def is_wrapped(x: Maybe) -> bool:
+    """True for a tensor of torch.func."""
+    return x is not None and functorch.is_functorch_wrapped_tensor(x)
 
 
 class Attention(torch.autograd.Function):
     """(o, shift, z) of a problem."""
 
     @staticmethod
-    def forward(options: Problem, backend: str, *tensors: Maybe) -> tuple[Tensor, Tensor, Tensor]:
-        with default_device(backend):
-            result = backend_module(ATTENTION, backend).forward(options.with_tensors(tensors))
+    def forward(setting: Setting, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with default_device(setting.backend):
+            problem = setting.options.with_tensors(setting.spread(tensors))
+            result = backend_module(ATTENTION, setting.backend).forward(problem)
         return result.o, result.shift, result.z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.options, ctx.backend, *tensors = inputs
+        ctx.setting, *tensors = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors, *output)
         ctx.mark_non_differentiable(*output[1:])
@@ -44,21 +108,25 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Maybe, *_: Maybe) -> tuple:  # type: ignore[override]
-        found: list[Maybe] = [None] * COUNT
-        if do is not None:
-            kept = ctx.saved_tensors  # once: checkpointing recomputes at each look
-            wants = ",".join(name for name, place in LEARNED.items() if ctx.needs_input_grad[2 + place])
-            grads = Gradient.apply(ctx.options, ctx.backend, wants, do, *kept[COUNT:], *kept[:COUNT])
-            for at, gradient in zip(places_of(wants), grads, strict=True):
-                found[at] = gradient
-        return None, None, *found
+        setting = ctx.setting
+        if do is None:
+            return None, *(None for _ in setting.places)
+        kept, count = ctx.saved_tensors, len(setting.places)  # once: checkpointing recomputes at each look
+        needs = setting.spread(ctx.needs_input_grad[1:])
+        wants = ",".join(name for name, place in LEARNED.items() if needs[place])
+        grads = Gradient.apply(setting, wants, do, *kept[count:], *kept[:count])
+        found: list[Maybe] = [None] * len(TENSORS)
+        for at, gradient in zip(places_of(wants), grads, strict=True):
+            found[at] = gradient
+        return None, *setting.gather(found)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple:
-        kept = ctx.saved_tensors
-        if all(x is None for x in tangents[2:]):
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple:
+        kept, count = ctx.saved_tensors, len(tangents)
+        if all(x is None for x in tangents):
             return None, None, None
-        return Tangent.apply(ctx.options, ctx.backend, *kept[COUNT:], *kept[:COUNT], *tangents[2:]), None, None
+        given = *kept[count:], *kept[:count], *tangents
+        return Tangent.apply(ctx.setting, *given), None, None
 
 
 def places_of(wants: str) -> tuple[int, ...]:
@@ -70,39 +138,43 @@ class Tangent(torch.autograd.Function):
     """o′ of a problem whose tensors have tangents; its row state is the forward's."""
 
     @staticmethod
-    def forward(options: Problem, backend: str, o: Tensor, shift: Tensor, z: Tensor, *given: Maybe) -> Tensor:
-        tensors, tangents = given[:COUNT], given[COUNT:]
-        if options.dropout_p or any(x is not None for x in tangents[3:]):
-            return Derivatives(options, tensors).tangent(tangents).to(o.dtype)
+    def forward(setting: Setting, o: Tensor, shift: Tensor, z: Tensor, *given: Maybe) -> Tensor:
+        tensors, tangents = (setting.spread(x) for x in halves(given))
+        if setting.options.dropout_p or any(x is not None for x in tangents[3:]):
+            return Derivatives(setting.options, tensors).tangent(tangents).to(o.dtype)
         saved = Forward(o, shift, z, o.new_empty(0))
-        with default_device(backend):
-            return backend_module(ATTENTION, backend).tangent(
-                options.with_tensors(tensors), saved, Along(*tangents[:3])
+        with default_device(setting.backend):
+            return backend_module(ATTENTION, setting.backend).tangent(
+                setting.options.with_tensors(tensors), saved, Along(*tangents[:3])
             )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.options, _, _, _, _, *given = inputs
+        ctx.setting, _, _, _, *given = inputs
         ctx.save_for_backward(*given)
         ctx.save_for_forward(*given)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, upstream: Maybe) -> tuple:  # type: ignore[override]
+        setting = ctx.setting
         if upstream is None:
-            return (None,) * (5 + 2 * COUNT)
-        kept = ctx.saved_tensors
-        tensors, tangents = kept[:COUNT], kept[COUNT:]
-        found, moved = Derivatives(ctx.options, tensors).tangent_vjp(tangents, upstream)
-        moved = [None if t is None else x for x, t in zip(moved, tangents, strict=True)]
-        return None, None, None, None, None, *found, *moved
+            return (None,) * (4 + 2 * len(setting.places))
+        tensors, tangents = halves(ctx.saved_tensors)
+        found, moved = setting.derivatives(tensors).tangent_vjp(setting.spread(tangents), upstream)
+        moved = [None if t is None else x for x, t in zip(setting.gather(moved), tangents, strict=True)]
+        return None, None, None, None, *setting.gather(found), *moved
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> Tensor:
-        kept = ctx.saved_tensors
-        found = Derivatives(ctx.options, kept[:COUNT])
-        o = found.tangent_jvp(kept[COUNT:], moved[5 : 5 + COUNT], moved[5 + COUNT :])
-        return o.to(kept[0].dtype)
+        setting, (tensors, tangents) = ctx.setting, halves(ctx.saved_tensors)
+        change = (setting.spread(x) for x in halves(moved[4:]))
+        return setting.derivatives(tensors).tangent_jvp(setting.spread(tangents), *change).to(tensors[0].dtype)
+
+
+def halves(given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The tensors and their tangents, which follow them."""
+    return given[: len(given) // 2], given[len(given) // 2 :]
 
 
 class Gradient(torch.autograd.Function):
@@ -110,19 +182,19 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        options: Problem, backend: str, wants: str, do: Tensor, o: Tensor, shift: Tensor, z: Tensor,
-        *tensors: Maybe,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        problem, saved = options.with_tensors(tensors), Forward(o, shift, z, o.new_empty(0))
-        with default_device(backend):
+        setting: Setting, wants: str, do: Tensor, o: Tensor, shift: Tensor, z: Tensor, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        tensors = setting.spread(given)
+        problem, saved = setting.options.with_tensors(tensors), Forward(o, shift, z, o.new_empty(0))
+        with default_device(setting.backend):
             upstream = make_upstream(problem, do, None, wants.split(","))
-            grads = backend_module(ATTENTION, backend).backward(problem, saved, upstream)
+            grads = backend_module(ATTENTION, setting.backend).backward(problem, saved, upstream)
         extra = (fit_gradient(grads, TENSORS[at], tensors[at]) for at in places_of(wants)[3:])
         return grads.q, grads.k, grads.v, *extra
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.options, _, ctx.wants, do, _, _, _, *tensors = inputs
+        ctx.setting, ctx.wants, do, _, _, _, *tensors = inputs
         ctx.save_for_backward(do, *tensors)
         ctx.save_for_forward(do, *tensors)
         ctx.set_materialize_grads(False)
@@ -130,16 +202,16 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Maybe) -> tuple:  # type: ignore[override]
         do, *tensors = ctx.saved_tensors
-        given: list[Maybe] = [None] * COUNT
+        given: list[Maybe] = [None] * len(TENSORS)
         for at, x in zip(places_of(ctx.wants), upstream, strict=True):
             given[at] = x
-        d_do, found = Derivatives(ctx.options, tensors).gradient_vjp(do, given)
-        return None, None, None, d_do, None, None, None, *found
+        d_do, found = ctx.setting.derivatives(tensors).gradient_vjp(do, given)
+        return None, None, d_do, None, None, None, *ctx.setting.gather(found)
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> tuple[Maybe, ...]:
         do, *tensors = ctx.saved_tensors
-        found = Derivatives(ctx.options, tensors).gradient_jvp(do, moved[3], moved[7:])
+        found = ctx.setting.derivatives(tensors).gradient_jvp(do, moved[2], ctx.setting.spread(moved[6:]))
         return tuple(found[at] for at in places_of(ctx.wants))
 
     @staticmethod

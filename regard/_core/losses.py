@@ -12,12 +12,14 @@ from torch import Tensor
 from regard import normalizers, reference
 from regard._core import ops
 from regard._core.dtypes import accumulator
+from regard._core.ops.backends import LOSSES, backend_module, default_device, is_plain_eager
 from regard._core.readable import readable
 from regard._core.rows.execute import is_transformed, widen_near_softmax
 from regard._core.rows.validation import check_dense, check_device, check_scores, check_theta, choose_rows_backend
 from regard.normalizers import Choice
 
-REDUCTIONS = ("none", "mean", "elementwise_mean", "sum")
+MEANS = ("mean", "elementwise_mean")
+REDUCTIONS = ("none", "sum", *MEANS)
 INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -36,7 +38,8 @@ def fenchel_young(
     ignore_index = check_ignore_index(ignore_index)
     target = check_target(target, logits, ignore_index)
     losses = _evaluate(logits, target, normalizer, theta, ignore_index, backend)
-    return reduce_losses(losses, target != ignore_index, reduction)
+    counts = target != ignore_index if reduction in MEANS else target
+    return reduce_losses(losses, counts, reduction)
 
 
 def potential(logits: Tensor, normalizer: str = "softmax") -> Tensor:
@@ -56,9 +59,35 @@ def _evaluate(logits: Tensor, target: Tensor | None, normalizer, theta, ignore_i
         if backend != "series":
             indices = None if target is None else target.reshape(-1).contiguous()
             flat = wide.reshape(-1, wide.shape[-1]).contiguous()
-            losses, _ = ops.row_loss(flat, indices, choice.spec, ignore_index, backend)
+            if is_plain_eager():
+                losses = RowLoss.apply(flat, indices, choice, ignore_index, backend)
+            else:
+                losses, _ = ops.row_loss(flat, indices, choice.spec, ignore_index, backend)
             return losses.reshape(logits.shape[:-1]).to(kind)
     return reference.fenchel_young_loss(logits, target, choice, ignore_index=ignore_index, theta=theta).to(kind)
+
+
+class RowLoss(torch.autograd.Function):
+    """`ops.row_loss` where nothing records or rewrites calls: the op takes ten times as long to reach its kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int, backend: str) -> Tensor:
+        with default_device(backend):
+            loss, state = backend_module(LOSSES, backend).forward(s, target, choice, ignore_index)
+        ctx.choice, ctx.ignore_index, ctx.backend = choice, ignore_index, backend
+        ctx.save_for_backward(s, target, state)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dl: Tensor) -> tuple:  # type: ignore[override]
+        s, target, state = ctx.saved_tensors
+        if torch.is_grad_enabled() or not is_plain_eager():  # the gradient has a gradient, or is mapped over
+            ds = ops.row_loss_backward(dl, s, target, state, ctx.choice.spec, ctx.ignore_index, ctx.backend)
+        else:
+            with default_device(ctx.backend):
+                module = backend_module(LOSSES, ctx.backend)
+                ds = module.backward(dl.contiguous(), s, target, state, ctx.choice, ctx.ignore_index)
+        return ds, None, None, None, None
 
 
 def reduce_losses(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
@@ -96,16 +125,11 @@ def check_coefficient(coefficient: float) -> float:
 def check_choice(normalizer: Any) -> Choice:
     """The choice of a name, if its map is the gradient of a potential that a loss can be made of."""
     choice = normalizers.get(normalizer)
-    if not _has_potential(choice.spec):
+    if not choice.has_potential:
         raise ValueError(
             f"normalizer {choice.name!r} has no Fenchel–Young loss; use softmax, sparsemax, entmax15 or entmax"
         )
     return choice
-
-
-@torch.compiler.assume_constant_result  # tile functions are called, which cannot be traced
-def _has_potential(spec: str) -> bool:
-    return normalizers.get(spec).entropy_index() is not None
 
 
 def check_target(target: Tensor, logits: Tensor, ignore_index: int) -> Tensor:

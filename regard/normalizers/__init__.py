@@ -114,6 +114,12 @@ class Choice:
         """True if p = exp(s) / Z: then a sink may join Z, and some statistics carry gradients."""
         return isinstance(self.normalizer, Ratio) and self.normalizer.exponential
 
+    @property
+    def has_potential(self) -> bool:
+        """True if the map is the gradient of a potential, p = argmax_p p·s + H_α(p): then it has a loss."""
+        is_softmax = self.softmax_family and self.sums_to == "1"
+        return is_softmax or (isinstance(self.normalizer, Threshold) and self.normalizer.is_power)
+
     def entropy_index(self, theta: Any = None) -> Any:
         """α of a map that is argmax_p p·s + H_α(p), and None for others. A tensor `theta` gives a tensor.
 

@@ -185,7 +185,7 @@ normalizer = Threshold(
     formula="max((α−1)·s − τ, 0)^(1/(α−1)), Σ = 1",
     sums_to="1",
     sparse=True,
-    use_when="you want exact zeros: learned α costs 0.029 nats",
+    use_when="exact zeros; α 1.25 costs least",
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
     parameter=Parameter(

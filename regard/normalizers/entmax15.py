@@ -39,7 +39,7 @@ normalizer = Threshold(
     formula="max(s/2 − τ, 0)², Σ = 1",
     sums_to="1",
     sparse=True,
-    use_when="you want exact zeros: 0.037 nats worse on characters",
+    use_when="exact zeros; with asentmax, texts longer than trained",
     paper="Peters, Niculae & Martins 2019, arXiv 1905.05702",
     reference=reference,
     gain=gain,

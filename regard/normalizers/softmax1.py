@@ -39,6 +39,7 @@ normalizer = Softmax1(
     sums_to="< 1",
     sparse=False,
     paper="Miller 2023, Attention Is Off By One",
+    use_when="a head may attend to nothing; costs nothing",
     reference=reference,
     numerator=numerator,
     numerator_slope=numerator,

@@ -66,6 +66,7 @@ normalizer = Softpick(
     sums_to="≤ 1",
     sparse=True,
     paper="Zuhri et al. 2025, arXiv 2504.20966",
+    use_when="exact zeros, may attend to nothing; 0.034 nats worse",
     reference=reference,
     numerator=numerator,
     numerator_slope=numerator_slope,

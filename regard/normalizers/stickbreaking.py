@@ -42,6 +42,7 @@ normalizer = StickBreaking(
     sums_to="≤ 1",
     sparse=False,
     paper="Tan et al. 2024, arXiv 2410.17980",
+    use_when="translation (+1.1 BLEU); no kernel yet",
     reference=reference,
     fused=False,
     ordered=True,

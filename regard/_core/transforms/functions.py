@@ -77,10 +77,10 @@ def attend_once(setting: Setting, given: Sequence[Maybe]) -> Tensor | None:
     tensors, tangents = inner[::2], inner[1::2]
     with contextlib.nullcontext() if stack is None else temporarily_pop_interpreter_stack():
         state = Attention.forward(setting, *tensors)
-        found = state[0], Tangent.forward(setting, *state, *tensors, *tangents)
+        o, tangent = state[0], Tangent.forward(setting, *state, *tensors, *tangents)
     if stack is not None:
-        found = tuple(functorch._wrap_for_grad(x, stack.level()) for x in found)
-    return forward_ad.make_dual(*found)
+        o, tangent = (functorch._wrap_for_grad(x, stack.level()) for x in (o, tangent))
+    return forward_ad.make_dual(o, tangent)
 
 
 def is_wrapped(x: Maybe) -> bool:

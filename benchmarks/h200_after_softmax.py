@@ -67,6 +67,7 @@ def measure_learned_alpha() -> Measurements:
         for direction in ("forward", "backward"):
             ours, theirs = (times[f"d {d}, N {n}, {name}, {direction}"] for name in ("learned alpha", "entmax15"))
             times[f"d {d}, N {n}, learned alpha ÷ entmax15, {direction}"] = ours / theirs
+            print(f"d {d}, N {n}, {direction}: entmax15 {theirs:.3f}, learned {ours:.3f}", flush=True)
     return times
 
 

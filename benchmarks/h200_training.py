@@ -40,7 +40,8 @@ def make_model() -> tuple:
     """GPT-2 small with random weights, its optimizer and one batch."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
-    model = transformers.GPT2LMHeadModel(config).cuda().train()
+    with torch.device("cuda"):
+        model = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return model, optimizer, torch.randint(0, 50257, (16, 1024), device="cuda")
 
@@ -92,12 +93,14 @@ def time_variants(names: list[str], rounds: int = 5, warmup: int = 1) -> dict[st
             variants[name] = Variant(name)
             for _ in range(warmup):
                 variants[name].run()
+            print(f"{name}: ready, {variants[name].times[-1]:.1f} ms", flush=True)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {str(error)[:120]}"
     for turn in range(rounds):
         for name in variants if turn % 2 else reversed(variants):
             if name not in found:
                 variants[name].run()
+        print(f"turn {turn}: " + ", ".join(f"{name} {x.times[-1]:.1f}" for name, x in variants.items()), flush=True)
     return found | {name: statistics.median(x.times[warmup:]) for name, x in variants.items() if name not in found}
 
 

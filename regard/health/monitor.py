@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.health.capture.interception import Interception, as_written, close_scope, open_scope
+from regard.health.capture.interception import ForwardInterceptions, as_written, close_scope, open_scope
 from regard.health.measurement.recorder import Layer, merge_uses
 from regard.health.readings.heads import SEES_NOTHING
 from regard.health.watching.alarms import Alarm, AlarmRules
@@ -32,7 +32,6 @@ from regard.health.watching.timed_recorder import TimedRecorder
 from regard.health.watching.validation import check_model, check_options
 from regard.health.watching.writers import Several, Writer, make_writer
 
-FOLLOWED_AGAIN = 100  # samples; between, torch's functions are not followed if the last time none was attention
 MISSED = 3  # consecutive steps without a forward before a warning
 SKIPPED, SKIPPED_SHARE = 20, 0.75  # samples that the budget skipped, and their share, before a warning
 LEAST_SECONDS = 600.0  # the budget is that of a training of ten minutes at least
@@ -128,7 +127,7 @@ class Monitor:
         self._first_step_within_budget = 1  # the same on every rank
         self._pending: tuple[int, dict[LayerKey, Tensor]] | None = None  # a sample that waits for `end_step`
         self._sample: tuple | None = None  # the open one
-        self._follows_functions = True
+        self._interceptions = ForwardInterceptions()
         self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
         self._warned: set[str] = set()
         self._hooks = [
@@ -209,8 +208,7 @@ class Monitor:
             return
         make = TimedRecorder if self.metrics is None else MaxLogitRecorder
         recorder = make(sequences=self.sequences)
-        follows = self._follows_functions or self.samples % FOLLOWED_AGAIN == 0
-        interception = Interception(module, observe=recorder, follows_functions=follows)
+        interception = self._interceptions.make(module, recorder)
         context = interception.in_forward()
         open_scope(context)
         self._sample = recorder, interception, context, step, time.perf_counter() - now
@@ -251,8 +249,7 @@ class Monitor:
         recorder, interception, _, step, opening = sample
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
-        if interception.follows_functions:
-            self._follows_functions = interception.saw_functions
+        self._interceptions.learn(interception)
         self._unread = recorder, step, opening + closing
         if self._ranks.is_distributed() or not recorder.is_on_gpu:
             self._read_sample()

@@ -218,6 +218,30 @@ class Interception:
         self.stop()
 
 
+class ForwardInterceptions:
+    """Makes interceptions of single forwards that follow torch's functions only where that has found attention.
+
+    Following them takes a Python call per torch function. It is done in the first forward and in every `EVERY`-th, and
+    in all where the last one that did met a function that may be attention.
+    """
+
+    EVERY = 20
+
+    def __init__(self) -> None:
+        self._made, self._is_needed = 0, True
+
+    def make(self, model: nn.Module, observe: Callable) -> Interception:
+        """Returns the interception of the forward that begins now."""
+        follows = self._is_needed or self._made % self.EVERY == 0
+        self._made += 1
+        return Interception(model, observe=observe, follows_functions=follows)
+
+    def learn(self, interception: Interception) -> None:
+        """Notes what a forward met that has ended as it should."""
+        if interception.follows_functions:
+            self._is_needed = interception.saw_functions
+
+
 ACTIVE: list[Interception] = []
 STARTED: list[Interception] = []  # those of ACTIVE that last longer than one forward
 _STANCE: list[contextlib.AbstractContextManager] = []  # torch.compile's stance while any is started

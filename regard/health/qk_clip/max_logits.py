@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard._core.attention import attention
 from regard.health.capture.call import NESTED, UNDER_VMAP, Call
-from regard.health.capture.interception import Interception, as_written, close_scope, open_scope
+from regard.health.capture.interception import ForwardInterceptions, Interception, as_written, close_scope, open_scope
 from regard.health.qk_clip.ranks import RankReduction
 from regard.nn import MultiheadAttention
 from regard.nn.projections import bounded_scores_reason
@@ -32,6 +32,8 @@ class MaxLogits:
         self._ranks = RankReduction()
         self._version: int | None = None  # of the weights, at the end of the last `qk_clip`
         self._scope: contextlib.AbstractContextManager | None = None
+        self._interceptions = ForwardInterceptions()
+        self._interception: Interception | None = None  # of the forward that runs
         self.regard_modules = {
             name: weakref.ref(module)
             for name, module in as_written(model).named_modules()
@@ -159,13 +161,16 @@ class MaxLogits:
         close_scope(self._scope)  # of a forward that Ctrl-C ended
         if module.training and torch.is_grad_enabled():
             self.forwards += 1
-            self._scope = Interception(module, observe=self).in_forward()
+            interception = self._interception = self._interceptions.make(module, self)
+            self._scope = interception.in_forward()
             open_scope(self._scope)
 
     def _end_forward(self, module: nn.Module, inputs: tuple, output: Any) -> None:
         if self._hooks and not torch.compiler.is_compiling():
             close_scope(self._scope)
-            self._scope = None
+            if self._interception is not None and output is not None:
+                self._interceptions.learn(self._interception)
+            self._scope = self._interception = None
 
 
 def observe(model: nn.Module) -> MaxLogits:

@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Terms(NamedTuple):
 
 class Bias:
     """A bias that takes the sizes of q and k where it meets them."""
+
+    needs_causal_order: ClassVar[bool] = False  # defined for the keys behind a query alone
 
     def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         """The terms of this bias for q [B, H, M, D] and `keys` keys, in the accumulator's dtype on q's device.
@@ -102,6 +104,7 @@ class Forgetting(Bias):
     """Σ of the log gates after key j up to query i; see `forgetting`."""
 
     log_gates: Tensor  # [B or 1, H or 1, N]
+    needs_causal_order: ClassVar[bool] = True
 
     def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         batch, heads, queries = q.shape[:3]
@@ -164,7 +167,9 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
 
 
 def forgetting(log_gates: Tensor) -> Forgetting:
-    """bias_ij = Σ of log_gates over the keys j + 1 … i (forgetting attention, arXiv 2503.02130), for causal order.
+    """bias_ij = Σ of log_gates over the keys j + 1 … i (forgetting attention, arXiv 2503.02130), in causal order.
+
+    A call needs `is_causal=True` or a mask that hides later keys: the gates of a key ahead are not defined.
 
     >>> forgetting(torch.full((1, 1, 3), -1.0)).dense(torch.zeros(1, 1, 3, 4), 3)[0, 0, 2]
     tensor([-2., -1.,  0.])

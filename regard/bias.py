@@ -132,6 +132,7 @@ def alibi(heads: int | Tensor, bottom_right: bool = False) -> Alibi:
             have gradients.
         bottom_right: count a query's position from i + Lk − Lq, as behind a cache.
     """
+    _check_flag(bottom_right, "bias.alibi")
     if isinstance(heads, Tensor):
         if heads.ndim != 1 or not heads.is_floating_point():
             raise ValueError(
@@ -158,6 +159,7 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
         table: (H, 2·L − 1) or (1, 2·L − 1) with L at least as large as queries and keys; it has gradients.
         bottom_right: count a query's position from i + Lk − Lq, as behind a cache.
     """
+    _check_flag(bottom_right, "bias.relative")
     if not isinstance(table, Tensor) or not table.is_floating_point():
         kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
         raise TypeError(f"table of bias.relative must be a float tensor (H, 2·L − 1), got {kind}")
@@ -187,7 +189,14 @@ def forgetting(log_gates: Tensor) -> Forgetting:
         raise ValueError(
             "log_gates must be finite, got ±inf; compute them by logsigmoid(x), not torch.sigmoid(x).log()"
         )
+    if readable(log_gates) and bool((log_gates > 0).any()):
+        raise ValueError("log_gates must be ≤ 0, logarithms of gates in (0, 1], got positive ones; use logsigmoid(x)")
     return Forgetting(log_gates)
+
+
+def _check_flag(bottom_right: bool, name: str) -> None:
+    if not isinstance(bottom_right, bool):  # bias.alibi(4, 512) has no length
+        raise TypeError(f"bottom_right of {name} must be a bool, got {type(bottom_right).__name__}")
 
 
 def _check_heads(own: int, heads: int, name: str) -> None:

@@ -110,6 +110,7 @@ def test_slopes_of_heads_that_are_no_power_of_two():
         (lambda: bias.alibi(3), "3 heads, but q has 2"),
         (lambda: bias.alibi(0), "heads must be"),
         (lambda: bias.forgetting(torch.zeros(2, 2, N - 1)), "log_gates must have shape"),
+        (lambda: bias.forgetting(torch.full((2, 2, N), 0.9)), "log_gates must be ≤ 0.*logsigmoid"),
         (lambda: bias.forgetting(torch.full((2, 2, N), -torch.inf)), "log_gates must be finite.*logsigmoid"),
     ],
 )
@@ -117,6 +118,12 @@ def test_refused(make, message):
     q, k = torch.randn(2, 2, M, 4), torch.randn(2, 2, N, 4)
     with pytest.raises(ValueError, match=message):
         regard.attention(q, k, k, make(), is_causal=True)
+
+
+def test_a_length_for_a_flag_is_refused():
+    for make in (bias.alibi, lambda x, flag: bias.relative(torch.zeros(2, 5), flag)):
+        with pytest.raises(TypeError, match=r"bottom_right of bias.* must be a bool, got int"):
+            make(2, 512)
 
 
 NO_ORDER = {

@@ -303,12 +303,18 @@ def test_a_function_inside_another_cannot_be_pickled():
         (dict(score_mod=FADE, softcap=2.0), ValueError, "softcap and score_mod"),
         (dict(score_mod=FADE.with_params(torch.ones(3))), ValueError, r"params\[0\] of score_mod"),
         (dict(score_mod=FADE, backend="torch"), ValueError, "a score function"),
-        (dict(score_mod=ScoreFunction.soft_cap(-2.0)), ValueError, "softcap"),
+        (dict(score_mod=ScoreFunction.soft_cap(2.0).with_params(-2.0)), ValueError, "softcap"),
     ],
 )
 def test_what_a_call_refuses(options, error, words):
     with pytest.raises(error, match=words):
         regard.attention(*tensors(groups=4), **options)
+
+
+@pytest.mark.parametrize("cap", [0, -2.0, float("nan"), torch.tensor([1.0, -1.0])])
+def test_a_soft_cap_is_positive(cap):
+    with pytest.raises(ValueError, match="cap must be positive, got"):
+        ScoreFunction.soft_cap(cap)
 
 
 def test_parallel_takes_a_soft_cap_alone():

@@ -105,8 +105,8 @@ class ScoreFunction:
         ScoreFunction(cap_score, params=[50])
         """
         least = min(_readable(cap), default=1.0) if isinstance(cap, Tensor) and cap.ndim else _readable(cap)
-        if isinstance(least, numbers.Real) and not least > 0:
-            raise ValueError(f"cap must be positive, got {least:g}")
+        if isinstance(least, numbers.Real) and not float(least) > 0:
+            raise ValueError(f"cap must be positive, got {float(least):g}")
         return cls(cap_score, cap_score_slope, (cap,))
 
     @property

@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Terms(NamedTuple):
 
 class Bias:
     """A bias that takes the sizes of q and k where it meets them."""
+
+    needs_causal_order: ClassVar[bool] = False  # defined for the keys behind a query alone
 
     def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         """The terms of this bias for q [B, H, M, D] and `keys` keys, in the accumulator's dtype on q's device.
@@ -102,6 +104,7 @@ class Forgetting(Bias):
     """Σ of the log gates after key j up to query i; see `forgetting`."""
 
     log_gates: Tensor  # [B or 1, H or 1, N]
+    needs_causal_order: ClassVar[bool] = True
 
     def terms(self, q: Tensor, keys: int, ahead: int | None = None) -> Terms:
         batch, heads, queries = q.shape[:3]
@@ -129,6 +132,7 @@ def alibi(heads: int | Tensor, bottom_right: bool = False) -> Alibi:
             have gradients.
         bottom_right: count a query's position from i + Lk − Lq, as behind a cache.
     """
+    _check_flag(bottom_right, "bias.alibi")
     if isinstance(heads, Tensor):
         if heads.ndim != 1 or not heads.is_floating_point():
             raise ValueError(
@@ -155,6 +159,7 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
         table: (H, 2·L − 1) or (1, 2·L − 1) with L at least as large as queries and keys; it has gradients.
         bottom_right: count a query's position from i + Lk − Lq, as behind a cache.
     """
+    _check_flag(bottom_right, "bias.relative")
     if not isinstance(table, Tensor) or not table.is_floating_point():
         kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
         raise TypeError(f"table of bias.relative must be a float tensor (H, 2·L − 1), got {kind}")
@@ -164,7 +169,9 @@ def relative(table: Tensor, bottom_right: bool = False) -> Relative:
 
 
 def forgetting(log_gates: Tensor) -> Forgetting:
-    """bias_ij = Σ of log_gates over the keys j + 1 … i (forgetting attention, arXiv 2503.02130), for causal order.
+    """bias_ij = Σ of log_gates over the keys j + 1 … i (forgetting attention, arXiv 2503.02130), in causal order.
+
+    A call needs `is_causal=True` or a mask that hides later keys: the gates of a key ahead are not defined.
 
     >>> forgetting(torch.full((1, 1, 3), -1.0)).dense(torch.zeros(1, 1, 3, 4), 3)[0, 0, 2]
     tensor([-2., -1.,  0.])
@@ -182,7 +189,14 @@ def forgetting(log_gates: Tensor) -> Forgetting:
         raise ValueError(
             "log_gates must be finite, got ±inf; compute them by logsigmoid(x), not torch.sigmoid(x).log()"
         )
+    if readable(log_gates) and bool((log_gates > 0).any()):
+        raise ValueError("log_gates must be ≤ 0, logarithms of gates in (0, 1], got positive ones; use logsigmoid(x)")
     return Forgetting(log_gates)
+
+
+def _check_flag(bottom_right: bool, name: str) -> None:
+    if not isinstance(bottom_right, bool):  # bias.alibi(4, 512) has no length
+        raise TypeError(f"bottom_right of {name} must be a bool, got {type(bottom_right).__name__}")
 
 
 def _check_heads(own: int, heads: int, name: str) -> None:

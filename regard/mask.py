@@ -185,6 +185,9 @@ class Mask:
 
     def dense(self, queries: int, keys: int, *, device: torch.device | str | None = None) -> Tensor:
         """The mask as a bool tensor, True = visible: (queries, keys), or more dims that broadcast to (B, H, …)."""
+        for name, size in (("queries", queries), ("keys", keys)):
+            if not isinstance(size, (int, torch.SymInt)) or size < 0:
+                raise ValueError(f"{name} of Mask.dense must be an int ≥ 0, got {size!r}")
         given = [x for part in self.parts for x in vars(part).values() if isinstance(x, Tensor)]
         device = torch.device(device) if device is not None else given[0].device if given else torch.device("cpu")
         lo, hi = self.bounds(queries, keys, device)

@@ -11,9 +11,12 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
+import importlib
 import math
 import numbers
-from collections.abc import Iterator
+import operator
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -32,6 +35,7 @@ NODES = (
 )  # fmt: skip
 SCORES = tuple(sign * (math.sqrt(2.0) ** at) for at in range(-19, 12, 2) for sign in (-1, 1))  # where few have a kink
 PLACES = ((0, 0), (1, 0), (0, 1), (5, 2), (2, 5), (100, 37), (9, 4000))  # (i, j)
+RANDOM_HEADS, RANDOM_PLACES = 128, 1024  # where slopes are compared too: heads if no parameter has one per head
 _made: dict[str, ScoreFunction] = {}
 
 
@@ -54,6 +58,9 @@ class ScoreFunction:
     Both functions are written with `abs exp exp2 log log2 maximum minimum sqrt where` of `regard.normalizers.tl`,
     + − * /, comparisons joined by & and |, and other `jit` functions. They are compared when the record is made: slope
     must be the derivative of value, and both must be finite.
+
+    A record can be copied, pickled and saved by `torch.save` if both functions can be imported by name, as those at the
+    top of a module can.
 
     Args:
         value: the changed score. s is scale·q·k, before bias, mask and temperature. i and j are the positions of query
@@ -97,6 +104,9 @@ class ScoreFunction:
         >>> regard.ScoreFunction.soft_cap(50.0)
         ScoreFunction(cap_score, params=[50])
         """
+        least = min(_readable(cap), default=1.0) if isinstance(cap, Tensor) and cap.ndim else _readable(cap)
+        if isinstance(least, numbers.Real) and not float(least) > 0:
+            raise ValueError(f"cap must be positive, got {float(least):g}")
         return cls(cap_score, cap_score_slope, (cap,))
 
     @property
@@ -119,7 +129,8 @@ class ScoreFunction:
         """
         if len(params) != len(self.params):
             raise ValueError(f"{self.name} takes {len(self.params)} params, got {len(params)}")
-        other = copy.copy(self)
+        other = object.__new__(ScoreFunction)  # neither function is checked again
+        other.__dict__.update(self.__dict__)
         object.__setattr__(other, "params", tuple(_check_param(at, x) for at, x in enumerate(params)))
         return other
 
@@ -153,14 +164,19 @@ class ScoreFunction:
         return torch.as_tensor(self._spoken[0](s, i.to(s.dtype), j.to(s.dtype), h, *given)).to(s).expand(s.shape)
 
     def _check(self) -> None:
-        """Raise unless slope is the derivative of value, and both are finite, at a few scores and places."""
+        """Raise unless slope is the derivative of value, and both are finite.
+
+        Slopes are compared at random places and, unless a parameter has one number per head, up to RANDOM_HEADS heads;
+        at `PLACES` of the first heads both functions must be finite too.
+        """
         rows = [torch.as_tensor(_readable(x), dtype=torch.float64).reshape(-1) for x in self.params]
-        heads = max((len(x) for x in rows), default=2)
+        own = max((len(x) for x in rows), default=1)
+        heads, sure = (own, own) if own > 1 else (RANDOM_HEADS, 2)
         params = [x.expand(heads).view(-1, 1, 1) for x in rows]
         h = torch.arange(heads, dtype=torch.float64).view(-1, 1, 1)
-        i, j = (x.view(-1, 1) for x in torch.tensor(PLACES, dtype=torch.float64).T)
+        i, j = (x[..., None] for x in _probe_places(heads).unbind(-1))
         with torch.enable_grad():
-            s = torch.tensor([0.0, *SCORES], dtype=torch.float64).expand(heads, len(PLACES), -1).clone()
+            s = torch.tensor([0.0, *SCORES], dtype=torch.float64).expand(*i.shape[:2], -1).clone()
             s.requires_grad_()
             found, slope = (self._compute(at, s, i, j, h, *params) for at in (0, 1))
             exact = torch.zeros_like(s)
@@ -168,16 +184,17 @@ class ScoreFunction:
                 (exact,) = torch.autograd.grad(found.sum(), s)
         s, found, slope = s.detach(), found.detach(), slope.detach()
         for name, x in (("value", found), ("slope", slope), ("the derivative of value", exact)):
-            if not bool(x.isfinite().all()):
-                where = float(s[~x.isfinite()][0])
+            bad = ~x[:sure, : len(PLACES)].isfinite()
+            if bool(bad.any()):
+                where = float(s[:sure, : len(PLACES)][bad][0])
                 raise ValueError(f"score_mod {self.name}: {name} is not finite at s = {where:g} with these params")
-        wrong = ~torch.isclose(slope, exact, rtol=1e-6, atol=1e-9)
+        wrong = exact.isfinite() & ~torch.isclose(slope, exact, rtol=1e-6, atol=1e-9)
         wrong[..., 0] = False  # at 0 |s| has no derivative
         if bool(wrong.any()):
-            at = float(s[wrong][0])
+            at = tuple(wrong.nonzero()[0].tolist())  # head, place, score
             raise ValueError(
-                f"score_mod {self.name}: slope is {float(slope[wrong][0]):g} at s = {at:g}, where the derivative of "
-                f"value is {float(exact[wrong][0]):g}"
+                f"score_mod {self.name}: slope is {float(slope[at]):g} at s = {float(s[at]):g}, i = {int(i[at[:2]])}, "
+                f"j = {int(j[at[:2]])}, h = {at[0]}, where the derivative of value is {float(exact[at]):g}"
             )
 
     def _compute(self, at: int, s: Tensor, *given: Tensor) -> Tensor:
@@ -189,6 +206,12 @@ class ScoreFunction:
 
     def __deepcopy__(self, memo: dict) -> ScoreFunction:
         return self.with_params(*copy.deepcopy(self.params, memo))
+
+    def __copy__(self) -> ScoreFunction:
+        return self.with_params(*self.params)
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return _load, (_find_path(self.value, "value"), _find_path(self.slope, "slope"), self.params)
 
     def __repr__(self) -> str:
         given = ", ".join(f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x:g}" for x in self.params)
@@ -206,9 +229,49 @@ def find(key: str) -> ScoreFunction:
     return _made[key]
 
 
+def _load(value: tuple[str, str], slope: tuple[str, str], params: tuple[float | Tensor, ...]) -> ScoreFunction:
+    """The record of functions at these (module, name): what a pickled one becomes."""
+    return ScoreFunction(_import(*value), _import(*slope), params)
+
+
+def _import(module: str, name: str) -> Any:
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def _find_path(function: Any, name: str) -> tuple[str, str]:
+    """Return the (module, name) that a function can be imported by.
+
+    Raises:
+        pickle.PicklingError: There is none, as of a function inside another.
+    """
+    body = plain(function)
+    path = body.__module__, body.__qualname__
+    try:
+        is_found = plain(_import(*path)) is body
+    except (ImportError, AttributeError):
+        is_found = False
+    if not is_found:
+        raise pickle.PicklingError(
+            f"{name} of this ScoreFunction, {'.'.join(path)}, cannot be imported by name; define it at a module's top"
+        )
+    return path
+
+
+def _probe_places(heads: int) -> Tensor:
+    """(i, j) where slopes are compared, [heads, places, 2]: PLACES, then random ones, near and far, of each head."""
+    count = -(-RANDOM_PLACES // heads)
+    generator = torch.Generator().manual_seed(0)
+    size = 2.0 ** (17.0 * torch.rand(heads, count, 2, generator=generator, dtype=torch.float64))  # 1 … 131072
+    first, away = size.unbind(-1)
+    is_ahead = torch.rand(heads, count, generator=generator) < 0.5
+    second = torch.where(is_ahead, first + away, (first - away).clamp(min=0.0))
+    fixed = torch.tensor(PLACES, dtype=torch.float64).expand(heads, -1, -1)
+    return torch.cat([fixed, torch.stack([first, second], -1).floor()], 1)
+
+
 def _check_param(at: int, x: Any) -> float | Tensor:
     if isinstance(x, Tensor):
-        if not x.is_floating_point() or x.ndim > 1:
+        if not x.is_floating_point() or x.ndim > 1 or not x.numel():
             raise ValueError(f"params[{at}] must be a number or a float tensor (H,), got {tuple(x.shape)} {x.dtype}")
         return x
     if isinstance(x, bool) or not isinstance(x, numbers.Real):

@@ -12,7 +12,7 @@ from regard import normalizers, statistics
 from regard._core.dispatch import Path, choose
 from regard._core.dtypes import accumulator
 from regard._core.mask.attn_mask import split_attn_mask
-from regard._core.mask.visible import Visible, find_ahead, resolve_mask
+from regard._core.mask.visible import Visible, check_order, find_ahead, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.problem import Problem
 from regard._core.readable import readable
@@ -109,6 +109,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     key_bias = row_bias = relative = None
     if given.bias is not None:
         ahead = find_ahead(given.mask, 0 if is_causal else right, queries, keys)
+        check_order(given, ahead, queries, keys)
         key_bias, row_bias, relative = given.bias.terms(q, keys, ahead)
         if choice.is_shift_invariant and options.sink is None and not wanted and not callable(options.temperature):
             row_bias = None  # it moves every score of a row alike

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard import statistics
+from regard import normalizers, statistics
 from regard._core.attention import attention
 from regard._core.dtypes import accumulator
 from regard._core.options import AttnMask
@@ -64,10 +64,10 @@ class DifferentialAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if kv_heads is None else kv_heads
-        validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
-        validation.check_options("scaled_dot", normalizer, dropout, softcap, score_mod=None, sink=False)
-        if embed_dim % (2 * num_heads):
-            raise ValueError(f"embed_dim ({embed_dim}) must be a multiple of 2·num_heads ({2 * num_heads})")
+        validation.check_sizes(2, embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads)
+        if normalizers.learned(normalizer) is not None:
+            raise ValueError(f"normalizer: regard.nn.DifferentialAttention learns no parameter, got {normalizer!r}")
+        validation.check_options("scaled_dot", normalizer, dropout, softcap, None, False, "DifferentialAttention")
         if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
             raise ValueError(f"layer must be an int ≥ 0, the layer's place in the model, got {layer!r}")
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
@@ -110,7 +110,7 @@ class DifferentialAttention(nn.Module):
             cache: True starts a cache; a `Cache` continues it: keys (B, G, N, 2·d), values (B, G, N, 2·d).
             return_stats: True for all statistics, or their names.
         """
-        validation.check_inputs(query, query, query, (self.embed_dim,) * 3)
+        validation.check_inputs(query, query, query, (self.q_proj, self.k_proj, self.v_proj))
         wide = 2 * self.head_dim
         q, k, v = (
             x.unflatten(-1, (-1, wide)).transpose(1, 2)
@@ -132,7 +132,7 @@ class DifferentialAttention(nn.Module):
         ]
         (positive, first_stats), (negative, second_stats) = maps
         o = positive - self.lambda_.to(negative.dtype) * negative
-        o = self.norm(o) * (1.0 - self.lambda_init)
+        o = self.norm(o.to(self.norm.weight.dtype)) * (1.0 - self.lambda_init)
         result: list[Any] = [self.out_proj(o.transpose(1, 2).flatten(2))]
         if wanted is not None:
             result.append((first_stats, second_stats))

@@ -26,7 +26,8 @@ from regard.nn import additive, torch_weights, validation
 from regard.nn.learned_parameter import LearnedParameter
 from regard.nn.visibility import Visibility, pack_documents
 from regard.score_function import ScoreFunction
-from regard.temperature import Fixed, named
+from regard.scores import is_finite
+from regard.temperature import named
 
 
 class Cache(NamedTuple):
@@ -106,7 +107,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError("batch_first must be True: inputs are (B, L, embed_dim); transpose (L, B, …) first")
         kv_heads = num_heads if kv_heads is None else kv_heads
         validation.check_sizes(embed_dim=embed_dim, num_heads=num_heads, kv_heads=kv_heads, kdim=kdim, vdim=vdim)
-        validation.check_options(score, normalizer, dropout, softcap, score_mod, sink)
+        validation.check_options(score, normalizer, dropout, softcap, score_mod, sink, "MultiheadAttention")
         validation.check_gates(gate, forget_gate)
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.score, self.normalizer = embed_dim // num_heads, score, normalizer
@@ -203,8 +204,7 @@ class MultiheadAttention(nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
-        widths = (self.q_proj.in_features, self.k_proj.in_features, self.v_proj.in_features)
-        validation.check_inputs(query, key, value, widths)
+        validation.check_inputs(query, key, value, (self.q_proj, self.k_proj, self.v_proj))
         q = self._split_heads(self.q_proj(query), self.num_heads)
         k = self._split_heads(self.k_proj(key), self.kv_heads)
         v = self._split_heads(self.v_proj(value), self.kv_heads)
@@ -351,4 +351,6 @@ def _make_temperature(temperature: Any, heads: int, head_dim: int, place: dict) 
         return named(temperature, heads, head_dim, **place)
     if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise ValueError(f"temperature must be None, a number, a word or a policy, got {temperature!r}")
-    return Fixed(temperature).value
+    if not (temperature > 0 and is_finite(temperature)):
+        raise ValueError(f"temperature must be a positive, finite number, got {temperature!r}")
+    return float(temperature)

@@ -1,13 +1,14 @@
-"""Checks of the arguments of `MultiheadAttention`, each an error that names the argument."""
+"""Checks of the arguments of the attention modules, each an error that names the argument."""
 
 from __future__ import annotations
 
 import numbers
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard import normalizers
+from regard._core.rows.validation import is_autocast, is_float
 from regard._core.validation import check_score_mod
 from regard.scores import is_finite
 
@@ -15,23 +16,24 @@ GATES = ("head", "element")
 SCORES = ("scaled_dot", "dot", "additive", "cosine")
 
 
-def check_sizes(**sizes: int | None) -> None:
-    """Raise ValueError if a size is not an int ≥ 1, or heads do not divide; kdim and vdim may be None."""
+def check_sizes(maps: int = 1, /, **sizes: int | None) -> None:
+    """Raise ValueError if a size is not an int ≥ 1, or heads do not divide, with `maps` maps each."""
     for name, size in sizes.items():
         if size is None and name in ("kdim", "vdim"):
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
-    if sizes["embed_dim"] % sizes["num_heads"]:
-        raise ValueError(f"embed_dim ({sizes['embed_dim']}) must be a multiple of num_heads ({sizes['num_heads']})")
+    if sizes["embed_dim"] % (maps * sizes["num_heads"]):
+        heads = f"num_heads ({sizes['num_heads']})" if maps == 1 else f"{maps}·num_heads ({maps * sizes['num_heads']})"
+        raise ValueError(f"embed_dim ({sizes['embed_dim']}) must be a multiple of {heads}")
     if sizes["num_heads"] % sizes["kv_heads"]:
         raise ValueError(f"num_heads ({sizes['num_heads']}) must be a multiple of kv_heads ({sizes['kv_heads']})")
 
 
 def check_options(
-    score: str, normalizer: str, dropout: float, softcap: float | None, score_mod: Any, sink: bool
+    score: str, normalizer: str, dropout: float, softcap: float | None, score_mod: Any, sink: bool, caller: str
 ) -> None:
-    """Raise ValueError if an option of the constructor cannot be used."""
+    """Raise ValueError if an option of the constructor of `caller` cannot be used."""
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
     if not isinstance(dropout, numbers.Real) or not 0.0 <= dropout < 1.0:
@@ -43,7 +45,9 @@ def check_options(
     if score_mod is not None and score == "additive":
         raise ValueError("score_mod changes scores of q·k; with score='additive' use softcap, or drop one")
     choice = normalizers.learned(normalizer) or normalizers.get(normalizer)
-    choice.check_spec("regard.nn.MultiheadAttention")
+    choice.check_spec(f"regard.nn.{caller}")
+    if not isinstance(sink, bool):
+        raise ValueError(f"sink must be True, a learned logit per head, or False, got {sink!r}")
     if sink and not choice.softmax_family:
         raise ValueError(f"sink joins the denominator of 'softmax' or 'softmax1', not of {choice.name!r}; drop one")
 
@@ -56,17 +60,28 @@ def check_gates(gate: str | None, forget_gate: bool) -> None:
         raise ValueError(f"forget_gate must be True or False, got {forget_gate!r}")
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int]) -> None:
-    """Raise an error unless query, key and value are (B, L, width) with fitting B and L."""
-    for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+def check_inputs(
+    query: Tensor, key: Tensor, value: Tensor, projections: tuple[nn.Linear, nn.Linear, nn.Linear]
+) -> None:
+    """Raise an error unless query, key and value are (B, L, width) with fitting B, L and dtype."""
+    for name, x, projection in zip(("query", "key", "value"), (query, key, value), projections, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 3 or x.shape[-1] != width:
-            raise ValueError(f"{name} must have shape (B, L, {width}), got {tuple(x.shape)}")
+        if x.ndim != 3 or x.shape[-1] != projection.in_features:
+            raise ValueError(f"{name} must have shape (B, L, {projection.in_features}), got {tuple(x.shape)}")
+        check_dtype(x, name, getattr(projection, "weight", None))
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have the batch of query ({query.shape[0]}), got {x.shape[0]}")
     if key.shape[1] != value.shape[1]:
         raise ValueError(f"key and value must have the same length, got {key.shape[1]} and {value.shape[1]}")
+
+
+def check_dtype(x: Tensor, name: str, weight: Any) -> None:
+    """Raise TypeError unless x has the dtype of a weight; quantised weights and autocast have rules of their own."""
+    if isinstance(weight, Tensor) and is_float(weight) and x.dtype != weight.dtype and not is_autocast(x):
+        raise TypeError(
+            f"{name} must have the dtype of the module's parameters, {weight.dtype}, got {x.dtype}; convert one by .to"
+        )
 
 
 def check_packed(batch: int, attn_mask: Any, key_lengths: Tensor | None, cache: Any) -> None:

@@ -110,10 +110,54 @@ def test_slopes_of_heads_that_are_no_power_of_two():
         (lambda: bias.alibi(3), "3 heads, but q has 2"),
         (lambda: bias.alibi(0), "heads must be"),
         (lambda: bias.forgetting(torch.zeros(2, 2, N - 1)), "log_gates must have shape"),
+        (lambda: bias.forgetting(torch.full((2, 2, N), 0.9)), "log_gates must be ≤ 0.*logsigmoid"),
         (lambda: bias.forgetting(torch.full((2, 2, N), -torch.inf)), "log_gates must be finite.*logsigmoid"),
     ],
 )
 def test_refused(make, message):
     q, k = torch.randn(2, 2, M, 4), torch.randn(2, 2, N, 4)
     with pytest.raises(ValueError, match=message):
-        regard.attention(q, k, k, make())
+        regard.attention(q, k, k, make(), is_causal=True)
+
+
+def test_a_length_for_a_flag_is_refused():
+    for make in (bias.alibi, lambda x, flag: bias.relative(torch.zeros(2, 5), flag)):
+        with pytest.raises(TypeError, match=r"bottom_right of bias.* must be a bool, got int"):
+            make(2, 512)
+
+
+NO_ORDER = {
+    "nothing": {},
+    "a bias alone": dict(mask=Mask()),
+    "lengths": dict(mask=Mask.lengths([N, 5])),
+    "a prefix": dict(mask=Mask.prefix(4)),
+    "a window ahead": dict(window=(3, N - M + 1)),
+}
+IN_ORDER = {
+    "is_causal": dict(is_causal=True),
+    "a mask": dict(mask=Mask.causal(bottom_right=True)),
+    "a window": dict(window=(None, N - M)),
+    "a dense mask": dict(mask=torch.ones(M, N, dtype=torch.bool).tril(N - M)),
+    "intervals": dict(mask=Mask.intervals([0] * M, list(range(N - M + 1, N + 1)))),
+}
+
+
+def forget(queries, mask=None, **options):
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(2, 2, n, 4, generator=generator) for n in (queries, N))
+    gates = -torch.rand(2, 2, N, generator=generator)
+    return regard.attention(
+        q, k, k, bias.forgetting(gates) if mask is None else (mask, bias.forgetting(gates)), **options
+    )
+
+
+@pytest.mark.parametrize("name", list(NO_ORDER))
+def test_forgetting_needs_causal_order(name):
+    with pytest.raises(ValueError, match=r"attn_mask: bias.forgetting needs causal order; pass is_causal=True"):
+        forget(M, **NO_ORDER[name])
+
+
+@pytest.mark.parametrize("name", list(IN_ORDER))
+def test_forgetting_in_causal_order(name):
+    assert forget(M, **IN_ORDER[name]).isfinite().all()
+    torch.testing.assert_close(forget(1), forget(1, Mask.causal(bottom_right=True)))  # one query is the last

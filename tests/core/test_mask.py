@@ -195,6 +195,8 @@ REFUSED = {
     "floats": (lambda x: Mask.lengths([1.5]), TypeError, "lengths must be"),
     "a size of 0": (lambda x: Mask.chunks(0), ValueError, "size of Mask.chunks"),
     "a window of −1": (lambda x: Mask.window(-1, 0), ValueError, "left of Mask.window"),
+    "a word for a size": (lambda x: Mask.causal().dense("4", 4), ValueError, "queries of Mask.dense must be an int"),
+    "a negative size": (lambda x: Mask.causal().dense(4, -1), ValueError, "keys of Mask.dense must be an int"),
     "a word": (lambda x: regard.attention(x, x, x, (Mask.causal(), "alibi")), TypeError, "pair.*got str"),
 }  # fmt: skip
 

@@ -1,6 +1,8 @@
 """Score functions: every backend against torch written out, derivatives, and what is refused when one is made."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import score_functions
@@ -203,6 +205,26 @@ def other_word(s, i, j, h):
     return tl.sin(s)
 
 
+@jit
+def late_head(s, i, j, h):
+    return tl.where(h > 5, 2.0 * s, s)
+
+
+@jit
+def far_key(s, i, j, h):
+    return tl.where(i - j > 5000, 2.0 * s, s)
+
+
+@jit
+def root(s, i, j, h):
+    return s * tl.sqrt(4 - h)  # of four heads, as far as its author knows
+
+
+@jit
+def root_slope(s, i, j, h):
+    return tl.sqrt(4 - h)
+
+
 def unjitted(s):
     return s
 
@@ -215,6 +237,8 @@ def calls_unjitted(s, i, j, h):
     ("value", "slope", "params", "error", "words"),
     [
         (doubled, wrong_slope, (), ValueError, "slope is 1 .* derivative of value is 2"),
+        (late_head, wrong_slope, (), ValueError, "slope is 1 .*, h = 6, where the derivative of value is 2"),
+        (far_key, wrong_slope, (), ValueError, "slope is 1 .*, i = .* where the derivative of value is 2"),
         (logarithm, wrong_slope, (), ValueError, "value is not finite at s = "),
         (reads_global, wrong_slope, (), TypeError, "value: reads_global uses 'RATE'"),
         (floors, wrong_slope, (), TypeError, "value: floors uses 'FloorDiv'|'i // 2'"),
@@ -229,11 +253,47 @@ def calls_unjitted(s, i, j, h):
         (fade, constant_slope, (float("nan"),), ValueError, r"params\[0\] must be finite"),
         (fade, constant_slope, (torch.ones(2, 2),), ValueError, r"params\[0\]"),
         (fade, constant_slope, (torch.ones(2, dtype=torch.int64),), ValueError, r"params\[0\]"),
+        (fade, constant_slope, (torch.ones(0),), ValueError, r"params\[0\]"),
     ],
 )
 def test_what_is_refused_when_it_is_made(value, slope, params, error, words):
     with pytest.raises(error, match=words):
         ScoreFunction(value, slope, params)
+
+
+def test_heads_beyond_those_of_the_call_need_not_be_finite():
+    x = draw(1, 4, 6, 8)
+    function = ScoreFunction(root, root_slope)
+    assert regard.attention(x, x, x, score_mod=function).isfinite().all()
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_a_pickled_function_is_the_same(name):
+    q, k, v = (x.detach() for x in tensors(groups=4))
+    loaded = pickle.loads(pickle.dumps(ALL[name]))
+    assert loaded.key == ALL[name].key and loaded.softcap == ALL[name].softcap
+    ours, same = (regard.attention(q, k, v, score_mod=x) for x in (loaded, ALL[name]))
+    assert torch.equal(ours, same)
+    assert pickle.loads(pickle.dumps(ScoreFunction.soft_cap(30.0))).softcap == 30.0
+
+
+def test_a_saved_layer_keeps_its_score_function():
+    layer, file = regard.nn.MultiheadAttention(8, 2, score_mod=FADE.with_params(torch.tensor([0.3, 2.0]))), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    x = torch.randn(1, 5, 8)
+    assert torch.equal(torch.load(file, weights_only=False)(x), layer(x))
+
+
+def test_a_function_inside_another_cannot_be_pickled():
+    @jit
+    def shift(s, i, j, h):
+        return s + 1.0
+
+    function = ScoreFunction(shift, wrong_slope)
+    with pytest.raises(pickle.PicklingError, match=r"value of this ScoreFunction, .*shift, cannot be imported by name"):
+        pickle.dumps(function)
+    assert copy.copy(function).value is function.value
 
 
 @pytest.mark.parametrize(
@@ -243,12 +303,18 @@ def test_what_is_refused_when_it_is_made(value, slope, params, error, words):
         (dict(score_mod=FADE, softcap=2.0), ValueError, "softcap and score_mod"),
         (dict(score_mod=FADE.with_params(torch.ones(3))), ValueError, r"params\[0\] of score_mod"),
         (dict(score_mod=FADE, backend="torch"), ValueError, "a score function"),
-        (dict(score_mod=ScoreFunction.soft_cap(-2.0)), ValueError, "softcap"),
+        (dict(score_mod=ScoreFunction.soft_cap(2.0).with_params(-2.0)), ValueError, "softcap"),
     ],
 )
 def test_what_a_call_refuses(options, error, words):
     with pytest.raises(error, match=words):
         regard.attention(*tensors(groups=4), **options)
+
+
+@pytest.mark.parametrize("cap", [0, -2.0, float("nan"), torch.tensor([1.0, -1.0])])
+def test_a_soft_cap_is_positive(cap):
+    with pytest.raises(ValueError, match="cap must be positive, got"):
+        ScoreFunction.soft_cap(cap)
 
 
 def test_parallel_takes_a_soft_cap_alone():

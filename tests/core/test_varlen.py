@@ -66,6 +66,12 @@ def test_two_names_of_the_scale():
         (dict(max_seqlen_q=3), "max_seqlen_q is 3"),
         (dict(max_seqlen_k=5), "max_seqlen_k is 5"),
         (dict(window_size=(-2, 0)), "window_size"),
+        (
+            dict(gate=torch.zeros(4, 16)),
+            r"gate must have shape \(16, 4\), .*, or \(16, 4, 8\), .*, got shape \(4, 16\)",
+        ),
+        (dict(gate=torch.zeros(16, 4, 7)), r"gate must have shape \(16, 4\), .* got shape \(16, 4, 7\)"),
+        (dict(gate=torch.zeros(16)), r"gate must have shape \(16, 4\), .* got shape \(16,\)"),
     ],
 )
 def test_refused(changed, message):

@@ -83,10 +83,12 @@ def calls(draw):
         options["attn_mask"] = draw(masks(batch, lq, lk, generator))
     elif kind == "small bias":
         heads, length = lead[-1], max(lq, lk, 1)
-        given = regard.bias.relative(torch.randn(heads, 2 * length - 1, generator=generator), pick(False, True))
+        causal = regard.Mask.causal(bottom_right=True)
+        table = torch.randn(heads, 2 * length - 1, generator=generator)
+        options["attn_mask"] = pick(causal, None), regard.bias.relative(table, pick(False, True))
         if 0 < lq <= lk and pick(False, True):
-            given = regard.bias.forgetting(-0.05 * torch.rand(batch, heads, lk, generator=generator))
-        options["attn_mask"] = pick(regard.Mask.causal(bottom_right=True), None), given
+            gates = -0.05 * torch.rand(batch, heads, lk, generator=generator)
+            options["attn_mask"] = causal, regard.bias.forgetting(gates)
     elif kind != "none":
         sizes = [1 if pick(False, False, True) else size for size in full[pick(0, len(full) - 2) :]]
         shown = torch.rand(sizes, generator=generator) < pick(0.0, 0.5, 0.9)

@@ -304,6 +304,20 @@ def test_heads_that_look_elsewhere_are_no_twins():
     assert "duplicate heads" not in kinds(q, k)
 
 
+@pytest.mark.parametrize("scale", [None, 1.0 / WIDTH])
+def test_one_finding_names_the_temperature(scale):
+    q, k = healthy()
+    q *= 0.1
+    q[:, 5] = 0.0  # equal logits: a finding of its own, which does not move the temperature of the others
+    report = examine(nn.Sequential(Fixed(q, k, scale=scale)), [torch.zeros(1)])
+    assert {"diffuse", "scale off"} <= {finding.kind for finding in report.findings}
+    named = [finding for finding in report.findings if "temperature=" in finding.remedy]
+    assert [finding.kind for finding in named] == ["diffuse", "diffuse"]  # the head of equal logits, and the others
+    spread = [head.statistics["logit_variance"].mean ** 0.5 for head in report.heads if head.head != 5]
+    number = float(named[-1].remedy.split("temperature=")[1].split("'")[0])
+    assert number == pytest.approx(sorted(spread)[3], rel=0.05)  # two digits
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-5])
 def test_uniform_heads_are_no_twins(size):
     q, k = healthy()

@@ -94,11 +94,16 @@ def test_second_derivatives():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_heads": 5}, "embed_dim"),
+        ({"num_heads": 5}, "embed_dim .24. must be a multiple of 2·num_heads .10."),
         ({"num_heads": 24}, "embed_dim .24. must be a multiple of 2·num_heads .48."),
         ({"layer": -1}, "layer must be an int ≥ 0"),
         ({"kv_heads": 2}, "multiple of kv_heads"),
         ({"normalizer": "softmaxx"}, "unknown"),
+        ({"normalizer": "entmax(alpha=learned)"}, "regard.nn.DifferentialAttention learns no parameter"),
+        (
+            {"normalizer": normalizers.get("entmax", alpha=torch.ones(3))},
+            "regard.nn.DifferentialAttention takes a number for alpha",
+        ),
         ({"dropout": 1.0}, "dropout"),
     ],
 )

@@ -94,6 +94,8 @@ def test_torchs_weights_beside_a_gate():
     ("make", "words"),
     [
         (lambda: MultiheadAttention(8, 2, gate="row"), "gate must be None, 'head' or 'element', got 'row'"),
+        (lambda: MultiheadAttention(8, 2, sink=1), "sink must be True, a learned logit per head, or False, got 1"),
+        (lambda: MultiheadAttention(8, 2, temperature=-1), "temperature must be a positive, finite number, got -1"),
         (lambda: MultiheadAttention(8, 2, forget_gate=1), "forget_gate must be True or False, got 1"),
         (lambda: MultiheadAttention(16, 4, forget_gate=True)(inputs()), "forget_gate=True needs is_causal=True"),
         (

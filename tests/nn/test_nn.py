@@ -396,3 +396,12 @@ def test_packed_input_that_does_not_fit(length, batch, options, message):
     layer = regard.nn.MultiheadAttention(16, 4)
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(batch, length, 16), **options)
+
+
+@pytest.mark.parametrize("make", [MultiheadAttention, regard.nn.DifferentialAttention])
+def test_another_dtype_than_the_parameters_is_refused_by_name(make):
+    layer = make(8, 2)
+    with pytest.raises(TypeError, match=r"query must have the dtype .*, torch.float32, got torch.float64; convert"):
+        layer(X.double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(X.bfloat16()).dtype == torch.bfloat16

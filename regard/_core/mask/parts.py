@@ -231,7 +231,8 @@ def as_integers(x: Tensor | Sequence[int] | int, name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be ints or a tensor of them, got {x!r}") from None
     if x.numel() and (x.dtype not in INTEGERS or x.layout != torch.strided):
-        raise TypeError(f"{name} must be a dense tensor of integers, got {x.dtype}, {x.layout}")
+        came = x.dtype if x.layout == torch.strided else x.layout
+        raise TypeError(f"{name} must be ints or a dense tensor of them, got {came}")
     return x.long()  # uint8 does not hold the sums and limits that it meets
 
 

@@ -14,6 +14,7 @@ from regard._core.mask.parts import Packed, check_cu_seqlens, check_side
 from regard._core.mask.recent import recall
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
+from regard._core.rows.validation import fits
 from regard.mask import Mask
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
@@ -110,6 +111,7 @@ def attention_varlen(
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     if cu_seqlens_k is None and len(k) != len(q):
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
+    _check_gate(gate, (*q.shape[:2], v.shape[2]))
     ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
     longest = _check_longest(max_seqlen_q, "max_seqlen_q"), _check_longest(max_seqlen_k, "max_seqlen_k")
     options = len(q), len(k), q.device, longest, causal, *_check_window_size(window_size)
@@ -128,7 +130,7 @@ def attention_varlen(
         softcap=None if isinstance(softcap, numbers.Real) and softcap == 0 else softcap,
         score_mod=score_mod,
         sink=sink,
-        gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) and gate.ndim > 1 else gate,
+        gate=gate.transpose(0, 1)[None] if isinstance(gate, Tensor) else gate,
         return_stats=return_stats,  # type: ignore[arg-type]
         backend=backend,
     )
@@ -150,6 +152,15 @@ def _make_mask(
             f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
         )
     return Mask((Packed.of(cu_q.to(device), cu_k.to(device), queries, causal, left, right),))
+
+
+def _check_gate(gate: Tensor | None, shape: tuple[int, int, int]) -> None:
+    """Raise unless the gate's shape is (tokens, heads) or (tokens, heads, width); `attention` checks the rest."""
+    if isinstance(gate, Tensor) and not (gate.ndim in (2, 3) and fits(gate.shape, shape[: gate.ndim])):
+        raise ValueError(
+            f"gate must have shape {shape[:2]}, one logit per head, or {shape}, one per element, got shape "
+            f"{tuple(gate.shape)}"
+        )
 
 
 def _check_longest(longest: int | None, name: str) -> int | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard._core.mask.attn_mask import find_positions
-from regard._core.mask.parts import Causal, Lengths, Padding, Part, Window
+from regard._core.mask.attn_mask import GivenMask, find_positions
+from regard._core.mask.parts import Causal, Intervals, Lengths, Packed, Padding, Part, Window
 from regard._core.rows.validation import fits
 from regard._core.validation import check_key_lengths
 from regard.mask import Mask
@@ -86,6 +86,19 @@ def find_ahead(mask: Mask | None, ahead: int | None, queries: int, keys: int) ->
             right = 0 if isinstance(part, Causal) else part.right
             ahead = _least(ahead, None if right is None else right + offset)
     return ahead
+
+
+def check_order(given: GivenMask, ahead: int | None, queries: int, keys: int) -> None:
+    """Raise if a bias needs causal order and the call has none; dense masks and listed intervals are not looked at."""
+    if given.bias is None or not given.bias.needs_causal_order:
+        return
+    parts = () if given.mask is None else given.mask.parts
+    if given.tensors or any(isinstance(part, (Intervals, Packed)) for part in parts):
+        return
+    if queries > 1 and (ahead is None or ahead > keys - queries):
+        raise ValueError(
+            "attn_mask: bias.forgetting needs causal order; pass is_causal=True, or (Mask.causal(), bias) as attn_mask"
+        )
 
 
 def make_interval(mask: Mask, position: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:

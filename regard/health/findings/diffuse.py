@@ -24,16 +24,24 @@ REMEDY = (
 
 def find(heads: Heads) -> list[Finding]:
     found = [(head, head.statistics.mean("entropy_ratio")) for head in heads if is_diffuse(head)]
-    remedy = REMEDY.format(f"{unit_temperature([head for head, _ in found]):.2g}")
     constant = [pair for pair in found if has_constant_logits(pair[0])]
     fresh = {id(head) for head in untrained_heads(heads)} if found else set()
     untrained = [pair for pair in found if id(pair[0]) in fresh]
     others = [pair for pair in found if id(pair[0]) not in fresh and not has_constant_logits(pair[0])]
     return [
-        *make_finding(KIND, "warning", constant, EVIDENCE, f"logit_variance < {CONSTANT:g} in every row", remedy),
-        *make_finding(KIND, "note", others, EVIDENCE, THRESHOLD, remedy),
-        *make_finding(KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", remedy),
+        *make_finding(
+            KIND, "warning", constant, EVIDENCE, f"logit_variance < {CONSTANT:g} in every row", name_remedy(constant)
+        ),
+        *make_finding(KIND, "note", others, EVIDENCE, THRESHOLD, name_remedy(others)),
+        *make_finding(
+            KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", name_remedy(untrained)
+        ),
     ]
+
+
+def name_remedy(found: list[tuple[Head, float]]) -> str:
+    """The remedy, with the temperature that these heads need."""
+    return REMEDY.format(f"{unit_temperature([head for head, _ in found]):.2g}")
 
 
 def unit_temperature(heads: Heads) -> float:

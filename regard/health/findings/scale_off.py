@@ -3,6 +3,7 @@
 Two quantities decide: scale·√d of the call, and the layer's logit variance, where 1/√d aims at 1: the smaller of the
 measured one and of the one predicted from norms (scale²·E‖q‖²·E‖k − k̄‖²/d), medians over the layer's heads. Positional
 heads do not count. docs/health.md has the table; checks/repairs.py tries other scales on the model's loss.
+`diffuse` alone names a temperature, from the measured variance.
 """
 
 import math
@@ -71,7 +72,7 @@ def find(heads: Heads) -> list[Finding]:
             low,
             EVIDENCE + f"the scale is too small: it is {name_scale(low)}.",
             f"scale < 1/({LARGE_SCALE:g}·√d) and logit variance of the layer, measured and predicted, < 1/32",
-            "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt', 'temperature=0.5'].",
+            "Check that scores are not divided twice (1/d for 1/√d); try what_if=['scale=sqrt'].",
         ),
         *make_finding(
             KIND,
@@ -80,7 +81,7 @@ def find(heads: Heads) -> list[Finding]:
             EVIDENCE + "queries and keys are too small, or already scaled." + describe_large_scale(small_norms),
             "logit variance of the layer, measured and predicted, < 1/32; the call's scale is not small",
             "A model freshly initialised with small weights starts like this. Otherwise check that queries are not "
-            "multiplied by 1/√d before a call that does so too; try what_if=['temperature=0.5'].",
+            "multiplied by 1/√d before a call that does so too. The finding `diffuse` names a temperature to try.",
         ),
         *make_finding(
             KIND,

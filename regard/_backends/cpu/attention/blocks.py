@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._backends.cpu.attention.intervals import Intervals, cut_queries, recognize_intervals
+from regard._backends.cpu.attention.intervals import Intervals, cut_queries, find_gaps, recognize_intervals
 from regard._backends.cpu.attention.score_rows import score_kernel
 from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
@@ -70,7 +70,7 @@ class Block:
         self.geometry = np.array(geometry)  # see `forward_rows.visible_columns`
         if blocks.intervals is not None:
             self.geometry[6:8] = len(geometry), blocks.intervals.varies_by_head
-            self.geometry = np.concatenate([self.geometry, blocks.intervals.rows_of(self.rows, j0)])
+            self.geometry = np.concatenate([self.geometry, blocks.intervals.rows_of(self.rows)])
 
     def take(self, x: Tensor) -> Tensor:
         """The block's rows of x [B, H, M, …]."""
@@ -162,6 +162,7 @@ class Blocks:
         if problem.interval is not None:
             self.intervals = Intervals(problem, self.left, self.right, self.limits)
             width = max(1, min(width, self.intervals.width))
+        self._cuts: dict[tuple[Task, bool], list[tuple[int, int, int, int]]] = {}
         total = self.batch * self.heads * self.queries
         self.parts, self.tasks = 1, []
         if self.is_small:
@@ -221,15 +222,33 @@ class Blocks:
             yield Block(self, task, i0, i1, j0, j1)
 
     def _blocks_of_intervals(self, task: Task, apart: bool) -> Iterator[Block]:
+        for i0, i1, j0, j1 in reversed(self._cut(task, apart)):
+            yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
+
+    def _bounds_of(self, task: Task) -> tuple[np.ndarray, np.ndarray]:
+        """(smallest lo, largest hi) over the task's entries and heads, per query."""
         assert self.intervals is not None
         heads = slice(task.g0 * self.share, task.g1 * self.share)
-        lo, hi = self.intervals.bounds((slice(task.b0, task.b1), heads, slice(task.i0, task.i1)))
+        lo, hi = self.intervals.bounds(slice(task.b0, task.b1), heads)
+        return lo[task.i0 : task.i1], hi[task.i0 : task.i1]
+
+    def _cut(self, task: Task, apart: bool) -> list[tuple[int, int, int, int]]:
+        """The blocks of a task whose rows have intervals, as `cut_queries` returns them."""
         if self.is_small and not apart:
-            cuts = [(0, task.i1 - task.i0, *self._key_range(task))]
-        else:
-            cuts = cut_queries(lo, hi, self.step, self.most, (task.g1 - task.g0) * self.share, apart)
-        for i0, i1, j0, j1 in reversed(cuts):
-            yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
+            return [(0, task.i1 - task.i0, *self._key_range(task))]
+        if (task, apart) not in self._cuts:
+            bounds, heads = self._bounds_of(task), (task.g1 - task.g0) * self.share
+            self._cuts[task, apart] = cut_queries(*bounds, self.step, self.most, heads, apart)
+        return self._cuts[task, apart]
+
+    def _mixes_documents(self, task: Task) -> bool:
+        """True if a block of the task may multiply keys that none of its queries sees."""
+        assert self.intervals is not None
+        if task.b1 - task.b0 > 1 or self.intervals.varies_by_head:
+            return True
+        return not {i0 for i0, *_ in self._cut(task, apart=False)}.issuperset(
+            find_gaps(*self._bounds_of(task)).tolist()
+        )
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Calls work(task, scratch) for every task, on as many threads as torch uses."""
@@ -257,7 +276,11 @@ class Blocks:
         by_entry = problem.mask is problem.bias is problem.interval is None
         if by_entry and (problem.key_lengths is None or not self.is_small):
             return Keys(k, v)
+        if problem.mask is problem.bias is None and self.intervals is not None and not self._mixes_documents(task):
+            return Keys(k, v)
         start, stop = self._key_range(task)
+        if math.isfinite(k[:, start:stop].sum() + v[:, start:stop].sum()):  # one number, at a third of the cost
+            return Keys(k, v)
         bad = ~torch.isfinite(k[:, start:stop].sum(-1) + v[:, start:stop].sum(-1))  # [g, keys]
         if not bad.any():
             return Keys(k, v)
@@ -272,8 +295,7 @@ class Blocks:
         """The keys that the task's blocks multiply, from the first to the last."""
         if self.intervals is None:
             return 0, self.n
-        heads = slice(task.g0 * self.share, task.g1 * self.share)
-        lo, hi = self.intervals.bounds((slice(task.b0, task.b1), heads, slice(task.i0, task.i1)))
+        lo, hi = self._bounds_of(task)
         return min(int(lo.min(initial=self.n)), self.n), int(hi.max(initial=0))
 
     def _heads_of(self, x: Tensor, task: Task) -> Tensor:

@@ -27,12 +27,13 @@ def visible_columns(geometry, r, n):
 
     geometry: the first query's position, queries, the first key's position, how far a query sees to the left and to
     the right, rows per batch entry, 0, 0, and for each entry the position after its last key. Where rows have
-    intervals, the zeros are the place from which on (first, last, i) are listed, and whether heads differ in them.
+    intervals, the zeros are the place from which on (lo, hi, i) are listed, positions all, and whether heads differ.
     """
     if geometry[6] > 0:
         listed = r if geometry[7] else r // geometry[5] * geometry[1] + r % geometry[1]
         at = geometry[6] + 3 * listed
-        return geometry[at + 2], geometry[at], geometry[at + 1]
+        first = max(geometry[at] - geometry[2], 0)
+        return geometry[at + 2], first, max(first, geometry[at + 1] - geometry[2])
     i = geometry[0] + r % geometry[1]
     limit = geometry[8 + r // geometry[5]]
     first = min(max(i - geometry[3] - geometry[2], 0), n)

@@ -32,6 +32,8 @@ class Intervals:
         hi = np.minimum(np.minimum(hi - problem.first_key, i + right + 1), np.array(limits).reshape(batch, 1, 1))
         is_empty = hi <= lo
         self.lo, self.hi = np.where(is_empty, 0, lo), np.where(is_empty, 0, hi)
+        self.rows = np.stack([self.lo + problem.first_key, self.hi + problem.first_key, self.position], -1)
+        self._bounds: dict[tuple[int, int, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @property
     def width(self) -> int:
@@ -42,15 +44,19 @@ class Intervals:
     def varies_by_head(self) -> bool:
         return self.lo.shape[1] > 1
 
-    def bounds(self, rows: tuple[slice, slice, slice]) -> tuple[np.ndarray, np.ndarray]:
-        """(smallest lo, largest hi) over batch entries and heads, per query of `rows`; lo > hi where all are empty."""
-        lo, hi = self._take(self.lo, rows), self._take(self.hi, rows)
-        lo = np.where(hi > lo, lo, np.iinfo(np.int64).max)
-        return lo.min((0, 1)), hi.max((0, 1))
+    def bounds(self, entries: slice, heads: slice) -> tuple[np.ndarray, np.ndarray]:
+        """(smallest lo, largest hi) over batch entries and heads, per query; lo > hi where all are empty."""
+        heads = heads if self.varies_by_head else slice(0, 1)
+        key = entries.start, entries.stop, heads.start, heads.stop
+        if key not in self._bounds:  # the tasks of one head ask for the same
+            lo, hi = self.lo[entries, heads], self.hi[entries, heads]
+            lo = np.where(hi > lo, lo, np.iinfo(np.int64).max)
+            self._bounds[key] = lo.min((0, 1)), hi.max((0, 1))
+        return self._bounds[key]
 
     def cut_between_documents(self, parts: int) -> list[int] | None:
         """The ends of about `parts` equal runs of queries that have no key in common; None where there are none."""
-        lo, hi = self.bounds((slice(None), slice(None), slice(None)))
+        lo, hi = self.bounds(slice(0, self.lo.shape[0]), slice(0, self.lo.shape[1]))
         last, first = np.maximum.accumulate(hi), np.minimum.accumulate(lo[::-1])[::-1]
         ends = np.flatnonzero(last[:-1] <= first[1:]) + 1
         wanted = np.arange(1, parts) * len(lo) // parts
@@ -61,19 +67,10 @@ class Intervals:
             return None
         return [0, *np.unique(nearest).tolist(), len(lo)]
 
-    def rows_of(self, rows: tuple[slice, slice, slice], first_key: int) -> np.ndarray:
-        """(first, last, position) of each row of a block, of one head if all are alike; from column `first_key` on."""
-        lo, hi, position = (self._take(x, rows) for x in (self.lo, self.hi, self.position))
-        found = np.empty((*lo.shape, 3), np.int64)
-        np.subtract(lo, first_key, out=found[..., 0], where=hi > lo)
-        np.subtract(hi, first_key, out=found[..., 1], where=hi > lo)
-        found[hi <= lo, :2] = 0
-        found[..., 2] = position
-        return found.reshape(-1)
-
-    def _take(self, x: np.ndarray, rows: tuple[slice, slice, slice]) -> np.ndarray:
+    def rows_of(self, rows: tuple[slice, slice, slice]) -> np.ndarray:
+        """(lo, hi, position) of each row of a block, of one head if all are alike, as positions of keys."""
         entries, heads, queries = rows
-        return x[entries, heads if x.shape[1] > 1 else slice(None), queries]
+        return self.rows[entries, heads if self.varies_by_head else slice(None), queries].reshape(-1)
 
 
 def cut_queries(
@@ -90,7 +87,7 @@ def cut_queries(
     [(0, 400, 0, 400), (400, 800, 400, 800)]
     """
     if apart:
-        jumps = np.flatnonzero((lo[1:] >= hi[:-1]) | (hi[1:] <= lo[:-1])) + 1
+        jumps = find_gaps(lo, hi)
     else:
         jumps = np.flatnonzero((np.abs(np.diff(lo)) > JUMP) | (np.abs(np.diff(hi)) > JUMP)) + 1
     edges = np.unique(np.concatenate([np.arange(0, len(lo), step), jumps, [len(lo)]]))
@@ -106,6 +103,16 @@ def cut_queries(
                 continue
         found.append(own)
     return [(i0, i1, j0, j1) if j0 < j1 else (i0, i1, 0, 0) for i0, i1, j0, j1 in found]
+
+
+def find_gaps(lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
+    """The queries that have no key in common with the query before.
+
+    >>> import numpy as np
+    >>> find_gaps(np.array([0, 0, 2, 3]), np.array([1, 2, 4, 5]))
+    array([2])
+    """
+    return np.flatnonzero((lo[1:] >= hi[:-1]) | (hi[1:] <= lo[:-1])) + 1
 
 
 def _area(block: tuple[int, int, int, int]) -> int:

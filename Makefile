@@ -1,7 +1,8 @@
 # Every target makes .venv itself: python3.11 (or PYTHON=…) and pip are all a machine needs.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet
+VENV := test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
+INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip --python $(BIN)/python install --quiet
 DEMO := .venv/.demo
 READY := .venv/.ready
 ENCODER := .venv/.encoder
@@ -14,8 +15,8 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(DEMO): pyproject.toml constraints.txt  # the package and what its demo imports, nothing else
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) --no-compile --editable .
+	$(VENV)
+	$(INSTALL) --no-compile pip --editable .
 	@touch $@
 
 $(READY): $(DEMO)
@@ -63,14 +64,14 @@ figures: $(READY)  ## the picture of the eight normalisers
 	$(BIN)/python docs/figures/eight.py
 
 docs: $(READY)  ## the site, into site/: guide, claims with figures, normalisers, API
-	$(BIN)/python -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	$(INSTALL) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 matrix: $(READY)  ## the smoke tests in fresh environments of other versions, as the table of docs/versions.md; ARGS=… for tools/matrix.py
 	$(BIN)/python tools/matrix.py $(ARGS)
 
 dist:  ## the sdist and the wheels, into dist/: checked, under 1 MB each, the same bytes from the same commit
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(VENV)
 	$(INSTALL) build twine
 	$(BIN)/python tools/dist.py
 

@@ -17,6 +17,22 @@ from typing import Literal, TextIO
 MARKS = {"✓": "green", "✗": "red"}  # colours of cells with these marks in a terminal
 
 
+def format_number(number: float) -> str:
+    """Return three digits of a number: without an exponent from 0.001 up to 100,000, as the report's page shows it.
+
+    >>> from regard.table import format_number
+    >>> [format_number(x) for x in (0.06114, 2.7438, 13123.0, 6.618e6, 1.36e-6)]
+    ['0.0611', '2.74', '13100', '6.62e6', '1.36e-6']
+    """
+    rounded = f"{number:.3g}"
+    mantissa, exponent, power = rounded.partition("e")
+    if not exponent:
+        return rounded
+    if 1e3 <= abs(float(rounded)) < 1e5:
+        return f"{float(rounded):.0f}"
+    return f"{mantissa}e{int(power)}"
+
+
 @dataclass
 class Table:
     """Columns and rows of cells, all strings; `numbers` names the right-aligned columns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 
@@ -13,9 +14,9 @@ from regard import lab
 def test_statistics_show_four_numbers_of_their_finite_rows():
     stats = regard.statistics.Statistics({"max_logit": torch.tensor([[1.0, 2.0, 9.0, -math.inf]])})
     shown = stats._repr_html_()
-    assert "<td>max_logit</td><td>1</td><td>2</td><td>4</td><td>9</td>" in shown
+    assert "max_logit 1 2 4 9" in re.sub("(<[^>]*>)+", " ", shown)
     assert "Statistics of 1 × 4 rows" in shown
-    assert "<td>–</td>" in regard.statistics.Statistics({"entropy": torch.empty(0)})._repr_html_()
+    assert ">–</td>" in regard.statistics.Statistics({"entropy": torch.empty(0)})._repr_html_()
 
 
 def test_a_claim_shows_its_page_in_a_sandbox_without_addresses():

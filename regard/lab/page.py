@@ -14,6 +14,7 @@ from regard.lab.mathml import formula_line
 from regard.lab.run import Result
 
 VERDICTS = {"holds": "holds", "holds_if": "holds if …", "wrong": "wrong"}
+COUNTED = {"holds": "holds", "holds_if": "holds under a condition", "wrong": "wrong"}
 ROLES = {CORE: "the claim", BEYOND: "beyond the condition", OURS: "our derivation"}
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -28,21 +29,33 @@ def write(path: str | os.PathLike[str], results: Sequence[Result], seed: int = 0
 
 
 def page(results: Sequence[Result], seed: int = 0) -> str:
-    """Return the page as HTML."""
-    counts = ", ".join(f"{sum(r.verdict == v for r in results)} {text}" for v, text in VERDICTS.items())
-    listed = "".join(f'<li>{verdict_badge(r.verdict)} <a href="#{r.claim.id}">{r.claim.id}</a></li>' for r in results)
-    notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
+    """Return the page as HTML; a page of one claim has no overview."""
+    overview = make_overview(results) if len(results) > 1 else ""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>regard lab</title><style>{STYLE}</style></head>
-<body><header><h1>The lab: what the notes claim, and what is true</h1>
-<p>{len(results)} claims tested: {counts}. Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %,
-those of trained models 95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</p>
+<body>{overview}<main>{"".join(map(section, results))}</main>
+<footer class="rule">Seed {seed}, regard {regard.__version__}. Intervals are 99.99 %, those of trained models
+95 % over seeds; a check agrees if its whole interval lies in what the claim allows.</footer></body></html>
+"""
+
+
+def make_overview(results: Sequence[Result]) -> str:
+    """Return the page's title, the number of claims by verdict, and links to all claims."""
+    counts = "; ".join(f"{text}: {sum(r.verdict == v for r in results)}" for v, text in COUNTED.items())
+    listed = "".join(f"<li>{verdict_badge(result.verdict)} {link_claim(result)}</li>" for result in results)
+    notes = ", ".join(f"{number} <i>{escape(title)}</i>" for number, title in NOTES.items())
+    return f"""<header><h1>The lab: what the notes claim, and what is true</h1>
+<p>{len(results)} claims tested. {counts.capitalize()}.</p>
 <p>The notes are five study notes on softmax and attention, which are not in this package: {notes}.</p>
 </header>
-<nav aria-label="Claims"><ul>{listed}</ul></nav><main>{"".join(map(section, results))}</main></body></html>
-"""
+<nav aria-label="Claims"><ul>{listed}</ul></nav>"""
+
+
+def link_claim(result: Result) -> str:
+    """Return a link to the claim's section; its statement shows where a mouse rests."""
+    return f'<a href="#{result.claim.id}" title="{escape(result.claim.statement)}">{result.claim.id}</a>'
 
 
 def section(result: Result) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 COLUMNS = ("least", "median", "mean", "largest")
+LEFT = "text-align: left; font-weight: normal"
+RIGHT = "text-align: right; padding-left: 1.5em"
 
 
 def summarize(values: Tensor) -> list[str]:
@@ -20,10 +22,13 @@ def summarize(values: Tensor) -> list[str]:
 
 def make_table(stats: Mapping[str, Tensor]) -> str:
     """Return one line per statistic: its name, and four numbers over all rows of queries."""
-    head = "".join(f"<th>{name}</th>" for name in ("statistic", *COLUMNS))
-    lines = "".join(
-        f"<tr><td>{name}</td>{''.join(f'<td>{cell}</td>' for cell in summarize(values))}</tr>"
-        for name, values in stats.items()
-    )
+    rows = [("statistic", *COLUMNS), *((name, *summarize(values)) for name, values in stats.items())]
+    lines = "".join(_make_row(*row) for row in rows)
     shape = next((" × ".join(map(str, values.shape)) for values in stats.values()), "0")
-    return f"<table><caption>Statistics of {shape} rows</caption><tr>{head}</tr>{lines}</table>"
+    return f"<table><caption>Statistics of {shape} rows</caption>{lines}</table>"
+
+
+def _make_row(name: str, *cells: str) -> str:
+    return (
+        f"<tr><th style='{LEFT}'>{name}</th>" + "".join(f"<td style='{RIGHT}'>{cell}</td>" for cell in cells) + "</tr>"
+    )

@@ -170,14 +170,21 @@ def test_checkpoints_load_and_know_their_options():
         model(torch.zeros(1, 129, dtype=torch.long))
 
 
-def test_look_at_a_folder(folder, capsys):
+def test_look_at_a_folder(folder, tmp_path, capsys):
     assert main(["look", str(folder), "--text", "a cat sat on a mat", "--layer", "1", "--head", "2", "--top", "2"]) == 0
     out = capsys.readouterr().out
     assert "layer 1, head 2" in out and "[CLS]" in out and "→" in out
     assert main(["look", str(folder), "--text", "a cat sat", "--out", "look.html"]) == 0
     assert "8 heads on" in capsys.readouterr().out
+    (tmp_path / "cat.txt").write_text("a cat sat on a mat")
+    assert main(["look", str(folder), "--text", "a cat sat on a mat"]) == 0
+    spelled = capsys.readouterr().out
+    assert main(["look", str(folder), "--text", str(tmp_path / "cat.txt")]) == 0
+    assert capsys.readouterr().out == spelled
     assert main(["look", str(folder), "--layer", "9"]) == 1
-    assert "layers 0 to 1, got 9" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("regard look: layer: the model has layers 0 to 1, got 9")
+    assert main(["look", str(folder), "--device", "nonsense"]) == 2
+    assert "--device nonsense: no such kind of device; use cpu" in capsys.readouterr().err
     assert main(["look", str(folder), "--rows", "x"]) == 2
     assert "--rows must be" in capsys.readouterr().err
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-import regard
+from regard.health.commands.inputs import announce_hub, check_device, describe_failure, read_text
 from regard.health.commands.outputs import check_path, print_error, save_report
 from regard.health.examine import examine
-from regard.health.models.loading import describe_error, load, one_line
-from regard.health.report import files
+from regard.health.models.loading import load
 from regard.health.report.report import Report
 from regard.health.what_if import FORMS, parse_all
 from regard.parallel import torchrun
 
-PACKAGE = Path(regard.__file__).parent
 SUFFIXES = (".html", ".json", ".png")
 
 
@@ -77,16 +72,17 @@ def main(options: argparse.Namespace) -> int:
     for path, suffix in ((options.json, ".json"), (options.png, ".png")):
         if path is not None:
             check_path(options, path, suffix)
-    _check_device(options)
+    check_device(options)
     try:
         parse_all(options.what_if)
     except ValueError as error:
         options.fail(str(error))
+    announce_hub(options.model)
     ranks, subject = torchrun.join_group(options.timeout), None
     try:
         subject = load(
             options.model,
-            _read_text(options),
+            None if options.text is None else read_text(options.text),
             length=options.length,
             batch=options.batch,
             limit=options.limit,
@@ -110,8 +106,7 @@ def main(options: argparse.Namespace) -> int:
         )
     except Exception as error:  # whatever the model, its folder or its function raises: one line
         on = f" on {subject.notes['input']}" if subject else ""
-        own = _is_from_regard(error)
-        print_error("examine", one_line(error) if own else f"{options.model!r} failed{on}: {describe_error(error)}")
+        print_error("examine", describe_failure(error, f"{options.model!r} failed{on}"))
         return 1
     if not torchrun.is_first_rank():  # status 1 would make torchrun end rank 0 before it writes the report
         return 0
@@ -136,29 +131,3 @@ def _status(report: Report, errors: list[str]) -> int:
         print_error("examine", *errors)
     stopped = report.interrupted is not None and report.interrupted.startswith("KeyboardInterrupt")
     return 130 if stopped else 1 if errors else 0
-
-
-def _is_from_regard(error: BaseException) -> bool:
-    """True if this package raised the error, and not the model."""
-    *_, last = traceback.walk_tb(error.__traceback__)
-    return Path(last[0].f_code.co_filename).is_relative_to(PACKAGE)
-
-
-def _check_device(options: argparse.Namespace) -> None:
-    try:
-        torch.zeros(1, device=options.device).item()
-    except Exception as error:
-        options.fail(f"--device {options.device}: {one_line(error)}")
-
-
-def _read_text(options: argparse.Namespace) -> str | None:
-    if options.text is None:
-        return None
-    if options.text == "-":
-        try:
-            text = sys.stdin.read()
-            text.encode()  # fails for bytes that are not UTF-8, which arrive as lone surrogates
-        except UnicodeError:
-            raise ValueError("standard input is not UTF-8 text") from None
-        return text
-    return files.read_text(options.text)

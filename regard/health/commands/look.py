@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
+from regard.health.commands.inputs import announce_hub, check_device, describe_failure, read_text
 from regard.health.commands.outputs import check_path, print_error
 from regard.health.look import look
-from regard.health.models.loading import describe_error, is_function, load
+from regard.health.models.loading import is_function, load
 
 LENGTH = 64  # tokens of the text, unless asked otherwise
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub name, or module:function")
-    parser.add_argument("--text", metavar="TEXT", help="the text itself (default: a built-in sample)")
+    parser.add_argument("--text", metavar="TEXT", help="the text itself, or a file (default: a built-in sample)")
     parser.add_argument("--layer", help="a layer's index or module name (all)")
     parser.add_argument("--head", type=int, help="a head's number (all)")
     parser.add_argument("--rows", metavar="A:B", help="the queries to list, such as 5 or 10:20 (all)")
@@ -33,15 +35,18 @@ def main(options: argparse.Namespace) -> int:
             options.fail(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.out is not None:
         check_path(options, options.out, ".html")
+    check_device(options)
     rows = None if options.rows is None else _parse_rows(options)
     if options.length is None and not is_function(options.model):
         options.length = LENGTH
     layer: Any = options.layer
     layer = int(layer) if layer is not None and layer.isdecimal() else layer
+    announce_hub(options.model)
     try:
+        is_file = options.text is not None and os.path.isfile(options.text)
         subject = load(
             options.model,
-            options.text,
+            read_text(options.text) if is_file else options.text,
             length=options.length,
             batch=1,
             limit=1,
@@ -62,7 +67,7 @@ def main(options: argparse.Namespace) -> int:
         if options.out is not None:
             seen.save(options.out)
     except Exception as error:  # whatever the model or its folder raises: one line
-        print_error("look", describe_error(error))
+        print_error("look", describe_failure(error, f"{options.model!r} failed"))
         return 1
     print(seen)
     if options.out is not None:

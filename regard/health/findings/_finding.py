@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from regard.table import format_number
+
 if TYPE_CHECKING:  # at run time these modules import this one
     from regard.health.measurement.recorder import Layer
     from regard.health.readings.heads import HeadReading
@@ -84,7 +86,7 @@ def make_finding(
 
 
 def _range(numbers: Sequence[float]) -> str:
-    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    low, high = format_number(min(numbers)), format_number(max(numbers))
     return low if low == high else f"{low} to {high}"
 
 

@@ -201,7 +201,8 @@ def _check_folder(folder: Path, pickle: bool) -> None:
         raise LoadError(f"{str(folder)!r} is a file; pass the folder with config.json and the weights")
     if not (folder / "config.json").is_file():
         adapter = (folder / "adapter_config.json").is_file()
-        why = "only an adapter; merge it into its model and save that" if adapter else "it has no config.json"
+        missing = "it has no config.json; pass a folder that save_pretrained wrote"
+        why = "only an adapter; merge it into its model and save that" if adapter else missing
         raise LoadError(f"{str(folder)!r} is not a model: {why}")
     suffixes = {path.suffix for path in folder.iterdir()}
     if suffixes & set(SAFE) or pickle:
@@ -211,7 +212,7 @@ def _check_folder(folder: Path, pickle: bool) -> None:
             f"{str(folder)!r} has pickled weights, which can run any code when they are read; convert them to "
             "safetensors, or pass --allow-pickle if you trust their source"
         )
-    raise LoadError(f"{str(folder)!r} has no weights: it has no .safetensors file")
+    raise LoadError(f"{str(folder)!r} has no weights: no .safetensors file; save them with model.save_pretrained")
 
 
 def _check_weights(spec: str, model: nn.Module, found: dict, allowed: bool) -> dict[str, str]:

@@ -16,7 +16,7 @@ from regard.health.report.report import Report
 from regard.health.report.saved import read_json
 from regard.health.report.summary import ROOT, count_noun
 from regard.health.report.terminal import printable
-from regard.table import Table
+from regard.table import Table, format_number
 
 SHOWN = ("entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "max_logit")
 LISTED = 12  # heads of a finding
@@ -278,7 +278,7 @@ def compare_layers(a: dict[str, Any], b: dict[str, Any]) -> Table:
 def _mean(report: dict[str, Any], index: int, name: str) -> str:
     means = (head["statistics"][name]["mean"] for head in report["heads"] if head["index"] == index)
     values = [mean for mean in means if mean is not None]
-    return f"{sum(values) / len(values):.3g}" if values else "–"
+    return format_number(sum(values) / len(values)) if values else "–"
 
 
 def count_findings(a: dict[str, Any], b: dict[str, Any]) -> Table:

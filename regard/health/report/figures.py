@@ -24,7 +24,9 @@ def plot(report: Report, statistic: str) -> Figure:
     if statistic not in NAMES:
         raise ValueError(f"statistic must be one of {', '.join(NAMES)}, got {statistic!r}")
     figure = _make_figure(report, 6.0, _map_height(report) + 1.0)
-    _draw_map(figure, figure.subplots(), report, statistic)
+    axes = figure.subplots()
+    _draw_map(figure, axes, report, statistic)
+    axes.set_title(f"mean {axes.get_title()}{'; ○ heads with findings' if report.findings else ''}", fontsize=10)
     figure.suptitle(report.title, fontsize=11)
     return figure
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from regard.health.report.summary import ROOT, count_kinds, count_noun
-from regard.table import Table
+from regard.table import Table, format_number
 
 if TYPE_CHECKING:
     from regard.health.findings import Finding
@@ -87,7 +87,7 @@ def make_table(report: Report, signs: str = BLOCKS) -> Table:
     for index, heads in sorted(layers.items()):
         cells = ["".join(_sign(head.statistics.mean(name), signs) for head in heads) for name in COLUMNS]
         logits = [logit for head in heads if (logit := head.statistics.max("max_logit")) == logit]
-        largest = f"{max(logits):.3g}" if logits else "–"
+        largest = format_number(max(logits)) if logits else "–"
         rows.append([str(index), printable(heads[0].layer or ROOT), *cells, largest])
     names = [name.replace("_", " ") for name in COLUMNS]
     return Table(["", "layer", *names, "max logit"], rows, numbers=["", "max logit"])
@@ -96,7 +96,7 @@ def make_table(report: Report, signs: str = BLOCKS) -> Table:
 def average(heads: Iterable[HeadReading], name: str) -> str:
     """The mean over heads of a statistic's mean, to three digits; a dash if no head has it."""
     values = [value for head in heads if (value := head.statistics.mean(name)) == value]
-    return f"{sum(values) / len(values):.3g}" if values else "–"
+    return format_number(sum(values) / len(values)) if values else "–"
 
 
 def _signs_for(file: TextIO) -> str:

@@ -27,7 +27,7 @@ const show = (x, digits = 4) => {
   if (x === null || x === undefined) return "–";
   const size = Math.abs(x);
   if (x === 0) return "0";
-  if (size >= 1e5 || size < 1e-3) return x.toExponential(digits - 1).replace(/\.?0*e/, "e");
+  if (size >= 1e5 || size < 1e-3) return x.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
   return String(Number(x.toPrecision(digits)));
 };
 

@@ -79,6 +79,7 @@
     const severities = new Set([...flagged[state.treatment].values()].map((mark) => mark.severity));
     for (const severity of ["critical", "warning", "note"]) if (severities.has(severity)) make("span", scale, `● ${severity}`, `key ${severity}`);
     if (!severities.size) make("span", scale, "no head has findings");
+    make("span", scale, "rows: layers, columns: heads");
     byId("meaning").textContent = data.meaning[s];
   };
 

@@ -16,6 +16,7 @@ from regard.health.report.page.problems import checks_of, describe_loss, first_p
 from regard.health.report.page.words import link, link_words, make_glossary
 from regard.health.report.summary import ROOT, count_kinds, count_noun
 from regard.health.report.terminal import average
+from regard.table import format_number
 
 if TYPE_CHECKING:
     from regard.health.findings import Finding
@@ -244,5 +245,5 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return format_number(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

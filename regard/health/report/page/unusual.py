@@ -5,6 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from regard.table import format_number
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,7 +26,8 @@ class Unusual(NamedTuple):
     usual: float
 
     def __str__(self) -> str:
-        return f"{self.statistic.replace('_', ' ')} {self.value:.3g}, where the middle head has {self.usual:.3g}"
+        value, usual = format_number(self.value), format_number(self.usual)
+        return f"{self.statistic.replace('_', ' ')} {value}, where the middle head has {usual}"
 
 
 def find_unusual(heads: Sequence[HeadReading], count: int = LISTED) -> list[Unusual]:

@@ -266,28 +266,43 @@ def test_a_forked_child_computes():
 
 
 SECOND_PROCESS = """
+    import sys
     import torch
     from regard import normalizers
     from regard._backends.cpu.rows import launch as rows
-    choice = normalizers.get("softmax")
-    p = rows.forward(torch.zeros(2, 4), choice)[0]
+    for name in [*sys.argv[1:], "softmax"]:
+        choice = normalizers.get(name)
+        p = rows.forward(torch.zeros(2, 4), choice)[0]
     assert (p == 0.25).all()
     print(sum(rows._row_kernel(choice.normalizer, "forward", torch.float32).stats.cache_hits.values()))
 """
 
 
 def test_a_second_process_loads_from_disk(tmp_path):
+    """Also without the kernel that its functions were first compiled for."""
     command = [sys.executable, "-c", textwrap.dedent(SECOND_PROCESS)]
     hits = []
-    for _ in range(2):
+    for names in (["softmax1"], []):
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
         environment.pop("NUMBA_CACHE_DIR", None)
-        run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240)
+        given = dict(env=environment, check=True, capture_output=True, text=True, timeout=240)
+        run = subprocess.run([*command, *names], **given)
         hits.append(int(run.stdout))
     assert hits == [0, 1]
     folder = tmp_path / "regard"
     assert folder.stat().st_mode & 0o077 == 0
-    assert len(list(folder.glob("*.py"))) == 1
+    assert len(list(folder.glob("*.py"))) == 2
+
+
+def test_kernels_share_the_functions_that_they_have_in_common():
+    kernels = [
+        rows._row_kernel(normalizers.get(name).normalizer, "forward", torch.float32) for name in ("softmax1", "relu")
+    ]
+    one, other = (vars(sys.modules[kernel.py_func.__module__]) for kernel in kernels)
+    shared = [name for name in one if name in other and name in compile._shared]
+    assert shared and all(one[name] is other[name] is compile._shared[name] for name in shared)
+    own = [name for name in one if name in compile._shared and name not in other]
+    assert own  # a tile function of one normaliser alone
 
 
 def test_an_unwritable_cache_folder_is_no_obstacle(tmp_path):

@@ -305,6 +305,15 @@ def test_kernels_share_the_functions_that_they_have_in_common():
     assert own  # a tile function of one normaliser alone
 
 
+def test_a_temporary_folder_takes_the_place_of_an_unwritable_one(tmp_path, monkeypatch):
+    (tmp_path / "regard").write_text("a file where the folder should be")
+    monkeypatch.delenv("REGARD_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = compile._store_source("any", "content")
+    assert path.parent == compile._temporary_folder() and path.read_text(encoding="utf-8") == "content"
+
+
+@pytest.mark.slow  # the test above has the folder
 def test_an_unwritable_cache_folder_is_no_obstacle(tmp_path):
     (tmp_path / "regard").write_text("a file where the folder should be")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

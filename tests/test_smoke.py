@@ -88,8 +88,13 @@ def test_one_rank_attends_as_without_ranks():
     torch.testing.assert_close(out, regard.attention(q, k, v, is_causal=True), atol=1e-5, rtol=1e-5)
 
 
-def test_the_command_line_lists_and_shows_the_demo(tmp_path, capsys):
+def test_the_command_line_lists(capsys):
     assert main(["list"]) == 0
+    assert "softmax" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # tests/health/test_commands.py shows it too; tools/matrix.py runs all of this file
+def test_the_command_line_shows_the_demo(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path / "report.html")]) == 0
     assert "collapsed" in capsys.readouterr().out
 

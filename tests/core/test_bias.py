@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rows_data import ONE_OF_EACH, slow_but
 
 import regard
 from regard import Mask, bias, normalizers
@@ -32,7 +33,7 @@ def dense_of(name, leaf):
     return total[..., N - M :, None] - total[:, :, None]
 
 
-@pytest.mark.parametrize("normalizer", normalizers.names())
+@pytest.mark.parametrize("normalizer", slow_but((*ONE_OF_EACH, "stickbreaking"), normalizers.names()))
 @pytest.mark.parametrize("name", ["alibi", "relative", "forgetting"])
 def test_a_bias_is_its_dense_tensor(name, normalizer):
     given, leaf = biases()[name]

@@ -55,7 +55,7 @@ def test_gradients_agree_with_finite_differences(name, backend):
         given = dict(normalizer=choose(name, theta), temperature=warmth, is_causal=True, backend=backend)
         return regard.attention(q, k, v, **given)
 
-    assert torch.autograd.gradcheck(call, (q, k, v, theta, warmth))
+    assert torch.autograd.gradcheck(call, (q, k, v, theta, warmth), fast_mode=backend == "reference")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from rows_data import ONE_OF_EACH, slow_but
 
 import regard
 from regard import normalizers
@@ -42,7 +43,7 @@ def by_definition(layer, x, **options):
     return layer.out_proj(torch.cat(heads, -1))
 
 
-@pytest.mark.parametrize("normalizer", normalizers.names())
+@pytest.mark.parametrize("normalizer", slow_but((*ONE_OF_EACH, "stickbreaking"), normalizers.names()))
 @pytest.mark.parametrize("kv_heads", [None, 1])
 def test_is_the_papers_definition(normalizer, kv_heads):
     layer, x = make(normalizer=normalizer, kv_heads=kv_heads, layer=3), inputs()

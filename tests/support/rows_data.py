@@ -9,21 +9,26 @@ from regard import normalizers
 
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-IN_FLOAT16 = ("softmax", "sigmoid", "entmax15")  # one of each family
+ONE_OF_EACH = ("softmax", "sigmoid", "entmax15")  # family
 
 
 def with_dtypes(names: list[str]) -> list:
-    """Parameters (name, dtype); float16 is marked slow but for IN_FLOAT16: kernels differ in load and store alone."""
+    """Parameters (name, dtype); 16 bits are slow but for ONE_OF_EACH: kernels differ in load and store alone."""
     return [
         pytest.param(
             name,
             dtype,
             id=f"{name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.slow if dtype == torch.float16 and name not in IN_FLOAT16 else (),
+            marks=pytest.mark.slow if dtype.itemsize == 2 and name not in ONE_OF_EACH else (),
         )
         for dtype in DTYPES
         for name in names
     ]
+
+
+def slow_but(quick, names: list[str]) -> list:
+    """The names as parameters, slow but for those of `quick`: the others take the same path through the code."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def rows(n: int = 37, *, dtype=torch.float64, seed: int = 0) -> torch.Tensor:

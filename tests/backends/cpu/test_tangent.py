@@ -32,7 +32,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("name", [*FUSED, "entmax(alpha=1.25)", "sigmoid(bias=-3)"])
 def test_every_normalizer(name):
     check_tangent(launch, make(1, name, dtype=torch.float64))
-    check_tangent(launch, make(2, name, softcap=2.0, causal=True))
+    check_tangent(launch, make(2, name, dtype=torch.float64, softcap=2.0, causal=True))
 
 
 @pytest.mark.parametrize("name", ["softmax", "relu", "entmax15"])

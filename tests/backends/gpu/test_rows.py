@@ -14,7 +14,7 @@ from regard import normalizers
 pytest.importorskip("triton")
 
 from row_plans import force_cut
-from rows_data import FUSED
+from rows_data import FUSED, ONE_OF_EACH
 from rows_data import rows as kinds_of_rows
 
 from regard._backends.gpu import bundle
@@ -107,11 +107,16 @@ def test_rows_read_again_or_written_in_steps(name, cut, monkeypatch):
     assert (p[3] == 0).all() and (ds[3] == 0).all() and (state[:, 3] == 0).all()
 
 
+MASKED = [
+    pytest.param(name, dtype, marks=pytest.mark.slow if dtype.itemsize == 2 and name not in ONE_OF_EACH else ())
+    for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    for name in CHOICES
+]
 PIECES = [Cut(512, 1, lanes=32, pieces=2), Cut(256, 1, parts=2, lanes=32, pieces=1)]
 
 
 @pytest.mark.parametrize("cut", PIECES, ids=["whole", "parts"])
-@pytest.mark.parametrize("name", ["softmax", "softmax1", "relu", "softpick"])
+@pytest.mark.parametrize("name", ["softmax", pytest.param("softmax1", marks=pytest.mark.slow), "relu", "softpick"])
 def test_long_rows_in_pieces(name, cut, monkeypatch):
     force_cut(monkeypatch, cut, backward=Cut(512, 1))
     g = torch.Generator().manual_seed(5)
@@ -130,8 +135,7 @@ def test_long_rows_in_pieces(name, cut, monkeypatch):
     assert (p[4, :290] == 0).all() and (p[5] == 0).all() and (ds[5] == 0).all() and (state[:, 5] == 0).all()
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), MASKED)
 def test_dtypes_with_mask_and_scale(name, dtype, monkeypatch):
     choice = normalizers.get(name)
     g = torch.Generator().manual_seed(2)

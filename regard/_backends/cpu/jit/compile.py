@@ -10,6 +10,9 @@ A template is an ordinary Python function with three open names:
 numba caches by file, so the source is stored in the user's cache folder under a name that has its hash: an edit of a
 normaliser, a template or a primitive gives another file, never stale code. What runs is the source made here, not the
 file found there.
+
+The functions that a template calls are named by the hash of their source, and kernels share them: most of the time of
+a compilation is numba's work on these functions, and kernels differ in few of them.
 """
 
 from __future__ import annotations
@@ -44,14 +47,16 @@ import numpy as np
 from numba import {real} as real, njit
 
 from regard._backends.cpu.jit import primitives as prim
+from regard._backends.cpu.jit.compile import share
 
 tl = prim
 strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt={nrt})
-inner = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict)
+inner = share(njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict))
 outer = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **strict)
 
 """
 _kernels: dict[tuple, Callable] = {}
+_shared: dict[str, Callable] = {}  # by name
 _lock = threading.RLock()
 
 
@@ -94,30 +99,52 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def module_source(template: FunctionType, tiles: Mapping[str, Any], precision: str, allocates: bool = True) -> str:
     """The source of the module that `kernel` compiles."""
-    writer = _Writer(tiles)
-    writer.add(template, template.__name__, "@outer")
     head = _HEAD.format(hash=_primitives_hash(), real=precision, nrt=allocates)
-    return "\n\n".join([head, *writer.parts]) + "\n"
+    writer = _Writer(tiles, head)
+    writer.write_outer(template)
+    return "\n\n".join(writer.parts) + "\n"
+
+
+def share(decorate: Callable) -> Callable:
+    """The decorator of functions whose name tells their source: compiles the first of a name and returns it again."""
+
+    def shared(function: FunctionType) -> Callable:
+        found = _shared.get(function.__name__)
+        if found is None:
+            # A kernel on disk names the modules of its functions; the module of another kernel need not be there.
+            scope = {**function.__globals__, "__name__": "regard._backends.cpu.jit.primitives"}
+            found = decorate(FunctionType(function.__code__, scope, function.__name__, function.__defaults__))
+            _shared[function.__name__] = found
+        return found
+
+    return shared
 
 
 class _Writer:
     """Collects the source of functions, callees first, with open names bound and literals made `real`."""
 
-    def __init__(self, tiles: Mapping[str, Any]) -> None:
+    def __init__(self, tiles: Mapping[str, Any], head: str) -> None:
         self.tiles = tiles
+        self.head = head
         self.names: dict[FunctionType, str] = {}
-        self.parts: list[str] = []
+        self.parts: list[str] = [head]
 
-    def add(self, function: Any, name: str, decorator: str = "@inner", is_tile: bool = False) -> str:
+    def write_outer(self, template: FunctionType) -> None:
+        self.parts.append(f"@outer\n{ast.unparse(self._bind(template, is_tile=False))}")
+
+    def add(self, function: Any, is_tile: bool) -> str:
+        """Writes a function that another calls, after what it calls itself; its name has the hash of all of these."""
         body = plain(function)
-        if body in self.names:
-            return self.names[body]
-        self.names[body] = name
-        tree = ast.parse(source(function))
-        tree = _Binder(self, body, is_tile).visit(tree)
-        tree.body[0].name = name
-        self.parts.append(f"{decorator}\n{ast.unparse(ast.fix_missing_locations(tree))}")
-        return name
+        if body not in self.names:
+            tree = self._bind(function, is_tile)
+            content = self.head + ast.unparse(tree)
+            tree.name = self.names[body] = f"{tree.name}_{hashlib.sha256(content.encode()).hexdigest()[:24]}"
+            self.parts.append(f"@inner\n{ast.unparse(tree)}")
+        return self.names[body]
+
+    def _bind(self, function: Any, is_tile: bool) -> ast.FunctionDef:
+        tree = _Binder(self, plain(function), is_tile).visit(ast.parse(source(function)).body[0])
+        return ast.fix_missing_locations(tree)
 
 
 class _Binder(ast.NodeTransformer):
@@ -148,12 +175,11 @@ class _Binder(ast.NodeTransformer):
         if isinstance(value, (bool, int, float)):
             return self.visit_Constant(ast.Constant(value))
         of_template = plain(value).__module__.startswith("regard._backends.cpu.")  # a part of the template that varies
-        return ast.Name(self.writer.add(value, f"tile_{node.attr}", is_tile=not of_template), ast.Load())
+        return ast.Name(self.writer.add(value, is_tile=not of_template), ast.Load())
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in self.calls:
-            name = f"{node.id}_{len(self.writer.names)}"
-            return ast.Name(self.writer.add(self.calls[node.id], name, is_tile=self.is_tile), ast.Load())
+            return ast.Name(self.writer.add(self.calls[node.id], self.is_tile), ast.Load())
         value = self.scope.get(node.id)
         value = getattr(value, "value", value)  # a tl.constexpr
         if isinstance(node.ctx, ast.Load) and isinstance(value, (bool, int, float)):

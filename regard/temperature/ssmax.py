@@ -53,7 +53,7 @@ class SSMax(nn.Module):
         """Return T [B, H, M]."""
         is_number = self.s.ndim == 0 and self.s.device.type == "cpu" and not isinstance(self.s, nn.Parameter)
         if is_number and visible_keys.is_cuda and not torch.compiler.is_compiling():
-            number = max(abs(float(self.s)), SMALLEST)  # a copy to the GPU would wait for what the GPU does
+            number = max(abs(float(self.s)), SMALLEST)  # a copy to the GPU may wait for what the GPU does
             return 1.0 / (number * torch.log(visible_keys.clamp_min(2.0)))
         s = self.s.to(visible_keys, non_blocking=True).abs().clamp_min(SMALLEST)
         heads = visible_keys.shape[-2] if visible_keys.ndim > 1 else s.numel()

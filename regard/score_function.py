@@ -15,7 +15,6 @@ import importlib
 import math
 import numbers
 import operator
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
@@ -242,7 +241,7 @@ def _find_path(function: Any, name: str) -> tuple[str, str]:
     """Return the (module, name) that a function can be imported by.
 
     Raises:
-        pickle.PicklingError: There is none, as of a function inside another.
+        TypeError: There is none, as of a function inside another.
     """
     body = plain(function)
     path = body.__module__, body.__qualname__
@@ -251,7 +250,7 @@ def _find_path(function: Any, name: str) -> tuple[str, str]:
     except (ImportError, AttributeError):
         is_found = False
     if not is_found:
-        raise pickle.PicklingError(
+        raise TypeError(
             f"{name} of this ScoreFunction, {'.'.join(path)}, cannot be imported by name; define it at a module's top"
         )
     return path

@@ -351,6 +351,6 @@ def _make_temperature(temperature: Any, heads: int, head_dim: int, place: dict) 
         return named(temperature, heads, head_dim, **place)
     if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise ValueError(f"temperature must be None, a number, a word or a policy, got {temperature!r}")
-    if not (temperature > 0 and is_finite(temperature)):
+    if not (is_finite(temperature) and float(temperature) > 0):
         raise ValueError(f"temperature must be a positive, finite number, got {temperature!r}")
     return float(temperature)

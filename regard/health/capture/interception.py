@@ -103,6 +103,7 @@ class Interception:
     ) -> None:
         self.model, self.swap, self.observe, self.in_every_forward = model, swap, observe, in_every_forward
         self.follows_functions, self.saw_functions = follows_functions, False
+        self.routed = 0  # calls
         self.modules = list(as_written(model).named_modules())
         self.names = {id(module): name for name, module in self.modules}
         self.names.setdefault(id(model), "")  # what torch.compile made of it
@@ -222,7 +223,7 @@ class ForwardInterceptions:
     """Makes interceptions of single forwards that follow torch's functions only where that has found attention.
 
     Following them takes a Python call per torch function. It is done in the first forward and in every `EVERY`-th, and
-    in all where the last one that did met a function that may be attention.
+    in all if the last one that did met a function that may be attention, or no attention at all (layer drop).
     """
 
     EVERY = 20
@@ -239,7 +240,7 @@ class ForwardInterceptions:
     def learn(self, interception: Interception) -> None:
         """Notes what a forward met that has ended as it should."""
         if interception.follows_functions:
-            self._is_needed = interception.saw_functions
+            self._is_needed = interception.saw_functions or not interception.routed
 
 
 ACTIVE: list[Interception] = []
@@ -344,6 +345,7 @@ def route_to_observers(call: Call, run_original: Callable[[], Tensor]) -> Tensor
 def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) -> Tensor:
     swapped = call
     for one in active:
+        one.routed += 1
         if one.swap is not None:
             swapped = one.swap(swapped)
     if swapped is not call:

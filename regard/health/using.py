@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -102,6 +103,9 @@ class using:
         refuse_data_parallel(model)
         if isinstance(temperature, str):
             temperature = unsized(temperature)
+        for name, value in (("temperature", temperature), ("softcap", softcap)):
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive, finite number, got {value!r}")
         given = dict(normalizer=normalizer, temperature=temperature, scale=scale, softcap=softcap)
         self.changes = {name: value for name, value in given.items() if value is not None}
         if not self.changes and not qk_norm and gate is None and context_parallel is None:

@@ -121,6 +121,8 @@ def test_huggingface_with_padding_and_checkpointing():
     ("options", "error", "match"),
     [
         ({}, ValueError, "changes nothing"),
+        (dict(temperature=-1), ValueError, "temperature must be a positive"),
+        (dict(softcap=float("nan")), ValueError, "softcap must be a positive"),
         (dict(normalizer="entmacks"), ValueError, "entmax"),
         (dict(scale="square"), ValueError, "scale 'square'"),
     ],

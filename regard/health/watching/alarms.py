@@ -16,21 +16,22 @@ next one waits until twice as many heads have it, so that a large model raises a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from regard.health.watching.trends import SAMPLES, find_trends
+from regard.table import format_number
 
 URGENT = 2  # samples on end with a logit beyond the limit
 WIDESPREAD, MOST = 3, 0.5  # samples on end, and the share of the heads, from which on a slow finding is urgent
 YOUNG = 1000  # steps during which diffuse heads are a note
-NUMBERS = {
-    "exploding logits": "largest logit {:.3g}",
-    "collapsed": "95th percentile of the entropy ratio {:.2g}",
-    "dying gradient": "no gradient on {:.0%} of the rows",
-    "scale off": "logit variance {:.3g}",
-    "dead": "values differ by {:.2g}",
-    "diffuse": "mean entropy ratio {:.3g}",
+NUMBERS: dict[str, Callable[[float], str]] = {
+    "exploding logits": lambda x: f"largest logit {format_number(x)}",
+    "collapsed": lambda x: f"95th percentile of the entropy ratio {format_number(x)}",
+    "dying gradient": lambda x: f"no gradient on {x:.0%} of the rows",
+    "scale off": lambda x: f"logit variance {format_number(x)}",
+    "dead": lambda x: f"values differ by {format_number(x)}",
+    "diffuse": lambda x: f"mean entropy ratio {format_number(x)}",
 }
 WIDE = ("collapsed", "dying gradient")
 NOT_FINITE = "its output is NaN or infinite; stop, go back to the last checkpoint, lower the learning rate"
@@ -91,7 +92,7 @@ class AlarmRules:
         for place in flags.get("not finite", {}):
             yield "not finite", "critical", place, NOT_FINITE
         places = [(row["layer"], row["head"]) for row in rows]
-        for kind, number_text in NUMBERS.items():
+        for kind, describe in NUMBERS.items():
             found = flags.get(kind, {})
             wide = kind in WIDE and len(found) > MOST * len(places)
             self._wide_streaks[kind] = self._wide_streaks.get(kind, 0) + 1 if wide else 0
@@ -100,7 +101,7 @@ class AlarmRules:
                 self._streaks[kind, place] = streak
                 severity, needed = self._judge(kind, step)
                 if place in found and streak >= needed:
-                    text = f"{kind} in each of the last {needed} samples ({number_text.format(found[place])})"
+                    text = f"{kind} in each of the last {needed} samples ({describe(found[place])})"
                     yield kind, severity, place, text
         positional = flags.get("positional", {})
         for row in rows:

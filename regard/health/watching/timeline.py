@@ -94,8 +94,8 @@ def render(log: Log, title: str) -> str:
     """Returns the page's HTML."""
     steps = [sample["step"] for sample in log.samples]
     serious = [alarm for alarm in log.alarms if alarm["severity"] != "note"]
-    first = f"First warning at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No warning."
-    counted = f"{len(steps)} samples from step {steps[0]} to step {steps[-1]}, {len(serious)} warnings."
+    first = f"First alarm at step {serious[0]['step']}: {serious[0]['text']}." if serious else "No alarm."
+    counted = f"{len(steps)} samples from step {steps[0]} to step {steps[-1]}, {len(serious)} alarms."
     curves = [_draw_curve(log, curve) for curve in CURVES if log.series(curve.series)]
     body = f"""<header><p class="brand">regard · attention during training</p><h1>{escape(title)}</h1>
 <div class="summary"><p><strong>{escape(first)}</strong></p><p>{counted}</p></div></header>

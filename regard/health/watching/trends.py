@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
 
 from regard.health.findings._finding import LOGIT_LIMIT
+from regard.table import format_number
 
 SAMPLES = 10
 AHEAD = 4.0  # how far a trend is continued, in spans of the samples
@@ -31,7 +32,10 @@ def find_trends(samples: Collection[tuple[int, float, float]]) -> Iterator[tuple
     if _recent_mean(logits) > LOGIT_LIMIT / 4 and is_rising(logits):  # few heads come near the limit
         logit = extrapolate(steps, logits, then)
         if logit > LOGIT_LIMIT:
-            yield "rising", f"largest logit {logits[-1]:.3g}, rising towards {logit:.3g} by step {then:.0f}"
+            yield (
+                "rising",
+                f"largest logit {format_number(logits[-1])}, rising towards {format_number(logit)} by step {then:.0f}",
+            )
     if _recent_mean(ratios) < 2 * ENTROPY_LIMIT and is_rising(ratios[::-1]):
         ratio = extrapolate(steps, ratios, then)
         if ratio < ENTROPY_LIMIT:

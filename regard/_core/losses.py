@@ -18,8 +18,7 @@ from regard._core.rows.execute import is_transformed, widen_near_softmax
 from regard._core.rows.validation import check_dense, check_device, check_scores, check_theta, choose_rows_backend
 from regard.normalizers import Choice
 
-MEANS = ("mean", "elementwise_mean")
-REDUCTIONS = ("none", "sum", *MEANS)
+REDUCTIONS = ("none", "mean", "elementwise_mean", "sum")
 INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -38,8 +37,7 @@ def fenchel_young(
     ignore_index = check_ignore_index(ignore_index)
     target = check_target(target, logits, ignore_index)
     losses = _evaluate(logits, target, normalizer, theta, ignore_index, backend)
-    counts = target != ignore_index if reduction in MEANS else target
-    return reduce_losses(losses, counts, reduction)
+    return reduce_losses(losses, target != ignore_index, reduction)
 
 
 def potential(logits: Tensor, normalizer: str = "softmax") -> Tensor:
@@ -68,7 +66,7 @@ def _evaluate(logits: Tensor, target: Tensor | None, normalizer, theta, ignore_i
 
 
 class RowLoss(torch.autograd.Function):
-    """`ops.row_loss` where nothing records or rewrites calls: the op takes ten times as long to reach its kernel."""
+    """`ops.row_loss` where nothing records or rewrites calls: the op takes longer to reach its kernel."""
 
     @staticmethod
     def forward(ctx: Any, s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int, backend: str) -> Tensor:

@@ -126,12 +126,12 @@ class Choice:
         It is 1 for softmax and 1 + gain for max(gain·s − τ, 0)^(1/gain). H_α(p) = Σ (p − p^α) / (α(α − 1)), and
         Shannon's entropy for α = 1.
         """
-        theta = self.theta if theta is None else theta
-        if self.softmax_family and self.sums_to == "1":
+        if not self.has_potential:
+            return None
+        if not isinstance(self.normalizer, Threshold):
             return 1.0
-        if isinstance(self.normalizer, Threshold) and self.normalizer.is_power:
-            return 1.0 + speak(self.normalizer.gain, torch_words)(0.0 if theta is None else theta)
-        return None
+        theta = self.theta if theta is None else theta
+        return 1.0 + speak(self.normalizer.gain, torch_words)(0.0 if theta is None else theta)
 
     @property
     def is_shift_invariant(self) -> bool:

@@ -47,10 +47,14 @@ def _torch_word(word: str) -> Any:
 torch_words = SimpleNamespace(**{word: _torch_word(word) for word in WORDS})
 
 try:
-    import triton.language as tl
-    from triton import jit
+    from triton import jit, knobs
+
+    if knobs.runtime.interpret:
+        import triton.language as tl
+    else:
+        from regard.normalizers import _triton_words as tl  # type: ignore[no-redef]
 except ImportError:  # no GPU kernels then; the mathematics below stays readable and checkable
-    tl = numpy_words
+    tl = numpy_words  # type: ignore[assignment]
 
     def jit(function):
         return function

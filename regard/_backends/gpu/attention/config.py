@@ -31,9 +31,11 @@ HALF = {
     "backward_product": ((128, 64, 8, 3, True), (128, 64, 8, 3, True)),
     "backward_bias": ((64, 64, 4, 1, False), (64, 64, 4, 1, False), (32, 32, 4, 1, False)),
 }
-# heads of 65 to 128 and a threshold map, which takes two sums
-DOUBLE = {"backward_dq": (64, 64, 4, 2, True), "tangent": (128, 32, 8, 3, True)}
-LEARNING = {"backward_dq": (64, 32, 4, 2, True)}  # the same with the gradient of a parameter, which takes registers
+# threshold maps by column of HALF, from the first table that has it: with a parameter's gradient; powers tᵏ; all, which
+# take two sums
+LEARNING = {"backward_dq": {0: (64, 32, 4, 3, False), 1: (64, 32, 4, 2, True)}}
+POWERS = {"forward_threshold": {0: (128, 64, 8, 3, False)}, "backward_dkv": {0: (32, 64, 4, 2, True)}}
+DOUBLE = {"backward_dq": {1: (64, 64, 4, 2, True)}, "tangent": {1: (128, 32, 8, 3, True)}}
 # heads up to 128 where that engine cannot read the inputs
 PLAIN = {"backward_dq": (128, 64, 8, 3, False), "backward_dkv": (64, 128, 8, 2, False)}
 DECODE = (128, 4, 3, False), (64, 4, 3, False), (32, 4, 2, False)  # the same without the queries
@@ -149,7 +151,7 @@ def config_of(
     dense = p.relative is not None or (p.bias is not None and not has_key_bias(p))
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, how = _choose_blocks(p, kernel, LEARNING if THETA_GRAD else DOUBLE, others)
+    m, n, bulk, how = _choose_blocks(p, kernel, THETA_GRAD, others)
     config = Config(
         F=bundle.of(p.choice),
         SCORE=bundle.of_score(p.score),
@@ -181,7 +183,7 @@ def config_of(
     return config, how
 
 
-def _choose_blocks(p: Problem, kernel: str, double: dict = DOUBLE, others: tuple = ()) -> tuple[int, int, bool, dict]:
+def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple = ()) -> tuple[int, int, bool, dict]:
     """Return (queries, keys) per block, whether by bulk copies, and the launch options: the fastest on an H200."""
     width = max(p.q.shape[-1], p.v.shape[-1])
     size = sum(width > most for most in (64, 128, 256))
@@ -197,8 +199,10 @@ def _choose_blocks(p: Problem, kernel: str, double: dict = DOUBLE, others: tuple
     else:
         size += size > 0 and not has_large_shared_memory(p.q.device)
         m, n, warps, stages, bulk = HALF[kernel][size] if size < 3 else WIDE
-        if size == 1 and p.choice.family == "threshold":
-            m, n, warps, stages, bulk = double.get(kernel, (m, n, warps, stages, bulk))
+        if p.choice.family == "threshold":
+            tables = LEARNING if learns else {}, POWERS if p.choice.order == 0 else {}, DOUBLE
+            found = (table.get(kernel, {}).get(size) for table in tables)
+            m, n, warps, stages, bulk = next(filter(None, found), (m, n, warps, stages, bulk))
         if kernel == "backward_dkv" and size == 1 and not p.q.shape[-1] == p.v.shape[-1] == 128:
             warps = 8  # with 4, Triton 3.6 gives wrong dk and dv of 80 or 96 columns, causal with key lengths
         if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):

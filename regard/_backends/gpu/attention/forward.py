@@ -20,8 +20,8 @@ from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Forward, Problem
 
-# The threshold solver by dtype: most steps; for maps t² what keys that cross the threshold in the last step may add to
-# |Σp − 1|; for other maps |Σp − 1| before the last step. Statistics are float32 and take its bounds.
+# The threshold solver by dtype: most steps; for powers of t what keys that cross the threshold in the last step may add
+# to |Σp − 1|; for g = t |Σp − 1| before the last step. Statistics are float32 and take its bounds.
 SOLVER = {
     torch.float64: (64, 1e-14, 1e-9),
     torch.float32: (40, 1e-6, 3e-6),
@@ -86,11 +86,11 @@ def run_threshold(p: Problem, result: Forward) -> None:
 def _solve_threshold(p: Problem, result: Forward, with_lists: bool) -> None:
     config, how = config_of(p, "forward_threshold")
     opt, key = add_tile_map(p, config, add_key_index(p, options(p))), launch_key(p, result.o)
-    steps, square, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
+    steps, power, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
     inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
     failed = sparse.forward(p, key, inputs, *outputs, opt, config, steps) if with_lists else None
     arguments = *inputs, *describe_keys(p, config), *outputs, failed, opt
-    constants = config, steps, square if p.choice.order == 2 else other
+    constants = config, steps, other if p.choice.order == 1 else power
     launch(key, forward_threshold, count_blocks(p, config), arguments, constants, **how)
 
 

@@ -5,7 +5,7 @@ and, on long rows, F at three guesses (`tau_estimate.py`); a few more evaluate F
 last one weighs. A step from τ is
 
     far from Σp = 1     τ + F·log F / |F′|     as if F fell like an exponential, which tails of scores nearly do
-    near it             the exact solution on the present support (g = t, t²), or Newton's step
+    near it             the exact solution on the present support (g = t, t²), or the same step
 
 kept inside the bracket that the evaluations so far and Newton's steps (never beyond the root) give. The last sweep
 divides by the F it finds, so that the remaining error in τ does not touch Σp.
@@ -59,12 +59,13 @@ def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         u, d = tiles.weigh_excess(t, theta, C)
         mass += tiles.fold(u, C)
         fall += tiles.fold(d, C)
+        support += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     return mass, fall, support, top, tau
 
 
 @triton.jit
-def next_tau(s, mass, fall, support, C: tl.constexpr):
-    """Return the bracket after one step of τ from F, |F′| and the support at the present one."""
+def next_tau(s, mass, fall, support, exponent, C: tl.constexpr):
+    """Return the bracket after one step of τ from F, |F′| and the support at the present one; g(t) = t^exponent."""
     over = mass - 1.0
     low = tl.where(over >= 0.0, tl.maximum(s.low, s.tau), s.low)
     high = tl.where(over <= 0.0, tl.minimum(s.high, s.tau), s.high)
@@ -73,17 +74,21 @@ def next_tau(s, mass, fall, support, C: tl.constexpr):
     newton = s.tau + over / safe
     low = tl.where(some, tl.maximum(low, tl.minimum(newton, high)), low)
     far = s.tau + mass * tl.log(tl.where(some, mass, 1.0)) / safe
-    near = newton
-    reach = 0.02
-    if C.F.order == 2:
+    near, reach = newton, 0.02
+    if C.F.order == 0:
+        near = far
+    elif C.F.order == 2:
         root = 0.25 * fall * fall - support * over
         near = s.tau + over / (0.5 * safe + tl.sqrt(tl.maximum(root, 0.0)))
         reach = 0.5
     tau = tl.where(tl.abs(over) <= reach, near, far)
     tau = tl.where(some, tl.minimum(tl.maximum(tau, low), high), 0.5 * (low + high))
-    left = tl.abs(over)
+    left, step = tl.abs(over), tl.abs(tau - s.tau)
     if C.F.order == 2:  # what keys that enter or leave the support on the way could add to F
-        left = tl.where(tl.abs(over) <= reach, support * (tau - s.tau) * (tau - s.tau), left)
+        left = tl.where(left <= reach, support * step * step, left)
+    elif C.F.order == 0:  # the same, and ten times what the step leaves where none does
+        cross = tl.where(step > 0.0, support * tl.exp2(exponent * tl.log2(tl.maximum(step, 1e-30))), 0.0)
+        left = tl.where(left <= 0.5, tl.maximum(2.5 * over * over, cross), left)
     return Bracket(tau, low, high, left)
 
 
@@ -91,6 +96,7 @@ def next_tau(s, mass, fall, support, C: tl.constexpr):
 def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr):
     """Find τ of every row, relative to γ·max; ends once every row is so near to Σp = 1 that the last step suffices."""
     lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
+    exponent = tau_estimate.find_exponent(block, C)
     busy = tl.max(tl.where(alive, 1, 0), 0)
     turns = 0
     while (busy > 0) & (turns < LIMIT):
@@ -98,7 +104,7 @@ def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
         mass, fall, support = tl.sum(mass, 1), tl.sum(fall, 1), tl.sum(support, 1)
         if C.F.order == 0:
             fall = fall / C.F.gain(block.theta)
-        s = next_tau(s, mass, fall, support, C)
+        s = next_tau(s, mass, fall, support, exponent, C)
         busy = tl.max(tl.where(alive & (s.left > CLOSE), 1, 0), 0)
         turns += 1
     return s.tau

@@ -11,14 +11,17 @@ from functools import wraps
 from typing import Literal, overload
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from regard._core import dtensor
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
 from regard._core.gate import gate_result
+from regard._core.ops.backends import is_plain_eager
 from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
-from regard._core.plans import keep_plan, plan_key, plans
+from regard._core.plans import keep_plan, keep_setting, plan_duals, plan_key, plans, settings
 from regard._core.prepare import prepare
+from regard._core.transforms.functions import attend_duals
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
 from regard.statistics import Statistics
@@ -163,16 +166,21 @@ def attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
         key_lengths, gate, return_stats, backend,
     )  # fmt: skip
-    key = plan_key(q, k, v, options)
+    key = plan_key(q, k, v, options) if is_plain_eager() else None
     plan = None if key is None else plans.get(key)
     if plan is not None:
         result = plan(q, k, v)
         return result if gate is None else gate_result(result, gate)
+    moving = plan_duals(q, k, v, options) if forward_ad._current_level >= 0 else None
+    if moving is not None and moving[1] in settings:
+        return attend_duals(settings[moving[1]], moving[0])
     if any(map(dtensor.is_dtensor, (q, k, v))):
         return dtensor.attention(attention, q, k, v, options)
     call = prepare(q, k, v, options)
     if key is not None and dropout_p != 1.0:  # then v is not the one that came
         keep_plan(key, q, k, v, call)
+    if moving is not None:
+        keep_setting(moving[1], call)
     return execute(call)
 
 

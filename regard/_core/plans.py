@@ -22,12 +22,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import normalizers, statistics
 from regard._core.autograd import FusedAttention
 from regard._core.device import has_bulk_copies
+from regard._core.dispatch import has_transform, why_not_carried
 from regard._core.double_backward import differentiable_twice
 from regard._core.execute import restore_nan
-from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
+from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
 from regard._core.problem import TENSORS, Kind, Problem
+from regard._core.transforms.functions import Duals, Setting, split_duals
 from regard.mask import Mask
 from regard.statistics import Statistics
 
@@ -36,11 +38,12 @@ MAX_PLANS, MAX_INTERVALS = 1024, 16
 NUMBER_OR_NONE = (float, int, type(None))
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 plans: dict[Hashable, Plan] = {}
+settings: dict[Hashable, Setting] = {}  # of calls in forward mode
 with_interval: list[Hashable] = []  # keys of plans that hold an interval per query, the oldest first
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hashable | None:
-    """Return the key of a call's plan; None for a call that has no plan."""
+    """Return the key of the plan of a call in plain eager mode; None for a call that has no plan."""
     mask, dropout_p, causal, scale, gqa, normalizer, temperature, softcap, _, _, window, _, gate, stats, backend = (
         options
     )
@@ -58,7 +61,6 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Hash
         and (gate is None or type(gate) is Tensor)
         and (window is None or (type(window) is tuple and all(type(side) in (int, type(None)) for side in window)))
         and (backend is None or type(backend) is str)
-        and is_plain_eager()
         and q.layout is k.layout is v.layout is torch.strided
     ):
         return None
@@ -108,6 +110,32 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
         rest = tuple(getattr(options, field.name) for field in fields(Problem)[3:])
         return partial(_run_fused, options, rest, module, call.wanted)
     return None
+
+
+def plan_duals(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Duals, Hashable] | None:
+    """Return q, k and v under one level of forward mode taken apart, and the key of their plan; None without either."""
+    stacks = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    if torch.compiler.is_compiling() or stacks or options.gate is not None:
+        return None
+    duals = split_duals((q, k, v))
+    if duals is None or all(x is None for x in duals.tangents):
+        return None
+    q, k, v = duals.primals
+    with duals.outside():
+        key = plan_key(q, k, v, options)
+    return None if key is None else (duals, key)
+
+
+def keep_setting(key: Hashable, call: Call) -> None:
+    """Keep how a call in forward mode is computed, if its tensors are used as they came."""
+    problem, shapes = call.problem, key[0]  # type: ignore[index]
+    same = shapes[:3] == (problem.q.shape, problem.k.shape, problem.v.shape) and problem.q.dtype == call.dtype
+    others = call.policy, call.wanted, *call.inputs[3:]
+    carried = call.path.backend in ("cpu", "triton") and has_transform(problem) and why_not_carried(problem) is None
+    if same and carried and all(x is None for x in others) and not problem.dropout_p and problem.v.numel():
+        if len(settings) >= MAX_PLANS:
+            settings.clear()
+        settings[key] = Setting(problem.without_tensors(), call.path.backend, (0, 1, 2))
 
 
 def _torch_plan(problem: Problem) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -247,3 +248,49 @@ def test_the_page_runs_as_it_is_written():
         exec(compile(text, page.name, "exec"), found)
     assert names[0]["tangent"].isfinite().all()
     assert all(p.grad.isfinite().all() for p in names[1]["model"].parameters())
+
+
+def test_a_call_seen_before_is_computed_by_its_plan():
+    torch.manual_seed(0)
+    plans = importlib.import_module("regard._core.plans")
+    plans.settings.clear()
+    options = dict(is_causal=True, normalizer="entmax15")
+    for turn in range(3):
+        x, along = (tuple(torch.randn(2, 3, 7, 5) for _ in range(3)) for _ in range(2))
+        if turn == 2:  # another one is moved
+            along = along[0], torch.zeros_like(along[1]), along[2]
+
+        def attend(*given):
+            return regard.attention(*given, **options)
+
+        found = torch.func.jvp(attend, x, along)
+        assert len(plans.settings) == 1
+        truth = torch.func.jvp(
+            lambda *given: regard.attention(*given, backend="reference", **options),
+            tuple(y.double() for y in x),
+            tuple(y.double() for y in along),
+        )
+        for ours, theirs in zip(found, truth, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+        with torch.autograd.forward_ad.dual_level():
+            q = torch.autograd.forward_ad.make_dual(x[0], along[0])
+            dual = torch.autograd.forward_ad.unpack_dual(attend(q, *x[1:]))
+        only = torch.func.jvp(lambda q: attend(q, *x[1:]), x[:1], along[:1])
+        torch.testing.assert_close(dual.tangent, only[1])
+
+
+def test_a_plan_is_not_taken_where_more_than_one_level_acts():
+    torch.manual_seed(1)
+    x, along = (tuple(torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3)) for _ in range(2))
+    torch.func.jvp(regard.attention, x, along)  # kept
+
+    def moved(q, k, v):
+        return torch.func.jvp(regard.attention, (q, k, v), along)[1].square().sum()
+
+    found = torch.func.grad(moved)(*x)
+    truth = torch.func.grad(
+        lambda *given: (
+            torch.func.jvp(lambda *y: regard.attention(*y, backend="reference"), given, along)[1].square().sum()
+        )
+    )(*x)
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,10 +63,25 @@ def attend(options: Problem, backend: str, tensors: Sequence[Maybe]) -> Tensor:
 
 
 def attend_once(setting: Setting, given: Sequence[Maybe]) -> Tensor | None:
-    """(o, o′) as one dual tensor where a single level of forward mode is all that acts on a call, else None.
+    """(o, o′) as one dual tensor where a single level of forward mode is all that acts on a call, else None."""
+    duals = split_duals(given)
+    return None if duals is None else attend_duals(setting, duals)
 
-    torch.func takes milliseconds to carry two functions through that level.
-    """
+
+class Duals(NamedTuple):
+    """The tensors of a call that a single level of forward mode acts on, taken apart."""
+
+    primals: list[Any]  # tensors or None, as they were given
+    tangents: list[Maybe]
+    level: int | None  # of torch.func; None for `torch.autograd.forward_ad` alone
+
+    def outside(self) -> contextlib.AbstractContextManager:
+        """A context in which that level does not see what is computed."""
+        return contextlib.nullcontext() if self.level is None else temporarily_pop_interpreter_stack()
+
+
+def split_duals(given: Sequence[Maybe]) -> Duals | None:
+    """Take dual tensors apart; None if anything but a single level of forward mode acts on them."""
     stack = functorch.peek_interpreter_stack()
     if forward_ad._current_level < 0 or (stack is not None and (stack.level() > 1 or "Jvp" not in str(stack.key()))):
         return None
@@ -74,12 +89,16 @@ def attend_once(setting: Setting, given: Sequence[Maybe]) -> Tensor | None:
     inner = [functorch.get_unwrapped(x) if is_wrapped(x) else x for part in parts for x in part]
     if any(x is not None and (x.requires_grad or is_wrapped(x)) for x in inner):
         return None
-    tensors, tangents = inner[::2], inner[1::2]
-    with contextlib.nullcontext() if stack is None else temporarily_pop_interpreter_stack():
-        state = Attention.forward(setting, *tensors)
-        o, tangent = state[0], Tangent.forward(setting, *state, *tensors, *tangents)
-    if stack is not None:
-        o, tangent = (functorch._wrap_for_grad(x, stack.level()) for x in (o, tangent))
+    return Duals(inner[::2], inner[1::2], None if stack is None else stack.level())
+
+
+def attend_duals(setting: Setting, duals: Duals) -> Tensor:
+    """(o, o′) as one dual tensor, computed outside of its level: torch.func takes milliseconds to carry functions."""
+    with duals.outside():
+        state = Attention.forward(setting, *duals.primals)
+        o, tangent = state[0], Tangent.forward(setting, *state, *duals.primals, *duals.tangents)
+    if duals.level is not None:
+        o, tangent = (functorch._wrap_for_grad(x, duals.level) for x in (o, tangent))
     return forward_ad.make_dual(o, tangent)
 
 

@@ -94,9 +94,16 @@ def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradient
 
 def tangent(problem: Problem, forward: Forward, along: Along) -> torch.Tensor:
     """Compute o′ for tangents of q, k and v."""
-    given = (None if x is None else _gather_entries(x) for x in (along.q, along.k, along.v))
+
+    def compute() -> tuple:
+        given = (None if x is None else _gather_entries(x) for x in (along.q, along.k, along.v))
+        return (compute_tangent(_with_near_entries(problem), forward, Along(*given)),)
+
     with on_device_of(problem.q):
-        return compute_tangent(_with_near_entries(problem), forward, Along(*given))
+        if not _has_tape(problem):
+            return compute()[0]
+        inputs = *tensors_of(problem), forward.o, forward.shift, forward.z, along.q, along.k, along.v
+        return tape.run(("tangent", options_of(problem), tape.key_of(inputs)), inputs, compute)[0]
 
 
 def _has_tape(p: Problem) -> bool:

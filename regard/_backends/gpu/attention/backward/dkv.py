@@ -13,11 +13,12 @@ from regard._backends.gpu import bundle
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
+from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
-from regard._backends.gpu.attention.tables import PackedMask, add_key_index, add_query_ranges, add_tile_map
+from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 

@@ -18,7 +18,7 @@ from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._core import device
+from regard._core import device, dispatch
 from regard._core.problem import Forward, Gradients, Problem
 
 STATISTICS = "statistics of sigmoid (softmax and softmax1 only)"
@@ -198,6 +198,26 @@ def test_a_mask_that_may_be_intervals(options, forward, backward, monkeypatch):
     bare = registry.choose_bare_backward(call)
     assert (None if bare is None else registry.choose_backward(call._replace(problem=bare)).name) == backward
     assert registry.choose_backward(call).name == "two sweeps"
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        (dict(), "triton"),
+        (dict(dtype=torch.float16), "triton"),
+        (dict(dtype=torch.float32), "torch"),
+        (dict(m=2000, n=2000), "torch"),
+        (dict(d=60), "torch"),
+        (dict(dropout_p=0.1), "torch"),
+    ],
+)
+def test_plain_softmax_beside_a_mask(options, backend):
+    plain = call_of(**options)
+    shape = 1, 16, plain.q.shape[2], plain.k.shape[2]
+    mask = torch.empty(shape, dtype=torch.bool, device="cuda:0")
+    assert dispatch.choose(replace(plain, mask=mask), None, None).backend == backend
+    bias = torch.empty(shape, dtype=plain.q.dtype, device="cuda:0")
+    assert dispatch.choose(replace(plain, bias=bias), None, None).backend == "torch"
 
 
 def test_other_devices(monkeypatch):

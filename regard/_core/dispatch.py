@@ -19,6 +19,7 @@ TRANSFORM = "a torch.func transform"
 PLAIN = (Tensor, torch.nn.Parameter)
 REQUESTED = "asked for by backend="
 LONG = 2**29  # scores, from which on our forward of plain softmax is faster than cuDNN's
+MASKED = 2**26  # the same beside a bool mask, which cuDNN takes as a bias in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def choose(problem: Problem, policy: object | None, backend: str | None) -> Path
             return Path("cpu" if device == "cpu" else "triton", f"{TRANSFORM}: fused tangents and gradients")
         if obstacle is not None:
             return Path("reference", f"{TRANSFORM} that the fused kernels cannot carry: {uncarried}")
+    if obstacle is None and problem.mask is not None and is_our_forward_faster(problem):
+        return Path("triton", "plain softmax of many scores beside a bool mask: our kernels, which are faster here")
     if obstacle is None and is_our_forward_faster(problem):
         return Path("triton", "plain softmax of many scores: our forward, which is faster here, and cuDNN's backward")
     if obstacle is None:
@@ -192,16 +195,17 @@ def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None
 
 
 def is_our_forward_faster(problem: Problem) -> bool:
-    """True where our Hopper forward beats cuDNN's: bfloat16, widths that it takes, many scores (h200-calls.md)."""
+    """True where our Hopper forward beats cuDNN's: 16 bits, widths that it takes, many scores (h200-calls.md)."""
     q, k, width, value_width = problem.q, problem.k, problem.q.shape[-1], problem.v.shape[-1]
+    masked = problem.mask is not None
     return (
         q.is_cuda
-        and q.dtype == torch.bfloat16
+        and (q.dtype == torch.bfloat16 or (masked and q.dtype == torch.float16))
         and width % 8 == value_width % 8 == 0
         and value_width <= width <= 256
         and q.shape[2] > 1
-        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(1, width // 128) >= LONG
-        and problem.mask is problem.bias is problem.key_lengths is None
+        and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(1, width // 128) >= (MASKED if masked else LONG)
+        and problem.bias is problem.key_lengths is None
         and not problem.dropout_p
         and supports_gluon(q.device)
         and not has_transform(problem)

@@ -13,7 +13,7 @@ from attention_data import FLOOR, Poisoned, make
 from interval_data import KINDS, check_backward, check_forward, find_truth, make_interval, with_biases
 from rows_data import FUSED
 
-from regard._backends.gpu.attention import config, decode, limits, partial, registry, tables
+from regard._backends.gpu.attention import config, decode, dense_mask, limits, partial, registry, tables
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.backward import bias, relative
 
@@ -26,7 +26,7 @@ SMALL = dict(b=1, h=2, g=1, m=21, n=37)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    for module in (attention, tables, bias, relative, decode):
+    for module in (attention, dense_mask, tables, bias, relative, decode):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 
@@ -142,7 +142,7 @@ def test_tile_map_of_a_mask(seed):
     visible = shown & torch.ones(40, 70, dtype=torch.bool).tril() if problem.causal else shown
     constants, _ = config.config_of(problem, "forward_online")
     for keys_first in (False, True):
-        table = tables.add_tile_map(problem, constants, config.options(problem), keys_first).tiles
+        table = dense_mask.add_tile_map(problem, constants, config.options(problem), keys_first).tiles
         padded = torch.nn.functional.pad(visible[:, 0].mT if keys_first else visible[:, 0], (0, 16, 0, 16))
         for b in range(2):
             for block in range(table.blocks // 2):

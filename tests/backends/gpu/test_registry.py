@@ -18,7 +18,7 @@ from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._core import device
+from regard._core import device, dispatch
 from regard._core.problem import Forward, Gradients, Problem
 
 STATISTICS = "statistics of sigmoid (softmax and softmax1 only)"
@@ -163,6 +163,61 @@ def test_a_bias_per_key_takes_hopper(sizes, options, reason):
     bias = torch.empty(sizes, device="cuda:0").expand(1, 16, 4096, 4096)
     found = hopper.supports(call_of(bias=bias, **options))
     assert found is None if reason is None else found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        (dict(), "hopper", "stored ds"),
+        (dict(stats=("entropy",)), "hopper", "stored ds"),
+        (dict(name="sigmoid"), "hopper", None),
+        (dict(d=64), "hopper", None),
+        (dict(name="entmax15"), "sparse threshold", None),
+        (dict(name="entmax15", n=16384), "sparse threshold", "sparse"),
+        (dict(name="entmax15", n=2048), None, None),
+        (dict(dtype=torch.float32), None, None),
+        (dict(dropout_p=0.1), None, None),
+        (dict(m=512, n=511), None, None),
+        (dict(m=16, n=2**20), "decode", None),
+    ],
+)
+def test_a_mask_that_may_be_intervals(options, forward, backward, monkeypatch):
+    """The kernels that take it then, beside that of masks."""
+    monkeypatch.setattr(cudnn, "_is_allowed_by_torch", lambda problem: True)
+    plain = call_of(**options)
+    shape = 1, 16, plain.q.shape[2], plain.k.shape[2]
+    problem = replace(plain, mask=torch.empty(1, 1, 1, shape[-1], dtype=torch.bool, device="cuda:0").expand(shape))
+    bare = registry.choose_bare(problem)
+    assert (bare is None) == (forward is None)
+    of_masks = "threshold" if problem.choice.family == "threshold" else "online"
+    assert registry.choose(problem).name == of_masks and f"{of_masks}: " in registry.describe(problem)
+    if bare is not None:
+        assert bare.mask is None and registry.choose(bare).name == forward
+        assert registry.describe(problem).startswith(f"{forward}: ") and "if the mask " in registry.describe(problem)
+    call = backward_of(problem)
+    bare = registry.choose_bare_backward(call)
+    assert (None if bare is None else registry.choose_backward(call._replace(problem=bare)).name) == backward
+    assert registry.choose_backward(call).name == "two sweeps"
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        (dict(), "triton"),
+        (dict(dtype=torch.float16), "triton"),
+        (dict(dtype=torch.float32), "torch"),
+        (dict(m=2000, n=2000), "torch"),
+        (dict(d=60), "torch"),
+        (dict(dropout_p=0.1), "torch"),
+    ],
+)
+def test_plain_softmax_beside_a_mask(options, backend):
+    plain = call_of(**options)
+    shape = 1, 16, plain.q.shape[2], plain.k.shape[2]
+    mask = torch.empty(shape, dtype=torch.bool, device="cuda:0")
+    assert dispatch.choose(replace(plain, mask=mask), None, None).backend == backend
+    bias = torch.empty(shape, dtype=plain.q.dtype, device="cuda:0")
+    assert dispatch.choose(replace(plain, bias=bias), None, None).backend == "torch"
 
 
 def test_other_devices(monkeypatch):

@@ -7,6 +7,7 @@ import triton
 
 from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
+from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
 from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
@@ -14,7 +15,7 @@ from regard._backends.gpu.attention.hopper.recompute_overflow import forward_ove
 from regard._backends.gpu.attention.hopper.spans import find_spans, needs_spans
 from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._backends.gpu.attention.tables import add_key_index, add_tile_map
+from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.attention.threshold import forward_threshold
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch, launch_key
@@ -78,14 +79,14 @@ def run_sparse_threshold(p: Problem, result: Forward) -> None:
     _solve_threshold(p, result, with_lists=True)
 
 
-def run_threshold(p: Problem, result: Forward) -> None:
+def run_threshold(p: Problem, result: Forward, packed: PackedMask | None = None) -> None:
     """Fill `result` of a threshold map by sweeps over the keys."""
-    _solve_threshold(p, result, with_lists=False)
+    _solve_threshold(p, result, with_lists=False, packed=packed)
 
 
-def _solve_threshold(p: Problem, result: Forward, with_lists: bool) -> None:
+def _solve_threshold(p: Problem, result: Forward, with_lists: bool, packed: PackedMask | None = None) -> None:
     config, how = config_of(p, "forward_threshold")
-    opt, key = add_tile_map(p, config, add_key_index(p, options(p))), launch_key(p, result.o)
+    opt, key = add_tile_map(p, config, add_key_index(p, options(p)), packed=packed), launch_key(p, result.o)
     steps, power, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
     inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
     failed = sparse.forward(p, key, inputs, *outputs, opt, config, steps) if with_lists else None
@@ -94,10 +95,10 @@ def _solve_threshold(p: Problem, result: Forward, with_lists: bool) -> None:
     launch(key, forward_threshold, count_blocks(p, config), arguments, constants, **how)
 
 
-def run_online(p: Problem, result: Forward) -> None:
+def run_online(p: Problem, result: Forward, packed: PackedMask | None = None) -> None:
     """Fill `result` of a ratio or pointwise map in one sweep over the keys."""
     config, how = config_of(p, "forward_online")
     outputs = view(result.o), result.shift, result.z, result.stats
-    opt = add_tile_map(p, config, add_key_index(p, options(p)))
+    opt = add_tile_map(p, config, add_key_index(p, options(p)), packed=packed)
     arguments = view(p.q), view(p.k), view(p.v), *describe_keys(p, config), *outputs, opt
     launch(launch_key(p, result.o), forward_online, count_blocks(p, config), arguments, (config,), **how)

@@ -139,7 +139,11 @@ def score_tile(block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     if opt.row_bias.ptr is not None:
         bias = bias[:, None]
     i = block.i[:, None]
-    y, visible = scores.compute_scores(x, block.b, block.h, i, j, first, last, bias, place_of(block, C), opt, C, EDGE)
+    bits = None
+    if EDGE and opt.bits.words.ptr is not None:
+        bits = scores.load_bits(block.b, block.h, i, j, start, opt, C.BN)
+    place = place_of(block, C)
+    y, visible = scores.compute_scores(x, block.b, block.h, i, j, first, last, bias, place, opt, C, EDGE, bits)
     return keys, x, y, visible, j
 
 

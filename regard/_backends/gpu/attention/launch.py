@@ -17,6 +17,7 @@ from regard._backends.gpu.attention.backward.relative import compute_relative_gr
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
 from regard._backends.gpu.attention.config import config_of, count_blocks, has_key_bias, options, unexpanded_shape, view
+from regard._backends.gpu.attention.dense_mask import pack_mask
 from regard._backends.gpu.attention.tangent import compute_tangent
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
@@ -62,8 +63,23 @@ def _forward(p: Problem, o: torch.Tensor | None) -> Forward:
     if p.k.shape[-2] == 0:
         _fill_empty_rows(p, result)
     elif o.numel() or shift.numel():
-        registry.choose(p).run(p, result)
+        _run_forward(p, result)
     return result
+
+
+def _run_forward(p: Problem, result: Forward) -> None:
+    """Run the kernel of a call and, if its mask may say intervals, before it the faster kernel that takes those.
+
+    The host does not wait to learn which of the two it is: of a mask with holes the faster kernel gets rows without
+    keys, and of a mask without holes the other kernel ends at once.
+    """
+    kernel, bare = registry.choose(p), registry.choose_bare(p)
+    if bare is None:
+        kernel.run(p, result)
+        return
+    packed = pack_mask(p, bare)
+    registry.choose(bare).run(bare, result)
+    kernel.run(p, result, packed)
 
 
 def backward(problem: Problem, forward: Forward, upstream: Upstream) -> Gradients:
@@ -142,13 +158,18 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         others=(do,),
     )
     call = BackwardCall(p, forward, do, State(shift, inverse, delta, None, None, None), grads, flags)
-    kernel = registry.choose_backward(call)
-    if has_statistics or kernel.needs_delta:
+    kernel, bare = registry.choose_backward(call), registry.choose_bare_backward(call)
+    faster = kernel if bare is None else registry.choose_backward(call._replace(problem=bare))
+    if has_statistics or kernel.needs_delta or faster.needs_delta:
         _compute_delta(call)
     if has_statistics:
         product = delta.clone()
         call = add_statistic_terms(call, upstream)
-    kernel.run(call)
+    packed = None
+    if bare is not None:  # as in `_run_forward`
+        packed = pack_mask(p, bare)
+        faster.run(call._replace(problem=bare))
+    kernel.run(call._replace(packed=packed))
     if wants_bias:
         grads.bias = sum_key_gradient(p, grads.bias) if key_bias else compute_bias_gradient(call)
     if upstream.relative and p.relative is not None:

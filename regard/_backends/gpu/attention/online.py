@@ -211,6 +211,9 @@ def exclude_max(r, block, i0, inside, opt, C: tl.constexpr):
 @triton.jit
 def forward_online(q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C: tl.constexpr):
     """Compute one block of queries per program."""
+    if opt.holes is not None:
+        if tl.load(opt.holes) == 0:
+            return
     forward_block(tl.program_id(0), q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, opt, C)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard._backends.gpu.attention import decode, forward
+from regard._backends.gpu.attention import decode, dense_mask, forward
 from regard._backends.gpu.attention.backward import cudnn, dq, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.hopper import launch as hopper
@@ -142,6 +142,19 @@ def choose_backward(call: BackwardCall) -> Kernel:
     return next(kernel for kernel in _of_family(BACKWARD_KERNELS, call.problem) if kernel.supports(call) is None)
 
 
+def choose_bare(problem: Problem) -> Problem | None:
+    """Return a masked problem in terms of intervals if another kernel takes it then, else None."""
+    bare = dense_mask.replace_mask(problem)
+    return None if bare is None or choose(bare) is choose(problem) else bare
+
+
+def choose_bare_backward(call: BackwardCall) -> Problem | None:
+    """Return a call's masked problem in terms of intervals if another backward kernel takes it then, else None."""
+    bare = dense_mask.replace_mask(call.problem)
+    same = bare is None or choose_backward(call._replace(problem=bare)) is choose_backward(call)
+    return None if same else bare
+
+
 def _of_family(kernels: tuple[Kernel, ...], problem: Problem) -> Iterator[Kernel]:
     return (kernel for kernel in kernels if problem.choice.family in kernel.families)
 
@@ -162,9 +175,13 @@ def describe(problem: Problem) -> str:
 
     For example "online: one sweep over the keys (not hopper: a soft cap)".
     """
-    kernel = choose(problem)
+    kernel, bare = choose(problem), choose_bare(problem)
     passed = "; ".join(f"not {name}: {reason}" for name, reason in explain(problem))
-    return f"{kernel.name}: {kernel.summary}" + (f" ({passed})" if passed else "")
+    described = f"{kernel.name}: {kernel.summary}" + (f" ({passed})" if passed else "")
+    if bare is None:
+        return described
+    faster, form = choose(bare), "hides no key between two visible ones" if bare.key_lengths is None else "is a length"
+    return f"{faster.name}: {faster.summary}, if the mask {form}, else {described}"
 
 
 def table() -> list[tuple[str, ...]]:
@@ -183,6 +200,9 @@ def render() -> str:
         "",
         "A call takes the first kernel of its direction that supports it. Written by",
         "`python -m regard._backends.gpu.attention.registry` from `KERNELS` and `BACKWARD_KERNELS` there; do not edit.",
+        "",
+        f"A dense mask of at least {dense_mask.FEW_SCORES:,} scores that hides no key between two visible ones takes",
+        "the kernel of intervals, of threshold maps that of key lengths. Both kernels are launched; one ends at once.",
         "",
         "| direction | kernel | how it works | families | limits |",
         "| --- | --- | --- | --- | --- |",

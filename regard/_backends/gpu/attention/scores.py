@@ -67,11 +67,25 @@ def load_relative(h, i, j, opt, like):
 
 
 @triton.jit
-def compute_scores(x, b, h, i, j, first, last, row_bias, place, opt, C: tl.constexpr, EDGE: tl.constexpr):
+def load_bits(b, h, i, j, start, opt, SIZE: tl.constexpr):
+    """Load the words of the mask's rows i that hold keys start … start + SIZE, as they broadcast: bit j % 32 is key j.
+
+    A number per row, because a tile of bytes would have a layout of its own, and every score be moved into it and back.
+    """
+    where = opt.bits.words.ptr + (wide(b) * opt.bits.words.b + wide(h) * opt.bits.words.h) // 2 * opt.bits.size
+    where += wide(i) * opt.bits.step + start // 32
+    bits = tl.load(where, mask=i < opt.queries, other=0)
+    for c in tl.static_range(1, SIZE // 32):
+        bits = tl.where(j - start < 32 * c, bits, tl.load(where + c, mask=i < opt.queries, other=0))
+    return bits
+
+
+@triton.jit
+def compute_scores(x, b, h, i, j, first, last, row_bias, place, opt, C: tl.constexpr, EDGE: tl.constexpr, bits=None):
     """Turn products x = q·k into (y, visible); y is HIDDEN where a key is not visible.
 
     A tile that is no EDGE lies inside every row's keys, also by the mask and by the key bias. place: (positions, head)
-    as a score function takes them.
+    as a score function takes them. bits: those of the mask, from `load_bits`.
     """
     S: tl.constexpr = C.SCORE
     y = x
@@ -95,7 +109,9 @@ def compute_scores(x, b, h, i, j, first, last, row_bias, place, opt, C: tl.const
     if opt.bias.ptr is not None:
         bias = tl.load(dense_ptr(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)
         y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
-    if (opt.mask.ptr is not None) and EDGE:
+    if bits is not None:
+        y = tl.where(((bits >> (j & 31)) & 1) == 0, HIDDEN, y)
+    elif (opt.mask.ptr is not None) and EDGE:
         shown = tl.load(dense_ptr(opt.mask, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0).to(tl.int32)
         y = tl.where(shown == 0, HIDDEN, y)
     if EDGE:

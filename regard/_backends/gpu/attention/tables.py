@@ -1,10 +1,10 @@
 """Small tables that a call's kernels read, filled on the device before them: no wait for the host.
 
-    map_tiles      of a dense mask: the full and the partial tiles of each block, each row's first key and their number
     index_keys     of a bias per key: which keys it leaves visible
     find_queries   of ragged rows, for dk and dv: the range of queries that see a block of keys
 
-A table is made for one call and dropped with it. Heads that share their masks share their table.
+A table is made for one call and dropped with it. Heads that share what decides share their table. Those of a dense
+mask are in `dense_mask.py`.
 """
 
 from __future__ import annotations
@@ -13,68 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import scores, tiles, visibility
-from regard._backends.gpu.attention.tiles import NO_TABLE, Config, KeyIndex, Options, Table, TileMap
+from regard._backends.gpu.attention import tiles, visibility
+from regard._backends.gpu.attention.tiles import Config, KeyIndex, Options, Table
 from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem
 
-COLUMNS = 128  # of a mask that are read at once
 KEYS = 1024  # of a key bias
 QUERIES = 1024
-
-
-@triton.jit
-def map_tiles(
-    lists, counts, rows, opt, heads, columns,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, MANY: tl.constexpr, KEYS_FIRST: tl.constexpr,
-):  # fmt: skip
-    """List the tiles of one block of queries, or of keys: MANY tiles of TILE columns at a time."""
-    size = opt.keys if KEYS_FIRST else opt.queries
-    blocks = tl.cdiv(size, BLOCK)
-    tiles_in_row = tl.cdiv(columns, TILE)
-    pid = tl.program_id(0)
-    head = pid // blocks
-    b = head // heads  # the first of those that share the table
-    h = head % heads
-    r = pid % blocks * BLOCK + tl.arange(0, BLOCK)[:, None]
-    n = tiles.key_count(opt, b)
-    lists += tiles.wide(pid) * (tiles_in_row + 1)
-    full = 0
-    partial = 0
-    first_key = tl.full([BLOCK], NOWHERE, tl.int32)
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, columns, MANY * TILE):
-        c = start + tl.arange(0, MANY * TILE)[None, :]
-        i = c if KEYS_FIRST else r
-        j = r if KEYS_FIRST else c
-        first, last = visibility.visible_range(b, h, i, opt, n)
-        there = (i < opt.queries) & (j >= first) & (j < last)
-        shown = tl.load(scores.dense_ptr(opt.mask, b, h, i, j), mask=there, other=0).to(tl.int32)
-        shown = tl.where(shown != 0, 1, 0)
-        if not KEYS_FIRST:
-            first_key = tl.minimum(first_key, tl.min(tl.where(shown != 0, j, NOWHERE), 1))
-            count += tl.sum(shown, 1)
-        each = tl.sum(tl.sum(tl.reshape(shown, [BLOCK, MANY, TILE]), 2), 0)  # [MANY]
-        if KEYS_FIRST:
-            is_full = tl.where(each == BLOCK * TILE, 1, 0)
-        else:  # rows beyond the last need no keys
-            is_full = tl.where(each == tl.minimum(size - pid % blocks * BLOCK, BLOCK) * TILE, 1, 0)
-        is_partial = tl.where(each > 0, 1 - is_full, 0)
-        places = start + tl.arange(0, MANY) * TILE
-        at = full + tl.cumsum(is_full, 0) - 1
-        tl.store(lists + at, places, mask=is_full != 0)
-        at = tiles_in_row - partial - tl.cumsum(is_partial, 0)
-        tl.store(lists + at, places, mask=is_partial != 0)
-        full += tl.sum(is_full, 0)
-        partial += tl.sum(is_partial, 0)
-    tl.store(counts + 2 * tiles.wide(pid), full)
-    tl.store(counts + 2 * tiles.wide(pid) + 1, partial)
-    if not KEYS_FIRST:
-        i = pid % blocks * BLOCK + tl.arange(0, BLOCK)
-        where = rows + 2 * (tiles.wide(head) * opt.queries + i)
-        tl.store(where, first_key, mask=i < opt.queries)
-        tl.store(where + 1, count, mask=i < opt.queries)
 
 
 @triton.jit
@@ -134,31 +80,12 @@ def find_queries(ranges, opt, heads, BM: tl.constexpr, BN: tl.constexpr, SIZE: t
     tl.store(where + 3, end)
 
 
-def add_tile_map(p: Problem, config: Config, opt: Options, keys_first: bool = False) -> Options:
-    """Return the options with the tile map of the call's mask, if it has one, for a kernel of this configuration."""
-    if p.mask is None:
-        return opt
-    queries, keys = p.q.shape[2], p.k.shape[2]
-    (rows, block), (columns, tile) = (queries, config.BM), (keys, config.BN)
-    if keys_first:
-        rows, block, columns, tile = columns, tile, rows, block
-    shared, per_entry, heads = _find_shared(p, p.mask.stride()[:2], config.RAGGED)
-    blocks, in_row, many = triton.cdiv(rows, block), triton.cdiv(columns, tile), max(1, COLUMNS // tile)
-    like = dict(dtype=torch.int32, device=p.q.device)
-    lists, counts = torch.empty(heads, blocks, in_row + 1, **like), torch.empty(heads, blocks, 2, **like)
-    each = None if keys_first else torch.empty(heads, queries, 2, **like)
-    arguments = lists, counts, each, opt, per_entry, columns
-    launch(None, map_tiles, heads * blocks, arguments, (block, tile, many, keys_first), num_warps=8)
-    table = NO_TABLE if each is None else Table(each, *shared)
-    return opt._replace(tiles=TileMap(Table(lists, *shared), Table(counts, *shared), 2 * blocks, 2 * in_row, table))
-
-
 def add_key_index(p: Problem, opt: Options) -> Options:
     """Return the options with the index of the keys that a bias per key shows, if the call has one."""
     if opt.key_bias.ptr is None:
         return opt
     keys = p.k.shape[2]
-    shared, per_entry, heads = _find_shared(p, p.bias.stride()[:2], ragged=False, lengths=False)
+    shared, per_entry, heads = find_shared(p, p.bias.stride()[:2], ragged=False, lengths=False)
     like = dict(dtype=torch.int32, device=p.q.device)
     rank, shown = torch.empty(heads, keys + 1, **like), torch.empty(heads, keys, **like)
     launch(None, index_keys, heads, (rank, shown, opt, per_entry), (KEYS,), num_warps=4)
@@ -170,7 +97,7 @@ def add_query_ranges(p: Problem, config: Config, opt: Options) -> Options:
     if not config.RAGGED or p.mask is not None:
         return opt
     strides = (0, 0) if opt.key_bias.ptr is None else p.bias.stride()[:2]
-    shared, per_entry, heads = _find_shared(p, strides, ragged=True)
+    shared, per_entry, heads = find_shared(p, strides, ragged=True)
     blocks = triton.cdiv(p.k.shape[2], config.BN)
     ranges = torch.empty(heads, blocks, 4, dtype=torch.int32, device=p.q.device)
     arguments = ranges, opt, per_entry
@@ -178,7 +105,7 @@ def add_query_ranges(p: Problem, config: Config, opt: Options) -> Options:
     return opt._replace(ranges=Table(ranges, *shared))
 
 
-def _find_shared(p: Problem, strides: tuple, ragged: bool, lengths: bool = True) -> tuple[tuple[int, int], int, int]:
+def find_shared(p: Problem, strides: tuple, ragged: bool, lengths: bool = True) -> tuple[tuple[int, int], int, int]:
     """Return ((b, h) of a `Table`, its heads per batch entry, its heads) where a tensor of these strides decides."""
     steps = [strides]
     if ragged and p.interval is not None:

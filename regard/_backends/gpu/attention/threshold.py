@@ -158,6 +158,9 @@ def forward_threshold(
     C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of queries per program, unless the candidate lists (`sparse/`) have computed it."""
+    if opt.holes is not None:
+        if tl.load(opt.holes) == 0:
+            return
     if failed is not None:
         if support.are_queries_solved(failed, opt, C.BM, support.FLAG_ROWS):
             return

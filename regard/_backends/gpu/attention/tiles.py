@@ -40,6 +40,14 @@ class TileMap(NamedTuple):
     rows: Table  # [heads, queries, 2]: first visible key, number of them; none where the blocks are of keys
 
 
+class MaskBits(NamedTuple):
+    """A dense mask in bits, 32 keys to a word: kernels load a few words per row where a tile is partial."""
+
+    words: Table  # [heads, queries, words]; one query where all share a row
+    size: Any  # words of a head
+    step: Any  # words between two queries, 0 where they share a row
+
+
 class KeyIndex(NamedTuple):
     """Which keys a bias per key leaves visible."""
 
@@ -76,6 +84,8 @@ class Options(NamedTuple):
     offset: Any = None  # causal offset, for distances of a part
     key_index: KeyIndex = KeyIndex(NO_TABLE, NO_TABLE)  # beside a key bias
     tiles: TileMap = TileMap(NO_TABLE, NO_TABLE, 0, 0, NO_TABLE)  # beside a mask
+    bits: MaskBits = MaskBits(NO_TABLE, 0, 0)  # beside a tile map
+    holes: Any = None  # a byte, beside a mask: 0 if its rows are intervals, whose own kernel has computed the call
     ranges: Table = NO_TABLE  # [heads, key blocks, 4]: the queries that see a key block, in dk and dv of ragged rows
 
 

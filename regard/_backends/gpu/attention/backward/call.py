@@ -10,6 +10,7 @@ import torch
 
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.config import is_linear
+from regard._backends.gpu.attention.dense_mask import PackedMask
 from regard._backends.gpu.launcher import launch_key
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 
@@ -23,6 +24,7 @@ class BackwardCall(NamedTuple):
     rows: State
     grads: Gradients  # dq, dk, dv and, where it is wanted, that of the temperature
     flags: dict[str, Any]  # of `config_of`
+    packed: PackedMask | None = None  # the mask, where it has been packed
 
     @property
     def key(self) -> Hashable:

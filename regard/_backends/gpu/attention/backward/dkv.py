@@ -13,11 +13,12 @@ from regard._backends.gpu import bundle
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
+from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
-from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges, add_tile_map
+from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
@@ -27,7 +28,7 @@ PARTS, STAGES, REGISTERS = 2, 4, 240  # of the Gluon kernel: warpgroups, stages 
 
 def run(
     p: Problem, do: torch.Tensor, rows: State, scratch, dk: torch.Tensor, dv: torch.Tensor, failed, flags,
-    d_key_bias: torch.Tensor | None = None, spans: Spans | None = None,
+    d_key_bias: torch.Tensor | None = None, spans: Spans | None = None, packed: PackedMask | None = None,
 ) -> None:  # fmt: skip
     """Fill dk, dv, `scratch` and `d_key_bias` [B, H, N]; `failed` flags the key blocks that are wanted, None: all."""
     known = (x for x in rows if x is not None)
@@ -36,7 +37,7 @@ def run(
         _run_hopper(p, do, rows, scratch, dk, dv, opt, key, flags, d_key_bias, spans)
         return
     config, how = config_of(p, "backward_dkv", **flags)
-    opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), keys_first=True))
+    opt = add_query_ranges(p, config, add_tile_map(p, config, add_key_index(p, opt), True, packed))
     queries = (describe_blocks(x, config.BM, w, config.BULK) for x, w in ((p.q, config.BD), (do, config.BE)))
     ds_blocks = None
     if scratch is not None:

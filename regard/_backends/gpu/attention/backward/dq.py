@@ -6,8 +6,9 @@ from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
+from regard._backends.gpu.attention.dense_mask import add_tile_map, pack_mask
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._backends.gpu.attention.tables import add_key_index, add_tile_map
+from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.launcher import launch
 
 
@@ -31,10 +32,12 @@ def run_two_sweeps(call: BackwardCall) -> None:
 
 
 def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
-    p, forward, do, rows, grads, flags = call
+    p, forward, do, rows, grads, flags, packed = call
+    if p.mask is not None and packed is None:
+        packed = pack_mask(p)
     inputs = view(p.q), view(p.k), view(p.v), view(do)
     config, how = config_of(p, "backward_dq", **flags)
-    opt, key = add_tile_map(p, config, add_key_index(p, options(p))), call.key
+    opt, key = add_tile_map(p, config, add_key_index(p, options(p)), packed=packed), call.key
     failed = iter((None, None))  # blocks of queries, then of keys, that are left to the sweeps; None: all
     if with_lists:
         outputs = view(grads.q), view(grads.k), view(grads.v)
@@ -46,4 +49,4 @@ def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
     arguments = *inputs[:3], *describe_keys(p, config), *queries, next(failed), opt
     launch(key, backward_dq, count_blocks(p, config), arguments, (config,), **how)
     d_key_bias = grads.bias if flags["KEY_BIAS_GRAD"] else None
-    dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags, d_key_bias)
+    dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags, d_key_bias, packed=packed)

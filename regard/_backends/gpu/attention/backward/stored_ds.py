@@ -101,7 +101,7 @@ def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
 
 def backward(call: BackwardCall) -> None:
     """Fill dq, dk and dv of rows whose δ is known, some heads at a time."""
-    p, _, do, state, grads, flags = call
+    p, _, do, state, grads, flags, _ = call
     m, n = padded_size(p)
     scratch = None
     for b, h, g in split_heads(p):

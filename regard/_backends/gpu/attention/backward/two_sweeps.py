@@ -103,6 +103,9 @@ def backward_dq(
     C: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, and the gradients of temperature, row bias and parameter, of one block of queries."""
+    if opt.holes is not None:
+        if tl.load(opt.holes) == 0:
+            return
     if failed is not None:
         if support.are_queries_solved(failed, opt, C.BM, gather.ROWS):
             return
@@ -163,7 +166,10 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
     i = i[None, :]
     bias = scores.load_row_bias(b, h, i, opt, C.ACC)
     place = visibility.positions(b, h, i, opt), h
-    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, place, opt, C, EDGE)
+    bits = None
+    if EDGE and opt.bits.words.ptr is not None:
+        bits = scores.load_bits(b, h, i, j, j0, opt, C.BN)
+    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, place, opt, C, EDGE, bits)
     p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p
@@ -218,6 +224,9 @@ def backward_dkv(
     q, k, v, do, q_blocks, do_blocks, ds_blocks, dk, dv, d_key_bias, state, failed, opt, C: tl.constexpr
 ):  # fmt: skip
     """Compute dk, dv and the key bias's gradient of one block of keys, and store ds where `ds_blocks` is given."""
+    if opt.holes is not None:
+        if tl.load(opt.holes) == 0:
+            return
     blocks = tl.cdiv(opt.keys, C.BN)
     pid = tl.program_id(0)
     j0 = pid % blocks * C.BN  # the first keys have the most causal queries

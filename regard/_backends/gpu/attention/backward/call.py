@@ -23,6 +23,7 @@ class BackwardCall(NamedTuple):
     rows: State
     grads: Gradients  # dq, dk, dv and, where it is wanted, that of the temperature
     flags: dict[str, Any]  # of `config_of`
+    wants_relative: bool = False  # the gradient of the bias by relative position is to be filled too
 
     @property
     def key(self) -> Hashable:

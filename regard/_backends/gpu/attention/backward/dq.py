@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.sparse import launch as sparse
@@ -31,7 +32,7 @@ def run_two_sweeps(call: BackwardCall) -> None:
 
 
 def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
-    p, forward, do, rows, grads, flags = call
+    p, forward, do, rows, grads, flags, wants_relative = call
     inputs = view(p.q), view(p.k), view(p.v), view(do)
     config, how = config_of(p, "backward_dq", **flags)
     opt, key = add_tile_map(p, config, add_key_index(p, options(p))), call.key
@@ -47,3 +48,5 @@ def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
     launch(key, backward_dq, count_blocks(p, config), arguments, (config,), **how)
     d_key_bias = grads.bias if flags["KEY_BIAS_GRAD"] else None
     dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags, d_key_bias)
+    if wants_relative:
+        grads.relative = compute_relative_gradient(call)

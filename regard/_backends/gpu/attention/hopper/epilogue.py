@@ -42,7 +42,7 @@ class Outputs(NamedTuple):
     raw_sums: Any  # [9, B, H, M], see `forward_statistics`
     moments: Any  # `key_moments.KeyMoments`
     spans: Any  # `spans.Spans`
-    key_bias: Any  # `key_bias.KeyBias`
+    bias: Any  # `key_bias.KeyBias` or `relative.RelativeBias`
 
 
 @gluon.jit
@@ -108,8 +108,8 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
         total = gl.where(empty, 0.0, total)
-    if C.KEY_BIAS:
-        total = gl.where(is_left_out(outputs.key_bias, work.b, work.h), float("nan"), total)
+    if C.KEY_BIAS or C.RELATIVE:
+        total = gl.where(is_left_out(outputs.bias, work.b, work.h), float("nan"), total)
     o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
     at = work.round % 2 * C.WARPGROUPS + group
     parts = split_columns(o, C.E // C.PANEL)

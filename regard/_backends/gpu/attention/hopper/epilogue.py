@@ -126,8 +126,10 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
     if NEED.top:
         rows = blocks // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
         to = outputs.raw_sums + row
+        offset = gl.fma(-top, a * LOG2E, loop_shift)  # as the loop has it of the maximum, whose u becomes 1 exactly
+        factor = gl.where(loop_z == 0.0, 0.0, gl.exp2(offset))
         gl.store(to, top, mask=inside)
-        gl.store(to + rows, z, mask=inside)
+        gl.store(to + rows, loop_z * factor, mask=inside)
         if NEED.distance:
             gl.store(to + 2 * rows, to_rows(gl.sum(r.distance, 1), i) * factor, mask=inside)
         if NEED.moments:

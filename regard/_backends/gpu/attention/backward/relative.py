@@ -57,7 +57,7 @@ def backward_relative(q, k, v, do, parts, state, opt, C: tl.constexpr):
 
 @triton.jit
 def sum_stored_diagonals(ds, parts, opt, SIZE: tl.constexpr):
-    """Sum the diagonals of one diagonal of tiles of stored ds [heads, keys, queries]; what no query sees is not read."""
+    """Sum the diagonals of one diagonal of tiles of stored ds [heads, keys, queries], over the keys that are seen."""
     b, h, ahead, first, last = find_diagonal(opt, SIZE)
     n = tiles.key_count(opt, b)
     at = tl.arange(0, SIZE)

@@ -127,7 +127,8 @@ def backward(call: BackwardCall) -> None:
         dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans)
         if parts is not None:
             sum_stored(scratch, parts[b, h], opt)
-        config, how = config_of(replace(part, bias=None, relative=None), "backward_product", **flags)  # no score is computed
+        unbiased = replace(part, bias=None, relative=None)  # no score is computed
+        config, how = config_of(unbiased, "backward_product", **flags)
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
         arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), spans, opt
         launch(launch_key(part, dq), backward_product, count_blocks(part, config), arguments, (config,), **how)

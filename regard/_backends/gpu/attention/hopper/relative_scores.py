@@ -1,7 +1,7 @@
 """Adds a bias by relative position to scores in the registers of a warpgroup, in Gluon for Hopper.
 
-A thread reads the numbers of its own scores from the addresses of its two rows; all other distances are constants in its
-instructions. The numbers of a tile lie side by side and stay in the L1 cache.
+A thread reads the numbers of its own scores from two addresses, one for each of its rows; all other distances are
+constants in its instructions. The numbers of a tile lie side by side and stay in the L1 cache.
 """
 
 from __future__ import annotations

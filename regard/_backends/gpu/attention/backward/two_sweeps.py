@@ -163,7 +163,7 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
     i = i[None, :]
     bias = scores.load_row_bias(b, h, i, opt, C.ACC)
     place = visibility.positions(b, h, i, opt), h
-    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, place, opt, C, EDGE)
+    y, visible = scores.compute_scores(x, b, h, i, j, j0 - start, r.first, r.last, bias, place, opt, C, EDGE)
     p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p

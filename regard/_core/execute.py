@@ -30,6 +30,7 @@ from regard._core.validation import check_policy_result
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
+MOVED = ("max_logit", "mean_logit", "logsumexp")  # by a number that is added to every score of a row
 HOPPER_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -46,8 +47,17 @@ def execute(call: Call) -> Tensor | tuple[Tensor, Statistics]:
     if not call.wanted:
         return out if call.wanted is None else (out, Statistics())
     assert stacked is not None  # statistics were asked for
+    stacked = stacked if call.row_shift is None else shift_logits(call, stacked, order)
     stacked = stacked.reshape(stacked.shape[0], *out.shape[:-1])
     return out, Statistics.of_stacked(stacked, order, call.wanted, call.problem.choice)
+
+
+def shift_logits(call: Call, stacked: Tensor, order: tuple[str, ...]) -> Tensor:
+    """Add a bias per query, over the temperature, to the statistics of the logits that it moves."""
+    assert call.row_shift is not None
+    shift = call.row_shift if call.temperature is None else call.row_shift / call.temperature
+    shift = torch.where(stacked[order.index("visible_keys")] > 0, shift, 0.0)
+    return torch.stack([x + shift if name in MOVED else x for name, x in zip(order, stacked, strict=True)])
 
 
 Result = tuple[Tensor, Tensor | None, tuple[str, ...]]  # o [B, H, M, E], statistics [S, B, H, M], their names

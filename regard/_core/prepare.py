@@ -63,6 +63,7 @@ class Call:
     theta: Tensor | None = None  # 3-dim, not expanded
     score_params: Tensor | None = None  # [P, H]
     gate: Tensor | None = None  # as it came, checked
+    row_shift: Tensor | None = None  # 3-dim, not expanded: a bias per query that moves statistics alone
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
@@ -106,13 +107,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         else:
             bias = shaped
     left, right = check_window(options.window)
-    key_bias = row_bias = relative = None
+    key_bias = row_bias = relative = row_shift = None
+    measured = wanted or ()
     if given.bias is not None:
         ahead = find_ahead(given.mask, 0 if is_causal else right, queries, keys)
         check_order(given, ahead, queries, keys)
         key_bias, row_bias, relative = given.bias.terms(q, keys, ahead)
-        if choice.is_shift_invariant and options.sink is None and not wanted and not callable(options.temperature):
-            row_bias = None  # it moves every score of a row alike
+        if choice.is_shift_invariant and options.sink is None and not callable(options.temperature):
+            row_bias, row_shift = None, row_bias if wanted else None  # it moves every score of a row alike
+    if row_shift is not None:
+        measured = statistics.resolve((*measured, "visible_keys"))  # rows that see a key are moved
     if key_bias is not None:
         bias = key_bias if bias is None else bias + key_bias
     has_bias = any(x is not None for x in (bias, row_bias, relative))
@@ -163,7 +167,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         left=left,
         right=right,
         dropout_p=dropout_p,
-        stats=wanted or (),
+        stats=measured,
         interval=None if interval is None else interval.expand(3, *full[:3]),
         row_bias=None if row_bias is None else row_bias.expand(full[:3]),
         relative=None if relative is None else relative.expand(heads, -1),
@@ -178,5 +182,5 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if theta is not None and path.backend != "reference" and not readable(theta):
         theta = void_outside_kernels(theta, choice)
         problem.theta = theta.expand(full[:3])
-    optional = interval, row_bias, relative, theta, score_params, gate
+    optional = interval, row_bias, relative, theta, score_params, gate, row_shift
     return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)

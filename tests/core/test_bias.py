@@ -52,6 +52,27 @@ def test_a_bias_is_its_dense_tensor(name, normalizer):
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_term_per_row_moves_the_statistics_of_the_logits(backend):
+    """It is added to them after the kernel: they have its gradients, and a row without a key has none of it."""
+    given, leaf = biases()["forgetting"]
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 2, n, 4, generator=generator, dtype=torch.float64) for n in (M, N, N))
+    mask = Mask.causal(bottom_right=True) & Mask.lengths(torch.tensor([N, 0]))
+    names = "max_logit", "mean_logit", "logsumexp"
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    options = dict(temperature=temperature, return_stats=names)
+    _, stats = regard.attention(q, k, v, (mask, given), **options, backend=backend)
+    _, _, exact = regard.reference.attention(q, k, v, (mask, dense_of("forgetting", leaf)), **options)
+    assert set(stats) == set(names)
+    for statistic in names:
+        torch.testing.assert_close(stats[statistic], exact[statistic], msg=statistic)
+    assert not stats["mean_logit"][1].any() and stats["max_logit"][1].isneginf().all()
+    for wanted in (leaf, temperature):
+        ours, theirs = (torch.autograd.grad(x["logsumexp"][0].sum(), wanted, retain_graph=True) for x in (stats, exact))
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("normalizer", normalizers.names())
 def test_shift_invariance_is_what_it_says(normalizer):
     choice = normalizers.get(normalizer)
@@ -79,9 +100,11 @@ def test_alibi_behind_the_query_is_a_term_per_key(normalizer, window):
             -slopes[:, None, None] * (torch.arange(M)[:, None] - torch.arange(N)),
             None,
         )
-    options = dict(normalizer=normalizer, window=window)
-    ours = regard.attention(q, k, v, (mask, given), **options)
-    truth = regard.reference.attention(q, k, v, (mask, dense), **options)[0]
+    options = dict(normalizer=normalizer, window=window, return_stats=("max_logit", "logsumexp"))
+    ours, stats = regard.attention(q, k, v, (mask, given), **options)
+    truth, _, exact = regard.reference.attention(q, k, v, (mask, dense), **options)
+    for name in stats:
+        torch.testing.assert_close(stats[name].double(), exact[name].double(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(ours.double(), truth, atol=2e-2, rtol=2e-2)
     for a, b in zip(*(torch.autograd.grad(x.double().square().sum(), (q, slopes)) for x in (ours, truth)), strict=True):
         torch.testing.assert_close(a, b, atol=5e-2, rtol=5e-2)

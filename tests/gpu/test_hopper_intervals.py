@@ -243,11 +243,6 @@ def test_forward_of_a_key_bias(draw, hidden, options):
     check_forward(p)
 
 
-def test_statistics_with_a_key_bias_go_elsewhere():
-    p = add_key_bias(make_problem(None, 6, dict(stats=ALL, causal=True, **MANY)))
-    assert registry.choose(p).name == "online" and "statistics" in hopper.supports(p)
-
-
 @pytest.mark.parametrize("hidden", [0.0, 0.3], ids=["shown", "some-hidden"])
 @pytest.mark.parametrize("options", [dict(causal=True), dict()], ids=["causal", "full"])
 def test_backward_of_a_key_bias(options, hidden, monkeypatch):

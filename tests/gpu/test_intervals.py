@@ -63,6 +63,26 @@ def test_a_row_bias_and_a_relative_one():
     check(with_biases(make(6, **SHAPE | dict(d=64, e=64), stats=statistics.NAMES[:4]), 2, ("row", "relative")))
 
 
+RELATIVE = [
+    ("entmax15", dict()),
+    ("entmax15", dict(d=64, e=64, causal=True)),
+    ("sigmoid", dict(lengths=True)),
+    ("softmax", dict(d=64, e=64)),
+    ("softmax", dict(d=64, e=64, causal=True, m=300, n=777)),
+    ("softmax", dict(d=32, e=32, b=64, m=49, n=49)),
+    ("softmax", dict(softcap=20.0)),
+    ("softmax", dict(d=256, e=256)),
+    ("softmax", dict(dtype=torch.float32, d=64, e=64)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), RELATIVE, ids=str)
+def test_a_relative_bias_in_the_plain_kernels(name, options):
+    """Each takes a plain kernel in one direction at least: by its map, head width, dtype or number of queries."""
+    for seed, stats in enumerate(((), statistics.NAMES)):
+        check(with_biases(make(11 + seed, name, **SHAPE | options, stats=stats), seed, ("relative",)))
+
+
 @pytest.mark.parametrize("kind", ["padding", "scattered"])
 def test_dense_masks(kind):
     problem = make(7, **SHAPE, stats=("visible_keys", "entropy", "first_key_mass"))

@@ -9,10 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 from attention_data import FLOOR, Poisoned, make
+from interval_data import dense_twin, find_truth, with_biases
 
 from regard import reference
 from regard._backends.gpu.attention import config, forward
 from regard._backends.gpu.attention.hopper import key_moments
+from regard._backends.gpu.attention.tables import add_key_index
 
 HIDDEN = -(2.0**100)
 
@@ -46,6 +48,8 @@ def compute_raw_sums(p):
     y, a = p.q.double() @ k.mT, p.scale
     if p.softcap is not None:
         y, a = p.softcap * torch.tanh(y * p.scale / p.softcap), 1.0
+    if p.bias is not None or p.relative is not None:
+        y = y + dense_twin(p).bias / p.scale
     if p.temperature is not None:
         a = a / p.temperature.double()[..., None]
     i, j = torch.arange(y.shape[-2])[:, None], torch.arange(y.shape[-1])
@@ -94,6 +98,26 @@ def test_statistics_of_sums(options, sharp):
         empty = ~torch.isfinite(truth)
         assert torch.equal(ours[empty], truth[empty]), name
         assert ((ours - truth).abs() / (truth.abs() + FLOOR[name]))[~empty].max() <= 3e-4, name
+
+
+@pytest.mark.parametrize("kind", ["key", "relative"])
+@pytest.mark.parametrize("sharp", [0.3, 20.0])
+def test_statistics_of_sums_with_a_bias(kind, sharp):
+    """The maximum of the Hopper kernel, whose products hold the bias, is rounded otherwise than in the second pass."""
+    p = make(2, b=2, h=2, g=1, m=40, n=50, d=16, e=16, dtype=torch.float16, sharp=sharp, causal=True)
+    p = with_biases(p, 3, (kind,))
+    head = p.relative[0] if p.bias is None else p.bias[0, 0, 0]
+    head -= 1000.0
+    p.q[0, 0, -1], p.q[0, 0, -1, 0] = 0.0, 1.0  # a nearly one-hot row
+    p.k[0, 0, :, 0] = -60.0
+    p.k[0, 0, 3, 0] = 0.0
+    raw_sums, stats = compute_raw_sums(p), torch.full((len(p.stats), *p.q.shape[:-1]), math.nan)
+    raw_sums[[0, 8]] *= 1.0 + 1e-6
+    forward.finish_statistics(p, raw_sums, stats, add_key_index(p, config.options(p)), None)
+    imprecise = raw_sums[0] < math.inf
+    assert imprecise[0, 0, -1] and not imprecise.all()
+    for name, ours, truth in zip(p.stats, stats.double(), find_truth(p)[1], strict=True):
+        assert ((ours - truth).abs() / (truth.abs() + FLOOR[name])).max() <= 3e-4, name
 
 
 def test_spans_double_with_the_keys(monkeypatch):

@@ -114,7 +114,6 @@ def test_the_backward_kernel_of_a_call(call, asked, kernel, monkeypatch):
 
 REFUSED = {
     "row_bias": "a bias per query",
-    "relative": "a bias by relative position",
 }
 
 
@@ -123,7 +122,7 @@ def test_an_option_that_a_kernel_does_not_know_is_refused_by_name(name, reason, 
     """A kernel that ignored an interval or a bias would give wrong numbers without a word."""
     monkeypatch.setattr(cudnn, "_is_allowed_by_torch", lambda problem: True)
     plain = call_of(n=16384)
-    shapes = dict(row_bias=(1, 16, 4096), relative=(16, 4096 + 16384 - 1))
+    shapes = dict(row_bias=(1, 16, 4096))
     problem = call_of(n=16384, **{name: torch.empty(shapes[name], device="cuda:0")})
     sparse_problem = replace(problem, choice=normalizers.get("entmax15"))
     backward = backward_of(problem)
@@ -152,11 +151,12 @@ def test_an_interval_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
     ("sizes", "options", "reason"),
     [
         ((1, 16, 1, 4096), dict(), None),
-        ((1, 1, 1, 4096), dict(stats=("entropy",)), "statistics with a bias per key"),
+        ((1, 1, 1, 4096), dict(stats=("entropy",)), None),
+        ((1, 16, 1, 4096), dict(dtype=torch.float16), "a bias per key (bfloat16 only)"),
         ((1, 16, 4096, 4096), dict(), "a bias"),
         ((1, 16, 4096, 1), dict(), "a bias"),
-        ((1, 16, 1, 4096), dict(softcap=30.0), "a bias per key (softmax and softmax1 in bfloat16, without a soft cap"),
-        ((1, 16, 1, 4096), dict(name="sigmoid"), "a bias per key (softmax and softmax1 in bfloat16"),
+        ((1, 16, 1, 4096), dict(softcap=30.0), "a bias (softmax and softmax1 without a soft cap only)"),
+        ((1, 16, 1, 4096), dict(name="sigmoid"), "a bias (softmax and softmax1 without"),
     ],
 )
 def test_a_bias_per_key_takes_hopper(sizes, options, reason):
@@ -218,6 +218,24 @@ def test_plain_softmax_beside_a_mask(options, backend):
     assert dispatch.choose(replace(plain, mask=mask), None, None).backend == backend
     bias = torch.empty(shape, dtype=plain.q.dtype, device="cuda:0")
     assert dispatch.choose(replace(plain, bias=bias), None, None).backend == "torch"
+
+
+def test_a_relative_bias_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
+    monkeypatch.setattr(cudnn, "_is_allowed_by_torch", lambda problem: True)
+    given = dict(relative=torch.empty(16, 8191, device="cuda:0"))
+    problem = call_of(**given, stats=("entropy",), dtype=torch.float16)
+    assert registry.choose(problem).name == "hopper"
+    assert cudnn.supports(backward_of(problem)) == "options other than causal order and scale"
+    assert stored_ds.supports(backward_of(problem)) is None
+    assert stored_ds.supports(backward_of(problem, statistics=True)) == "gradients of statistics"
+    key_bias = torch.empty(1, 16, 1, 4096, device="cuda:0").expand(1, 16, 4096, 4096)
+    both, capped, other = call_of(**given, bias=key_bias), call_of(**given, softcap=30.0), call_of("sigmoid", **given)
+    for refused in (both, capped, other):
+        assert "a bias" in hopper.supports(refused)
+        assert "bias" in stored_ds.supports(backward_of(refused))
+    sparse_problem = call_of("entmax15", n=16384, relative=torch.empty(16, 4096 + 16383, device="cuda:0"))
+    for direction in ("forward", "backward"):
+        assert sparse.supports(sparse_problem, direction) == "a bias by relative position"
 
 
 def test_other_devices(monkeypatch):

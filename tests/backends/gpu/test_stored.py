@@ -9,12 +9,14 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import interval_data
 from attention_data import ROUNDING, Poisoned, check_backward, check_forward, make
+from interval_data import with_biases
 from launches import replace_support
 
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention.backward import stored_ds
+from regard._backends.gpu.attention.backward import relative, stored_ds
 from regard._core.problem import Upstream
 
 pytestmark = [
@@ -61,6 +63,23 @@ CASES = [
 def test_stored_ds_gives_what_the_oracle_gives(name, options, stored):
     problem = make(1, name, **HALF | options, d=8, e=16)
     check_backward(attention, problem, check_forward(attention, problem), slack=2.0)
+    assert stored == [True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(b=3, h=2, g=1, m=50, n=60, causal=True),
+        dict(b=1, h=4, g=4, m=70, n=90),
+        dict(b=2, h=2, g=2, m=80, n=20, lengths=True),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_relative_bias_is_summed_from_stored_ds(options, stored, monkeypatch):
+    monkeypatch.setattr(relative, "torch", Poisoned())
+    monkeypatch.setattr(relative, "compute_relative_gradient", None)  # ds is not computed once more
+    problem = with_biases(make(3, **HALF | options, d=8, e=16), 4, ("relative",))
+    interval_data.check_backward(attention, problem, interval_data.check_forward(attention, problem), slack=2.0)
     assert stored == [True]
 
 

@@ -208,7 +208,10 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
         if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")
-        matrix = p.relative is not None or (p.bias is not None and not has_key_bias(p))
+        matrix = p.bias is not None and not has_key_bias(p)
+        if p.relative is not None:  # its numbers take registers, and shared memory beside the tiles
+            m, n = min(m, 128 if size else 64), min(n, 64)
+            matrix = matrix or size > 1 or (size == 1 and kernel == "backward_dkv")
         cut = any(x is not None for x in (p.interval, p.row_bias, p.bias, p.score))
         if kernel == "forward_online" and (p.mask is not None or (cut and p.stats)):
             n = min(n, 64)  # the loops over cut tiles take registers

@@ -99,7 +99,7 @@ def forward_split(q, k, v, k_blocks, v_blocks, part_o, sums, opt, length, parts,
     queries = tl.load(where, mask=inside[:, None] & (d[None, :] < C.D), other=0.0)  # [M, D]
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     block = key_loop.QueryBlock(
-        queries, k, v, k_blocks, v_blocks, b, g * opt.group, h, i, first, last, lowest, highest, latest, least,
+        queries, k, v, k_blocks, v_blocks, b, g * opt.group, h, 0, i, first, last, lowest, highest, latest, least,
         visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC), a,
         tiles.load_theta(b, h, i, opt, C.ACC), 0,
     )  # fmt: skip
@@ -198,7 +198,9 @@ def forward_merge(q, k, part_o, sums, o, shifts, zs, stats, opt, length, parts, 
     queries = tiles.load_block(q, b, h, i0, 0, opt.queries, 1, C.D, C.BD, False)
     bias = scores.load_row_bias(b, h, i, opt, C.ACC)
     position = visibility.positions(b, h, i, opt)
-    block = key_loop.QueryBlock(queries, k, k, 0, 0, b, h, h, i, first, last, 0, 0, 0, 0, position, bias, a, theta, 0)
+    block = key_loop.QueryBlock(
+        queries, k, k, 0, 0, b, h, h, 0, i, first, last, 0, 0, 0, 0, position, bias, a, theta, 0
+    )  # fmt: skip
     inside = i < opt.queries
 
     part = tl.arange(0, PARTS)

@@ -45,13 +45,13 @@ def run_hopper(p: Problem, result: Forward) -> None:
     sums = hopper.forward(p, result.o, result.shift, result.z, spans, opt, key)
     if p.stats:
         finish_statistics(p, sums, result.stats, opt, key, spans)
-    if hopper.has_fixed_shift(p) or p.bias is not None:
+    if hopper.has_fixed_shift(p) or p.bias is not None or p.relative is not None:
         recompute_overflow(p, result, opt, key)
 
 
 def recompute_overflow(p: Problem, result: Forward, opt: Options, key) -> None:
     """Recompute the rows whose weights outgrew the fixed shift, and heads whose bias is not finite; their Z is NaN."""
-    config, how = config_of(p, "forward_online" if p.bias is None else "forward_imprecise")
+    config, how = config_of(p, "forward_online" if p.bias is p.relative is None else "forward_imprecise")
     blocks_per_program = 4
     programs = triton.cdiv(count_blocks(p, config), blocks_per_program)
     outputs = view(result.o), result.shift, result.z, result.stats, result.z.numel()

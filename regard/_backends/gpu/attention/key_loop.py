@@ -26,6 +26,7 @@ class QueryBlock(NamedTuple):
     b: Any
     h: Any
     head: Any  # h, or [M] where C.PACKED: the query head of each row
+    i0: Any  # the first query
     i: Any  # [M]
     first: Any  # [M], the row's interval of keys
     last: Any
@@ -62,8 +63,8 @@ def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr
     theta = tiles.load_theta(b, h, i, opt, C.ACC)
     position, bias = visibility.positions(b, h, i, opt), scores.load_row_bias(b, h, i, opt, C.ACC)
     return QueryBlock(
-        rows, k, v, k_blocks, v_blocks, b, h, h, i, first, last, lowest, highest, earliest, latest, position, bias, a,
-        theta, tiles.load_seed(opt),
+        rows, k, v, k_blocks, v_blocks, b, h, h, i0, i, first, last, lowest, highest, earliest, latest, position, bias,
+        a, theta, tiles.load_seed(opt),
     ), i0  # fmt: skip
 
 
@@ -142,8 +143,8 @@ def score_tile(block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     bits = None
     if EDGE and opt.bits.words.ptr is not None:
         bits = scores.load_bits(block.b, block.h, i, j, start, opt, C.BN)
-    place = place_of(block, C)
-    y, visible = scores.compute_scores(x, block.b, block.h, i, j, first, last, bias, place, opt, C, EDGE, bits)
+    ahead, place = start - block.i0, place_of(block, C)
+    y, visible = scores.compute_scores(x, block.b, block.h, i, j, ahead, first, last, bias, place, opt, C, EDGE, bits)
     return keys, x, y, visible, j
 
 

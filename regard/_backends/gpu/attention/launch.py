@@ -13,7 +13,6 @@ from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import cudnn
 from regard._backends.gpu.attention.backward.bias import compute_bias_gradient, sum_key_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall, add_statistic_terms
-from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
 from regard._backends.gpu.attention.config import config_of, count_blocks, has_key_bias, options, unexpanded_shape, view
@@ -157,7 +156,9 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
         Z_IN_SHIFT=z_in_shift,
         others=(do,),
     )
-    call = BackwardCall(p, forward, do, State(shift, inverse, delta, None, None, None), grads, flags)
+    wants_relative = upstream.relative and p.relative is not None
+    state = State(shift, inverse, delta, None, None, None)
+    call = BackwardCall(p, forward, do, state, grads, flags, wants_relative=wants_relative)
     kernel, bare = registry.choose_backward(call), registry.choose_bare_backward(call)
     faster = kernel if bare is None else registry.choose_backward(call._replace(problem=bare))
     if has_statistics or kernel.needs_delta or faster.needs_delta:
@@ -172,8 +173,6 @@ def _backward(p: Problem, forward: Forward, upstream: Upstream) -> Gradients:
     kernel.run(call._replace(packed=packed))
     if wants_bias:
         grads.bias = sum_key_gradient(p, grads.bias) if key_bias else compute_bias_gradient(call)
-    if upstream.relative and p.relative is not None:
-        grads.relative = compute_relative_gradient(call)
     if upstream.sink and p.sink is not None:
         share = torch.exp(p.sink.to(delta.dtype) - forward.shift) / forward.z
         grads.sink = torch.where(forward.z > 0, share * (upstream.stats.get("logsumexp", 0.0) - product), 0.0)

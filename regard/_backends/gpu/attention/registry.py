@@ -60,7 +60,8 @@ KERNELS = (
         families=("ratio", "pointwise"),
         limits="Hopper; bfloat16, float16; heads of multiples of 8 up to 256, values no wider than keys; at least 64 "
         "queries; statistics of softmax and softmax1 only; no dense mask, parameter per row, dropout or score function "
-        "but a soft cap; of biases one per key, of softmax and softmax1 in bfloat16, without statistics",
+        "but a soft cap; of biases one per key (bfloat16) or one by relative position, of softmax and softmax1 without "
+        "a soft cap",
         supports=_supports_hopper,
         run=forward.run_hopper,
     ),
@@ -106,8 +107,8 @@ BACKWARD_KERNELS = (
         families=("ratio", "pointwise"),
         limits=f"bfloat16, float16; heads of {stored_ds.WIDTHS.start} to {stored_ds.WIDTHS[-1]}; at least "
         f"{stored_ds.SHORT} queries and keys; no dense mask, bias, dropout, score function but a soft cap, or gradient "
-        "of temperature or parameter; windows, intervals and a bias per key of softmax and softmax1 on Hopper, heads "
-        "of 128",
+        "of temperature or parameter; windows, intervals and a bias per key or by relative position of softmax and "
+        "softmax1 on Hopper, heads of 128",
         supports=stored_ds.supports,
         run=stored_ds.backward,
         needs_delta=True,

@@ -59,11 +59,25 @@ def load_row_bias(b, h, i, opt, like):
 
 
 @triton.jit
-def load_relative(h, i, j, opt, like):
-    """Load relative[h, j − i + M − 1]; indices beyond the last query or key read that of the last."""
-    i = tl.minimum(i, opt.queries - 1)
-    j = tl.minimum(j, opt.keys - 1)
-    return tl.load(opt.relative.ptr + wide(h) * opt.relative.stride[0] + (j - i + opt.queries - 1)).to(like)
+def load_relative(h, i, j, ahead, opt, like):
+    """Load relative[h, j − i + M − 1] of a tile, or of vectors i and j where `ahead` is None.
+
+    A tile takes its numbers from one strip of the table. One load each would go through shared memory score by score,
+    as Triton copies what a loop loads ahead of time.
+    """
+    table = opt.relative.ptr + wide(h) * opt.relative.stride[0]
+    if ahead is None:
+        i = tl.minimum(i, opt.queries - 1)
+        j = tl.minimum(j, opt.keys - 1)
+        bias = tl.load(table + (j - i + opt.queries - 1))
+    else:
+        M: tl.constexpr = i.shape[0] * i.shape[1]
+        N: tl.constexpr = j.shape[0] * j.shape[1]
+        at = ahead - M + opt.queries + tl.arange(0, triton.next_power_of_2(M + N))
+        strip = tl.load(table + at, mask=(at >= 0) & (at < opt.queries + opt.keys - 1), other=0.0)
+        place = tl.reshape(tl.arange(0, N), j.shape) - tl.reshape(tl.arange(0, M), i.shape) + (M - 1)
+        bias = tl.reshape(tl.gather(strip, tl.reshape(place, [M * N]), 0), place.shape)
+    return bias.to(like)
 
 
 @triton.jit
@@ -81,11 +95,14 @@ def load_bits(b, h, i, j, start, opt, SIZE: tl.constexpr):
 
 
 @triton.jit
-def compute_scores(x, b, h, i, j, first, last, row_bias, place, opt, C: tl.constexpr, EDGE: tl.constexpr, bits=None):
+def compute_scores(
+    x, b, h, i, j, ahead, first, last, row_bias, place, opt, C: tl.constexpr, EDGE: tl.constexpr, bits=None
+):
     """Turn products x = q·k into (y, visible); y is HIDDEN where a key is not visible.
 
     A tile that is no EDGE lies inside every row's keys, also by the mask and by the key bias. place: (positions, head)
-    as a score function takes them. bits: those of the mask, from `load_bits`.
+    as a score function takes them; ahead: the first key less the first query of a tile, None: i and j are vectors;
+    bits: those of the mask, from `load_bits`.
     """
     S: tl.constexpr = C.SCORE
     y = x
@@ -104,7 +121,7 @@ def compute_scores(x, b, h, i, j, first, last, row_bias, place, opt, C: tl.const
         if EDGE:
             y = tl.where(bias == -float("inf"), HIDDEN, y)
     if opt.relative.ptr is not None:
-        bias = load_relative(h, i, j, opt, x.dtype)
+        bias = load_relative(h, i, j, ahead, opt, x.dtype)
         y = tl.where(bias == -float("inf"), HIDDEN, y + bias)
     if opt.bias.ptr is not None:
         bias = tl.load(dense_ptr(opt.bias, b, h, i, j), mask=(i < opt.queries) & (j < opt.keys), other=0.0).to(x.dtype)

@@ -128,7 +128,8 @@ def first_scores(block, opt, C: tl.constexpr):
     where = base + tiles.wide(first)[:, None] * k.stride[2] + d[None, :] * k.stride[3]
     x = tl.sum(block.q.to(C.ACC) * tl.load(where, mask=there, other=0.0).to(C.ACC), 1)
     y, _ = scores.compute_scores(
-        x, block.b, block.h, block.i, first, first, block.last, block.bias, (block.position, block.head), opt, C, False
+        x, block.b, block.h, block.i, first, None, first, block.last, block.bias, (block.position, block.head), opt, C,
+        False,
     )  # fmt: skip
     return y
 

@@ -71,7 +71,7 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
         r = slopes.broadcast_rows(slopes.load_rows(state, b, h, i, n, opt, C, False), False)
         bias = scores.load_row_bias(b, h, i[:, None], opt, C.ACC)
         place = visibility.positions(b, h, i[:, None], opt), h
-        y, visible = scores.compute_scores(x, b, h, i[:, None], j, r.first, r.last, bias, place, opt, C, True)
+        y, visible = scores.compute_scores(x, b, h, i[:, None], j, j0 - i0, r.first, r.last, bias, place, opt, C, True)
         theta = tiles.column(tiles.load_theta(b, h, i, opt, C.ACC), opt)
         p, up, down, power = slopes.weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
         if opt.seed is not None:

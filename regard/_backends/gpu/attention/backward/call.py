@@ -25,6 +25,7 @@ class BackwardCall(NamedTuple):
     grads: Gradients  # dq, dk, dv and, where it is wanted, that of the temperature
     flags: dict[str, Any]  # of `config_of`
     packed: PackedMask | None = None  # the mask, where it has been packed
+    wants_relative: bool = False  # the gradient of the bias by relative position is to be filled too
 
     @property
     def key(self) -> Hashable:

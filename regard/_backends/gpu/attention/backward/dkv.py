@@ -15,6 +15,7 @@ from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
 from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
 from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.hopper.relative import make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
@@ -56,7 +57,7 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
         return f"head widths {p.q.shape[-1]} and {p.v.shape[-1]} (128 only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "score", "mask", "temperature", "row_bias", "relative") or _find_score_obstacle(p):
+    if reason := find_option(p, "score", "mask", "temperature", "row_bias") or _find_score_obstacle(p):
         return reason
     if p.theta is not None and p.theta.shape[2] > 1 and p.theta.stride(2) != 0:
         return OPTIONS["theta"]
@@ -71,12 +72,13 @@ def supports_hopper(p: Problem, do: torch.Tensor, rows: State, dk: torch.Tensor,
 
 def _find_score_obstacle(p: Problem) -> str | None:
     """Say which cap, mask or bias of the scores the Gluon kernel cannot take."""
-    if p.softcap is not None and (p.bias is not None or p.softcap > hopper.LARGEST_CAP):
-        return "a soft cap" if p.bias is None else "a soft cap and a bias"
-    if p.bias is not None and p.bias.stride(2) != 0:
+    biases = [x for x in (p.bias, p.relative) if x is not None]
+    if p.softcap is not None and (biases or p.softcap > hopper.LARGEST_CAP):
+        return "a soft cap and a bias" if biases else "a soft cap"
+    if len(biases) > 1 or (p.bias is not None and p.bias.stride(2) != 0):
         return "a bias"
     simple = p.choice.family == "ratio" and p.choice.exponential
-    if not simple and (p.softcap is not None or p.bias is not None or needs_spans(p)):
+    if not simple and (p.softcap is not None or biases or needs_spans(p)):
         return f"a mask, bias or soft cap of {p.choice.spec} (softmax and softmax1 only)"
     return None
 
@@ -101,6 +103,7 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d
         FOLDED=flags["Z_IN_SHIFT"],
         CAUSAL=behind and not needs_spans(p),
         INTERVAL=needs_spans(p),
+        RELATIVE=p.relative is not None,
         D=p.q.shape[-1],
         NUMBERS=2 if inverse is None else 3,
         WARPGROUPS=PARTS,
@@ -118,6 +121,7 @@ def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d
     if C.INTERVAL:
         spans = find_spans(p, opt) if spans is None else spans
         ranges = find_query_ranges(p, spans, PARTS * KEYS.value)
+    relative = None if p.relative is None else make_relative_bias(p, opt)
     opt = opt._replace(bias=view(p.bias))
-    arguments = *blocked, *numbers, ds_blocks, *outputs, spans, ranges, d_key_bias, opt
+    arguments = *blocked, *numbers, ds_blocks, *outputs, spans, ranges, d_key_bias, relative, opt
     launch(key, backward_hopper, programs, arguments, (C,), num_warps=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.dense_mask import add_tile_map, pack_mask
@@ -32,7 +33,7 @@ def run_two_sweeps(call: BackwardCall) -> None:
 
 
 def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
-    p, forward, do, rows, grads, flags, packed = call
+    p, forward, do, rows, grads, flags, packed, wants_relative = call
     if p.mask is not None and packed is None:
         packed = pack_mask(p)
     inputs = view(p.q), view(p.k), view(p.v), view(do)
@@ -50,3 +51,5 @@ def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
     launch(key, backward_dq, count_blocks(p, config), arguments, (config,), **how)
     d_key_bias = grads.bias if flags["KEY_BIAS_GRAD"] else None
     dkv.run(p, do, rows, None, grads.k, grads.v, next(failed), flags, d_key_bias, packed=packed)
+    if wants_relative:
+        grads.relative = compute_relative_gradient(call)

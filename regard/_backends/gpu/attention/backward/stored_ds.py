@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from regard._backends.gpu.attention.backward import dkv
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.dq_product import backward_product
+from regard._backends.gpu.attention.backward.relative import STORED, join_parts, make_parts, sum_stored
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_blocks, options, view
 from regard._backends.gpu.attention.hopper.spans import find_spans
@@ -40,9 +41,9 @@ def supports(call: BackwardCall) -> str | None:
         return "a gradient of the temperature"
     if call.grads.theta is not None:
         return "a gradient of the normaliser's parameter"
-    if reason := find_option(p, "score", "mask", "row_bias", "relative"):
+    if reason := find_option(p, "score", "mask", "row_bias"):
         return reason
-    if p.bias is not None or (dkv.needs_spans(p) and not _is_plain(p)):
+    if p.bias is not None or p.relative is not None or (dkv.needs_spans(p) and not _is_plain(p)):
         statistics = "gradients of statistics" if call.flags["STATS_GRAD"] else None
         if reason := statistics or dkv.supports_hopper(p, call.do, call.rows, call.grads.k, call.grads.v):
             return reason
@@ -101,9 +102,9 @@ def split_heads(p: Problem) -> Iterator[tuple[slice, slice, slice]]:
 
 def backward(call: BackwardCall) -> None:
     """Fill dq, dk and dv of rows whose δ is known, some heads at a time."""
-    p, _, do, state, grads, flags, _ = call
+    p, do, state, grads, flags = call.problem, call.do, call.rows, call.grads, call.flags
     m, n = padded_size(p)
-    scratch = None
+    scratch, parts = None, make_parts(p, STORED) if call.wants_relative else None
     for b, h, g in split_heads(p):
         rows = State(*(x if x is None else x[b, h] for x in state))
         temperature = p.temperature if p.temperature is None else p.temperature[b, h]
@@ -113,7 +114,8 @@ def backward(call: BackwardCall) -> None:
         theta = p.theta if p.theta is None else p.theta[b, h]
         part = replace(p, q=q, k=k, v=v, temperature=temperature, theta=theta, key_lengths=lengths, sink=None,
                        bias=bias if bias is None else bias[b, h],
-                       interval=interval if interval is None else interval[:, b, h])  # fmt: skip
+                       interval=interval if interval is None else interval[:, b, h],
+                       relative=p.relative if p.relative is None else p.relative[h])  # fmt: skip
         heads = q.shape[0] * q.shape[1]
         if scratch is None:  # the first piece is the largest
             scratch = torch.empty(heads, n, m, dtype=p.q.dtype, device=p.q.device)
@@ -123,7 +125,12 @@ def backward(call: BackwardCall) -> None:
             spans = find_spans(part, opt)
         d_key_bias = grads.bias if grads.bias is None else grads.bias[b, h]
         dkv.run(part, do[b, h], rows, scratch, dk, dv, None, flags, d_key_bias, spans)
-        config, how = config_of(replace(part, bias=None), "backward_product", **flags)  # no score is computed
+        if parts is not None:
+            sum_stored(scratch, parts[b, h], opt)
+        unbiased = replace(part, bias=None, relative=None)  # no score is computed
+        config, how = config_of(unbiased, "backward_product", **flags)
         blocks = TensorDescriptor(scratch, list(scratch.shape), list(scratch.stride()), [1, config.BN, config.BM])
         arguments = view(k), describe_blocks(k, config.BN, config.BD, True), blocks, view(dq), spans, opt
         launch(launch_key(part, dq), backward_product, count_blocks(part, config), arguments, (config,), **how)
+    if parts is not None:
+        grads.relative = join_parts(p, parts)

@@ -169,7 +169,8 @@ def dkv_tile(acc, inputs, b, h, j, j0, start, n, seed, opt, C: tl.constexpr, EDG
     bits = None
     if EDGE and opt.bits.words.ptr is not None:
         bits = scores.load_bits(b, h, i, j, j0, opt, C.BN)
-    y, visible = scores.compute_scores(x, b, h, i, j, r.first, r.last, bias, place, opt, C, EDGE, bits)
+    ahead = j0 - start
+    y, visible = scores.compute_scores(x, b, h, i, j, ahead, r.first, r.last, bias, place, opt, C, EDGE, bits)
     p, up, down, power = weigh(y, visible, r, theta, F, C.Z_IN_SHIFT, C.PRECISION == "tf32x3")
     dp = tiles.dot(values, tl.trans(d_out), None, C)
     passed = p

@@ -37,6 +37,7 @@ from regard._backends.gpu.attention.hopper.backward_ring import (
     produce,
 )
 from regard._backends.gpu.attention.hopper.fragment import ROWS, zeros
+from regard._backends.gpu.attention.hopper.relative_scores import find_table, load_relative, prefetch_relative
 from regard._backends.gpu.attention.hopper.ring import async_store, make_barriers
 from regard._backends.gpu.attention.hopper.row_sums import cap_scores
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
@@ -45,7 +46,7 @@ from regard._backends.gpu.attention.tiles import HIDDEN
 
 @gluon.jit
 def process_tile(
-    t, pending, blocks, keys, values, ring, head, i0, j0, bias, opt, group: gl.constexpr, C: gl.constexpr,
+    t, pending, blocks, keys, values, ring, head, i0, j0, bias, table, opt, group: gl.constexpr, C: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
     """(dk, dv, d_bias, t) after query tile t: adds p·do of this tile to dv and ds·q of the tile before to dk."""
@@ -55,11 +56,15 @@ def process_tile(
     dk, dv, d_bias, last = pending
     stage = t % C.STAGES
     before = gl.where(last < 0, stage, last % C.STAGES)  # the first tile adds 0·q
+    x = zeros(ROWS, S)
+    if C.RELATIVE:  # the product is added to the bias, which takes no registers of its own
+        x = load_relative(x, table, j0 + gl.arange(0, KEYS, gl.SliceLayout(1, S)), i0)
+        prefetch_relative(table, i0 + ROWS, j0)
     mbarrier.wait(ring.full.index(stage), (t // C.STAGES) & 1)
     q = ring.q.index(stage).reshape([ROWS, C.D])
     do = ring.do.index(stage).reshape([ROWS, C.D])
     ds_buffer = ring.ds.index(group).reshape([KEYS, ROWS])
-    x = warpgroup_mma(keys, q.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
+    x = warpgroup_mma(keys, q.permute((1, 0)), x, use_acc=C.RELATIVE, is_async=True)
     dp = warpgroup_mma(values, do.permute((1, 0)), zeros(ROWS, S), use_acc=False, is_async=True)
     dk = warpgroup_mma(ds_buffer, ring.q.index(before).reshape([ROWS, C.D]), dk, is_async=True)
     r = load_rows(stage, ring, opt, S, C)
@@ -134,6 +139,9 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
         first = begin
         inner = begin
         bias = load_bias(work.b, work.g * opt.group + h, j0, opt, C)
+        table = None
+        if C.RELATIVE:
+            table = find_table(blocks.relative, work.g * opt.group + h, opt)
         if C.CAUSAL:  # earlier tiles do not see these keys; the first that does is masked
             first = gl.minimum(begin + group, end)
             inner = gl.minimum(first + 1, end)
@@ -146,16 +154,16 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
         if C.INTERVAL:  # every tile is masked: Triton 3.6 miscompiles these products inside a branch
             for t in range(begin, end):
                 pending = process_tile(
-                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, opt, group, C, True
+                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, True
                 )
         else:
             for t in range(first, inner):
                 pending = process_tile(
-                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, opt, group, C, True
+                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, True
                 )
             for t in range(inner, end):
                 pending = process_tile(
-                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, opt, group, C, False
+                    t, pending, blocks, keys, values, ring, head, i0 + t * ROWS, j0, bias, table, opt, group, C, False
                 )
         if blocks.d_bias is not None:
             dk, dv, d_bias, last = pending
@@ -177,14 +185,14 @@ def consume(blocks, ring, opt, group: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def backward_hopper(
-    k, v, q, do, shift, delta, inverse, slopes, dk, dv, spans, ranges, d_bias, opt, C: gl.constexpr
+    k, v, q, do, shift, delta, inverse, slopes, dk, dv, spans, ranges, d_bias, relative, opt, C: gl.constexpr
 ):  # fmt: skip
     """Computes dk, dv and, if `slopes` is not None, stores ds. The first ten arguments are tensor descriptors."""
     TYPE: gl.constexpr = q.dtype
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     STAGES: gl.constexpr = C.STAGES
     NUMBERS: gl.constexpr = C.NUMBERS
-    blocks = Blocks(k, v, q, do, shift, delta, inverse, slopes, dk, dv, spans, ranges, d_bias)
+    blocks = Blocks(k, v, q, do, shift, delta, inverse, slopes, dk, dv, spans, ranges, d_bias, relative)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, 1, KEYS, C.D], k.layout),
         gl.allocate_shared_memory(TYPE, [WARPGROUPS, 1, 1, KEYS, C.D], v.layout),

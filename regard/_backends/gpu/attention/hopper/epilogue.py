@@ -42,7 +42,7 @@ class Outputs(NamedTuple):
     raw_sums: Any  # [9, B, H, M], see `forward_statistics`
     moments: Any  # `key_moments.KeyMoments`
     spans: Any  # `spans.Spans`
-    key_bias: Any  # `key_bias.KeyBias`
+    bias: Any  # `key_bias.KeyBias` or `relative.RelativeBias`
 
 
 @gluon.jit
@@ -108,8 +108,8 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
         total = gl.where(empty, 0.0, total)
-    if C.KEY_BIAS:
-        total = gl.where(is_left_out(outputs.key_bias, work.b, work.h), float("nan"), total)
+    if C.KEY_BIAS or C.RELATIVE:
+        total = gl.where(is_left_out(outputs.bias, work.b, work.h), float("nan"), total)
     o = o * gl.expand_dims(gl.convert_layout(inverse * factor, gl.SliceLayout(1, o.type.layout)), 1)
     at = work.round % 2 * C.WARPGROUPS + group
     parts = split_columns(o, C.E // C.PANEL)
@@ -126,8 +126,10 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
     if NEED.top:
         rows = blocks // gl.cdiv(opt.queries, C.BM) * tiles.wide(opt.queries)
         to = outputs.raw_sums + row
+        offset = gl.fma(-top, a * LOG2E, loop_shift)  # as the loop has it of the maximum, whose u becomes 1 exactly
+        factor = gl.where(loop_z == 0.0, 0.0, gl.exp2(offset))
         gl.store(to, top, mask=inside)
-        gl.store(to + rows, z, mask=inside)
+        gl.store(to + rows, loop_z * factor, mask=inside)
         if NEED.distance:
             gl.store(to + 2 * rows, to_rows(gl.sum(r.distance, 1), i) * factor, mask=inside)
         if NEED.moments:

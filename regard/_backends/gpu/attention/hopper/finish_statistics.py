@@ -72,7 +72,7 @@ def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl
     if C.NEED.square:
         square = statistics.at_least_0(tl.load(raw_sums + 7 * rows + row, mask=inside, other=1.0) - 1.0)
     if C.NEED.first:
-        first_u = tl.exp2(tl.load(raw_sums + 8 * rows + row, mask=inside, other=0.0) * b2 - shift)
+        first_u = tl.exp2((tl.load(raw_sums + 8 * rows + row, mask=inside, other=0.0) - top) * b2)
     su = z - 1.0
     r = Sums(
         top, shift, z, one, su, su, log_u, square, su, square, zero, distance, zero, zero, i, zero, zero, mean, m2
@@ -80,7 +80,7 @@ def forward_statistics(raw_sums, stats, rows, spans, opt, C: tl.constexpr, N: tl
     outer, rest, inverse, total = join_sink(r, index, inside, opt, C)
     lse = outer * LN2 + tl.log(total)
     statistics.finish(stats, row, inside, empty, r, a, n, one, one, one, one, first_u, rest, inverse, lse, opt, C, rows)
-    imprecise = (empty == 0) & (su < 0.0156 + 6e-4 * tl.abs(shift))  # as in forward_online.completed
+    imprecise = (empty == 0) & (su < 0.0156)
     if C.NEED.moments:
         mean_y = mean / tl.maximum(n, 1.0)
         spread = m2 - mean * mean_y

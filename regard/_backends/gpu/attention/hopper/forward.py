@@ -26,6 +26,7 @@ from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.hopper import ptx, row_sums
 from regard._backends.gpu.attention.hopper.epilogue import Outputs, sum_key_moments, write_block
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_keys, zeros
+from regard._backends.gpu.attention.hopper.relative_scores import add_relative, find_table, prefetch_relative
 from regard._backends.gpu.attention.hopper.ring import (
     Ring,
     clear_hidden,
@@ -73,10 +74,12 @@ def process_tile(t, o, p, r, at, ring, work, rows, opt, group: gl.constexpr, C: 
     """(o, p, r) after step t: scores and weighs its tile while o takes the tile before."""
     F: gl.constexpr = C.F
     SPLITS: gl.constexpr = C.SPLITS
-    i, first, last, a, theta = rows
+    i, first, last, a, theta, table = rows
     MOVES: gl.constexpr = F.family == "ratio" and F.shift != "none" and not C.FIXED_SHIFT
     CUTS: gl.constexpr = (opt.left is not None) or (opt.lengths is not None) or C.INTERVAL
     stage, before = t % C.STAGES, (t - 1) % C.STAGES
+    if C.RELATIVE:
+        prefetch_relative(table, work.i0 + group * ROWS, first_key(t + 1, work, C))
     values = ring.v.index(before).reshape([C.BN, C.E])
     if CUTS:  # before the scores: no branch while a product runs
         mbarrier.wait(ring.v_full.index(before), ((t - 1) // C.STAGES) & 1)
@@ -87,6 +90,8 @@ def process_tile(t, o, p, r, at, ring, work, rows, opt, group: gl.constexpr, C: 
     s = warpgroup_mma_wait(1, deps=[s])
     start = first_key(t, work, C)
     s = row_sums.cap_scores(s, opt)
+    if C.RELATIVE:
+        s = add_relative(s, table, work.i0 + group * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout)), start)
     if EDGE:
         s = row_sums.mask_keys(s, first, last, start, opt, C)
     factor, r = row_sums.update_shift(s, r, a * LOG2E, first, start, opt, C, C.FIXED_SHIFT, EDGE)
@@ -136,11 +141,11 @@ def consume(outputs, ring, opt, blocks, group: gl.constexpr, C: gl.constexpr):
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, outputs.spans, outputs.key_bias, opt, C)
+            work = get_work(round, base, outputs.spans, outputs.bias, opt, C)
             process_block(outputs, ring, work, opt, blocks, group, C)
             base = work.end + C.MOMENT_TILES
     else:
-        work = get_work(0, 0, outputs.spans, outputs.key_bias, opt, C)
+        work = get_work(0, 0, outputs.spans, outputs.bias, opt, C)
         process_block(outputs, ring, work, opt, blocks, group, C)
 
 
@@ -178,6 +183,9 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     theta = tiles.number(opt.theta, gl.float32)
     r = row_sums.empty_rows(WIDTH, SPLIT, F)
     a_lanes = r.z + gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, r.z.type.layout)), 1)
+    table = i  # which nobody reads without a bias by relative position
+    if C.RELATIVE:
+        table = find_table(outputs.bias, work.h, opt)
     at = work.round % 2 * C.WARPGROUPS + group
     mbarrier.wait(ring.q_full.index(at), (work.round // 2) & 1)
     wait_for_keys(begin, ring, work, C)
@@ -185,6 +193,8 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     mbarrier.arrive(ring.free.index(begin % C.STAGES), count=1)
     start = first_key(begin, work, C)
     s = row_sums.cap_scores(s, opt)
+    if C.RELATIVE:
+        s = add_relative(s, table, i, start)
     if not C.DIAGONAL_FIRST:
         s = row_sums.mask_keys(s, first, last, start, opt, C)
     _, r = row_sums.update_shift(s, r, a_lanes * LOG2E, first, start, opt, C, False, True)
@@ -201,7 +211,7 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     if opt.left is not None:  # the last tiles hold the first keys of this warpgroup's rows
         edge = work.end - (gl.maximum(r0 + ROWS - 1 - opt.left, 0) // C.BN + 1 - work.low)
         edge = gl.maximum(edge, begin + 1)
-    rows = (place, first, last, a_lanes, theta)
+    rows = (place, first, last, a_lanes, theta, table)
     if C.INTERVAL:
         PARTS: gl.constexpr = 3 if C.NEED.distance else 2
         ends = divide_tiles(begin + 1, r0, work, outputs.spans, C)
@@ -235,7 +245,7 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
 
 @gluon.jit
 def forward_hopper(
-    q_blocks, k_blocks, v_blocks, o_blocks, extra_blocks, shifts, sums, raw_sums, moments, spans, key_bias, opt, blocks,
+    q_blocks, k_blocks, v_blocks, o_blocks, extra_blocks, shifts, sums, raw_sums, moments, spans, bias, opt, blocks,
     C: gl.constexpr,
 ):  # fmt: skip
     """Computes o, the row state and, for statistics, the raw sums that `forward_statistics` finishes."""
@@ -245,13 +255,13 @@ def forward_hopper(
     PANELS: gl.constexpr = C.PANELS
     QUERIES: gl.constexpr = 2 * C.WARPGROUPS if C.PERSISTENT else C.WARPGROUPS
     ones = None
-    bias = None
+    columns = None
     if C.KEY_BIAS:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
         ones = gl.allocate_shared_memory(TYPE, [ROWS, 16], gl.NVMMASharedLayout(32, 16, 2))
         column = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, LAYOUT)), 0)
         ones.store(gl.where(column < 3, gl.full([ROWS, 16], 1.0, gl.float32, LAYOUT), 0.0).to(TYPE))
-        bias = gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, 16], extra_blocks.layout)
+        columns = gl.allocate_shared_memory(TYPE, [STAGES, 1, 1, C.BN, 16], extra_blocks.layout)
     ring = Ring(
         gl.allocate_shared_memory(TYPE, [QUERIES * PANELS, 1, 1, ROWS, C.PANEL], q_blocks.layout),
         gl.allocate_shared_memory(TYPE, [STAGES * PANELS, 1, 1, C.BN, C.PANEL], k_blocks.layout),
@@ -262,16 +272,16 @@ def forward_hopper(
         make_barriers(STAGES, 1),
         make_barriers(STAGES, WARPGROUPS),
         ones,
-        bias,
+        columns,
     )
     fence_async_shared()
-    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans, key_bias)
+    outputs = Outputs(o_blocks, shifts, sums, raw_sums, moments, spans, bias)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, key_bias, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C)),
             ],
             [4, 1],
             [C.REGISTERS, 24],
@@ -282,7 +292,7 @@ def forward_hopper(
                 (consume, (outputs, ring, opt, blocks, 0, C)),
                 (consume, (outputs, ring, opt, blocks, 1, C)),
                 (consume, (outputs, ring, opt, blocks, 2, C)),
-                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, key_bias, opt, blocks, C)),
+                (produce, (q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS, C.REGISTERS, 24],

@@ -40,7 +40,7 @@ def moment_span(p: Problem) -> int:
     causal, keys, width = p.reach[1] is not None, min(p.q.shape[-2], p.k.shape[-2]), p.q.shape[-1]
     if width not in MIN_CAUSAL_KEYS or p.v.shape[-1] != width or p.q.dtype != torch.bfloat16:
         return 0
-    options = p.softcap, p.bias, p.reach[0], p.key_lengths
+    options = p.softcap, p.bias, p.relative, p.reach[0], p.key_lengths
     if any(option is not None for option in options) or needs_spans(p):
         return 0
     if keys < (MIN_CAUSAL_KEYS[width] if causal else MIN_KEYS):

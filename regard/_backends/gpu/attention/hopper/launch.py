@@ -14,6 +14,7 @@ from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
 from regard._backends.gpu.attention.hopper import key_moments
 from regard._backends.gpu.attention.hopper.key_bias import COLUMNS, is_key_bias, make_key_bias
+from regard._backends.gpu.attention.hopper.relative import make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, needs_spans
 from regard._backends.gpu.attention.limits import (
     GLUON_TYPES,
@@ -69,7 +70,7 @@ def supports(p: Problem) -> str | None:
         return f"values of width {e}, wider than keys of {d}"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "score", "mask", "row_bias", "relative", "theta") or _find_bias_obstacle(p):
+    if reason := find_option(p, "score", "mask", "row_bias", "theta") or _find_bias_obstacle(p):
         return reason
     if p.softcap is not None and p.softcap > LARGEST_CAP:
         return f"a soft cap above {LARGEST_CAP:g}"  # c − 2c/(1 + exp(2s/c)) rounds by the size of c
@@ -81,18 +82,16 @@ def supports(p: Problem) -> str | None:
 
 
 def _find_bias_obstacle(p: Problem) -> str | None:
-    """Say why the kernel cannot take the call's bias: it takes one per key, of softmax and softmax1."""
-    if p.bias is None:
+    """Say why the kernel cannot take the call's bias: of softmax and softmax1 it takes one per key or by position."""
+    if p.bias is p.relative is None:
         return None
-    if not is_key_bias(p):
+    if p.bias is not None and (p.relative is not None or not is_key_bias(p)):
         return OPTIONS["bias"]
-    if (
-        p.softcap is not None
-        or p.q.dtype != torch.bfloat16
-        or not (p.choice.family == "ratio" and p.choice.exponential)
-    ):
-        return "a bias per key (softmax and softmax1 in bfloat16, without a soft cap, only)"
-    return "statistics with a bias per key" if p.stats else None  # gradient_gain of nearly one-hot rows loses digits
+    if p.softcap is not None or not (p.choice.family == "ratio" and p.choice.exponential):
+        return "a bias (softmax and softmax1 without a soft cap only)"
+    if p.bias is not None and p.q.dtype != torch.bfloat16:
+        return "a bias per key (bfloat16 only)"
+    return None
 
 
 def _find_normalizer_obstacle(p: Problem) -> str | None:
@@ -137,14 +136,16 @@ def forward(
         describe_rows(v, C.BN, C.E),
         describe_rows(o, ROWS, C.PANEL),
     )
-    moments, key_bias, extra_blocks = None, None, None
+    moments, bias, extra_blocks = None, None, None
     if C.MOMENT_SPAN != 0:
         moments = key_moments.compute_key_moments(p, C.MOMENT_SPAN)
         extra_blocks = describe_rows(moments.products, C.BN)
     if C.KEY_BIAS:
-        key_bias, columns = make_key_bias(p, options)
+        bias, columns = make_key_bias(p, options)
         extra_blocks = describe_rows(columns, C.BN)
-    arguments = *descriptors, extra_blocks, shift, z, raw_sums, moments, spans, key_bias, options, blocks
+    if C.RELATIVE:
+        bias = make_relative_bias(p, options)
+    arguments = *descriptors, extra_blocks, shift, z, raw_sums, moments, spans, bias, options, blocks
     launch(kind, forward_hopper, programs, arguments, (C,), num_warps=4)
     return raw_sums
 
@@ -166,6 +167,7 @@ def make_config(p: Problem) -> ForwardConfig:
         CAUSAL=causal,
         INTERVAL=needs_spans(p),
         KEY_BIAS=p.bias is not None,
+        RELATIVE=p.relative is not None,
         **panels._asdict(),
         BM=ROWS * groups,
         BN=keys,
@@ -197,7 +199,7 @@ def has_fixed_shift(p: Problem) -> bool:
     """
     batch, heads, queries, _ = p.q.shape
     shifted = p.choice.family == "ratio" and p.choice.shift != "none" and p.q.dtype == torch.bfloat16
-    shifted = shifted and not p.stats and p.bias is None and not needs_spans(p)
+    shifted = shifted and not p.stats and p.bias is p.relative is None and not needs_spans(p)
     return shifted and batch * heads * queries * p.k.shape[-2] >= MIN_FIXED_SHIFT_SCORES
 
 
@@ -234,7 +236,7 @@ def choose_tiles(p: Problem) -> tuple[int, int, int, int, int]:
         ]
         return fitting[0]
     table = FOUR_STAGES if p.stats else TWO_GROUPS
-    options = p.softcap, p.bias, p.reach[0], p.key_lengths
+    options = p.softcap, p.bias, p.relative, p.reach[0], p.key_lengths
     takes_registers = any(option is not None for option in options) or needs_spans(p)
     if takes_registers or wastes_rows(p.q.shape[-2]):
         return table.get(columns, TWO_GROUPS[columns])

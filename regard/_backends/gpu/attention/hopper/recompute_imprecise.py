@@ -5,7 +5,8 @@ Sums exclude the row maximum and are centred on the first pass's mean c:
     H = log(t + w) − Σ'u·log u / (t + w),  w = Σ'u          Σ' is over the keys below the maximum, so w may be tiny
     var s = a²·(Σ(y − c)²/n − (Σ(y − c)/n)²)
 
-A block without such a row ends at once.
+A block without such a row ends at once. A bias rounds the scores here otherwise than among the products there, by more
+than a small w bears, so that one sweep more finds the maximum that these scores have.
 """
 
 from __future__ import annotations
@@ -16,9 +17,22 @@ import triton.language as tl
 from regard._backends.gpu.attention import key_loop, statistics, tiles
 from regard._backends.gpu.attention.online import join_sink, sum_below_max
 from regard._backends.gpu.attention.statistics import Sums
-from regard._backends.gpu.attention.tiles import LN2, LOG2E
+from regard._backends.gpu.attention.tiles import HIDDEN, LN2, LOG2E
 
 TIE = tl.constexpr(2.0**-21)  # two kernels may round q·k differently; this close to the maximum is a tie
+
+
+@triton.jit
+def has_bias(opt):
+    """True if the call has a bias per key or by relative position."""
+    return (opt.key_bias.ptr is not None) or (opt.relative.ptr is not None)
+
+
+@triton.jit
+def max_tile(top, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Raises the maximum by one key tile, as `key_loop.sweep` calls it."""
+    _, _, y, _, _ = key_loop.score_tile(scene, start, opt, C, EDGE)
+    return tl.maximum(top, tiles.fold_max(y, C))
 
 
 @triton.jit
@@ -26,10 +40,13 @@ def sum_tile(state, scene, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Adds one key tile to the sums, as `key_loop.sweep` calls it."""
     su, sl, sq, ties, mean, m2, top, pivot = state
     _, _, y, seen, _ = key_loop.score_tile(scene, start, opt, C, EDGE)
-    margin = TIE * tl.abs(top)
-    if opt.cap is not None:
-        margin += 8 * TIE * tiles.number(opt.cap, C.ACC)
-    below = y < (top - margin)[:, None]
+    if has_bias(opt):
+        below = y != top[:, None]
+    else:
+        margin = TIE * tl.abs(top)
+        if opt.cap is not None:
+            margin += 8 * TIE * tiles.number(opt.cap, C.ACC)
+        below = y < (top - margin)[:, None]
     su, sl, sq, ties = sum_below_max(su, sl, sq, ties, below, top, y, seen, scene, C)
     if C.NEED.moments:
         d = tl.where(seen, y - pivot[:, None], 0.0)
@@ -72,6 +89,8 @@ def recompute_block(block, row, top, q, k, v, k_blocks, v_blocks, raw_sums, stat
     pivot = tl.load(raw_sums + 3 * rows + row, mask=imprecise, other=0.0)
     top = tl.where(imprecise, top, 0.0)
     scene, i0 = key_loop.load_query_block_at(block, q, k, v, k_blocks, v_blocks, opt, C)
+    if has_bias(opt):
+        top = key_loop.sweep(tiles.full(C.BM, HIDDEN, C.ACC), scene, i0, opt, max_tile, C)
     zero = tiles.zeros(C.BM, C.LANES, C.ACC)
     state = (zero, zero, zero, zero, zero, zero, top, pivot)
     su2, sl2, sq2, ties2, mean2, m22, _, _ = key_loop.sweep(state, scene, i0, opt, sum_tile, C)

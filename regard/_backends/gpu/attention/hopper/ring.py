@@ -31,6 +31,7 @@ class ForwardConfig(NamedTuple):
     CAUSAL: bool  # otherwise every query sees every key
     INTERVAL: bool  # or each query its own interval of keys, see `spans`
     KEY_BIAS: bool  # see `key_bias`
+    RELATIVE: bool  # see `relative`
     PANEL: int  # columns of one buffer of q, k or o
     PANELS: int  # buffers of a tile of q or k
     LAST: int  # columns of the last of them that are multiplied
@@ -124,7 +125,7 @@ def count_rounds(blocks, C: gl.constexpr):
 
 
 @gluon.jit
-def get_work(round, base, spans, key_bias, opt, C: gl.constexpr):
+def get_work(round, base, spans, bias, opt, C: gl.constexpr):
     """Work of this program in a round, whose first step is `base`."""
     row = gl.cdiv(opt.queries, C.BM)
     number = block_number(round, opt, C)
@@ -147,8 +148,8 @@ def get_work(round, base, spans, key_bias, opt, C: gl.constexpr):
         keys = gl.maximum(gl.load(group + 3), gl.load(group + FIELDS + 3))
         low = gl.minimum(lowest, keys) // C.BN
         count = gl.maximum(gl.cdiv(keys, C.BN) - low, 1)
-    if C.KEY_BIAS:
-        count = gl.where(is_left_out(key_bias, head // opt.heads, head % opt.heads), 1, count)
+    if C.KEY_BIAS or C.RELATIVE:
+        count = gl.where(is_left_out(bias, head // opt.heads, head % opt.heads), 1, count)
     if C.MOMENT_SPAN > 0:
         before = gl.minimum(i0, opt.keys) // C.MOMENT_SPAN * C.MOMENT_SPAN
     return Work(round, head // opt.heads, head % opt.heads, i0, keys, lowest, low, count, before, base, base + count)
@@ -202,21 +203,21 @@ def moments_index(work, opt, C: gl.constexpr):
 
 
 @gluon.jit
-def produce(q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, key_bias, opt, blocks, C: gl.constexpr):
+def produce(q_blocks, k_blocks, v_blocks, extra_blocks, ring, spans, bias, opt, blocks, C: gl.constexpr):
     """The producer warp: loads every tile that the consumers of this program need."""
     if C.PERSISTENT:
         base = 0
         for round in range(count_rounds(blocks, C)):
-            work = get_work(round, base, spans, key_bias, opt, C)
-            load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias, opt, C)
+            work = get_work(round, base, spans, bias, opt, C)
+            load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt, C)
             base = work.end + C.MOMENT_TILES
     else:
-        work = get_work(0, 0, spans, key_bias, opt, C)
-        load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias, opt, C)
+        work = get_work(0, 0, spans, bias, opt, C)
+        load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt, C)
 
 
 @gluon.jit
-def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias, opt, C: gl.constexpr):
+def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, bias, opt, C: gl.constexpr):
     """Loads q, then k and v tile by tile, of one block; `extra_blocks` are the keys' bias or, loaded last, moments."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PANELS: gl.constexpr = C.PANELS
@@ -238,7 +239,7 @@ def load_block(q_blocks, k_blocks, v_blocks, extra_blocks, ring, work, key_bias,
         full = ring.k_full.index(stage)
         mbarrier.expect(full, C.BN * (C.PANEL * PANELS + (16 if C.KEY_BIAS else 0)) * 2)
         if C.KEY_BIAS:
-            async_load(extra_blocks, [work.b * key_bias.b, work.h * key_bias.h, start, 0], full, ring.bias.index(stage))
+            async_load(extra_blocks, [work.b * bias.b, work.h * bias.h, start, 0], full, ring.bias.index(stage))
         for c in gl.static_range(PANELS):
             async_load(k_blocks, [work.b, g, start, c * C.PANEL], full, ring.k.index(stage * PANELS + c))
         mbarrier.wait(ring.free.index(next_stage), (((t + 1) // C.STAGES) & 1) ^ 1)

@@ -205,12 +205,19 @@ class Recorder:
                         self._side.mark(one.reading.flat.device)
         return must_repeat
 
-    def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
+    def _find_layer(self, call: Call, name: str) -> Layer:
+        """Returns the layer that a call belongs to, and makes it the one that is being measured."""
         token = forward_token()
         if token is not self.uses.token:
             self.rows.forget()
         key = self.key = name, self.uses.count(call, name, token)
-        layer = self.layers.setdefault(key, Layer(name, len(self.layers), key[1]))
+        if key not in self.layers:
+            self.layers[key] = Layer(name, len(self.layers), key[1])
+        return self.layers[key]
+
+    def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
+        layer = self._find_layer(call, name)
+        key = self.key
         if layer.reason is not None:
             return run_original()
         if call.obstacle is not None:
@@ -275,15 +282,19 @@ class Recorder:
 
     def _batch_reading(self, key: tuple[str, int], call: Call) -> BatchReading:
         if key not in self._batch:
-            layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
-            layer.heads, layer.three_dims = heads, call.three_dims
-            layer.kind, layer.dtype = call.kind, norms.coarsest_dtype(call.q, call.k, call.v)
-            layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
-            layer.most_keys = call.k.shape[2] * (call.q.shape[2] > 1)
-            scale = resolve_scale(call.options.get("scale"), layer.head_dim)
-            layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
-            self._batch[key] = BatchReading(LayerReading(heads, device), norms.tolerance(layer.dtype, device))
+            limit = self._describe(self.layers[key], call)
+            self._batch[key] = BatchReading(LayerReading(call.q.shape[1], call.q.device), limit)
         return self._batch[key]
+
+    def _describe(self, layer: Layer, call: Call) -> float:
+        """Stores what a call tells of its layer; returns the largest relative difference that it may have."""
+        layer.heads, layer.three_dims = call.q.shape[1], call.three_dims
+        layer.kind, layer.dtype = call.kind, norms.coarsest_dtype(call.q, call.k, call.v)
+        layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
+        layer.most_keys = call.k.shape[2] * (call.q.shape[2] > 1)
+        scale = resolve_scale(call.options.get("scale"), layer.head_dim)
+        layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
+        return norms.tolerance(layer.dtype, call.q.device)
 
     def _measure(self, call: Call) -> tuple[Tensor, Mapping[str, Tensor]]:
         if self.backend is None and call.q.is_cuda and (direct := attention_directly(call)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,49 @@ def fetch_to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if len({(x.device, x.dtype) for x in tensors}) == 1:
         return torch.cat(list(tensors)).cpu().split([len(x) for x in tensors])
     return [x.cpu() for x in tensors]
+
+
+class HostCopies:
+    """Copies of tensors on the host: `add` them, `start`, and `finish` when they are needed.
+
+    `start` waits for nothing: what is on a GPU goes to pinned memory on a stream of its own, tensors of one dtype in
+    one copy. `finish` waits for the copies and hands each tensor's to the function that was added with it.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[torch.Tensor, Callable[[torch.Tensor], object]]] = []
+        self._copied: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}  # device, host
+        self._events: list[torch.cuda.Event] = []
+
+    def add(self, x: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
+        """Adds a tensor and who receives its copy; on a CPU, the tensor itself."""
+        self._wanted.append((x, receive))
+
+    def start(self) -> None:
+        """Starts the copies, after what the current stream was given so far."""
+        for device in {x.device for x, _ in self._wanted if x.is_cuda}:
+            own = [x for x, _ in self._wanted if x.device == device]
+            for dtype in {x.dtype for x in own}:
+                flat = torch.cat([x.detach().reshape(-1) for x in own if x.dtype == dtype])
+                self._copied[device, dtype] = flat, torch.empty(flat.shape, dtype=dtype, pin_memory=True)
+            with after_event(torch.cuda.current_stream(device).record_event(), device):
+                for (place, _), (flat, host) in self._copied.items():
+                    if place == device:
+                        host.copy_(flat, non_blocking=True)
+                self._events.append(torch.cuda.current_stream(device).record_event())
+
+    def finish(self) -> None:
+        """Waits for the copies and hands them on."""
+        for event in self._events:
+            event.synchronize()
+        used = dict.fromkeys(self._copied, 0)
+        for x, receive in self._wanted:
+            key = x.device, x.dtype
+            if key in used:
+                at, used[key] = used[key], used[key] + x.numel()
+                x = self._copied[key][1][at : used[key]].view(x.shape)
+            receive(x)
+        self._wanted, self._copied, self._events = [], {}, []
 
 
 class SideStream:

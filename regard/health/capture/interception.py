@@ -23,7 +23,7 @@ from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torc
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
-SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation")  # of class names
+SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation", "Conv1D")  # of class names
 
 
 def as_written(model: nn.Module) -> nn.Module:

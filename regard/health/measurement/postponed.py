@@ -67,7 +67,7 @@ class PostponedCall:
     @property
     def bytes(self) -> int:
         """The size of the copies."""
-        return sum(x.numel() * x.element_size() for x in (self.call.q, self.call.k, self.call.v, self.own))
+        return self.call.q.nbytes + self.call.k.nbytes + self.call.v.nbytes + self.own.nbytes
 
 
 @dataclass

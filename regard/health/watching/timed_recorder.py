@@ -39,6 +39,7 @@ class TimedRecorder(Recorder):
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
         self._is_on_gpu = False
         self._postponed: list[PostponedCall] = []
+        self._bytes = 0  # of their copies
         self._limits: dict[tuple[str, int], float] = {}  # of their differences
         self._together: list[Together] = []
         self._copies = HostCopies()
@@ -119,7 +120,8 @@ class TimedRecorder(Recorder):
         self._gated = running_frame(), (*small.q.shape[:3], small.v.shape[3]), None
         output = run_model()
         self._postponed.append(PostponedCall.copy(key, small, output))
-        if sum(one.bytes for one in self._postponed) > MOST_BYTES:
+        self._bytes += self._postponed[-1].bytes
+        if self._bytes > MOST_BYTES:
             self._measure_postponed()
         return output
 
@@ -127,7 +129,7 @@ class TimedRecorder(Recorder):
         kinds: dict[tuple, list[PostponedCall]] = {}
         for one in self._postponed:
             kinds.setdefault(one.kind, []).append(one)
-        self._postponed = []
+        self._postponed, self._bytes = [], 0
         for calls in kinds.values():
             before = Moment.on(calls[0].own.device)
             try:

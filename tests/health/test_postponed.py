@@ -10,6 +10,7 @@ import regard
 from regard.health.capture.call import Call
 from regard.health.measurement import postponed
 from regard.health.measurement.postponed import PostponedCall, can_wait, measure_together
+from regard.health.measurement.recorder import Recorder
 from regard.health.watching import timed_recorder
 from regard.health.watching.timed_recorder import TimedRecorder
 
@@ -213,3 +214,48 @@ def test_an_alarm_can_stop_the_run_at_the_next_forward(on_gpu):
     with pytest.raises(Stop, match="not finite"):
         model(ids)
     monitor.close()
+
+
+def llama(layers=2):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=20)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=layers, **sizes)).eval()
+
+
+def generate_text(model):
+    model.generate(torch.randint(20, (1, 300)), max_new_tokens=3, do_sample=False, cache_implementation="static")
+
+
+@pytest.mark.parametrize("batch", [torch.randint(20, (2, 300)), generate_text])
+def test_statistics_that_are_read_after_the_forward_are_the_same(batch, monkeypatch):
+    reports, held = [], []
+    for room in (0.0, float("inf")):
+        monkeypatch.setattr(Recorder, "_most_bytes", lambda self, device, room=room: room)
+        read = Recorder._read_unread
+        monkeypatch.setattr(Recorder, "_read_unread", lambda self: (held.append(len(self._unread)), read(self)))
+        torch.manual_seed(2)
+        reports.append(regard.examine(llama(), [batch, batch], checks=False))
+        monkeypatch.undo()
+    assert max(held) == 2 and reports[0].unmeasured == reports[1].unmeasured == []
+    for ours, theirs in zip(reports[1].heads, reports[0].heads, strict=True):
+        assert ours.to_json() == theirs.to_json()
+
+
+def test_a_layer_that_is_not_faithful_is_found_after_the_forward(monkeypatch):
+    monkeypatch.setattr(Recorder, "_most_bytes", lambda self, device: float("inf"))
+    model, measure = llama(), Recorder._measure
+
+    def wrong_in_the_first(self, call):
+        out, stats = measure(self, call)
+        return (2.0 * out if call.module is model.model.layers[0].self_attn else out), stats
+
+    monkeypatch.setattr(Recorder, "_measure", wrong_in_the_first)
+    ids = torch.randint(20, (1, 300))
+    report = regard.examine(model, [ids], checks=False)
+    assert [name for name, _ in report.unmeasured] == ["model.layers.0.self_attn"]
+    monkeypatch.undo()
+    expected = [head for head in regard.examine(model, [ids], checks=False).heads if head.index == 1]
+    assert len(report.heads) == len(expected) == 2
+    for head, want in zip(report.heads, expected, strict=True):  # its inputs are the faithful ones
+        for name in ("entropy", "logit_variance", "distance"):
+            assert head.statistics[name].mean == pytest.approx(want.statistics[name].mean, rel=1e-4)

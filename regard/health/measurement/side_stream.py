@@ -12,8 +12,16 @@ import torch
 
 @cache
 def _stream(device: torch.device, use: str = "work") -> torch.cuda.Stream:
-    """Returns one stream per device and use, because torch keeps freed memory per stream."""
-    return torch.cuda.Stream(device)
+    """Returns one stream per device and use, because torch keeps freed memory per stream.
+
+    Its kernels are small: of high priority, they need not wait for the end of a large one of the model.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Returns an event after what the current stream of a GPU was given so far; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
@@ -78,6 +86,8 @@ class HostCopies:
 class SideStream:
     """`with side(device, *what_is_read): …` runs the body's kernels beside the model; on a CPU it is a plain block.
 
+    They follow what the model's stream was given so far, or only what it was given before the event `after`.
+
     What they read is kept until the model's own stream waits for them, at the next such block or at `join`: only then
     may its memory be reused. So no more than one block's tensors are held.
     """
@@ -88,13 +98,13 @@ class SideStream:
         self._marks: dict[torch.device, torch.cuda.Event] = {}
 
     @contextlib.contextmanager
-    def __call__(self, device: torch.device, *read: Any) -> Iterator[None]:
+    def __call__(self, device: torch.device, *read: Any, after: torch.cuda.Event | None = None) -> Iterator[None]:
         if device.type != "cuda":
             yield
             return
         self._join(device)
         side = self._streams.setdefault(device, _stream(device))
-        side.wait_stream(torch.cuda.current_stream(device))
+        side.wait_event(after or record_event(device))
         try:
             with torch.cuda.stream(side):
                 yield

@@ -1,4 +1,4 @@
-"""Calls that are measured after the forward, and samples that are read before the next one: the same numbers in time."""
+"""Calls that are measured after the forward, and samples that are read before the next one: the same numbers."""
 
 import pytest
 import torch
@@ -42,7 +42,8 @@ def same_rows(found, expected):
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for ours, theirs in zip(found, expected, strict=True):
         for name, value in theirs.items():
-            assert ours[name] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5, nan_ok=True)), name
+            near = value if isinstance(value, str) else pytest.approx(value, rel=1e-5, nan_ok=True)
+            assert ours[name] == near, name
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 5])

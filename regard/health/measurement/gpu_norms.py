@@ -35,7 +35,8 @@ def add_predicted_variance(
     """Adds scale²·E‖q‖²·E‖k − k̄‖²/d of head h to flat[at + h], and 1 to flat[calls]; flat [L, F] has a row per layer.
 
     Norms are taken of every so many rows and keys (`strides`). Only `rows` [L·B, M] count and, if `of_keys`, only their
-    keys; without such a row nothing is added. One launch takes the norms of each sequence and head, another their means.
+    keys; without such a row nothing is added. One launch takes the norms of each sequence and head, the next one their
+    means.
     """
     batch, heads, queries, width = q.shape
     groups, keys, flat = k.shape[1], k.shape[2], flat.view(-1, flat.shape[-1])
@@ -88,9 +89,7 @@ def relative_difference_kernel(
 
 
 @triton.jit
-def query_norms(
-    q, b, h, rows, sb, sh, sm, sd, every, M, D, HAS_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
-):
+def query_norms(q, b, h, rows, sb, sh, sm, sd, every, M, D, HAS_ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """Returns Σ‖q‖² over rows that count, and their number."""
     squares = tl.zeros([BR, BD], tl.float32)
     number = tl.zeros([BR], tl.float32)

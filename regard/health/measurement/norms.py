@@ -103,8 +103,8 @@ def add_predicted_variance(reading: LayerReading, call: Call, rows: Tensor | Non
 
     parts = parts_of(reading.heads)
     gpu_norms.add_predicted_variance(
-        reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows, strides_of(call),
-        _are_rows_keys(call, rows), scale,
+        reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows,
+        strides_of(call), _are_rows_keys(call, rows), scale,
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class PostponedCall:
 class Together:
     """The measurement of several layers of one shape, a row for each."""
 
-    FETCHED = "flat", "histogram", "differences", "low", "high", "norms"  # on the device until a copy replaces them
+    FETCHED = "flat", "histogram", "differences", "low", "high", "sizes"  # on the device until a copy replaces them
 
     keys: list[Key]
     sequences: int
@@ -83,7 +83,7 @@ class Together:
     differences: Tensor  # [L, H]
     low: Tensor  # [L·B, G, E]: see `norms.value_range`
     high: Tensor
-    norms: Tensor  # [3, L, H] sums of ‖q‖, ‖k‖ and ‖v‖ over rows
+    sizes: Tensor  # [3, L, H] sums of ‖q‖, ‖k‖ and ‖v‖ over rows
     rows: int  # behind each of those sums
 
     def reading(self, at: int) -> LayerReading:
@@ -132,16 +132,14 @@ def _add_on_gpu(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats
     many, heads = len(found.keys), call.q.shape[1]
     packed = stats.packed if isinstance(stats, PackedStatistics) else torch.stack([stats[name] for name in NAMES])
     gpu_reading.update_layers(found.flat, found.histogram, packed, None, 0)
-    parts, scale = parts_of(heads), resolve_scale(call.options.get("scale"), call.q.shape[-1])
+    parts, scale = parts_of(heads), float(resolve_scale(call.options.get("scale"), call.q.shape[-1]))
     gpu_norms.add_predicted_variance(
         found.flat, parts["predicted"][0], parts["calls"][0], call.q, call.k, None, norms.strides_of(call), False, scale
     )
     found.differences = gpu_norms.relative_difference(own, rebuilt, None, many).view(many, heads)
 
 
-def _add_layer_by_layer(
-    found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]
-) -> None:
+def _add_layer_by_layer(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:
     differences = []
     for at in range(len(found.keys)):
         part = slice(at * found.sequences, (at + 1) * found.sequences)

@@ -104,7 +104,7 @@ class SideStream:
             return
         self._join(device)
         side = self._streams.setdefault(device, _stream(device))
-        side.wait_event(after or record_event(device))
+        side.wait_event(after or torch.cuda.current_stream(device).record_event())
         try:
             with torch.cuda.stream(side):
                 yield

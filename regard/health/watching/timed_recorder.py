@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
+from regard.health.measurement.norms import Range
 from regard.health.measurement.postponed import MOST_BYTES, PostponedCall, Together, can_wait, measure_together
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measurement.side_stream import HostCopies
@@ -162,16 +163,17 @@ class TimedRecorder(Recorder):
             for name in ("difference", "empty_rows"):
                 if (x := getattr(batch, name)) is not None:
                     copies.add(x, partial(setattr, batch, name))
-            batch.values = [list(sides) for sides in batch.values]  # type: ignore[misc]
-            for owner in (*batch.values, *(mask.anomalies for mask in batch.masks)):
-                for place, x in owner.items() if isinstance(owner, dict) else enumerate(owner):
-                    copies.add(x, partial(setitem, owner, place))
+            for mask in batch.masks:
+                for name, x in mask.anomalies.items():
+                    copies.add(x, partial(setitem, mask.anomalies, name))
+            for at, ends in enumerate(batch.values):
+                copies.add(torch.stack(ends), partial(_set_range, batch.values, at))
         for layer in self.layers.values():
             if layer.gates is not None:
                 copies.add(layer.gates, partial(setattr, layer, "gates"))
         for norms in self.norms.values():
             for name, (sums, rows) in norms.items():
-                copies.add(sums, lambda x, norms=norms, name=name, rows=rows: norms.update({name: (x, rows)}))
+                copies.add(sums, partial(_set_norm, norms, name, rows))
 
     def finish_batch(self) -> bool:
         """Reads the numbers of the forward, and keeps those of layers that passed the fidelity check."""
@@ -194,7 +196,7 @@ class TimedRecorder(Recorder):
             known.reading = known.reading.merge(batch.reading)
             known.add_difference(one.differences[at])
             known.values += batch.values
-        for name, sums in zip(NORMS, one.norms[:, at], strict=True):
+        for name, sums in zip(NORMS, one.sizes[:, at], strict=True):
             self._add_norm(key, name, sums, one.rows)
 
     def fill(self, layer: Layer, table: Tensor) -> None:
@@ -218,6 +220,15 @@ class TimedRecorder(Recorder):
                     before, count = found.get(norm, (0.0, 0))
                     found[norm] = before + sums, count + rows
         return found
+
+
+def _set_range(ranges: list[Range], at: int, ends: Tensor) -> None:
+    low, high = ends
+    ranges[at] = low, high
+
+
+def _set_norm(norms: Norms, name: str, rows: int, sums: Tensor) -> None:
+    norms[name] = sums, rows
 
 
 class Moment(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
 from regard.health.measurement.direct_call import PackedStatistics, is_plain
+from regard.health.measurement.side_stream import record_event
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
 from regard.statistics import NAMES
@@ -50,12 +51,14 @@ class PostponedCall:
     key: Key
     call: Call
     own: Tensor  # [B, H, M, E]
+    copied: torch.cuda.Event | None  # when the model's stream has got as far
 
     @classmethod
     def copy(cls, key: Key, call: Call, output: Tensor) -> PostponedCall:
         """Copies what is needed of a call that the model has run."""
-        q, k, v, own = (x.detach().clone() for x in (call.q, call.k, call.v, output[: len(call.q)]))
-        return cls(key, replace(call, q=q, k=k, v=v, own=_run_nothing), own)
+        with torch.no_grad():
+            q, k, v, own = (x.clone() for x in (call.q, call.k, call.v, output[: len(call.q)]))
+        return cls(key, replace(call, q=q, k=k, v=v, own=_run_nothing), own, record_event(own.device))
 
     @property
     def kind(self) -> tuple:

@@ -202,6 +202,7 @@ class Recorder:
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
         """Returns a block in which readings are fetched without waiting for what the model still does."""
+        self._read_unread()
         return self._side.after_marks()
 
     def finish_batch(self) -> bool:
@@ -209,7 +210,7 @@ class Recorder:
 
         It must where the model went on with a rebuilt output that was not its own: later layers saw something else.
         """
-        self._read_unread()
+        self._read_unread()  # which sets differences
         batch, self._batch = {key: one for key, one in self._batch.items() if one.difference is not None}, {}
         with self.on_side_stream():
             fetched = fetch_to_host([one.difference for one in batch.values() if one.difference is not None])

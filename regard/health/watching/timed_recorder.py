@@ -79,6 +79,8 @@ class TimedRecorder(Recorder):
                 raise
             self._note_failure(self.key, error)
             output = outputs[-1] if outputs else run_model()
+        if not waits:
+            self._side.mark(call.q.device)  # norms and all: what `on_side_stream` may read
         self._calls.append((before, Moment.on(device)))
         return output
 
@@ -113,7 +115,8 @@ class TimedRecorder(Recorder):
         layer, key = self._find_layer(call, name), self.key
         if layer.reason is not None:
             return run_model()
-        small = call.first_sequences(self.sequences or len(call.q))
+        with torch.no_grad():
+            small = call.first_sequences(self.sequences or len(call.q))
         self.rows.select(small, name)  # cross-attention after it takes its rows: all of them
         if key in self._limits and layer.heads != call.q.shape[1]:
             return self._mark_unmeasured(key, HEADS_CHANGE, run_model)
@@ -132,14 +135,15 @@ class TimedRecorder(Recorder):
             kinds.setdefault(one.kind, []).append(one)
         self._postponed, self._bytes = [], 0
         for calls in kinds.values():
-            before = Moment.on(calls[0].own.device)
-            try:
-                with torch.no_grad(), uncaptured():
+            device = calls[0].own.device
+            with torch.no_grad(), uncaptured(), self._side(device, calls, after=calls[-1].copied):
+                before = Moment.on(device)
+                try:
                     self._together.append(measure_together(calls, self._measure))
-            except Exception as error:
-                for one in calls:
-                    self._note_failure(one.key, error)
-            self._calls.append((before, Moment.on(calls[0].own.device)))
+                except Exception as error:
+                    for one in calls:
+                        self._note_failure(one.key, error)
+                self._calls.append((before, Moment.on(device)))
 
     def has_measured(self, layer: Layer) -> bool:
         """True if the layer has numbers to log."""
@@ -148,8 +152,13 @@ class TimedRecorder(Recorder):
     def end_forward(self) -> None:
         """Measures what the forward has left and starts to fetch all numbers, without waiting for the device."""
         self._measure_postponed()
-        self._copy_to_host(self._copies)
-        self._copies.start()
+        for layer in self.layers.values():
+            if layer.gates is not None:
+                self._side.mark(layer.gates.device)
+        with self.on_side_stream():
+            self._copy_to_host(self._copies)
+            self._copies.start()
+        self._side.join()
 
     def _copy_to_host(self, copies: HostCopies) -> None:
         """Adds all tensors that this recorder has on a device."""

@@ -21,7 +21,7 @@ from regard.health.measurement.norms import OutputColumns
 from regard.health.measurement.query_rows import is_inverted, is_two_sided, pad_of, padding_of
 from regard.health.measurement.recorder import Layer, Recorder, merge_uses
 from regard.health.progress import count_batches
-from regard.health.readings.heads import heads_if, heads_of, layers_without_rows, read_early
+from regard.health.readings.heads import heads_if, heads_of, keep_on_host, layers_without_rows, read_early
 from regard.health.readings.histogram import LAYOUT
 from regard.health.report.how import describe_measurement
 from regard.health.report.report import Report, WhatIfReading
@@ -136,7 +136,7 @@ def examine(
     hook = model.register_forward_pre_hook(begin, prepend=True)
     started, done, parameters, failure, first = time.perf_counter(), 0, 0, None, None
     two_sided = is_two_sided(model, (name for name, _ in modules))
-    pad, room = pad_of(model), max_positions(model)
+    pad, room = pad_of(model), max_positions(model, modules)
     columns, kept = OutputColumns(dict(modules)), []  # type: ignore[var-annotated]
     try:
         with _evaluation_mode(model, modules), interception, torch.no_grad(), interception.torch_calls():
@@ -221,20 +221,20 @@ def _evaluation_mode(model: nn.Module, modules: Modules) -> Iterator[None]:
             module.training = True
 
 
-def max_positions(model: nn.Module) -> int:
+def max_positions(model: nn.Module, modules: Modules | None = None) -> int:
     """The number of positions of text with a learned embedding; a very large number if there are none.
 
-    Tables of a part that takes images or sounds, by transformers' `main_input_name`, do not count.
+    Tables of a part that takes images or sounds, by transformers' `main_input_name`, do not count. `modules`: those of
+    the model by name, if they are known.
     """
     tables = []
-    others = [
-        f"{name}." for name, module in model.named_modules()
+    modules = list(model.named_modules()) if modules is None else modules
+    others = tuple(
+        f"{name}." for name, module in modules
         if name and getattr(module, "main_input_name", "input_ids") not in ("input_ids", "decoder_input_ids")
-    ]  # fmt: skip
-    for name, module in model.named_modules():
-        if name.startswith(tuple(others)):
-            continue
-        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS:
+    )  # fmt: skip
+    for name, module in modules:
+        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in POSITIONS and not name.startswith(others):
             first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             tables.append(module.num_embeddings - first)
     return min(tables, default=2**31)
@@ -271,6 +271,7 @@ def _make_report(
     failure: BaseException | None,
 ) -> Report:
     heads = heads_of(layers)
+    keep_on_host(layers, heads)
     what_if = {}
     for change in changes:
         changed = heads_if(layers, change.name)

@@ -75,13 +75,16 @@ class Monitor:
         pipeline_group: the ranks that hold different layers. Call `at_step` before and `end_step` after each step then;
             the callbacks do it.
 
-    On a GPU, in one process, a sample is read while the next forward runs, so as not to wait for it; `close` reads the
-    last one.
+    On a GPU, in one process, a sample is read when the next forward begins, because the GPU is still at work when its
+    own forward ends; `end_step`, `close` and the attributes below read it at once. So its log, its warnings and what
+    `on_alarm` raises come at the next forward at the latest.
 
     Attributes:
         alarms: every `Alarm` so far: `.step`, `.kind`, `.severity`, `.heads`, `.text`.
         layers: series name → module name.
         unmeasured: module name → why it is not watched.
+        samples: how many steps were measured.
+        spent: seconds spent on measuring.
 
     Raises:
         TypeError: `model` is not an nn.Module, or `log` is none of the above.
@@ -109,12 +112,12 @@ class Monitor:
         self.model, self.every, self.budget, self.sequences = model, every, budget, sequences
         self.heads, self.metrics, self.on_alarm = heads, metrics, on_alarm
         self.step = 0
-        self.samples = 0
         self.left_out = 0  # samples skipped because of the budget
-        self.spent = 0.0  # seconds spent on measuring
-        self.alarms: list[Alarm] = []
-        self.layers: dict[str, str] = {}
-        self.unmeasured: dict[str, str] = {}
+        self._samples = 0
+        self._spent = 0.0
+        self._alarms: list[Alarm] = []
+        self._layers: dict[str, str] = {}
+        self._unmeasured: dict[str, str] = {}
         self._writer = make_writer(log)
         self._ranks = Ranks(group, tensor_group, pipeline_group)
         self._schedule, self._rules = Schedule(every), AlarmRules()
@@ -142,6 +145,36 @@ class Monitor:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Every `Alarm` so far."""
+        self._read_sample()
+        return self._alarms
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """Series name → module name."""
+        self._read_sample()
+        return self._layers
+
+    @property
+    def unmeasured(self) -> dict[str, str]:
+        """Module name → why it is not watched."""
+        self._read_sample()
+        return self._unmeasured
+
+    @property
+    def samples(self) -> int:
+        """How many steps were measured."""
+        self._read_sample()
+        return self._samples
+
+    @property
+    def spent(self) -> float:
+        """Seconds spent on measuring."""
+        self._read_sample()
+        return self._spent
 
     def __enter__(self) -> Monitor:
         return self
@@ -188,6 +221,7 @@ class Monitor:
         if module is not self.model:  # a copy, which has its hooks
             return
         self._end_sample()
+        self._read_sample()  # while a GPU is at work on the step before
         if not module.training:
             return
         now = time.perf_counter()
@@ -217,16 +251,16 @@ class Monitor:
         """True if a sample may be taken; over ranks a function of the step, so that all take the same ones."""
         if self._ranks.is_distributed():
             return step >= self._first_step_within_budget
-        return self.spent <= self.budget * max(elapsed, LEAST_SECONDS)
+        return self._spent <= self.budget * max(elapsed, LEAST_SECONDS)
 
     def _skip(self) -> None:
         self.left_out += 1
-        due = self.samples + self.left_out
+        due = self._samples + self.left_out
         if self.left_out >= SKIPPED and self.left_out > SKIPPED_SHARE * due:
             self._warn(
                 "budget",
                 f"Monitor skipped {self.left_out} of {due} samples to stay within budget={self.budget:g}: measuring "
-                f"took {self.spent:.1f} s so far. What happens in skipped steps is not seen, and warnings of slow "
+                f"took {self._spent:.1f} s so far. What happens in skipped steps is not seen, and warnings of slow "
                 "trends need 10 samples. Raise `budget` or `every`.",
             )
 
@@ -242,14 +276,14 @@ class Monitor:
         finished, sample, self._sample = time.perf_counter(), self._sample, None
         if sample is not None:
             close_scope(sample[2])
-        closing = time.perf_counter() - finished
-        self._read_sample()  # of an earlier forward, while a GPU is at work on this one
         if sample is None:
             return
         recorder, interception, _, step, opening = sample
         if output is None and sys.exc_info()[1] is not None:  # the forward raised: not a sample
             return
         self._interceptions.learn(interception)
+        closing = time.perf_counter() - finished
+        recorder.end_forward()
         self._unread = recorder, step, opening + closing
         if self._ranks.is_distributed() or not recorder.is_on_gpu:
             self._read_sample()
@@ -257,8 +291,8 @@ class Monitor:
     def _read_sample(self) -> None:
         """Reads the sample that a forward has left, logs it and raises alarms.
 
-        A GPU is still at work when its forward returns. Alone, a process reads the sample at the end of the next
-        forward, so as not to wait; over ranks at once, because all of them have to.
+        A GPU is still at work when its forward returns. Alone, a process reads the sample before the next forward or
+        when it is asked for it, so as not to wait; over ranks at once, because all of them have to.
         """
         if self._unread is None:
             return
@@ -270,9 +304,9 @@ class Monitor:
             self._finish(step, tables)
         else:
             self._pending = step, tables
-        if self.samples:  # the first one compiles kernels, which does not count
-            self.spent += recorder.count_seconds() + time.perf_counter() - began + opening
-        self.samples += 1
+        if self._samples:  # the first one compiles kernels, which does not count
+            self._spent += recorder.count_seconds() + time.perf_counter() - began + opening
+        self._samples += 1
 
     def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:
         """Returns the table of each layer that this rank ran, and notes which could not be measured."""
@@ -290,7 +324,7 @@ class Monitor:
                 if not bool(table[:, AT["rows"]].any()) and any(layer.empty_rows):
                     self._mark_unmeasured(layer, SEES_NOTHING)
         recorder.mark_flags(layers, tables)
-        if not layers and not self.samples:
+        if not layers and not self._samples:
             self._warn("unmeasured", "No attention call was seen in the model's forward, so nothing is watched.")
         return {
             self._ranks.key(self._orders.get(layer.name, 0), layer.label, layer.heads): tables[layer.index]
@@ -299,7 +333,7 @@ class Monitor:
         }
 
     def _mark_unmeasured(self, layer: Layer, reason: str) -> None:
-        self.unmeasured[layer.label] = reason
+        self._unmeasured[layer.label] = reason
         self._warn(f"unmeasured {layer.label}", f"{layer.label}: not watched: {reason}")
 
     def _finish(self, step: int, tables: dict[LayerKey, Tensor]) -> None:
@@ -311,18 +345,18 @@ class Monitor:
                 "Make it on every rank; only the first one writes.",
             )
         elapsed = 0.0 if self._started is None else time.perf_counter() - self._started
-        layers = self._ranks.gather(tables, self.spent, elapsed)
+        layers = self._ranks.gather(tables, self._spent, elapsed)
         self._first_step_within_budget = self._ranks.first_step_within(self.budget, step, LEAST_SECONDS)
         if any(layer.label not in self._names for layer in layers):
             self._names = series_names([layer.label for layer in layers])
-            self.layers = {series: label for label, series in self._names.items()}
+            self._layers = {series: label for label, series in self._names.items()}
         rows, flags = head_rows(layers, self._names, step), flags_of(layers)
         new = self._rules.add(step, rows, flags)
         self._schedule.look_closer(step, self._rules.is_suspicious)
-        self.alarms += new
+        self._alarms += new
         if self._ranks.is_first():
             scalars = scalars_of(layers, self._names) if self.metrics is None else _max_logits(layers, self._names)
-            serious = sum(alarm.severity != "note" for alarm in self.alarms)
+            serious = sum(alarm.severity != "note" for alarm in self._alarms)
             self._log(step, scalars | {"attention/alarms": serious}, self._select(rows, flags), new)
             for alarm in new:
                 self._raise(alarm)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from regard import normalizers
+from regard._core.qk_norm import qk_norm
 from regard.health.capture.call import Call
-from regard.scores import SCALES, qk_norm
+from regard.scores import SCALES
 from regard.temperature import SSMax
 
 FORMS = ("temperature=2", "scale=inverse", "qk_norm", "softcap=50", "normalizer=entmax15", "ssmax")

@@ -17,6 +17,7 @@ from regard._core.attention import attention
 from regard._core.double_backward import is_saved_elsewhere
 from regard._core.gate import apply_gate
 from regard._core.options import AttnMask
+from regard._core.qk_norm import qk_norm
 from regard._core.readable import is_mapped
 from regard._core.rows.validation import check_flag
 from regard._core.validation import check_key_lengths
@@ -268,8 +269,8 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, statistics.Statistics]:
         scale: Any = {"scaled_dot": None, "dot": "none"}.get(self.score)
         if self.score == "cosine":
-            q, k = (F.normalize(x, dim=-1, eps=1e-6).to(x.dtype) for x in (q, k))  # autocast on CUDA makes it float32
-            scale = self.gain
+            q, k = qk_norm(q, k)  # of length √d
+            scale = self.gain / q.shape[-1]
         else:
             self._remember(q, k, scale, options)
         result: Any = attention(  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -45,10 +46,12 @@ def visible_keys(problem: Problem) -> Tensor:
     """Return how many keys each query of a problem sees [B, H, M], from the intervals if there is no dense mask."""
     batch, heads, queries = problem.q.shape[:3]
     keys, device = problem.k.shape[2], problem.q.device
-    i = torch.arange(queries, device=device) + (problem.first_query - problem.first_key)
-    left, right = problem.reach
-    first = torch.zeros_like(i) if left is None else (i - left).clamp(0, keys)
-    last = torch.full_like(i, keys) if right is None else (i + right + 1).clamp(0, keys)
+    place = queries, keys, problem.first_query - problem.first_key, problem.reach, device
+    if all(x is None for x in (problem.mask, problem.bias, problem.key_lengths, problem.interval)):
+        records = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        count = _count_in_reach if records or torch.is_inference_mode_enabled() else _count_once
+        return count(*place, problem.accumulator).expand(batch, heads, queries).clone()  # a policy may write to it
+    first, last = _find_reach(*place)
     last = last.expand(batch, 1, queries)
     if problem.key_lengths is not None:
         last = torch.minimum(last, problem.key_lengths.to(device)[:, None, None] - problem.first_key)
@@ -56,8 +59,7 @@ def visible_keys(problem: Problem) -> Tensor:
         lo, hi, _ = problem.interval - problem.first_key
         first, last = torch.maximum(first, lo), torch.minimum(last, hi)
     if not queries or (problem.mask is None and problem.bias is None):
-        count = (last - first).clamp_min(0).expand(batch, heads, queries)
-        return count.to(problem.accumulator)
+        return (last - first).clamp_min(0).expand(batch, heads, queries).to(problem.accumulator)
     counts = []
     for q0 in range(0, queries, 256):  # by blocks, so that no N × N mask is built
         block = slice(q0, q0 + 256)
@@ -69,3 +71,29 @@ def visible_keys(problem: Problem) -> Tensor:
             visible = visible & (problem.bias[:, :, block] != -math.inf)
         counts.append(visible.sum(-1).expand(batch, heads, visible.shape[-2]))
     return torch.cat(counts, -1).to(problem.accumulator)
+
+
+def _find_reach(
+    queries: int, keys: int, first_query: int, reach: tuple[int | None, int | None], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the first key, and the one after the last, that causal order and window leave each query, [M]."""
+    i = torch.arange(queries, device=device) + first_query
+    left, right = reach
+    first = torch.zeros_like(i) if left is None else (i - left).clamp(0, keys)
+    return first, torch.full_like(i, keys) if right is None else (i + right + 1).clamp(0, keys)
+
+
+def _count_in_reach(
+    queries: int,
+    keys: int,
+    first_query: int,
+    reach: tuple[int | None, int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return how many keys are in each query's reach, [M]."""
+    first, last = _find_reach(queries, keys, first_query, reach, device)
+    return (last - first).clamp_min(0).to(dtype)
+
+
+_count_once = lru_cache(maxsize=32)(_count_in_reach)  # for the layers of a model, which ask alike

@@ -93,3 +93,59 @@ def test_heads_told_early_are_those_told_late(monkeypatch, batches):
     late = regard.examine(model, given)
     assert early.unmeasured == late.unmeasured == []
     assert early.to_json()["heads"] == late.to_json()["heads"]
+
+
+def test_a_monitor_measures_after_the_forward_what_it_measures_at_once(monkeypatch):
+    from regard.health.watching.timed_recorder import TimedRecorder
+
+    config = transformers.GPT2Config(
+        n_embd=128, n_head=2, n_layer=3, vocab_size=64, n_positions=300, attn_pdrop=0.0, use_cache=False
+    )
+    ids, found, shapes, measure = torch.randint(64, (4, 300), device="cuda"), [], [], TimedRecorder._measure
+
+    def count(self, call):
+        shapes.append(tuple(call.q.shape))
+        return measure(self, call)
+
+    monkeypatch.setattr(TimedRecorder, "_measure", count)
+    for at_once in (False, True):
+        if at_once:
+            monkeypatch.setattr(TimedRecorder, "_can_wait", lambda *_: False)
+        torch.manual_seed(0)
+        model, rows = transformers.GPT2LMHeadModel(config).cuda().train(), []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with regard.Monitor(model, every=1, log=rows.append, heads=True, budget=1.0) as monitor:
+            for step in range(3):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                assert max((row["step"] for row in rows), default=0) == step  # read when the next forward begins
+        assert monitor.unmeasured == {} and monitor.samples == 3
+        found.append([row for row in rows if row["step"] == 1])
+    assert shapes == [(3, 2, 300, 64)] * 3 + [(1, 2, 300, 64)] * 9
+    for ours, theirs in zip(*found, strict=True):
+        for name, value in theirs.items():
+            near = value if isinstance(value, str) else pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True)
+            assert ours[name] == near, name
+
+
+def test_the_end_of_a_sampled_forward_does_not_wait(monkeypatch):
+    from regard.health.watching.timed_recorder import TimedRecorder
+
+    end = TimedRecorder.end_forward
+
+    def without_waiting(self):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            end(self)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    monkeypatch.setattr(TimedRecorder, "end_forward", without_waiting)
+    layer = torch.nn.TransformerEncoderLayer(128, 2, batch_first=True, dropout=0.0).cuda().train()
+    with regard.Monitor(layer, every=1, budget=1.0) as monitor:
+        for _ in range(3):
+            layer(torch.randn(2, 40, 128, device="cuda"))
+    assert monitor.unmeasured == {} and monitor.samples == 3

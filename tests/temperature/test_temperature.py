@@ -407,3 +407,18 @@ def test_a_policy_refuses_numbers_that_no_float_holds_by_name(number):
     for name in ("temperature", "softcap"):
         with pytest.raises(ValueError, match="must be a positive"):
             regard.nn.MultiheadAttention(8, 2, **{name: number})
+
+
+def test_counts_that_a_policy_writes_to_are_its_own():
+    """They are kept for the layers of a model."""
+    q, k, v = (x.detach()[:1, :1] for x in qkv())
+    seen = []
+
+    class Writes:
+        def __call__(self, visible_keys, rows):
+            seen.append(visible_keys.clone())
+            return visible_keys.fill_(2.0)
+
+    for _ in range(2):
+        regard.attention(q, k, v, is_causal=True, temperature=Writes())
+    assert torch.equal(*seen) and seen[0].unique().numel() > 1

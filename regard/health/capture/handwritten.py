@@ -57,6 +57,12 @@ class Weights:
     transposed: bool = False
 
 
+def is_ordinary(func: Callable) -> bool:
+    """True for a torch function with which no attention begins: neither a product nor a softmax."""
+    name = getattr(func, "__name__", "")
+    return name not in PRODUCTS and name != "softmax"
+
+
 class Follower:
     """Follows the tensors of one thread from product to product; what is known of a tensor lives as long as it."""
 
@@ -64,13 +70,18 @@ class Follower:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.saw_softmax = False
 
+    @property
+    def follows_any(self) -> bool:
+        """True if a product or weights are known whose next function may belong to attention."""
+        return bool(self._known.data)
+
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a torch function, and follows what it returns or captures it if it multiplies weights by values."""
         name = getattr(func, "__name__", "")
         if name in PRODUCTS and (module := running_module()) is not None and interceptions_of(module):
             return self._multiply(module, name, func, args, kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and (self._known.data or name == "softmax"):
+        if isinstance(result, Tensor) and (self.follows_any or name == "softmax"):
             self._follow(name, args, kwargs, result)
         return result
 

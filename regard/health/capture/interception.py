@@ -23,7 +23,7 @@ from regard.health.capture.call import UNDER_VMAP, Call, forget_derived, in_torc
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 WITHOUT_ATTENTION = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.GELU, nn.ReLU)
-SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation")  # of class names
+SUFFIXES_WITHOUT_ATTENTION = ("Norm", "Embedding", "Activation", "Conv1D")  # of class names
 
 
 def as_written(model: nn.Module) -> nn.Module:
@@ -323,23 +323,15 @@ def interceptions_of(module: nn.Module | None) -> list[Interception]:
 def route(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
     """Returns the output of a captured call: swaps first, then observers; `run_original` is the model's own way."""
     active = interceptions_of(call.module)
-    before, STATE.busy = STATE.busy, True
-    try:
-        with without_mode():
-            return _route(active, call, run_original)
-    finally:
-        STATE.busy = before
+    with uncaptured():
+        return _route(active, call, run_original)
 
 
 def route_to_observers(call: Call, run_original: Callable[[], Tensor]) -> Tensor:
     """Returns the model's own output of a call that cannot be measured, after every observer was told the reason."""
     active = [one for one in interceptions_of(call.module) if one.observe is not None]
-    before, STATE.busy = STATE.busy, True
-    try:
-        with without_mode():
-            return _route(active, call, run_original) if active else run_original()
-    finally:
-        STATE.busy = before
+    with uncaptured():
+        return _route(active, call, run_original) if active else run_original()
 
 
 def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) -> Tensor:
@@ -360,6 +352,17 @@ def _route(active: list[Interception], call: Call, run: Callable[[], Tensor]) ->
 
 def _run_swapped(call: Call) -> Tensor:
     return in_torch_layout(call.run())
+
+
+@contextlib.contextmanager
+def uncaptured() -> Iterator[None]:
+    """Captures nothing of what the body calls in this thread."""
+    before, STATE.busy = STATE.busy, True
+    try:
+        with without_mode():
+            yield
+    finally:
+        STATE.busy = before
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from regard._core.execute import dense_attention
 from regard._core.gate import apply_gate
 from regard._core.problem import TENSORS, Problem, unflatten
 from regard.health.capture.call import NESTED, Call, as_four_dims, causal_rows, clean_mask, select_rows
-from regard.health.capture.handwritten import Follower
+from regard.health.capture.handwritten import Follower, is_ordinary
 from regard.health.capture.interception import (
     SDPA,
     STATE,
@@ -38,6 +38,8 @@ from regard.temperature.rows import is_measuring
 
 ARGUMENTS_BEFORE_TRAINING = 13  # of torch's multi-head function
 SDPA_NAMES = SDPA, torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default
+
+_ORDINARY: set[Any] = set()  # functions that are no part of attention unless they are given one
 
 
 class TorchCalls(TorchFunctionMode):
@@ -69,10 +71,12 @@ class TorchCalls(TorchFunctionMode):
             super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.compiler.is_compiling():
+        if (func in _ORDINARY and not self.follower.follows_any) or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
         handler = self.handlers.get(func)
         if handler is None:
+            if is_ordinary(func):
+                _ORDINARY.add(func)
             return self.follower.run(func, args, kwargs or {})
         self._saw_handled = True
         return handler(func, args, kwargs or {})

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from regard.health.findings._finding import SEVERITIES, Finding, Heads, Layers
+from regard.health.findings._finding import SEVERITIES, Finding, HeadList, Heads, Layers
 
 __all__ = ["SEVERITIES", "Finding", "find_all", "kinds"]
 
@@ -34,6 +34,7 @@ def kinds() -> list[str]:
 def find_all(heads: Heads, layers: Layers = ()) -> list[Finding]:
     """Every finding about the measured heads and about the layers, most severe first."""
     found: list[Finding] = []
+    heads = HeadList(heads)
     for module in _modules():
         if hasattr(module, "find_in_layers"):
             found += module.find_in_layers(layers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from regard.table import format_number
@@ -23,6 +24,29 @@ STEADY = 0.75  # fraction of its rows near the median distance, at least
 BAND = 0.05  # "near": within this fraction of the median distance, or half a token (distance bins are 4 % wide)
 CROWD = 1 / 8  # fraction of a layer's heads from which on a pattern is not an exception; at least two heads
 LOGIT_LIMIT = 100.0  # where QK-clip (Kimi K2) steps in
+
+
+class HeadList(list):
+    """Heads, with the answers that `once` keeps for them."""
+
+    def __init__(self, heads: Iterable[Head] = ()) -> None:
+        super().__init__(heads)
+        self.answers: dict[tuple, Any] = {}
+
+
+def once(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function of heads, which several findings call, compute its answer once for each `HeadList`."""
+
+    @wraps(ask)
+    def answer(heads: Heads, *arguments: Any) -> Any:
+        if not isinstance(heads, HeadList):
+            return ask(heads, *arguments)
+        key = ask, *arguments
+        if key not in heads.answers:
+            heads.answers[key] = ask(heads, *arguments)
+        return heads.answers[key]
+
+    return answer
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,7 @@ def has_fixed_distance(head: Head) -> bool:
     return distance.share_below(middle + band) - distance.share_below(max(middle - band, 0.0)) >= STEADY
 
 
+@once
 def positional_heads(heads: Heads) -> tuple[list[Head], list[Head]]:
     """Sharp heads of one fixed distance: (those in layers with many, the few that trained layers usually have).
 
@@ -111,11 +136,12 @@ def positional_heads(heads: Heads) -> tuple[list[Head], list[Head]]:
     return many, [head for head in positional if head.index not in crowded]
 
 
-def exclude_positional(heads: Heads) -> list[Head]:
+@once
+def exclude_positional(heads: Heads) -> HeadList:
     """The heads that can be judged by their sharpness: without positional heads whose logits stay under 100.
 
     They are sharp by design. With this rule a published family of models has no false alarm.
     """
     positional = [head for group in positional_heads(heads) for head in group]
     exempt = {id(head) for head in positional if head.statistics.max("max_logit") <= LOGIT_LIMIT}
-    return [head for head in heads if head.can_be_judged and id(head) not in exempt]
+    return HeadList(head for head in heads if head.can_be_judged and id(head) not in exempt)

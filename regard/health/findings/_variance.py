@@ -5,27 +5,32 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from regard.health.findings._finding import Heads
+from regard.health.findings._finding import HeadList, Heads, once
 
 LARGE_SCALE = 1.5  # scale · √d above which a scale is suspected too large; below the inverse, too small
 NORM_RATIO = 1.1  # measured over predicted variance, up to which norms alone explain it
 BIAS_FACTOR = 16.0  # over the bound of `is_from_bias`: with an outlying first key, causal rows see ln n times more
 
 
-def group_by_layer(heads: Heads) -> list[Heads]:
+@once
+def group_by_layer(heads: Heads) -> list[HeadList]:
     """The heads that can be judged, one list per layer."""
-    layers: dict[int, list] = {}
+    layers: dict[int, HeadList] = {}
     for head in heads:
         if head.can_be_judged:
-            layers.setdefault(head.index, []).append(head)
+            if head.index not in layers:
+                layers[head.index] = HeadList()
+            layers[head.index].append(head)
     return list(layers.values())
 
 
+@once
 def median_of(members: Heads, name: str) -> float:
     """The median over heads of a statistic's mean."""
     return median(head.statistics.mean(name) for head in members)
 
 
+@once
 def variances(members: Heads) -> tuple[float, float]:
     """(measured, predicted) logit variance; a what-if has no norms, so both are the measured one."""
     measured = median_of(members, "logit_variance")

@@ -31,7 +31,7 @@ def find(heads: Heads) -> list[Finding]:
     for members in group_by_layer(exclude_positional(heads)):
         numbers = [(head, head.statistics.mean("logit_variance")) for head in members]
         above, below = [pair for pair in numbers if pair[1] > 1.0], [pair for pair in numbers if pair[1] < 1.0]
-        scale, least, most = known_scale(members[0]), min(variances(members)), max(variances(members))
+        scale, (least, most) = known_scale(members[0]), sorted(variances(members))
         if scale > LARGE_SCALE and least > UNSURE:
             (high if least > LARGE else unsure).extend(above)
             continue

@@ -41,7 +41,7 @@ INDEX = {name: index for index, name in enumerate(statistics.NAMES)}
 def attention_directly(call: Call) -> tuple[Tensor, PackedStatistics] | None:
     """Returns (output, statistics) of a plain call on a GPU, None for any other."""
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
-    if not (_is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
+    if not (is_plain(call) and q.dtype == k.dtype == v.dtype and q.numel() and k.numel() and v.numel()):
         return None
     if q.shape[1] % k.shape[1] or torch.is_autocast_enabled("cuda"):
         return None
@@ -57,7 +57,8 @@ def attention_directly(call: Call) -> tuple[Tensor, PackedStatistics] | None:
     return result.o, PackedStatistics(result.stats)
 
 
-def _is_plain(call: Call) -> bool:
+def is_plain(call: Call) -> bool:
+    """True for softmax without a mask, with a scale that is a number or None, and no other option."""
     scale = call.options.get("scale")
     others = (value for name, value in call.options.items() if name not in ("scale", "normalizer"))
     softmax = call.options.get("normalizer") in (None, "softmax")

@@ -1,6 +1,6 @@
-"""Updates a reading on the GPU with one launch per call of a layer, without waiting for the host.
+"""Updates readings on the GPU with one launch per call, of one layer or of several, without waiting for the host.
 
-Each sum belongs to one program of `update_kernel`, so that equal inputs give equal bits:
+Each sum of a layer belongs to one program of `update_kernel`, so that equal inputs give equal bits:
 
     summarize           one per statistic and head: count, mean, Σ(x − mean)², extremes, histogram
     add_to_curve        one per curve, head and bin of positions
@@ -52,24 +52,36 @@ def update(reading: LayerReading, stats: Mapping[str, Tensor], rows: Tensor | No
     packed = (
         stats.packed if isinstance(stats, PackedStatistics) else torch.stack([stats[name] for name in KEPT])
     )  # [14, B, H, M]
+    update_layers(reading.flat[None], reading.histogram[None], packed, rows, start)
+
+
+def update_layers(flat: Tensor, histogram: Tensor, packed: Tensor, rows: Tensor | None, start: int) -> None:
+    """Adds statistics [14, L·B, H, M] to the readings of L layers with as many heads, flat [L, F] and a histogram each.
+
+    The B sequences of a layer follow one another; `rows` [L·B, M] says which rows count.
+    """
     _, batch, heads, queries = packed.shape
-    every = max(1, batch * queries // COMPARED)
-    features = packed.new_empty((len(FEATURES), heads, -(-batch * queries // every)), dtype=torch.float64)
+    layers = len(flat)
+    sequences = batch // layers
+    every = max(1, sequences * queries // COMPARED)
+    sampled = -(-sequences * queries // every)
+    features = packed.new_empty((layers, len(FEATURES), heads, sampled), dtype=torch.float64)
     first, last = _bin_of(start), _bin_of(start + queries - 1)
     bins = last - first + 1
+    tasks = len(NAMES) + len(CURVES) * bins + len(FEATURES)
     counted_rows = packed if rows is None else rows.contiguous().view(torch.uint8)
     arguments = (
-        packed, counted_rows, *_plan(packed.device), reading.flat, reading.histogram, features,
-        batch * heads * queries, batch, heads, queries, start, first, bins, POSITIONS, every, features.shape[-1],
+        packed, counted_rows, *_plan(packed.device), flat, histogram, features, flat.stride(0), tasks,
+        batch * heads * queries, sequences, heads, queries, start, first, bins, POSITIONS, every, sampled,
     )  # fmt: skip
     constants = (
         _parts(heads), len(NAMES), len(CURVES), CURVE_ROWS, SLOTS, KEYS, LEAST_KEYS, rows is not None, BINS, 1024,
     )  # fmt: skip
-    tasks = len(NAMES) + len(CURVES) * bins + len(FEATURES)
-    kind = tensor_key(packed, counted_rows, reading.flat, reading.histogram)
+    kind = tensor_key(packed, counted_rows, flat, histogram)
     with on_device_of(packed):
-        launch(kind, update_kernel, heads * tasks, arguments, constants)
-    torch.baddbmm(reading.products, features, features.mT, out=reading.products)
+        launch(kind, update_kernel, layers * heads * tasks, arguments, constants)
+    begin, end, shape = parts_of(heads)["products"]
+    flat[:, begin:end].view(layers, *shape).add_(features @ features.mT)
 
 
 @cache
@@ -248,12 +260,15 @@ def compute_features(
 
 @triton.jit
 def update_kernel(
-    stats, rows, source, origin, edges, flat, histogram, features, plane, B, H, M, START, FIRST, BINS_OF_CURVE,
-    POSITIONS, EVERY, SAMPLED,
+    stats, rows, source, origin, edges, flat, histogram, features, row, TASKS, plane, B, H, M, START, FIRST,
+    BINS_OF_CURVE, POSITIONS, EVERY, SAMPLED,
     PLACES: tl.constexpr, STATISTICS: tl.constexpr, CURVES: tl.constexpr, CURVE_ROWS: tl.constexpr, SLOTS: tl.constexpr,
     KEYS: tl.constexpr, LEAST: tl.constexpr, HAS_ROWS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h, task = tl.program_id(0) % H, tl.program_id(0) // H
+    h, task = tl.program_id(0) % H, tl.program_id(0) // H % TASKS
+    layer = (tl.program_id(0) // H // TASKS).to(tl.int64)
+    stats, rows, flat = stats + layer * B * H * M, rows + layer * B * M, flat + layer * row
+    histogram, features = histogram + layer * STATISTICS * H * BINS, features + layer * len(SLOTS) * H * SAMPLED
     plane = tl.cast(plane, tl.int64)
     if task < STATISTICS:
         summarize(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from regard.health.measurement.recorder import Layer
 
 SAMPLED_ROWS = 64  # of a long call, on which the outputs are compared
+SERIAL_ROWS = 4096  # up to so many rows of a head are compared by one program of the GPU
 SAMPLED_KEYS = 1024  # rows and keys whose norms are taken, at least
 NOTHING = 1e-6  # of the layer's largest output column: what counts as 0
 # largest relative difference of one head's rebuilt output, as the square root of the sums of squares
@@ -64,7 +65,7 @@ def _spread_evenly(length: int, count: int, device: torch.device) -> Tensor:
 def relative_difference(own: Tensor, rebuilt: Tensor, rows: Tensor | None) -> Tensor:
     """Returns ‖own − rebuilt‖/‖own‖ per head [H], both [B, H, M, E], on the rows [B, M] that count."""
     own = own[: len(rebuilt)].detach()
-    if own.is_cuda and 0 < own.shape[2] <= SAMPLED_ROWS:
+    if own.is_cuda and 0 < own.shape[0] * own.shape[2] <= SERIAL_ROWS:
         from regard.health.measurement import gpu_norms
 
         return gpu_norms.relative_difference(own, rebuilt, rows)
@@ -102,8 +103,8 @@ def add_predicted_variance(reading: LayerReading, call: Call, rows: Tensor | Non
 
     parts = parts_of(reading.heads)
     gpu_norms.add_predicted_variance(
-        reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows, _strides(call),
-        _are_rows_keys(call, rows), scale,
+        reading.flat, parts["predicted"][0], parts["calls"][0], call.q.detach(), call.k.detach(), rows,
+        strides_of(call), _are_rows_keys(call, rows), scale,
     )  # fmt: skip
 
 
@@ -113,7 +114,8 @@ def _temperature(call: Call) -> Any:
     return getattr(given, "value", given)
 
 
-def _strides(call: Call) -> tuple[int, int]:
+def strides_of(call: Call) -> tuple[int, int]:
+    """Returns (every, every) so many of a call's rows and of its keys the norms are taken."""
     return max(1, call.q.shape[2] // SAMPLED_KEYS), max(1, call.k.shape[2] // SAMPLED_KEYS)
 
 
@@ -123,7 +125,7 @@ def _are_rows_keys(call: Call, rows: Tensor | None) -> bool:
 
 def predicted_variance(call: Call, rows: Tensor | None, scale: float | Tensor) -> Tensor:
     """Returns the predicted logit variance of one call per head, [H]."""
-    every_q, every_k = _strides(call)
+    every_q, every_k = strides_of(call)
     q, k = call.q.detach()[:, :, ::every_q].float(), call.k.detach()[:, :, ::every_k].float()
     norm = q.square().sum(-1)  # [B, H, M]
     temperature = _temperature(call)

@@ -18,12 +18,13 @@ from regard.health.findings.eval_dropout import DROPS
 from regard.health.measurement import norms, query_rows
 from regard.health.measurement.direct_call import attention_directly
 from regard.health.measurement.gates import gate_sums, gates_of_heads
-from regard.health.measurement.side_stream import SideStream, fetch_to_host
+from regard.health.measurement.side_stream import SideStream, fetch_to_host, record_event
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.what_if import WhatIf
 from regard.scores import resolve_scale
 
 HEADS_CHANGE = "its number of heads changes from call to call"
+ROOM = 1 / 16  # of a GPU's free memory, which calls may hold until the forward is over
 WHOLE = 256  # up to so many queries the model's own output is computed in full; beyond, on sampled rows
 
 
@@ -48,6 +49,28 @@ class BatchReading:
 
     def add_difference(self, difference: Tensor) -> None:
         self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
+
+
+@dataclass
+class UnreadCall:
+    """A call whose output the model goes on with and whose statistics are read after the forward, if memory allows.
+
+    Reading them costs the host as much as computing them, and within a forward the GPU waits for the host.
+    """
+
+    batch: BatchReading
+    call: Call
+    part: Tensor  # sampled rows of the rebuilt output
+    stats: Mapping[str, Tensor]
+    rows: Tensor | None
+    start: int
+    computed: torch.cuda.Event | None  # when the model's stream has got as far
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it holds."""
+        call, statistic = self.call, self.stats["entropy"]
+        return call.q.nbytes + call.k.nbytes + call.v.nbytes + len(self.stats) * statistic.nbytes
 
 
 @dataclass
@@ -164,16 +187,22 @@ class Recorder:
         self.key = "", 0  # of the layer that is being measured
         self._gated: tuple | None = None  # the last call: its frame, its output's shape, the rows that count
         self._batch: dict[tuple[str, int], BatchReading] = {}
+        self._unread: list[UnreadCall] = []
+        self._room: dict[torch.device, float] = {}  # see `_most_bytes`
         self._side = SideStream()
 
     def begin(self) -> None:
-        """Begins a forward: uses count from 0, masks are new."""
+        """Begins a forward: uses count from 0, masks are new, and caches may be written to."""
+        if self._unread:
+            self._read_unread()
+            self._side.join()
         self.uses.begin()
         self.rows.forget()
         forget_derived()
 
     def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
         """Returns a block in which readings are fetched without waiting for what the model still does."""
+        self._read_unread()
         return self._side.after_marks()
 
     def finish_batch(self) -> bool:
@@ -181,6 +210,7 @@ class Recorder:
 
         It must where the model went on with a rebuilt output that was not its own: later layers saw something else.
         """
+        self._read_unread()  # which sets differences
         batch, self._batch = {key: one for key, one in self._batch.items() if one.difference is not None}, {}
         with self.on_side_stream():
             fetched = fetch_to_host([one.difference for one in batch.values() if one.difference is not None])
@@ -205,12 +235,19 @@ class Recorder:
                         self._side.mark(one.reading.flat.device)
         return must_repeat
 
-    def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
+    def _find_layer(self, call: Call, name: str) -> Layer:
+        """Returns the layer that a call belongs to, and makes it the one that is being measured."""
         token = forward_token()
         if token is not self.uses.token:
             self.rows.forget()
         key = self.key = name, self.uses.count(call, name, token)
-        layer = self.layers.setdefault(key, Layer(name, len(self.layers), key[1]))
+        if key not in self.layers:
+            self.layers[key] = Layer(name, len(self.layers), key[1])
+        return self.layers[key]
+
+    def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
+        layer = self._find_layer(call, name)
+        key = self.key
         if layer.reason is not None:
             return run_original()
         if call.obstacle is not None:
@@ -247,6 +284,7 @@ class Recorder:
                 stats = {**stats, "distance": query_rows.distance_from(call, stats, start, self.backend)}
             self._measure_what_if(layer, batch, call, rows, start)
             if not sampled:
+                self._read_unread()
                 self._side.join()  # an earlier call of this layer may have been read there
                 self._read(batch, call, stats, rows, start)
                 own = whole.own(None) if call.dropout else output
@@ -254,14 +292,29 @@ class Recorder:
                 batch.done = None
                 self._side.mark(call.q.device)
                 return output
-            at = norms.sampled_rows(call.q)
-            part = rebuilt.index_select(2, at)  # the model may write to the whole
-            with self._side(call.q.device, call, part, rows, stats):
-                self._read(batch, call, stats, rows, start)
-                counted = None if rows is None else rows[:, at]
-                batch.add_difference(norms.relative_difference(call.own(at), part, counted))
-            batch.done = self._side.last_event(call.q.device)
+            part = rebuilt.index_select(2, norms.sampled_rows(call.q))  # the model may write to the whole
+            self._unread.append(UnreadCall(batch, call, part, stats, rows, start, record_event(call.q.device)))
+            if self._unread[-1].bytes * len(self._unread) > self._most_bytes(call.q.device):
+                self._read_unread()
         return in_torch_layout(rebuilt.to(call.q.dtype))
+
+    def _most_bytes(self, device: torch.device) -> float:
+        """Returns how much memory of a device unread calls may hold; on a CPU none, where nothing is gained."""
+        if device not in self._room:
+            self._room[device] = ROOM * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0.0
+        return self._room[device]
+
+    def _read_unread(self) -> None:
+        """Reads the calls that were left for later, each after the model's stream has computed it."""
+        unread, self._unread = self._unread, []
+        for one in unread:
+            device = one.call.q.device
+            with torch.no_grad(), self._side(device, one, after=one.computed):
+                self._read(one.batch, one.call, one.stats, one.rows, one.start)
+                at = norms.sampled_rows(one.call.q)
+                counted = None if one.rows is None else one.rows[:, at]
+                one.batch.add_difference(norms.relative_difference(one.call.own(at), one.part, counted))
+            one.batch.done = self._side.last_event(device)
 
     def add_gate(self, name: str, gates: Tensor) -> None:
         """Reads the gate of the last call if it is that of module `name`, in the same forward, and fits its output."""
@@ -275,15 +328,19 @@ class Recorder:
 
     def _batch_reading(self, key: tuple[str, int], call: Call) -> BatchReading:
         if key not in self._batch:
-            layer, heads, device = self.layers[key], call.q.shape[1], call.q.device
-            layer.heads, layer.three_dims = heads, call.three_dims
-            layer.kind, layer.dtype = call.kind, norms.coarsest_dtype(call.q, call.k, call.v)
-            layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
-            layer.most_keys = call.k.shape[2] * (call.q.shape[2] > 1)
-            scale = resolve_scale(call.options.get("scale"), layer.head_dim)
-            layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
-            self._batch[key] = BatchReading(LayerReading(heads, device), norms.tolerance(layer.dtype, device))
+            limit = self._describe(self.layers[key], call)
+            self._batch[key] = BatchReading(LayerReading(call.q.shape[1], call.q.device), limit)
         return self._batch[key]
+
+    def _describe(self, layer: Layer, call: Call) -> float:
+        """Stores what a call tells of its layer; returns the largest relative difference that it may have."""
+        layer.heads, layer.three_dims = call.q.shape[1], call.three_dims
+        layer.kind, layer.dtype = call.kind, norms.coarsest_dtype(call.q, call.k, call.v)
+        layer.head_dim, layer.value_dim = call.q.shape[-1], call.v.shape[-1]
+        layer.most_keys = call.k.shape[2] * (call.q.shape[2] > 1)
+        scale = resolve_scale(call.options.get("scale"), layer.head_dim)
+        layer.scale = math.nan if isinstance(scale, Tensor) else float(scale) * layer.head_dim**0.5
+        return norms.tolerance(layer.dtype, call.q.device)
 
     def _measure(self, call: Call) -> tuple[Tensor, Mapping[str, Tensor]]:
         if self.backend is None and call.q.is_cuda and (direct := attention_directly(call)) is not None:
@@ -314,6 +371,7 @@ class Recorder:
 
     def pending_layers(self) -> list[tuple[Layer, BatchReading, torch.cuda.Event]]:
         """Returns the layers measured for the first time in this batch that a GPU is still reading, and its events."""
+        self._read_unread()
         known = ((self.layers[key], one, one.done) for key, one in self._batch.items())
         return [(a, b, done) for a, b, done in known if done is not None and a.reading is None and a.reason is None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,16 @@ import torch
 
 @cache
 def _stream(device: torch.device, use: str = "work") -> torch.cuda.Stream:
-    """Returns one stream per device and use, because torch keeps freed memory per stream."""
-    return torch.cuda.Stream(device)
+    """Returns one stream per device and use, because torch keeps freed memory per stream.
+
+    Its kernels are small: of high priority, they need not wait for the end of a large one of the model.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Returns an event after what the current stream of a GPU was given so far; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
@@ -32,8 +40,53 @@ def fetch_to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [x.cpu() for x in tensors]
 
 
+class HostCopies:
+    """Copies of tensors on the host: `add` them, `start`, and `finish` when they are needed.
+
+    `start` waits for nothing: what is on a GPU goes to pinned memory on a stream of its own, tensors of one dtype in
+    one copy. `finish` waits for the copies and hands each tensor's to the function that was added with it.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[torch.Tensor, Callable[[torch.Tensor], object]]] = []
+        self._copied: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}  # device, host
+        self._events: list[torch.cuda.Event] = []
+
+    def add(self, x: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
+        """Adds a tensor and who receives its copy; on a CPU, the tensor itself."""
+        self._wanted.append((x, receive))
+
+    def start(self) -> None:
+        """Starts the copies, after what the current stream was given so far."""
+        for device in {x.device for x, _ in self._wanted if x.is_cuda}:
+            own = [x for x, _ in self._wanted if x.device == device]
+            for dtype in {x.dtype for x in own}:
+                flat = torch.cat([x.detach().reshape(-1) for x in own if x.dtype == dtype])
+                self._copied[device, dtype] = flat, torch.empty(flat.shape, dtype=dtype, pin_memory=True)
+            with after_event(torch.cuda.current_stream(device).record_event(), device):
+                for (place, _), (flat, host) in self._copied.items():
+                    if place == device:
+                        host.copy_(flat, non_blocking=True)
+                self._events.append(torch.cuda.current_stream(device).record_event())
+
+    def finish(self) -> None:
+        """Waits for the copies and hands them on."""
+        for event in self._events:
+            event.synchronize()
+        used = dict.fromkeys(self._copied, 0)
+        for x, receive in self._wanted:
+            key = x.device, x.dtype
+            if key in used:
+                at, used[key] = used[key], used[key] + x.numel()
+                x = self._copied[key][1][at : used[key]].view(x.shape)
+            receive(x)
+        self._wanted, self._copied, self._events = [], {}, []
+
+
 class SideStream:
     """`with side(device, *what_is_read): …` runs the body's kernels beside the model; on a CPU it is a plain block.
+
+    They follow what the model's stream was given so far, or only what it was given before the event `after`.
 
     What they read is kept until the model's own stream waits for them, at the next such block or at `join`: only then
     may its memory be reused. So no more than one block's tensors are held.
@@ -45,13 +98,13 @@ class SideStream:
         self._marks: dict[torch.device, torch.cuda.Event] = {}
 
     @contextlib.contextmanager
-    def __call__(self, device: torch.device, *read: Any) -> Iterator[None]:
+    def __call__(self, device: torch.device, *read: Any, after: torch.cuda.Event | None = None) -> Iterator[None]:
         if device.type != "cuda":
             yield
             return
         self._join(device)
         side = self._streams.setdefault(device, _stream(device))
-        side.wait_stream(torch.cuda.current_stream(device))
+        side.wait_event(after or torch.cuda.current_stream(device).record_event())
         try:
             with torch.cuda.stream(side):
                 yield

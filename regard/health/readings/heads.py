@@ -82,6 +82,13 @@ def heads_of(layers: Iterable[Layer]) -> list[HeadReading]:
     return [head for layer, _ in known for head in _with_gates(layer, known_heads[id(layer)])]
 
 
+def keep_on_host(layers: Iterable[Layer], heads: Iterable[HeadReading]) -> None:
+    """Gives each layer the reading that its heads were made of, which is on the host."""
+    readings = {head.index: head.reading for head in heads}
+    for layer in layers:
+        layer.reading = readings.get(layer.index, layer.reading)
+
+
 def _with_gates(layer: Layer, heads: list[HeadReading]) -> list[HeadReading]:
     """Returns the heads with the readings of the layer's output gates, if it has any."""
     if layer.gates is None:

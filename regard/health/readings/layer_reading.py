@@ -115,7 +115,12 @@ class LayerReading:
     def __init__(self, heads: int, device: torch.device | str = "cpu") -> None:
         self.heads = heads
         self.flat = empty_sums(heads, torch.device(device)).clone()
-        self.histogram = torch.zeros((len(NAMES), heads, BINS), dtype=torch.int64, device=device)
+        self.histogram = torch.zeros(self.histogram_shape(heads), dtype=torch.int64, device=device)
+
+    @staticmethod
+    def histogram_shape(heads: int) -> tuple[int, int, int]:
+        """Returns the shape of a layer's histograms, [S, H, bins]."""
+        return len(NAMES), heads, BINS
 
     def __getattr__(self, name: str) -> Tensor:
         """Returns a part of `flat` by its name and keeps it."""

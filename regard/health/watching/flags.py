@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from regard.health.findings import collapsed, dead, diffuse, dying_gradient, exploding_logits, scale_off
-from regard.health.findings._finding import positional_heads
+from regard.health.findings._finding import HeadList, positional_heads
 from regard.health.measurement.recorder import Layer
 from regard.health.readings.heads import heads_of
 from regard.health.watching.sample import AT
@@ -17,7 +17,7 @@ WATCHED = (exploding_logits, collapsed, dying_gradient, scale_off, dead, diffuse
 
 def mark_flags(layers: Sequence[Layer], tables: Mapping[int, Tensor]) -> None:
     """Writes the number of each finding (but no notes) into the tables, by the layers' index."""
-    heads = heads_of(layers)
+    heads = HeadList(heads_of(layers))
     if not heads:
         return
     for module in WATCHED:

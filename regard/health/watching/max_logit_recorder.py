@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from operator import setitem
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ import regard
 from regard.health.capture.call import Call
 from regard.health.findings._finding import LOGIT_LIMIT
 from regard.health.measurement.recorder import Layer
-from regard.health.measurement.side_stream import fetch_to_host
+from regard.health.measurement.side_stream import HostCopies
 from regard.health.watching.sample import AT
 from regard.health.watching.timed_recorder import TimedRecorder
 
@@ -41,12 +43,16 @@ class MaxLogitRecorder(TimedRecorder):
             self.largest[self.key] = torch.maximum(known, largest)
         return output
 
+    def _can_wait(self, call: Call, name: str) -> bool:
+        return False
+
+    def _copy_to_host(self, copies: HostCopies) -> None:
+        for key, largest in self.largest.items():
+            copies.add(largest, partial(setitem, self.largest, key))
+
     def finish_batch(self) -> bool:
-        """Fetches the largest logits with one wait for the device."""
-        if self.largest:
-            with self.on_side_stream():
-                fetched = fetch_to_host(list(self.largest.values()))
-            self.largest = dict(zip(self.largest, fetched, strict=True))
+        """Reads the largest logits."""
+        self._copies.finish()
         for key, largest in self.largest.items():
             self.layers[key].not_finite = (largest.isnan() | largest.isposinf()).nonzero()[:, 0].tolist()
         return False

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import setitem
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.health.capture.call import Call
-from regard.health.measurement.recorder import Layer, Recorder
-from regard.health.measurement.side_stream import fetch_to_host
+from regard.health.capture.interception import running_frame, uncaptured
+from regard.health.measurement.norms import Range
+from regard.health.measurement.postponed import MOST_BYTES, PostponedCall, Together, can_wait, measure_together
+from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
+from regard.health.measurement.side_stream import HostCopies
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.watching.flags import mark_flags
-from regard.health.watching.sample import AT, fill_table
+from regard.health.watching.sample import AT, NORMS, fill_table
 
 Norms = dict[str, tuple[Tensor, int]]  # "q_norm", … -> sums over rows [heads], rows
 
@@ -22,7 +27,8 @@ Norms = dict[str, tuple[Tensor, int]]  # "q_norm", … -> sums over rows [heads]
 class TimedRecorder(Recorder):
     """Counts the seconds beyond the model's own; a failed measurement is noted as the layer's reason.
 
-    `norms`: layer key → norms of q, k and v.
+    After each forward `end_forward` measures what was postponed (see `postponed.py`) and starts to fetch the numbers,
+    without a wait; `finish_batch` reads them. `norms`: layer key → norms of q, k and v.
     """
 
     replaces = False
@@ -32,11 +38,17 @@ class TimedRecorder(Recorder):
         self.norms: dict[tuple[str, int], Norms] = {}
         self._calls: list[tuple[Moment, Moment]] = []  # where observing a call began and ended
         self._own: list[tuple[Moment, Moment]] = []  # the same of what the model runs within
+        self._is_on_gpu = False
+        self._postponed: list[PostponedCall] = []
+        self._bytes = 0  # of their copies
+        self._limits: dict[tuple[str, int], float] = {}  # of their differences
+        self._together: list[Together] = []
+        self._copies = HostCopies()
 
     @property
     def is_on_gpu(self) -> bool:
         """True if a call was on a GPU, which may still be at work on it."""
-        return any(end.event is not None for _, end in self._calls)
+        return self._is_on_gpu
 
     def count_seconds(self) -> float:
         """Returns the seconds that measuring took, on the host or on the GPU, whichever was longer; waits for it."""
@@ -46,28 +58,35 @@ class TimedRecorder(Recorder):
 
     def __call__(self, call: Call, name: str, run_original: Callable[[], Tensor]) -> Tensor:
         outputs, model_failed = [], False
+        waits = self._can_wait(call, name)
+        device = None if waits else call.q.device  # a copy takes no time on a GPU that is worth an event
+        self._is_on_gpu |= call.q.is_cuda
 
         def run_model() -> Tensor:
             nonlocal model_failed
-            before = Moment.of(call.q)
+            before = Moment.on(device)
             model_failed = True
             outputs.append(run_original())
             model_failed = False
-            self._own.append((before, Moment.of(call.q)))
+            self._own.append((before, Moment.on(device)))
             return outputs[-1]
 
-        before = Moment.of(call.q)
+        before = Moment.on(device)
         try:
-            output = self._observe(call, name, run_model)
+            output = (self._postpone if waits else self._observe)(call, name, run_model)
         except Exception as error:
             if model_failed:
                 raise
-            self.layers[self.key].mark_unmeasured(f"measuring failed: {type(error).__name__}: {error}")
-            self._batch.pop(self.key, None)
+            self._note_failure(self.key, error)
             output = outputs[-1] if outputs else run_model()
-        self._side.mark(call.q.device)  # norms and all: what `on_side_stream` may read
-        self._calls.append((before, Moment.of(call.q)))
+        if not waits:
+            self._side.mark(call.q.device)  # norms and all: what `on_side_stream` may read
+        self._calls.append((before, Moment.on(device)))
         return output
+
+    def _note_failure(self, key: tuple[str, int], error: Exception) -> None:
+        self.layers[key].mark_unmeasured(f"measuring failed: {type(error).__name__}: {error}")
+        self._batch.pop(key, None)
 
     def _observe(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
         output = super().__call__(call, name, run_model)
@@ -76,35 +95,118 @@ class TimedRecorder(Recorder):
         return output
 
     def _add_norms(self, call: Call) -> None:
-        known, heads = self.norms.setdefault(self.key, {}), call.q.shape[1]
+        heads = call.q.shape[1]
         for name, x in (("q_norm", call.q), ("k_norm", call.k), ("v_norm", call.v)):
             sums = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).sum((0, 2))
             sums = sums.repeat_interleave(heads // len(sums))
-            before, rows = known.get(name, (0.0, 0))
-            known[name] = before + sums, rows + x.shape[0] * x.shape[2]
+            self._add_norm(self.key, name, sums, x.shape[0] * x.shape[2])
+
+    def _add_norm(self, key: tuple[str, int], name: str, sums: Tensor, rows: int) -> None:
+        known = self.norms.setdefault(key, {})
+        before, count = known.get(name, (0.0, 0))
+        known[name] = before + sums, count + rows
+
+    def _can_wait(self, call: Call, name: str) -> bool:
+        """True if the call may be measured after the forward: a few sequences of it, all of whose rows count."""
+        return self.sequences is not None and can_wait(call, name)
+
+    def _postpone(self, call: Call, name: str, run_model: Callable[[], Tensor]) -> Tensor:
+        """Runs the model's call and keeps a copy of its first sequences."""
+        layer, key = self._find_layer(call, name), self.key
+        if layer.reason is not None:
+            return run_model()
+        with torch.no_grad():
+            small = call.first_sequences(self.sequences or len(call.q))
+        self.rows.select(small, name)  # cross-attention after it takes its rows: all of them
+        if key in self._limits and layer.heads != call.q.shape[1]:
+            return self._mark_unmeasured(key, HEADS_CHANGE, run_model)
+        self._limits[key] = self._describe(layer, small)
+        self._gated = running_frame(), (*small.q.shape[:3], small.v.shape[3]), None
+        output = run_model()
+        self._postponed.append(PostponedCall.copy(key, small, output))
+        self._bytes += self._postponed[-1].bytes
+        if self._bytes > MOST_BYTES:
+            self._measure_postponed()
+        return output
+
+    def _measure_postponed(self) -> None:
+        kinds: dict[tuple, list[PostponedCall]] = {}
+        for one in self._postponed:
+            kinds.setdefault(one.kind, []).append(one)
+        self._postponed, self._bytes = [], 0
+        for calls in kinds.values():
+            device = calls[0].own.device
+            with torch.no_grad(), uncaptured(), self._side(device, calls, after=calls[-1].copied):
+                before = Moment.on(device)
+                try:
+                    self._together.append(measure_together(calls, self._measure))
+                except Exception as error:
+                    for one in calls:
+                        self._note_failure(one.key, error)
+                self._calls.append((before, Moment.on(device)))
 
     def has_measured(self, layer: Layer) -> bool:
         """True if the layer has numbers to log."""
         return layer.reading is not None
 
-    def finish_batch(self) -> bool:
-        """Keeps the readings of layers that passed the fidelity check, and brings them to the CPU."""
-        super().finish_batch()
+    def end_forward(self) -> None:
+        """Measures what the forward has left and starts to fetch all numbers, without waiting for the device."""
+        self._measure_postponed()
+        for layer in self.layers.values():
+            if layer.gates is not None:
+                self._side.mark(layer.gates.device)
         with self.on_side_stream():
-            layers = [layer for layer in self.layers.values() if layer.reading is not None]
-            readings = [layer.reading for layer in layers if layer.reading is not None]
-            if readings:
-                flat = fetch_to_host([reading.flat for reading in readings])
-                histograms = fetch_to_host([reading.histogram.flatten() for reading in readings])
-                for layer, reading, sums, bins in zip(layers, readings, flat, histograms, strict=True):
-                    layer.reading = LayerReading.from_sums(reading.heads, sums, bins.view(reading.histogram.shape))
-            for layer in layers:
-                layer.gates = None if layer.gates is None else layer.gates.cpu()
-            totals = [x for known in self.norms.values() for x, _ in known.values()]
-            fetched = iter(fetch_to_host(totals) if totals else ())
-            for known in self.norms.values():
-                known.update({name: (next(fetched), rows) for name, (_, rows) in known.items()})
-        return False
+            self._copy_to_host(self._copies)
+            self._copies.start()
+        self._side.join()
+
+    def _copy_to_host(self, copies: HostCopies) -> None:
+        """Adds all tensors that this recorder has on a device."""
+        for one in self._together:
+            for name in one.FETCHED:
+                copies.add(getattr(one, name), partial(setattr, one, name))
+        for batch in self._batch.values():
+            batch.reading = LayerReading.from_sums(batch.reading.heads, batch.reading.flat, batch.reading.histogram)
+            for name in ("flat", "histogram"):
+                copies.add(getattr(batch.reading, name), partial(setattr, batch.reading, name))
+            for name in ("difference", "empty_rows"):
+                if (x := getattr(batch, name)) is not None:
+                    copies.add(x, partial(setattr, batch, name))
+            for mask in batch.masks:
+                for name, x in mask.anomalies.items():
+                    copies.add(x, partial(setitem, mask.anomalies, name))
+            for at, ends in enumerate(batch.values):
+                copies.add(torch.stack(ends), partial(_set_range, batch.values, at))
+        for layer in self.layers.values():
+            if layer.gates is not None:
+                copies.add(layer.gates, partial(setattr, layer, "gates"))
+        for norms in self.norms.values():
+            for name, (sums, rows) in norms.items():
+                copies.add(sums, partial(_set_norm, norms, name, rows))
+
+    def finish_batch(self) -> bool:
+        """Reads the numbers of the forward, and keeps those of layers that passed the fidelity check."""
+        self._copies.finish()
+        for one in self._together:
+            for at, key in enumerate(one.keys):
+                if self.layers[key].reason is None:
+                    self._add_measured(key, one, at)
+        self._together = []
+        return super().finish_batch()
+
+    def _add_measured(self, key: tuple[str, int], one: Together, at: int) -> None:
+        """Adds a postponed call to the readings of its layer."""
+        batch = BatchReading(one.reading(at), self._limits[key], one.differences[at], values=[one.values(at)])
+        known = self._batch.setdefault(key, batch)
+        if known is not batch and known.reading.heads != batch.reading.heads:
+            self.layers[key].mark_unmeasured(HEADS_CHANGE)
+            return
+        if known is not batch:
+            known.reading = known.reading.merge(batch.reading)
+            known.add_difference(one.differences[at])
+            known.values += batch.values
+        for name, sums in zip(NORMS, one.sizes[:, at], strict=True):
+            self._add_norm(key, name, sums, one.rows)
 
     def fill(self, layer: Layer, table: Tensor) -> None:
         """Writes the numbers of a measured layer into its table."""
@@ -129,6 +231,15 @@ class TimedRecorder(Recorder):
         return found
 
 
+def _set_range(ranges: list[Range], at: int, ends: Tensor) -> None:
+    low, high = ends
+    ranges[at] = low, high
+
+
+def _set_norm(norms: Norms, name: str, rows: int, sums: Tensor) -> None:
+    norms[name] = sums, rows
+
+
 class Moment(NamedTuple):
     """A moment on the host, and on the GPU's stream where there is one."""
 
@@ -136,12 +247,12 @@ class Moment(NamedTuple):
     event: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, x: Tensor) -> Moment:
-        """Returns now, on the device of x; without a wait."""
+    def on(cls, device: torch.device | None) -> Moment:
+        """Returns now, on the host and on a device; without a wait."""
         event = None
-        if x.is_cuda:
+        if device is not None and device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            torch.cuda.current_stream(x.device).record_event(event)
+            torch.cuda.current_stream(device).record_event(event)
         return cls(time.perf_counter(), event)
 
 

@@ -1,0 +1,152 @@
+"""Measures plain self-attention after the forward, the layers of one shape together.
+
+While a forward is being enqueued, each millisecond on the host may be one in which the GPU has nothing to do. So a call
+that only wants softmax, a scale and causal order is copied there, a few sequences of it, and measured when the model
+has got all of its work: twelve layers of one shape take as many launches as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard.health.capture.call import Call
+from regard.health.measurement import norms
+from regard.health.measurement.direct_call import PackedStatistics, is_plain
+from regard.health.measurement.side_stream import record_event
+from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
+from regard.scores import resolve_scale
+from regard.statistics import NAMES
+
+MOST_BYTES = 2**28  # of copies; beyond, calls are measured while the forward still runs
+
+Key = tuple[str, int]  # of a layer: name, use
+Measure = Callable[[Call], tuple[Tensor, Mapping[str, Tensor]]]  # call -> output, statistics
+
+
+def can_wait(call: Call, name: str) -> bool:
+    """True for self-attention without a mask whose inputs tell all that its measurement needs."""
+    q, k, v = call.q, call.k, call.v
+    if call.obstacle is not None or call.dropout or not is_plain(call) or call.is_cross(name):
+        return False
+    if not (q.shape[2] == k.shape[2] and q.numel() and v.numel() and q.shape[1] % k.shape[1] == 0):
+        return False
+    if not (q.dtype == k.dtype == v.dtype and type(q) is type(k) is type(v) is Tensor):
+        return False
+    kind = q.device.type
+    return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == q.dtype
+
+
+def _run_nothing(rows: Tensor | None) -> Tensor:
+    raise RuntimeError("a postponed call does not keep the model's own function, which would keep its whole batch")
+
+
+@dataclass
+class PostponedCall:
+    """A call on copies of its first sequences, and the model's own output of them."""
+
+    key: Key
+    call: Call
+    own: Tensor  # [B, H, M, E]
+    copied: torch.cuda.Event | None  # when the model's stream has got as far
+
+    @classmethod
+    def copy(cls, key: Key, call: Call, output: Tensor) -> PostponedCall:
+        """Copies what is needed of a call that the model has run."""
+        with torch.no_grad():
+            q, k, v, own = (x.clone() for x in (call.q, call.k, call.v, output[: len(call.q)]))
+        return cls(key, replace(call, q=q, k=k, v=v, own=_run_nothing), own, record_event(own.device))
+
+    @property
+    def kind(self) -> tuple:
+        """What calls that are measured together have in common."""
+        call = self.call
+        shapes = call.q.shape, call.k.shape, call.v.shape, self.own.shape
+        return call.q.device, call.q.dtype, self.own.dtype, *shapes, call.causal, call.options.get("scale")
+
+    @property
+    def bytes(self) -> int:
+        """The size of the copies."""
+        return self.call.q.nbytes + self.call.k.nbytes + self.call.v.nbytes + self.own.nbytes
+
+
+@dataclass
+class Together:
+    """The measurement of several layers of one shape, a row for each."""
+
+    FETCHED = "flat", "histogram", "differences", "low", "high", "sizes"  # on the device until a copy replaces them
+
+    keys: list[Key]
+    sequences: int
+    flat: Tensor  # [L, F], as in `LayerReading`
+    histogram: Tensor  # [L, S, H, bins]
+    differences: Tensor  # [L, H]
+    low: Tensor  # [L·B, G, E]: see `norms.value_range`
+    high: Tensor
+    sizes: Tensor  # [3, L, H] sums of ‖q‖, ‖k‖ and ‖v‖ over rows
+    rows: int  # behind each of those sums
+
+    def reading(self, at: int) -> LayerReading:
+        """Returns the reading of one layer."""
+        return LayerReading.from_sums(self.histogram.shape[2], self.flat[at], self.histogram[at])
+
+    def values(self, at: int) -> norms.Range:
+        """Returns the range of one layer's values."""
+        own = slice(at * self.sequences, (at + 1) * self.sequences)
+        return self.low[own], self.high[own]
+
+
+def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Together:
+    """Measures calls of one kind as the sequences of one batch."""
+    first, many = calls[0].call, len(calls)
+    batch, heads, queries, _ = first.q.shape
+    q, k, v = (torch.cat([getattr(one.call, name) for one in calls]) for name in ("q", "k", "v"))
+    own = torch.cat([one.own for one in calls])
+    with torch.autocast(q.device.type, enabled=False):  # all of it is in autocast's dtype already
+        rebuilt, stats = measure(replace(first, q=q, k=k, v=v))
+    device = q.device
+    found = Together(
+        [one.key for one in calls],
+        batch,
+        empty_sums(heads, device).repeat(many, 1),
+        torch.zeros((many, *LayerReading.histogram_shape(heads)), dtype=torch.int64, device=device),
+        torch.empty(0),
+        *norms.value_range(v),
+        torch.stack([_sum_norms(x, many, heads) for x in (q, k, v)]),
+        batch * queries,
+    )
+    add = _add_on_gpu if device.type == "cuda" else _add_layer_by_layer
+    add(found, replace(first, q=q, k=k, v=v), own, rebuilt, stats)
+    return found
+
+
+def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
+    """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H]."""
+    sums = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).unflatten(0, (layers, -1)).sum((1, 3))
+    return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
+
+
+def _add_on_gpu(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:
+    from regard.health.measurement import gpu_norms, gpu_reading
+
+    many, heads = len(found.keys), call.q.shape[1]
+    packed = stats.packed if isinstance(stats, PackedStatistics) else torch.stack([stats[name] for name in NAMES])
+    gpu_reading.update_layers(found.flat, found.histogram, packed, None, 0)
+    parts, scale = parts_of(heads), float(resolve_scale(call.options.get("scale"), call.q.shape[-1]))
+    gpu_norms.add_predicted_variance(
+        found.flat, parts["predicted"][0], parts["calls"][0], call.q, call.k, None, norms.strides_of(call), False, scale
+    )
+    found.differences = gpu_norms.relative_difference(own, rebuilt, None, many).view(many, heads)
+
+
+def _add_layer_by_layer(found: Together, call: Call, own: Tensor, rebuilt: Tensor, stats: Mapping[str, Tensor]) -> None:
+    differences = []
+    for at in range(len(found.keys)):
+        part = slice(at * found.sequences, (at + 1) * found.sequences)
+        reading = found.reading(at).update({name: stats[name][part] for name in NAMES})
+        norms.add_predicted_variance(reading, replace(call, q=call.q[part], k=call.k[part], v=call.v[part]), None)
+        differences.append(norms.relative_difference(own[part], rebuilt[part], None))
+    found.differences = torch.stack(differences)

@@ -157,6 +157,14 @@ def test_some_heads_at_a_time(monkeypatch):
     check_gradients(make_relative(9, stats=(), **MANY | dict(g=8)), "stored ds", monkeypatch)
 
 
+def test_a_tape_reads_the_new_table(monkeypatch):
+    """Calls of one kind with other tables: the third and fourth are replays."""
+    monkeypatch.undo()
+    for seed in range(4):
+        p = make_relative(20 + seed, stats=(), **MANY)
+        check_backward(attention, p, check_forward(attention, p, slack=2.0), slack=2.0)
+
+
 KEY_BIAS = [
     dict(causal=True, **MANY),
     dict(causal=True, sharp=12.0, **MANY),

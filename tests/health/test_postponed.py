@@ -260,3 +260,19 @@ def test_a_layer_that_is_not_faithful_is_found_after_the_forward(monkeypatch):
     for head, want in zip(report.heads, expected, strict=True):  # its inputs are the faithful ones
         for name in ("entropy", "logit_variance", "distance"):
             assert head.statistics[name].mean == pytest.approx(want.statistics[name].mean, rel=1e-4)
+
+
+def test_autocast_holds_for_what_is_read_of_its_forward(monkeypatch):
+    """Queries of float32 beside values of bfloat16, which only autocast lets torch's attention take."""
+    monkeypatch.setattr(Recorder, "_most_bytes", lambda self, device: float("inf"))
+
+    class Mixed(nn.Module):
+        def forward(self, x):
+            return SDPA(x, x, x.bfloat16(), is_causal=True)
+
+    def run(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(torch.randn(1, 2, 300, 8))
+
+    report = regard.examine(Mixed(), [run], checks=False)
+    assert report.unmeasured == [] and len(report.heads) == 2

@@ -9,7 +9,7 @@ from torch import nn
 import regard
 from regard.health.capture.call import Call
 from regard.health.measurement import postponed
-from regard.health.measurement.postponed import PostponedCall, can_wait, measure_together
+from regard.health.measurement.postponed import PostponedCall, can_wait, copy_first, measure_together
 from regard.health.measurement.recorder import Recorder
 from regard.health.watching import timed_recorder
 from regard.health.watching.timed_recorder import TimedRecorder
@@ -97,12 +97,12 @@ def test_what_a_model_writes_over_was_copied():
 def test_only_copies_of_the_measured_sequences_are_held():
     x = torch.randn(64, 2, 9, 8)
     call = Call(None, x, x, x, own=lambda rows: x, kind="sdpa", causal=True)
-    kept = PostponedCall.copy(("", 0), call.first_sequences(1), x)
-    assert kept.bytes == 4 * 2 * 9 * 8 * 4
-    for y in (kept.call.q, kept.call.k, kept.call.v, kept.own):
+    small = copy_first(call, sequences=1)
+    assert PostponedCall(("", 0), small, x[:1], None).bytes == 4 * 2 * 9 * 8 * 4
+    for y in (small.q, small.k, small.v):
         assert y.untyped_storage().nbytes() == 2 * 9 * 8 * 4
     with pytest.raises(RuntimeError, match="does not keep the model's own function"):
-        kept.call.own(None)
+        small.own(None)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_on_a_gpu_layers_read_as_one_by_one():
     for at in range(2):
         q, k, v = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
         own = SDPA(q, k, v, is_causal=True, enable_gqa=True) + 0.01 * torch.randn(1, 4, 20, 8)
-        calls.append(PostponedCall.copy((str(at), 0), Call(None, q, k, v, None, "sdpa", causal=True), own))
+        calls.append(PostponedCall((str(at), 0), Call(None, q, k, v, None, "sdpa", causal=True), own, None))
 
     def measure(call):
         return regard.attention(call.q, call.k, call.v, **call.arguments, return_stats=True)
@@ -260,3 +260,19 @@ def test_a_layer_that_is_not_faithful_is_found_after_the_forward(monkeypatch):
     for head, want in zip(report.heads, expected, strict=True):  # its inputs are the faithful ones
         for name in ("entropy", "logit_variance", "distance"):
             assert head.statistics[name].mean == pytest.approx(want.statistics[name].mean, rel=1e-4)
+
+
+def test_autocast_holds_for_what_is_read_of_its_forward(monkeypatch):
+    """Queries of float32 beside values of bfloat16, which only autocast lets torch's attention take."""
+    monkeypatch.setattr(Recorder, "_most_bytes", lambda self, device: float("inf"))
+
+    class Mixed(nn.Module):
+        def forward(self, x):
+            return SDPA(x, x, x.bfloat16(), is_causal=True)
+
+    def run(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(torch.randn(1, 2, 300, 8))
+
+    report = regard.examine(Mixed(), [run], checks=False)
+    assert report.unmeasured == [] and len(report.heads) == 2

@@ -24,19 +24,28 @@ REMEDY = (
 
 def find(heads: Heads) -> list[Finding]:
     found = [(head, head.statistics.mean("entropy_ratio")) for head in heads if is_diffuse(head)]
-    constant = [pair for pair in found if has_constant_logits(pair[0])]
     fresh = {id(head) for head in untrained_heads(heads)} if found else set()
     untrained = [pair for pair in found if id(pair[0]) in fresh]
     others = [pair for pair in found if id(pair[0]) not in fresh and not has_constant_logits(pair[0])]
     return [
-        *make_finding(
-            KIND, "warning", constant, EVIDENCE, f"logit_variance < {CONSTANT:g} in every row", name_remedy(constant)
-        ),
+        *find_warnings(heads),
         *make_finding(KIND, "note", others, EVIDENCE, THRESHOLD, name_remedy(others)),
         *make_finding(
             KIND, "note", untrained, EVIDENCE, f"{THRESHOLD}; the model looks untrained", name_remedy(untrained)
         ),
     ]
+
+
+def find_warnings(heads: Heads) -> list[Finding]:
+    """What `find` returns without its notes."""
+    constant = [
+        (head, head.statistics.mean("entropy_ratio"))
+        for head in heads
+        if has_constant_logits(head) and is_diffuse(head)
+    ]
+    return make_finding(
+        KIND, "warning", constant, EVIDENCE, f"logit_variance < {CONSTANT:g} in every row", name_remedy(constant)
+    )
 
 
 def name_remedy(found: list[tuple[Head, float]]) -> str:

@@ -44,7 +44,7 @@ def coarsest_dtype(*tensors: Tensor) -> torch.dtype:
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
         dtypes.add(torch.get_autocast_dtype(kind))
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return dtypes.pop() if len(dtypes) == 1 else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def tolerance(dtype: torch.dtype, device: torch.device) -> float:

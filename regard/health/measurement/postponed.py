@@ -16,7 +16,6 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
 from regard.health.measurement.direct_call import PackedStatistics, is_plain
-from regard.health.measurement.side_stream import record_event
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
 from regard.statistics import NAMES
@@ -44,21 +43,21 @@ def _run_nothing(rows: Tensor | None) -> Tensor:
     raise RuntimeError("a postponed call does not keep the model's own function, which would keep its whole batch")
 
 
+def copy_first(call: Call, sequences: int) -> Call:
+    """Returns a call on copies of its first sequences, without the model's own function."""
+    with torch.no_grad():
+        q, k, v = (x[:sequences].clone() for x in (call.q, call.k, call.v))
+    return replace(call, q=q, k=k, v=v, own=_run_nothing)
+
+
 @dataclass
 class PostponedCall:
-    """A call on copies of its first sequences, and the model's own output of them."""
+    """A call on copies of its first sequences (see `copy_first`), and a copy of the model's own output of them."""
 
     key: Key
     call: Call
     own: Tensor  # [B, H, M, E]
     copied: torch.cuda.Event | None  # when the model's stream has got as far
-
-    @classmethod
-    def copy(cls, key: Key, call: Call, output: Tensor) -> PostponedCall:
-        """Copies what is needed of a call that the model has run."""
-        with torch.no_grad():
-            q, k, v, own = (x.clone() for x in (call.q, call.k, call.v, output[: len(call.q)]))
-        return cls(key, replace(call, q=q, k=k, v=v, own=_run_nothing), own, record_event(own.device))
 
     @property
     def kind(self) -> tuple:

@@ -118,6 +118,10 @@ class QueryRows:
         """Drops what is known of the last forward."""
         self._last.clear()
 
+    def keep_all(self, batch: int, queries: int) -> None:
+        """Notes a self-attention call all of whose rows count, for the cross-attention after it."""
+        self._last[batch, queries] = None
+
     def select(self, call: Call, name: str = "") -> tuple[Tensor | None, MaskSummary | None, Tensor | None]:
         """Returns (rows that count [B, M], mask summary, rows that should count [B, M]).
 

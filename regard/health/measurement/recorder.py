@@ -13,7 +13,7 @@ from torch import Tensor
 
 import regard
 from regard.health.capture.call import MAX_USES, Call, UseCounter, forget_derived, in_torch_layout
-from regard.health.capture.interception import forward_token, running_frame
+from regard.health.capture.interception import forward_token, running_frame, uncaptured
 from regard.health.findings.eval_dropout import DROPS
 from regard.health.measurement import norms, query_rows
 from regard.health.measurement.direct_call import attention_directly
@@ -294,7 +294,8 @@ class Recorder:
                 return output
             part = rebuilt.index_select(2, norms.sampled_rows(call.q))  # the model may write to the whole
             self._unread.append(UnreadCall(batch, call, part, stats, rows, start, record_event(call.q.device)))
-            if self._unread[-1].bytes * len(self._unread) > self._most_bytes(call.q.device):
+            held, kind = self._unread[-1].bytes * len(self._unread), call.q.device.type
+            if held > self._most_bytes(call.q.device) or torch.is_autocast_enabled(kind):  # `own` may need autocast
                 self._read_unread()
         return in_torch_layout(rebuilt.to(call.q.dtype))
 
@@ -309,7 +310,7 @@ class Recorder:
         unread, self._unread = self._unread, []
         for one in unread:
             device = one.call.q.device
-            with torch.no_grad(), self._side(device, one, after=one.computed):
+            with torch.no_grad(), uncaptured(), self._side(device, one, after=one.computed):
                 self._read(one.batch, one.call, one.stats, one.rows, one.start)
                 at = norms.sampled_rows(one.call.q)
                 counted = None if one.rows is None else one.rows[:, at]

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,9 +125,9 @@ def least(name: str) -> float:
     return -math.inf if LAYOUT[name][0] == "asinh" else edges(name)[1]
 
 
-def quantile(name: str, counts: np.ndarray, share: float, low: float, high: float) -> float:
+def quantile(name: str, counts: Tensor, share: float, low: float, high: float) -> float:
     """Returns the value below which `share` of the counts lie, interpolated on the scale, within [low, high]."""
-    running = counts.cumsum()
+    running = counts.numpy().cumsum()
     total = int(running[-1])
     if not total:
         return math.nan
@@ -170,7 +169,7 @@ class Spread:
         """
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"share must lie in [0, 1], got {share!r}")
-        return quantile(self.name, self.histogram.numpy(), share, self.min, self.max)
+        return quantile(self.name, self.histogram, share, self.min, self.max)
 
     def share_below(self, value: float) -> float:
         """Returns the share of the rows whose value is below this one."""
@@ -205,8 +204,7 @@ class Spreads(Mapping):
 
     def quantile(self, name: str, share: float) -> float:
         """Returns a quantile of a statistic without making its `Spread`: see `Spread.quantile`."""
-        counts = self._histogram.numpy()[ROW[name], self._head]
-        return quantile(name, counts, share, self.min(name), self.max(name))
+        return quantile(name, self._histogram[ROW[name], self._head], share, self.min(name), self.max(name))
 
     def max(self, name: str) -> float:
         return self._numbers[4][ROW[name]][self._head]

@@ -62,7 +62,7 @@ class AlarmRules:
 
     def __init__(self) -> None:
         self._numbers: dict[Place, deque] = {}
-        self._streaks: dict[tuple[str, Place], int] = {}
+        self._streaks: dict[str, dict[Place, int]] = {}  # by kind: samples on end that had it
         self._wide_streaks: dict[str, int] = {}
         self._raised: set[tuple[str, str, Place]] = set()
         self._waiting: dict[tuple[str, str], list[tuple[Place, str]]] = {}  # events that the next alarm will tell
@@ -92,15 +92,17 @@ class AlarmRules:
         for place in flags.get("not finite", {}):
             yield "not finite", "critical", place, NOT_FINITE
         places = [(row["layer"], row["head"]) for row in rows]
+        measured = set(places)
         for kind, describe in NUMBERS.items():
             found = flags.get(kind, {})
             wide = kind in WIDE and len(found) > MOST * len(places)
             self._wide_streaks[kind] = self._wide_streaks.get(kind, 0) + 1 if wide else 0
-            for place in places:
-                streak = self._streaks.get((kind, place), 0) + 1 if place in found else 0
-                self._streaks[kind, place] = streak
-                severity, needed = self._judge(kind, step)
-                if place in found and streak >= needed:
+            severity, needed = self._judge(kind, step)
+            before = self._streaks.get(kind, {})
+            streaks = self._streaks[kind] = {place: count for place, count in before.items() if place not in measured}
+            for place in (place for place in places if place in found) if found else ():
+                streaks[place] = before.get(place, 0) + 1
+                if streaks[place] >= needed:
                     text = f"{kind} in each of the last {needed} samples ({describe(found[place])})"
                     yield kind, severity, place, text
         positional = flags.get("positional", {})

@@ -21,7 +21,8 @@ def mark_flags(layers: Sequence[Layer], tables: Mapping[int, Tensor]) -> None:
     if not heads:
         return
     for module in WATCHED:
-        for finding in module.find(heads) if hasattr(module, "find") else module.find_in_layers(layers):
+        find = getattr(module, "find_warnings", None) or getattr(module, "find", None)
+        for finding in find(heads) if find is not None else module.find_in_layers(layers):
             if finding.severity != "note":
                 for (index, head), number in zip(finding.places, finding.measured, strict=True):
                     tables[index][head, AT[module.KIND]] = number

@@ -44,6 +44,8 @@ NORMS = ("q_norm", "k_norm", "v_norm")
 FLAGS = ("exploding logits", "collapsed", "dying gradient", "scale off", "dead", "diffuse", "positional")
 COLUMNS = (*COUNTS, "max_logit", *MEANS, *FLAGS, "not_finite")
 AT = {name: column for column, name in enumerate(COLUMNS)}
+READ = tuple(name for name in MEANS if name in ROW)  # columns that are means of a reading
+EMPTY_ROW = [math.nan if name in FLAGS else -math.inf if name == "max_logit" else 0.0 for name in COLUMNS]
 HEAD_VALUES = ("max_logit", "entropy_ratio", "max_weight", "first_key_mass", "gain_ratio", "logit_variance")
 SINK = 0.3  # mean mass on the first key above which a head is a sink
 MOST_SERIES = 400  # for layers and model; metrics per layer are left out, the last first, to stay below
@@ -71,23 +73,18 @@ class LayerSample:
 
 def empty_table(heads: int) -> Tensor:
     """Returns the table of a layer without rows."""
-    table = torch.zeros(heads, len(COLUMNS), dtype=torch.float64)
-    table[:, AT["max_logit"]] = -math.inf
-    table[:, [AT[name] for name in FLAGS]] = math.nan
-    return table
+    return torch.tensor([EMPTY_ROW], dtype=torch.float64).repeat(heads, 1)
 
 
 def fill_table(table: Tensor, reading: LayerReading, norms: Mapping[str, tuple[Tensor, int]]) -> None:
     """Writes a layer's reading (on the CPU) and its norms (name → sums [heads], rows) into its table."""
-    table[:, AT["rows"]] = reading.count[ROW["visible_keys"]]
-    table[:, AT["ratio_rows"]] = reading.count[ROW["entropy_ratio"]]
-    table[:, AT["max_logit"]] = reading.high[ROW["max_logit"]]
-    for name in MEANS:
-        if name in ROW:
-            table[:, AT[name]] = reading.mean[ROW[name]]
+    cells = table.numpy()
+    cells[:, [AT["rows"], AT["ratio_rows"]]] = reading.count.numpy()[[ROW["visible_keys"], ROW["entropy_ratio"]]].T
+    cells[:, AT["max_logit"]] = reading.high.numpy()[ROW["max_logit"]]
+    cells[:, [AT[name] for name in READ]] = reading.mean.numpy()[[ROW[name] for name in READ]].T
     for name, (sums, count) in norms.items():
-        table[:, AT[name]] = sums.double().cpu() / max(count, 1)
-        table[:, AT[MEANS[name]]] = count
+        cells[:, AT[name]] = sums.numpy() / max(count, 1)
+        cells[:, AT[MEANS[name]]] = count
 
 
 def merge_tables(tables: Tensor) -> Tensor:

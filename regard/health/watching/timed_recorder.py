@@ -14,9 +14,16 @@ from torch import Tensor
 from regard.health.capture.call import Call
 from regard.health.capture.interception import running_frame, uncaptured
 from regard.health.measurement.norms import Range
-from regard.health.measurement.postponed import MOST_BYTES, PostponedCall, Together, can_wait, measure_together
+from regard.health.measurement.postponed import (
+    MOST_BYTES,
+    PostponedCall,
+    Together,
+    can_wait,
+    copy_first,
+    measure_together,
+)
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
-from regard.health.measurement.side_stream import HostCopies
+from regard.health.measurement.side_stream import HostCopies, record_event
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.watching.flags import mark_flags
 from regard.health.watching.sample import AT, NORMS, fill_table
@@ -115,15 +122,16 @@ class TimedRecorder(Recorder):
         layer, key = self._find_layer(call, name), self.key
         if layer.reason is not None:
             return run_model()
-        with torch.no_grad():
-            small = call.first_sequences(self.sequences or len(call.q))
-        self.rows.select(small, name)  # cross-attention after it takes its rows: all of them
-        if key in self._limits and layer.heads != call.q.shape[1]:
+        batch, heads, queries, _ = call.q.shape
+        if key in self._limits and layer.heads != heads:
             return self._mark_unmeasured(key, HEADS_CHANGE, run_model)
-        self._limits[key] = self._describe(layer, small)
-        self._gated = running_frame(), (*small.q.shape[:3], small.v.shape[3]), None
-        output = run_model()
-        self._postponed.append(PostponedCall.copy(key, small, output))
+        sequences = min(batch, self.sequences or batch)
+        self._limits[key] = self._describe(layer, call)
+        self.rows.keep_all(sequences, queries)
+        self._gated = running_frame(), (sequences, heads, queries, call.v.shape[3]), None
+        small, output = copy_first(call, sequences), run_model()
+        own = output.detach()[:sequences].clone()
+        self._postponed.append(PostponedCall(key, small, own, record_event(own.device)))
         self._bytes += self._postponed[-1].bytes
         if self._bytes > MOST_BYTES:
             self._measure_postponed()

@@ -195,8 +195,8 @@ def _is_within_transform() -> bool:
     return any("Jvp" in kind or "Grad" in kind for kind in _active_transforms())
 
 
-# The mark of torch.compiler.assume_constant_result, which would import all of torch._dynamo: torch guards a graph by the
-# transforms that it was made in.
+# torch guards a graph by the transforms that it was made in. torch.compiler.assume_constant_result sets this mark too,
+# but imports all of torch._dynamo.
 _is_within_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -60,7 +60,8 @@ def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Kept]:
         above = np.empty((block.count, room), s.numpy().dtype)
         where = np.empty((block.count, room), np.int32)
         arrays = [block.row_output(x) for x in (high, c, counts)]
-        run(block.as_matrix(s), block.geometry, theta, block.keys.start, *arrays, above, where, packing_room(scratch, block))
+        found = *arrays, above, where, packing_room(scratch, block)
+        run(block.as_matrix(s), block.geometry, theta, block.keys.start, *found)
         used = min(room, int(arrays[2].max(initial=0)))
         for whole, own in ((support, above), (places, where)):
             block.take(whole)[..., :used] = block.unflatten(torch.from_numpy(own))[..., :used]

@@ -18,8 +18,8 @@ from regard._backends.cpu.attention.forward_rows import (
     finite_inverse,
     row_maximum,
     visible_columns,
-    zero_unseen,
     weigh_row,
+    zero_unseen,
 )
 from regard._backends.cpu.jit.compile import prim, real, tile
 from regard._backends.cpu.threshold_solver import solve_row, threshold_sums

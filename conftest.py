@@ -19,11 +19,11 @@ if not torch.cuda.is_available():
 
         speed_up()
 
+import regard  # before pytest imports a module of it for its doctests, which would leave two copies of that module
+
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
-    import regard
-
     doctest_namespace.update(regard=regard, torch=torch)
 
 

@@ -26,6 +26,10 @@ TENSORS = (
     "q", "k", "v", "bias", "mask", "temperature", "sink", "key_lengths", "seed", "interval", "row_bias", "relative",
     "theta", "score_params",
 )  # fmt: skip
+OPTIONS_SCHEMA = (  # of what `Problem.flatten` returns
+    "float scale, float softcap, str score, bool causal, SymInt left, SymInt right, float dropout_p, str normalizer, "
+    "str stats"
+)
 
 
 class Kind:

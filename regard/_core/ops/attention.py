@@ -11,6 +11,8 @@ be broadcast arrives unexpanded, so that its gradient has its own shape.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
@@ -19,57 +21,20 @@ from torch.utils.flop_counter import register_flop_formula
 from regard._core.autograd import LEARNED, differentiable_gradients, fit_gradient, make_upstream, place_gradients
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
-from regard._core.problem import TENSORS, Forward, unflatten
+from regard._core.problem import OPTIONS_SCHEMA, TENSORS, Forward, unflatten
 
 COUNT = len(TENSORS)
+INPUTS = ", ".join(["Tensor q, Tensor k, Tensor v", *(f"Tensor? {name}" for name in TENSORS[3:]), OPTIONS_SCHEMA])
+SAVED = "Tensor o, Tensor shift, Tensor z, Tensor stat_values"  # the fields of `Forward`
+DIFFERENTIABLE_INPUTS = [0, 1, 2, *LEARNED.values()]  # places in TENSORS
 
 
-@custom_op("regard::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    sink: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    interval: Tensor | None,
-    row_bias: Tensor | None,
-    relative: Tensor | None,
-    theta: Tensor | None,
-    score_params: Tensor | None,
-    scale: float,
-    softcap: float,
-    score: str,
-    causal: bool,
-    left: int,
-    right: int,
-    dropout_p: float,
-    normalizer: str,
-    stats: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@custom_op("regard::attention", mutates_args=(), schema=f"({INPUTS}, str backend) -> (Tensor, Tensor, Tensor, Tensor)")
+def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fused attention of one problem: o, the row state and the statistics [S, B, H, M]."""
-    refuse_tangents(q, k, v, bias, temperature, sink, row_bias, relative, theta)
-    tensors = (
-        q,
-        k,
-        v,
-        bias,
-        mask,
-        temperature,
-        sink,
-        key_lengths,
-        seed,
-        interval,
-        row_bias,
-        relative,
-        theta,
-        score_params,
-    )
-    problem = unflatten(tensors, (scale, softcap, score, causal, left, right, dropout_p, normalizer, stats))
+    tensors, (*options, backend) = inputs[:COUNT], inputs[COUNT:]
+    refuse_tangents(*(tensors[place] for place in DIFFERENTIABLE_INPUTS))
+    problem = unflatten(tensors, options)
     with default_device(backend):
         result = backend_module(ATTENTION, backend).forward(problem)
     return result.o, result.shift, result.z, result.stats
@@ -88,65 +53,23 @@ def _(q, k, v, *rest):
     )
 
 
-@custom_op("regard::attention_backward", mutates_args=())
-def attention_backward(
-    do: Tensor,
-    dstats: Tensor | None,
-    o: Tensor,
-    shift: Tensor,
-    z: Tensor,
-    stat_values: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    sink: Tensor | None,
-    key_lengths: Tensor | None,
-    seed: Tensor | None,
-    interval: Tensor | None,
-    row_bias: Tensor | None,
-    relative: Tensor | None,
-    theta: Tensor | None,
-    score_params: Tensor | None,
-    scale: float,
-    softcap: float,
-    score: str,
-    causal: bool,
-    left: int,
-    right: int,
-    dropout_p: float,
-    normalizer: str,
-    stats: str,
-    backend: str,
-    wants: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@custom_op(
+    "regard::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor? dstats, {SAVED}, {INPUTS}, str backend, str wants) -> "
+    f"({', '.join(['Tensor'] * len(DIFFERENTIABLE_INPUTS))})",
+)
+def attention_backward(do: Tensor, dstats: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     """(dq, dk, dv, then of `LEARNED`); those not named in `wants` are empty. dstats [S, B, H, M] or None."""
-    refuse_tangents(do, dstats, q, k, v, bias, temperature, sink, row_bias, relative, theta)
-    tensors = (
-        q,
-        k,
-        v,
-        bias,
-        mask,
-        temperature,
-        sink,
-        key_lengths,
-        seed,
-        interval,
-        row_bias,
-        relative,
-        theta,
-        score_params,
-    )
-    problem = unflatten(tensors, (scale, softcap, score, causal, left, right, dropout_p, normalizer, stats))
+    saved, tensors, (*options, backend, wants) = Forward(*inputs[:4]), inputs[4 : 4 + COUNT], inputs[4 + COUNT :]
+    refuse_tangents(do, dstats, *(tensors[place] for place in DIFFERENTIABLE_INPUTS))
+    problem = unflatten(tensors, options)
     wanted = wants.split(",")
     with default_device(backend):
-        saved, upstream = Forward(o, shift, z, stat_values), make_upstream(problem, do, dstats, wanted)
+        upstream = make_upstream(problem, do, dstats, wanted)
         grads = backend_module(ATTENTION, backend).backward(problem, saved, upstream)
-    extra = [fit_gradient(grads, n, tensors[at]) if n in wanted else q.new_empty(0) for n, at in LEARNED.items()]
-    return grads.q, grads.k, grads.v, *extra  # type: ignore[return-value]
+    extra = [fit_gradient(grads, n, tensors[at]) if n in wanted else do.new_empty(0) for n, at in LEARNED.items()]
+    return grads.q, grads.k, grads.v, *extra
 
 
 @attention_backward.register_fake

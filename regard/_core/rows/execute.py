@@ -191,9 +191,13 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return any(is_mapped(x) or x.requires_grad for x in given) and _is_within_transform()
 
 
-@torch.compiler.assume_constant_result  # torch guards a graph by the transforms that it was made in
 def _is_within_transform() -> bool:
     return any("Jvp" in kind or "Grad" in kind for kind in _active_transforms())
+
+
+# torch guards a graph by the transforms that it was made in. torch.compiler.assume_constant_result sets this mark too,
+# but imports all of torch._dynamo.
+_is_within_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_within_vmap() -> bool:

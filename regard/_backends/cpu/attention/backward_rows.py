@@ -12,12 +12,12 @@ import numpy as np
 
 from regard._backends.cpu.attention.forward_rows import (
     CHUNK,
-    clip_row,
     count_and_mean,
     finite_inverse,
     parameter_of,
     row_maximum,
     visible_columns,
+    zero_unseen,
 )
 from regard._backends.cpu.jit.compile import prim, real, tile
 from regard._backends.cpu.threshold_solver import refine_threshold
@@ -28,7 +28,9 @@ def backward_from_weights(s, dp, geometry, parameter, shift, z, delta, dtheta):
     for r in range(s.shape[0]):
         theta = parameter_of(parameter, r)
         _, first, last = visible_columns(geometry, r, s.shape[1])
-        x, g = clip_row(s, r, first, last), clip_row(dp, r, first, last)
+        zero_unseen(s[r], first, last)
+        zero_unseen(dp[r], first, last)
+        x, g = s[r, first:last], dp[r, first:last]
         inverse = finite_inverse(z[r])
         m, c = tile.row_shift(x, shift[r], theta)
         extra = inverse if tile.is_ratio else theta
@@ -64,7 +66,9 @@ def backward_from_logits(s, dp, geometry, parameter, shift, z, delta, dtheta, st
     for r in range(s.shape[0]):
         theta = parameter_of(parameter, r)
         _, first, last = visible_columns(geometry, r, s.shape[1])
-        x, g = clip_row(s, r, first, last), clip_row(dp, r, first, last)
+        zero_unseen(s[r], first, last)
+        zero_unseen(dp[r], first, last)
+        x, g = s[r, first:last], dp[r, first:last]
         inverse = finite_inverse(z[r])
         m, c = tile.row_shift(x, shift[r], theta)
         total, own, by_own = np.float64(0.0), np.float64(0.0), np.float64(0.0)

@@ -90,8 +90,11 @@ class Block:
         return x.view(self.size) if x.ndim == 1 else x.view(*self.size, x.shape[-1])
 
     def row_array(self, x: Tensor) -> np.ndarray:
-        """The block's rows of x [..., B, H, M] as an array [..., rows], a copy where it must be."""
-        return (x if self.is_whole else x[(..., *self.rows)]).flatten(-3).numpy()
+        """The block's rows of x [..., B, H, M] as a contiguous array [..., rows], a copy where it must be.
+
+        Kernels are compiled for each layout of their arguments.
+        """
+        return (x if self.is_whole else x[(..., *self.rows)]).flatten(-3).contiguous().numpy()
 
     def row_output(self, x: Tensor) -> np.ndarray:
         """An array [..., rows] for results of the block's rows: x [..., B, H, M] itself, or one for `store_rows`."""

@@ -29,13 +29,11 @@ from regard._backends.cpu.attention.forward_rows import (
 )
 from regard._backends.cpu.jit.compile import prim, tile
 
-COUNT = 14  # statistics.NAMES
 LARGEST_EXPONENT = 709.0  # of a finite exponential
 
 
-def finish_rows(sums, parameter, sink, wanted, stats):
-    """stats[k, r] ← statistic number wanted[k] of statistics.NAMES, from the sums [17, rows]."""
-    values = np.empty(COUNT, np.float64)
+def finish_rows(sums, parameter, sink, wanted, stats, values):
+    """stats[k, r] ← statistic number wanted[k] of statistics.NAMES, from the sums [17, rows]; values: room for all."""
     for r in range(sums.shape[1]):
         row = sums[:, r]
         values[0], values[1] = row[N], row[TOP]

@@ -51,12 +51,10 @@ def fill_zeros(x, first, last):
         x[j] = 0.0
 
 
-def clip_row(s, r, first, last):
-    """Sets what row r does not see to 0; returns the rest of the row."""
-    x = s[r]
+def zero_unseen(x, first, last):
+    """Sets the columns outside [first, last), which the row does not see, to 0."""
     fill_zeros(x, 0, first)
     fill_zeros(x, last, len(x))
-    return x[first:last]
 
 
 def row_maximum(x):
@@ -103,11 +101,12 @@ def write_weightless_row(x, r, top, inverse, shift, z, sums):
         sums[TOP, r] = top
 
 
-def forward_exponential(s, geometry, parameter, sink, inverse, shift, z, sums):
+def forward_exponential(s, geometry, parameter, sink, inverse, shift, z, sums, packed):
     """u = exp(s − max), the softmax family; the sums leave out the maximum. A sink of −inf is none."""
     for r in range(s.shape[0]):
         i, first, last = visible_columns(geometry, r, s.shape[1])
-        x = clip_row(s, r, first, last)
+        zero_unseen(s[r], first, last)
+        x = s[r, first:last]
         top = row_maximum(x)
         if not (abs(top) < real(math.inf)):
             write_weightless_row(x, r, top, inverse, shift, z, sums)
@@ -173,12 +172,13 @@ def sum_exponentials(x, top, mean, offset):
     return total, total - 1.0, log_u, square, np.float64(1.0), m2, distance
 
 
-def forward_general(s, geometry, parameter, sink, inverse, shift, z, sums):
+def forward_general(s, geometry, parameter, sink, inverse, shift, z, sums, packed):
     """The other ratios, p = u/Z with Z = Σv + rest, and the pointwise normalisers, where Z = 1."""
     for r in range(s.shape[0]):
         theta = parameter_of(parameter, r)
         i, first, last = visible_columns(geometry, r, s.shape[1])
-        x = clip_row(s, r, first, last)
+        zero_unseen(s[r], first, last)
+        x = s[r, first:last]
         top = row_maximum(x)
         if not (abs(top) < real(math.inf)):
             write_weightless_row(x, r, top, inverse, shift, z, sums)
@@ -286,14 +286,17 @@ def sum_weights(x, top, mean, m, c, theta, offset, unit):
     return u, v, log_u, square, slope, cross, lse, below, m2, distance, support
 
 
-def forward_threshold(s, geometry, parameter, sink, inverse, shift, z, sums):
-    """p = value(max(gain·s − τ, 0)) with Σp = 1. The shift among the sums is τ − gain·max."""
-    packed = np.empty(s.shape[1] + 2 * tile.lanes, s.dtype)
+def forward_threshold(s, geometry, parameter, sink, inverse, shift, z, sums, packed):
+    """p = value(max(gain·s − τ, 0)) with Σp = 1. The shift among the sums is τ − gain·max.
+
+    packed: room for `solve_row`.
+    """
     for r in range(s.shape[0]):
         theta = parameter_of(parameter, r)
         gain = tile.gain(theta)
         i, first, last = visible_columns(geometry, r, s.shape[1])
-        x = clip_row(s, r, first, last)
+        zero_unseen(s[r], first, last)
+        x = s[r, first:last]
         top = row_maximum(x)
         if not (abs(top) < real(math.inf)):
             write_weightless_row(x, r, top, inverse, shift, z, sums)

@@ -33,10 +33,11 @@ from regard._backends.cpu.attention.forward_rows import FIELDS
 from regard._backends.cpu.attention.tangent import compute_tangent
 from regard._backends.cpu.jit.compile import precision_of
 from regard._core.problem import Along, Forward, Gradients, Problem, Upstream
-from regard.statistics import DIFFERENTIABLE
+from regard.statistics import DIFFERENTIABLE, NAMES
 
 INPUTS = ("q", "k", "v", "bias", "temperature", "sink", "row_bias", "relative", "theta", "score_params")
 NO_SINK = np.array([-np.inf])
+MAX_LANES = 16  # of a vector, in any precision
 
 
 def forward(problem: Problem) -> Forward:
@@ -67,22 +68,22 @@ def compute_forward(
             s = scratch("s", *block.shape)  # [g, rows, n]
             blocks.compute_logits(block, blocks.rows_of(problem.q, block), k, s)
             inverse = scratch("inverse", *block.size, 1)
-            sink = NO_SINK if problem.sink is None else block.row_array(problem.sink.to(wide))
+            sink = NO_SINK if problem.sink is None else block.row_array(problem.sink.to(wide).double())
             sums = np.empty((fields, block.count))
             state, theta = (block.row_output(shift), block.row_output(z)), parameter_array(problem, block)
-            run(block.as_matrix(s), block.geometry, theta, sink, inverse.numpy().reshape(-1), *state, sums)
+            rows_out = inverse.numpy().reshape(-1), *state, sums
+            run(block.as_matrix(s), block.geometry, theta, sink, *rows_out, packing_room(scratch, block))
             apply_dropout(blocks, block, s)
             product = torch.bmm(s, block.take_keys(v)).view(*block.size, v.shape[-1])
             torch.mul(product, inverse, out=block.take(o))
             block.store_rows(shift, state[0])
             block.store_rows(z, state[1])
-            if keep_sums:
-                stats[(slice(None), *block.rows)] = torch.from_numpy(sums).view(fields, *block.size)
-            elif problem.stats:
+            found = sums
+            if problem.stats and not keep_sums:
                 finish, wanted = kernels.finish_kernel(normalizer, problem.stats)
-                found = block.row_output(stats)
-                finish(sums, theta, sink, wanted, found)
-                block.store_rows(stats, found)
+                found = np.empty((len(wanted), block.count))
+                finish(sums, theta, sink, wanted, found, np.empty(len(NAMES)))
+            stats[(slice(None), *block.rows)] = torch.from_numpy(found).view(len(found), *block.size)
 
     blocks.run(work)
     return o, shift, z, stats
@@ -162,11 +163,16 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
     return Gradients(dq, dk.total(), dv.total(), dbias, row_bias=drow_bias, relative=drelative)
 
 
+def packing_room(scratch: Scratch, block: Block) -> np.ndarray:
+    """The working space of `threshold_solver.solve_row` for the rows of a block."""
+    return scratch("packed", block.shape[2] + 2 * MAX_LANES).numpy()
+
+
 def parameter_array(problem: Problem, block: Block) -> np.ndarray:
-    """The normaliser's parameter for each row of a block, or one for all of them."""
+    """The normaliser's parameter for each row of a block, or one for all of them; float64, as kernels were compiled."""
     if problem.theta is None:
         return np.array([problem.choice.theta or 0.0])
-    return block.row_array(problem.theta)
+    return block.row_array(problem.theta.double())
 
 
 class KeyGradient:

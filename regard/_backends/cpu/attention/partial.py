@@ -18,7 +18,7 @@ from regard._backends.cpu.attention import kernels, partial_rows
 from regard._backends.cpu.attention.blocks import Block, Blocks, Scratch, Task
 from regard._backends.cpu.attention.dropout import apply_dropout
 from regard._backends.cpu.attention.forward_rows import FIELDS
-from regard._backends.cpu.attention.launch import compute_forward, compute_gradients, detach_problem
+from regard._backends.cpu.attention.launch import compute_forward, compute_gradients, detach_problem, packing_room
 from regard._backends.cpu.jit.compile import cache_by_normalizer, precision_of
 from regard._backends.cpu.tasks import run_tasks
 from regard._core.problem import Gradients, Part, Problem, Upstream, Whole
@@ -60,7 +60,8 @@ def solve(problem: Problem, room: int) -> tuple[Tensor, Tensor, Kept]:
         above = np.empty((block.count, room), s.numpy().dtype)
         where = np.empty((block.count, room), np.int32)
         arrays = [block.row_output(x) for x in (high, c, counts)]
-        run(block.as_matrix(s), block.geometry, theta, block.keys.start, *arrays, above, where)
+        found = *arrays, above, where, packing_room(scratch, block)
+        run(block.as_matrix(s), block.geometry, theta, block.keys.start, *found)
         used = min(room, int(arrays[2].max(initial=0)))
         for whole, own in ((support, above), (places, where)):
             block.take(whole)[..., :used] = block.unflatten(torch.from_numpy(own))[..., :used]

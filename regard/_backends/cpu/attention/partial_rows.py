@@ -15,25 +15,24 @@ from regard._backends.cpu.attention.forward_rows import (
     SHIFT,
     TOP,
     N,
-    clip_row,
     finite_inverse,
     row_maximum,
     visible_columns,
     weigh_row,
+    zero_unseen,
 )
 from regard._backends.cpu.jit.compile import prim, real, tile
 from regard._backends.cpu.threshold_solver import solve_row, threshold_sums
 
 
-def solve_part(s, geometry, parameter, first_column, high, c, counts, support, places):
+def solve_part(s, geometry, parameter, first_column, high, c, counts, support, places, packed):
     """(high, c) of the block's keys alone; of the keys above τ, as many as there is room for, gain·s − high and index.
 
     high = −inf in an empty row. `counts` are the keys above τ, whether there was room or not. Indices count from
-    `first_column`, that of the block's first key.
+    `first_column`, that of the block's first key. packed: room for `solve_row`.
     """
     theta = real(parameter)
     gain = tile.gain(theta)
-    packed = np.empty(s.shape[1] + 2 * tile.lanes, s.dtype)
     for r in range(s.shape[0]):
         _, first, last = visible_columns(geometry, r, s.shape[1])
         x = s[r][first:last]
@@ -103,7 +102,8 @@ def weigh_part(s, geometry, parameter, high, c, values, slopes, sums):
     gain = tile.gain(theta)
     for r in range(s.shape[0]):
         i, first, last = visible_columns(geometry, r, s.shape[1])
-        x = clip_row(s, r, first, last)
+        zero_unseen(s[r], first, last)
+        x = s[r, first:last]
         top = row_maximum(x)
         m = tile.logit(high[r], theta)
         values[r], slopes[r] = threshold_sums(x, gain, m, c[r], theta)
@@ -145,7 +145,9 @@ def backward_part(s, dp, geometry, parameter, m, c, z, delta, tilt, ds_dot_s):
     theta = real(parameter)
     for r in range(s.shape[0]):
         _, first, last = visible_columns(geometry, r, s.shape[1])
-        x, g = clip_row(s, r, first, last), clip_row(dp, r, first, last)
+        zero_unseen(s[r], first, last)
+        zero_unseen(dp[r], first, last)
+        x, g = s[r, first:last], dp[r, first:last]
         shift = tile.logit(m[r], theta)
         terms = real(0.0), real(0.0), real(0.0), real(0.0), shift, real(0.0), real(0.0)
         if tile.stat_gradients:

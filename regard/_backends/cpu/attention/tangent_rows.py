@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from regard._backends.cpu.attention.backward_rows import finish_delta, ratio_factor
-from regard._backends.cpu.attention.forward_rows import CHUNK, clip_row, finite_inverse, visible_columns
+from regard._backends.cpu.attention.forward_rows import CHUNK, finite_inverse, visible_columns, zero_unseen
 from regard._backends.cpu.jit.compile import prim, real, tile
 
 
@@ -21,7 +21,9 @@ def tangent_from_weights(s, ds, geometry, parameter, shift, z):
     theta = real(parameter)
     for r in range(s.shape[0]):
         _, first, last = visible_columns(geometry, r, s.shape[1])
-        x, g = clip_row(s, r, first, last), clip_row(ds, r, first, last)
+        zero_unseen(s[r], first, last)
+        zero_unseen(ds[r], first, last)
+        x, g = s[r, first:last], ds[r, first:last]
         inverse = finite_inverse(z[r])
         m, c = tile.row_shift(x, shift[r], theta)
         extra = inverse if tile.is_ratio else theta
@@ -50,7 +52,9 @@ def tangent_from_logits(s, ds, geometry, parameter, shift, z):
     theta = real(parameter)
     for r in range(s.shape[0]):
         _, first, last = visible_columns(geometry, r, s.shape[1])
-        x, g = clip_row(s, r, first, last), clip_row(ds, r, first, last)
+        zero_unseen(s[r], first, last)
+        zero_unseen(ds[r], first, last)
+        x, g = s[r, first:last], ds[r, first:last]
         inverse = finite_inverse(z[r])
         m, c = tile.row_shift(x, shift[r], theta)
         beta = real(0.0)

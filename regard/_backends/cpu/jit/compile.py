@@ -50,7 +50,7 @@ from regard._backends.cpu.jit import primitives as prim
 from regard._backends.cpu.jit.compile import share
 
 tl = prim
-strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt={nrt})
+strict = dict(fastmath={{"contract"}}, error_model="numpy", _nrt=False)
 inner = share(njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **strict))
 outer = njit(cache=True, nogil=True, no_cfunc_wrapper=True, **strict)
 
@@ -60,20 +60,20 @@ _shared: dict[str, Callable] = {}  # by name
 _lock = threading.RLock()
 
 
-def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str, *, allocates: bool = True) -> Callable:
+def kernel(template: FunctionType, tiles: Mapping[str, Any], precision: str) -> Callable:
     """The template with its tile functions and constants filled in, compiled for precision "float32" or "float64".
 
     It is compiled at the first call for each set of argument types, or loaded from disk. It releases the interpreter
-    lock and may be called from several threads. With allocates=False, for a template that creates no array, slices
-    cost no reference counts, which matters when rows are short.
+    lock and may be called from several threads. A template creates no array and returns none, so that slices cost no
+    reference counts.
     """
-    key = (template, precision, allocates, *sorted((name, plain(value)) for name, value in tiles.items()))
+    key = (template, precision, *sorted((name, plain(value)) for name, value in tiles.items()))
     found = _kernels.get(key)
     if found is None:
         with _lock:
             found = _kernels.get(key)
             if found is None:
-                module = _load_module(template, module_source(template, tiles, precision, allocates))
+                module = _load_module(template, module_source(template, tiles, precision))
                 found = _kernels[key] = getattr(module, template.__name__)
     return found
 
@@ -97,9 +97,9 @@ def precision_of(dtype: torch.dtype) -> str:
     return "float64" if dtype == torch.float64 else "float32"
 
 
-def module_source(template: FunctionType, tiles: Mapping[str, Any], precision: str, allocates: bool = True) -> str:
+def module_source(template: FunctionType, tiles: Mapping[str, Any], precision: str) -> str:
     """The source of the module that `kernel` compiles."""
-    head = _HEAD.format(hash=_primitives_hash(), real=precision, nrt=allocates)
+    head = _HEAD.format(hash=_primitives_hash(), real=precision)
     writer = _Writer(tiles, head)
     writer.write_outer(template)
     return "\n\n".join(writer.parts) + "\n"

@@ -76,7 +76,7 @@ def _kernel(normalizer: Normalizer, direction: str, dtype: torch.dtype) -> Calla
     weigh = kernels.weigh_threshold if is_threshold else kernels.weigh_softmax
     tiles = {**functions, **storage_tiles(dtype), "lanes": 8 if precision == "float64" else 16, "weigh": weigh}
     forwards = kernels.forward_threshold if is_threshold else kernels.forward_softmax
-    return kernel(forwards if direction == "forward" else kernels.backward, tiles, precision, allocates=False)
+    return kernel(forwards if direction == "forward" else kernels.backward, tiles, precision)
 
 
 def _as_array(x: Tensor) -> np.ndarray:

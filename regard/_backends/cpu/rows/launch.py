@@ -103,7 +103,7 @@ def _row_kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callabl
     family, precision = _FAMILIES[normalizer.family], precision_of(dtype)
     lanes = 8 if precision == "float64" else 16
     tiles = {**family.tile_functions(normalizer), **storage_tiles(dtype), "index": f"index_{precision}", "lanes": lanes}
-    return kernel(getattr(family, job), tiles, precision, allocates=False)
+    return kernel(getattr(family, job), tiles, precision)
 
 
 def _as_array(x: Tensor) -> np.ndarray:

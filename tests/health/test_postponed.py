@@ -8,7 +8,7 @@ from torch import nn
 
 import regard
 from regard.health.capture.call import Call
-from regard.health.measurement import postponed
+from regard.health.measurement import postponed, recorder
 from regard.health.measurement.postponed import PostponedCall, can_wait, copy_first, measure_together
 from regard.health.measurement.recorder import Recorder
 from regard.health.watching import timed_recorder
@@ -227,17 +227,27 @@ def generate_text(model):
     model.generate(torch.randint(20, (1, 300)), max_new_tokens=3, do_sample=False, cache_implementation="static")
 
 
+class Event:
+    """A GPU's event that has, or has not yet, come."""
+
+    def __init__(self, has_come):
+        self.query = lambda: has_come
+
+
+@pytest.mark.parametrize(("is_done", "most"), [(True, 4), (False, 2)])
 @pytest.mark.parametrize("batch", [torch.randint(20, (2, 300)), generate_text])
-def test_statistics_that_are_read_after_the_forward_are_the_same(batch, monkeypatch):
+def test_statistics_that_are_read_after_the_forward_are_the_same(batch, is_done, most, monkeypatch):
+    """All of a forward if the GPU waits for the host, two calls at a time if it is behind."""
     reports, held = [], []
     for room in (0.0, float("inf")):
         monkeypatch.setattr(Recorder, "_most_bytes", lambda self, device, room=room: room)
+        monkeypatch.setattr(recorder, "record_event", lambda device: Event(is_done))
         read = Recorder._read_unread
         monkeypatch.setattr(Recorder, "_read_unread", lambda self: (held.append(len(self._unread)), read(self)))
         torch.manual_seed(2)
-        reports.append(regard.examine(llama(), [batch, batch], checks=False))
+        reports.append(regard.examine(llama(layers=4), [batch, batch], checks=False))
         monkeypatch.undo()
-    assert max(held) == 2 and reports[0].unmeasured == reports[1].unmeasured == []
+    assert max(held) == most and reports[0].unmeasured == reports[1].unmeasured == []
     for ours, theirs in zip(reports[1].heads, reports[0].heads, strict=True):
         assert ours.to_json() == theirs.to_json()
 

@@ -53,9 +53,10 @@ class BatchReading:
 
 @dataclass
 class UnreadCall:
-    """A call whose output the model goes on with and whose statistics are read after the forward, if memory allows.
+    """A call whose output the model goes on with and whose statistics are read later.
 
-    Reading them costs the host as much as computing them, and within a forward the GPU waits for the host.
+    Reading them costs the host as much as computing them. Where the GPU waits for the host, as with small models, that
+    is left until the forward is over, if memory allows; where the GPU is behind, it is done at the next call.
     """
 
     batch: BatchReading
@@ -65,6 +66,11 @@ class UnreadCall:
     rows: Tensor | None
     start: int
     computed: torch.cuda.Event | None  # when the model's stream has got as far
+
+    @property
+    def is_running(self) -> bool:
+        """True if a GPU has still to compute it."""
+        return self.computed is not None and not self.computed.query()
 
     @property
     def bytes(self) -> int:
@@ -293,9 +299,10 @@ class Recorder:
                 self._side.mark(call.q.device)
                 return output
             part = rebuilt.index_select(2, norms.sampled_rows(call.q))  # the model may write to the whole
-            self._unread.append(UnreadCall(batch, call, part, stats, rows, start, record_event(call.q.device)))
-            held, kind = self._unread[-1].bytes * len(self._unread), call.q.device.type
-            if held > self._most_bytes(call.q.device) or torch.is_autocast_enabled(kind):  # `own` may need autocast
+            device, is_behind = call.q.device, bool(self._unread) and self._unread[-1].is_running
+            self._unread.append(UnreadCall(batch, call, part, stats, rows, start, record_event(device)))
+            is_full = self._unread[-1].bytes * len(self._unread) > self._most_bytes(device)
+            if is_behind or is_full or torch.is_autocast_enabled(device.type):  # `own` may need autocast
                 self._read_unread()
         return in_torch_layout(rebuilt.to(call.q.dtype))
 

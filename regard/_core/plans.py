@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
-from regard._core.autograd import FusedAttention
+from regard._core.derivatives.autograd import FusedAttention
+from regard._core.derivatives.double_backward import differentiable_twice
 from regard._core.device import has_bulk_copies
-from regard._core.double_backward import differentiable_twice
 from regard._core.execute import restore_nan
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.options import AttentionOptions

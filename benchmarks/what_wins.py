@@ -11,7 +11,7 @@ packages, each content once; they are copied to --work and nowhere else.
 
 A variant is one process, its seeds train by turns on streams of their own. OUT gets one EXPERIMENT.json per experiment
 (written anew after every process, so that a run that is cut short leaves what is finished) and log.txt. A variant
-without a result stands under how/left_out with the reason: not in this version, failed, or out of time. `tables` prints
+without a result stands under how/left_out with the reason: not chosen, failed, or out of time. `tables` prints
 the tables; --ship puts the results where `make docs` reads them.
 """
 
@@ -91,10 +91,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def list_variants() -> None:
-    """Print every variant: its options, or why this version cannot make it."""
-    missing = variants.find_missing()
+    """Print every variant and its options."""
     for name, chosen in variants.attentions(keys=128).items():
-        print(f"{name:16} {missing.get(name, chosen)}")
+        print(f"{name:16} {chosen}")
 
 
 def find_experiment(name: str, tiny: bool) -> Experiment:
@@ -158,10 +157,8 @@ def choose_variants(
         best = [name for name in comparison.rank(json.loads(path.read_text(encoding="utf-8"))) if name in known]
         chosen = [comparison.BASE, *best[:BEST]]
         reason = f"not among the {BEST} best of the character model"
-    missing = variants.find_missing()
-    say(options, f"{part}: {', '.join(chosen)}; not in this version: {', '.join(missing) or 'none'}")
-    left_out = missing | {name: reason for name in known if name not in chosen}
-    return chosen, left_out
+    say(options, f"{part}: {', '.join(chosen)}")
+    return chosen, {name: reason for name in known if name not in chosen}
 
 
 def start(names: Sequence[str], variant: str, options: argparse.Namespace) -> subprocess.Popen:

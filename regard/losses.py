@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard import normalizers
-from regard._core.losses import (
+from regard._core.rows.functions import softmax
+from regard._core.rows.losses import (
     check_choice,
     check_coefficient,
     check_ignore_index,
@@ -31,7 +32,6 @@ from regard._core.losses import (
     potential,
     reduce_losses,
 )
-from regard._core.rows.functions import softmax
 from regard.normalizers import Choice
 
 __all__ = [

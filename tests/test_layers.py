@@ -29,7 +29,7 @@ LAYERS = [
     ],
     ["regard.reference"],
     ["regard._backends", "regard._backends.cpu", "regard._backends.gpu"],
-    ["regard._core.autograd", "regard._core.ops"],
+    ["regard._core.derivatives.autograd", "regard._core.ops"],
     ["regard._core"],
     ["regard"],  # __init__: the public names
     ["regard.losses", "regard.nn", "regard.parallel", "regard.listing", "regard.bench"],

@@ -140,6 +140,7 @@ def test_the_kernel_folder_is_its_owner_s_alone(tmp_path, monkeypatch):
     pytest.importorskip("numba")
     from regard._backends.cpu.jit import compile
 
+    monkeypatch.delenv("REGARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = compile.cache_folder()
     assert folder.stat().st_mode & 0o077 == 0
@@ -153,6 +154,7 @@ def test_a_planted_kernel_is_not_run(tmp_path, monkeypatch):
     pytest.importorskip("numba")
     from regard._backends.cpu.jit import compile
 
+    monkeypatch.delenv("REGARD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = compile._store_source("regard_kernel_x", "right = 1\n")
     path.write_text("wrong = 1\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard._core import dtensor
+from regard._core.derivatives.transforms import attend_duals
 from regard._core.dispatch import Path, describe_kernel
 from regard._core.execute import execute
 from regard._core.gate import gate_result
@@ -21,7 +22,6 @@ from regard._core.ops.backends import is_plain_eager
 from regard._core.options import AttentionOptions, AttnMask, Temperature, Wanted, Window
 from regard._core.plans import keep_plan, keep_setting, plan_duals, plan_key, plans, settings
 from regard._core.prepare import prepare
-from regard._core.transforms.functions import attend_duals
 from regard.normalizers import Choice
 from regard.score_function import ScoreFunction
 from regard.statistics import Statistics

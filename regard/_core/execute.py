@@ -14,10 +14,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import reference, statistics
 from regard._core import ops
-from regard._core.autograd import FusedAttention
+from regard._core.derivatives import transforms
+from regard._core.derivatives.autograd import FusedAttention
+from regard._core.derivatives.double_backward import differentiable_twice
 from regard._core.device import has_bulk_copies
 from regard._core.dispatch import PLAIN, REQUESTED, has_transform, transform_error, why_not_carried
-from regard._core.double_backward import differentiable_twice
 from regard._core.dtypes import reference_dtype
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
@@ -25,7 +26,6 @@ from regard._core.prepare import Call
 from regard._core.problem import Problem
 from regard._core.readable import is_mapped, readable
 from regard._core.rows.execute import is_transformed
-from regard._core.transforms import functions as transforms
 from regard._core.validation import check_policy_result
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys

@@ -20,16 +20,16 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
-from regard._core.autograd import FusedAttention
+from regard._core.derivatives.autograd import FusedAttention
+from regard._core.derivatives.double_backward import differentiable_twice
+from regard._core.derivatives.transforms import Duals, Setting, split_duals
 from regard._core.device import has_bulk_copies
 from regard._core.dispatch import has_transform, why_not_carried
-from regard._core.double_backward import differentiable_twice
 from regard._core.execute import restore_nan
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
 from regard._core.problem import TENSORS, Kind, Problem
-from regard._core.transforms.functions import Duals, Setting, split_duals
 from regard.mask import Mask
 from regard.statistics import Statistics
 

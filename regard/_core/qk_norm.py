@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from regard._core.autograd import is_batched
+from regard._core.derivatives.autograd import is_batched
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import is_plain_eager
 

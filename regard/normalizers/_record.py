@@ -166,10 +166,10 @@ class Normalizer:
         weights = self.reference(s, None, theta)
         p = weights.detach().numpy()
         self._must(np.allclose(p, self._tiles_forward(rows, theta), atol=1e-9), f"tiles ≠ reference{at}")
-        ds = torch.autograd.grad(weights, s, torch.from_numpy(dp))[0].numpy()
+        (ds,) = torch.autograd.grad((weights * torch.from_numpy(dp)).sum(), s)  # of a sum: vectors import sympy
         for a, b, c in self._tiles_slopes(rows, p, theta):
             ours = a * dp - b * (c * dp).sum(-1, keepdims=True)
-            self._must(np.allclose(ds, ours, atol=1e-7), f"tile slopes ≠ derivative of the reference{at}")
+            self._must(np.allclose(ds.numpy(), ours, atol=1e-7), f"tile slopes ≠ derivative of the reference{at}")
 
     def _check_parameter_slope(self, rows: np.ndarray, theta: float) -> None:
         assert self.parameter is not None

@@ -12,7 +12,7 @@ from rows_data import FUSED
 
 import regard
 from regard import reference
-from regard._core.transforms import blocked
+from regard._core.derivatives import blocked
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
 NAMES = [*FUSED, "entmax(alpha=1.3)"]

@@ -10,16 +10,17 @@ from regard import normalizers
 FUSED = [name for name in normalizers.names() if normalizers.get(name).fused]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ONE_OF_EACH = ("softmax", "sigmoid", "entmax15")  # family
+QUICK = {torch.bfloat16: ONE_OF_EACH, torch.float16: ONE_OF_EACH[:1]}  # every map in the other dtypes
 
 
 def with_dtypes(names: list[str]) -> list:
-    """Parameters (name, dtype); 16 bits are slow but for ONE_OF_EACH: kernels differ in load and store alone."""
+    """Parameters (name, dtype); 16 bits are slow but for those of QUICK: kernels differ in load and store alone."""
     return [
         pytest.param(
             name,
             dtype,
             id=f"{name}-{str(dtype).removeprefix('torch.')}",
-            marks=pytest.mark.slow if dtype.itemsize == 2 and name not in ONE_OF_EACH else (),
+            marks=() if name in QUICK.get(dtype, names) else pytest.mark.slow,
         )
         for dtype in DTYPES
         for name in names

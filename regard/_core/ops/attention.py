@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from regard._core.autograd import LEARNED, differentiable_gradients, fit_gradient, make_upstream, place_gradients
+from regard._core.derivatives.autograd import (
+    LEARNED,
+    differentiable_gradients,
+    fit_gradient,
+    make_upstream,
+    place_gradients,
+)
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import ATTENTION, backend_module, default_device, refuse_tangents
 from regard._core.problem import OPTIONS_SCHEMA, TENSORS, Forward, unflatten

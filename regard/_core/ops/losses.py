@@ -13,7 +13,7 @@ from torch.library import custom_op
 from regard import normalizers
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import LOSSES, backend_module, default_device, refuse_tangents
-from regard._core.ops.rows import rows
+from regard._core.ops.rows import register_row_vmap, rows
 
 
 @custom_op("regard::row_loss", mutates_args=())
@@ -88,23 +88,5 @@ def _gradient_backward(ctx, v):
 row_loss_backward.register_autograd(_gradient_backward, setup_context=_gradient_setup)
 
 
-def _fold(x: Tensor | None, dim: int | None, size: int, place: int) -> Tensor | None:
-    """x with its mapped dimension folded into its rows, which are dimension `place`."""
-    if x is None:
-        return None
-    x = x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
-    return x.movedim(0, place).flatten(place, place + 1)
-
-
-@row_loss.register_vmap
-def _(info, in_dims, s, target, *options):
-    size = info.batch_size
-    loss, state = row_loss(_fold(s, in_dims[0], size, 0), _fold(target, in_dims[1], size, 0), *options)
-    return (loss.unflatten(0, (size, -1)), state.unflatten(1, (size, -1))), (0, 1)
-
-
-@row_loss_backward.register_vmap
-def _(info, in_dims, dl, s, target, state, *options):
-    places = zip((dl, s, target, state), in_dims, (0, 0, 0, 1), strict=False)
-    folded = [_fold(x, dim, info.batch_size, place) for x, dim, place in places]
-    return row_loss_backward(*folded, *options).unflatten(0, (info.batch_size, -1)), 0
+register_row_vmap(row_loss, places=(0, 0), outputs=(0, 1))
+register_row_vmap(row_loss_backward, places=(0, 0, 0, 1), outputs=(0,))

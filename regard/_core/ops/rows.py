@@ -141,27 +141,28 @@ def _own(x: Tensor, dtype: torch.dtype, onward: bool) -> Tensor:
 rows_backward.register_autograd(_rows_backward_backward, setup_context=_rows_backward_setup)
 
 
-def _rows_vmap(op, tensors: int):
-    """Fold the mapped dimension into the rows; `state` tensors hold rows in their last dimension."""
+def register_row_vmap(op, places: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+    """Make vmap of an op fold the mapped dimension into its rows.
+
+    places: which dimension of each tensor argument the rows are, and likewise outputs.
+    """
+
+    def fold(x: Tensor | None, dim: int | None, size: int, place: int) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
+        return x.movedim(0, place).flatten(place, place + 1)
 
     def rule(info, in_dims, *args):
-        size = info.batch_size
-        folded = []
-        for arg, dim, place in zip(args[:tensors], in_dims[:tensors], _ROW_DIMS[op], strict=True):
-            if arg is None:
-                folded.append(None)
-                continue
-            arg = arg.movedim(dim, 0) if dim is not None else arg.expand(size, *arg.shape)
-            folded.append(arg.movedim(0, place).flatten(place, place + 1))
-        out = op(*folded, *args[tensors:])
-        if op is rows_backward:
-            return out.unflatten(0, (size, -1)), 0
-        p, state = out
-        return (p.unflatten(0, (size, -1)), state.unflatten(1, (size, -1))), (0, 1)
+        size, count = info.batch_size, len(places)
+        given = zip(args[:count], in_dims[:count], places, strict=True)
+        found = op(*(fold(x, dim, size, place) for x, dim, place in given), *args[count:])
+        if len(outputs) == 1:
+            return found.unflatten(outputs[0], (size, -1)), outputs[0]
+        return tuple(x.unflatten(place, (size, -1)) for x, place in zip(found, outputs, strict=True)), outputs
 
-    return rule
+    op.register_vmap(rule)
 
 
-_ROW_DIMS = {rows: (0, 0, 0), rows_backward: (0, 0, 1, 0, 0)}
-rows.register_vmap(_rows_vmap(rows, 3))
-rows_backward.register_vmap(_rows_vmap(rows_backward, 5))
+register_row_vmap(rows, places=(0, 0, 0), outputs=(0, 1))
+register_row_vmap(rows_backward, places=(0, 0, 1, 0, 0), outputs=(0,))

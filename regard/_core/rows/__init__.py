@@ -1,1 +1,1 @@
-"""Row functions: `normalize` and its named forms, their temperature limits and derivatives."""
+"""Row functions: `normalize` and its named forms, their temperature limits, derivatives and losses."""

@@ -16,7 +16,7 @@ DENSE = ("stick-breaking",)  # no fused kernel: too slow at this length
 experiment = Experiment(
     name="variants-large",
     question="Do the best of the small models stay ahead at 30 million parameters and 100 million tokens?",
-    variants={name: {"attention": opts} for name, opts in variants.available(LENGTH).items() if name not in DENSE},
+    variants=variants.compared(LENGTH, but=DENSE),
     make=ByteTrial,
     presets={
         "small": Preset(
@@ -29,15 +29,7 @@ experiment = Experiment(
         "full": Preset(
             steps=-(-TOKENS // (BATCH * LENGTH)),
             every=250,
-            sizes={
-                "layers": 6,
-                "heads": 10,
-                "width": 640,
-                "length": LENGTH,
-                "batch": BATCH,
-                "rate": 1e-3,
-                "windows": 512,
-            },
+            sizes=dict(layers=6, heads=10, width=640, length=LENGTH, batch=BATCH, rate=1e-3, windows=512),
             seeds=1,
             windows=True,
         ),

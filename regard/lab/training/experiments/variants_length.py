@@ -40,21 +40,13 @@ def figures(result: dict) -> dict[str, Figure]:
 experiment = Experiment(
     name="variants-length",
     question="Trained on up to 256 items, which kind of attention finds the largest of 8192?",
-    variants={name: {"attention": options} for name, options in variants.available(TRAINED, COMPARED).items()},
+    variants=variants.compared(TRAINED, COMPARED),
     make=RetrievalTrial,
     presets={
         "small": Preset(
             steps=150,
             every=75,
-            sizes={
-                "width": 64,
-                "batch": 64,
-                "trained": 32,
-                "afterwards": False,
-                "tests": [32, 128],
-                "items": 2**13,
-                "rate": 3e-3,
-            },
+            sizes=dict(width=64, batch=64, trained=32, afterwards=False, tests=[32, 128], items=2**13, rate=3e-3),
             learner="softmax",
             learns={"loss": 1.2},
         ),

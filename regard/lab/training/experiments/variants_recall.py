@@ -144,22 +144,13 @@ def spell(codes: Tensor) -> Tensor:
 experiment = Experiment(
     name="variants-recall",
     question="Trained to find one key among 256, which kind of attention still finds it among 8192?",
-    variants={name: {"attention": options} for name, options in variants.available(TRAINED, COMPARED).items()},
+    variants=variants.compared(TRAINED, COMPARED),
     make=RecallTrial,
     presets={
         "small": Preset(
             steps=150,
             every=75,
-            sizes={
-                "layers": 1,
-                "heads": 2,
-                "width": 64,
-                "batch": 32,
-                "queries": 16,
-                "rate": 5e-3,
-                "rows": 8,
-                "tests": [256, 512],
-            },
+            sizes=dict(layers=1, heads=2, width=64, batch=32, queries=16, rate=5e-3, rows=8, tests=[256, 512]),
             learner="softmax",
             learns={"loss": 1.0},
         ),

@@ -8,10 +8,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import Any
-
-from regard.lab.training.trials.attention import make_attention
 
 
 def attentions(keys: int) -> dict[str, dict[str, Any]]:
@@ -40,19 +38,7 @@ def attentions(keys: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def available(keys: int, names: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return the attentions, of these names or all, that this version of regard can make."""
-    missing = find_missing()
-    return {name: options for name, options in attentions(keys).items()
-            if name not in missing and (not names or name in names)}  # fmt: skip
-
-
-def find_missing() -> dict[str, str]:
-    """Return name → why this version of regard cannot make it."""
-    missing = {}
-    for name, options in attentions(keys=16).items():
-        try:
-            make_attention(16, 2, options, "causal")
-        except (AttributeError, TypeError, ValueError) as wrong:
-            missing[name] = f"not in this version: {str(wrong).partition('; ')[0]}"
-    return missing
+def compared(keys: int, names: Container[str] = (), but: Container[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return name → options of a trial, for the attentions of these names, or for all but some."""
+    found = attentions(keys).items()
+    return {name: {"attention": x} for name, x in found if name not in but and (not names or name in names)}

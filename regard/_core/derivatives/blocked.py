@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from regard import reference
-from regard._core.autograd import LEARNED
+from regard._core.derivatives.autograd import LEARNED
 from regard._core.dtypes import widen
 from regard._core.problem import TENSORS, Problem
 

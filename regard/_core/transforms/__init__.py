@@ -1,1 +1,0 @@
-"""Fused attention under torch.func and forward mode: tangents, gradients, and derivatives of both."""

@@ -179,7 +179,7 @@ def attention(
     call = prepare(q, k, v, options)
     if key is not None and dropout_p != 1.0:  # then v is not the one that came
         keep_plan(key, q, k, v, call)
-    if moving is not None:
+    if moving is not None and dropout_p != 1.0:
         keep_setting(moving[1], call)
     return execute(call)
 

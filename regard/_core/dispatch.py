@@ -18,6 +18,7 @@ BACKENDS = ("torch", "cpu", "triton", "reference")
 TRANSFORM = "a torch.func transform"
 PLAIN = (Tensor, torch.nn.Parameter)
 REQUESTED = "asked for by backend="
+ROWS = 64  # queries that the Hopper kernel takes at least
 LONG = 2**29  # scores, from which on our forward of plain softmax is faster than cuDNN's
 MASKED = 2**26  # the same beside a bool mask, which cuDNN takes as a bias in memory
 
@@ -203,7 +204,7 @@ def is_our_forward_faster(problem: Problem) -> bool:
         and (q.dtype == torch.bfloat16 or (masked and q.dtype == torch.float16))
         and width % 8 == value_width % 8 == 0
         and value_width <= width <= 256
-        and q.shape[2] > 1
+        and q.shape[2] >= (ROWS if masked else 2)
         and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * max(1, width // 128) >= (MASKED if masked else LONG)
         and problem.bias is problem.key_lengths is None
         and not problem.dropout_p

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +135,7 @@ class Monitor:
         self._interceptions = ForwardInterceptions()
         self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
         self._warned: set[str] = set()
+        _watching.add(self)
         self._hooks = [
             model.register_forward_pre_hook(Hook(self._before), prepend=True),
             model.register_forward_hook(Hook(self._after), always_call=True),
@@ -145,6 +148,7 @@ class Monitor:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        _watching.discard(self)
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -300,13 +304,15 @@ class Monitor:
         began = time.perf_counter()
         recorder.finish_batch()
         tables = self._make_tables(recorder)
-        if self._ranks.pipeline_group is None:
-            self._finish(step, tables)
-        else:
-            self._pending = step, tables
-        if self._samples:  # the first one compiles kernels, which does not count
-            self._spent += recorder.count_seconds() + time.perf_counter() - began + opening
-        self._samples += 1
+        try:
+            if self._ranks.pipeline_group is None:
+                self._finish(step, tables)
+            else:
+                self._pending = step, tables
+        finally:  # `on_alarm` may raise
+            if self._samples:  # the first one compiles kernels, which does not count
+                self._spent += recorder.count_seconds() + time.perf_counter() - began + opening
+            self._samples += 1
 
     def _make_tables(self, recorder: TimedRecorder) -> dict[LayerKey, Tensor]:
         """Returns the table of each layer that this rank ran, and notes which could not be measured."""
@@ -388,6 +394,16 @@ class Monitor:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, AttentionWarning, stacklevel=2)
+
+
+_watching: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def _read_last_samples() -> None:
+    """Reads what a loop that ended without `close` has left: the step before a crash is the one to know about."""
+    for monitor in list(_watching):
+        monitor._read_sample()
 
 
 def _max_logits(layers: Sequence[LayerSample], names: dict[str, str]) -> dict[str, float]:

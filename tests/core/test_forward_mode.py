@@ -294,3 +294,10 @@ def test_a_plan_is_not_taken_where_more_than_one_level_acts():
         )
     )(*x)
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9)
+
+
+def test_a_plan_drops_every_weight_as_the_first_call_does():
+    x, along = draw(1, 2, 5, 4), draw(1, 2, 5, 4, seed=1)
+    for _ in range(2):
+        found = torch.func.jvp(lambda *given: regard.attention(*given, dropout_p=1.0), x, along)
+        assert not found[0].any() and not found[1].any()

@@ -33,7 +33,7 @@ LONG = dict(b=2, h=2, g=1, m=300, n=3300, d=64, e=64, dtype=torch.bfloat16, devi
 def poisoned(monkeypatch):
     poison(monkeypatch)
     monkeypatch.setattr(dense_mask, "torch", Poisoned())
-    monkeypatch.setattr(dense_mask, "FEW_SCORES", 0)
+    monkeypatch.setattr(dense_mask, "LEAST_SCORES", 0)
 
 
 def draw_mask(kind, b, h, m, n, hole):

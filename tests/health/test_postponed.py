@@ -1,5 +1,9 @@
 """Calls that are measured after the forward, and samples that are read before the next one: the same numbers."""
 
+import gc
+import importlib
+import weakref
+
 import pytest
 import torch
 import transformers
@@ -286,3 +290,63 @@ def test_autocast_holds_for_what_is_read_of_its_forward(monkeypatch):
 
     report = regard.examine(Mixed(), [run], checks=False)
     assert report.unmeasured == [] and len(report.heads) == 2
+
+
+class SharedKeys(nn.Module):
+    """Self-attention whose keys and values are one sequence, for all of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x):
+        q = self.project(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return SDPA(q, q[:1], q[:1]).transpose(1, 2).flatten(-2)
+
+
+def test_keys_that_are_broadcast_over_a_batch_are_measured():
+    torch.manual_seed(0)
+    model = nn.Sequential(SharedKeys(), SharedKeys()).train()
+    with regard.Monitor(model, every=1, budget=1.0, sequences=3) as monitor:
+        model(torch.randn(3, 12, 16))
+    assert monitor.samples == 1 and monitor.unmeasured == {}
+
+
+def test_a_sample_is_read_when_the_process_ends(monkeypatch):
+    monkeypatch.setattr(TimedRecorder, "is_on_gpu", True)
+    rows, model = [], gpt2()
+    monitor = regard.Monitor(model, every=1, log=rows.append, budget=1.0)
+    model(input_ids=torch.randint(20, (2, 24)))
+    assert rows == []
+    importlib.import_module("regard.health.monitor")._read_last_samples()
+    assert len(rows) == 1 and monitor.samples == 1
+    monitor.close()
+
+
+def test_an_unread_sample_keeps_no_input_of_the_model_alive(monkeypatch):
+    monkeypatch.setattr(TimedRecorder, "is_on_gpu", True)
+    model, inputs = gpt2(), []
+    model.transformer.h[-1].attn.register_forward_pre_hook(lambda module, given: inputs.append(weakref.ref(given[0])))
+    monitor = regard.Monitor(model, every=1, budget=1.0)
+    model(input_ids=torch.randint(20, (2, 24)))
+    gc.collect()
+    assert inputs[0]() is None
+    monitor.close()
+
+
+def test_a_sample_counts_where_the_alarm_stops_the_run():
+    model = gpt2()
+
+    def stop(alarm):
+        raise RuntimeError("stop")
+
+    with regard.Monitor(model, every=1, budget=1.0, on_alarm=stop) as monitor:
+        nn.init.constant_(model.transformer.h[0].attn.c_attn.weight, float("nan"))
+        with pytest.raises(RuntimeError, match="stop"):
+            model(input_ids=torch.randint(20, (2, 24)))
+        assert monitor.samples == 1
+
+
+def test_a_float64_model_is_watched():
+    rows = watched(gpt2().double(), steps=1)
+    assert rows[0]["attention/max_logit"] == rows[0]["attention/max_logit"]

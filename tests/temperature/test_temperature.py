@@ -422,3 +422,14 @@ def test_counts_that_a_policy_writes_to_are_its_own():
     for _ in range(2):
         regard.attention(q, k, v, is_causal=True, temperature=Writes())
     assert torch.equal(*seen) and seen[0].unique().numel() > 1
+
+
+def test_counts_of_visible_keys_are_kept_of_plain_calls_alone():
+    from regard.temperature import rows
+
+    rows._count_once.cache_clear()
+    q, options = torch.randn(1, 2, 7, 4), dict(is_causal=True, temperature=SSMax())
+    torch.func.grad(lambda x: regard.attention(x, q, q, **options).sum())(q)
+    assert rows._count_once.cache_info().currsize == 0
+    regard.attention(q, q, q, **options)
+    assert rows._count_once.cache_info().currsize == 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.health.capture.call import Call
 from regard.health.measurement import norms
-from regard.health.measurement.direct_call import PackedStatistics, is_plain
+from regard.health.measurement.direct_call import PackedStatistics, has_equal_batches, is_plain
 from regard.health.readings.layer_reading import LayerReading, empty_sums, parts_of
 from regard.scores import resolve_scale
 from regard.statistics import NAMES
@@ -31,7 +31,13 @@ def can_wait(call: Call, name: str) -> bool:
     q, k, v = call.q, call.k, call.v
     if call.obstacle is not None or call.dropout or not is_plain(call) or call.is_cross(name):
         return False
-    if not (q.shape[2] == k.shape[2] and q.numel() and v.numel() and q.shape[1] % k.shape[1] == 0):
+    if not (
+        has_equal_batches(call)
+        and q.shape[2] == k.shape[2]
+        and q.numel()
+        and v.numel()
+        and q.shape[1] % k.shape[1] == 0
+    ):
         return False
     if not (q.dtype == k.dtype == v.dtype and type(q) is type(k) is type(v) is Tensor):
         return False
@@ -122,9 +128,14 @@ def measure_together(calls: Sequence[PostponedCall], measure: Measure) -> Togeth
     return found
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """Returns ‖x‖ of every row, in float32."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).float()
+
+
 def _sum_norms(x: Tensor, layers: int, heads: int) -> Tensor:
     """Returns the sums of ‖x‖ over the rows of each layer and query head, [L, H]."""
-    sums = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).unflatten(0, (layers, -1)).sum((1, 3))
+    sums = row_norms(x).unflatten(0, (layers, -1)).sum((1, 3))
     return sums if sums.shape[1] == heads else sums.repeat_interleave(heads // sums.shape[1], 1)
 
 

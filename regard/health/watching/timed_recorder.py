@@ -21,6 +21,7 @@ from regard.health.measurement.postponed import (
     can_wait,
     copy_first,
     measure_together,
+    row_norms,
 )
 from regard.health.measurement.recorder import HEADS_CHANGE, BatchReading, Layer, Recorder
 from regard.health.measurement.side_stream import HostCopies, record_event
@@ -104,7 +105,7 @@ class TimedRecorder(Recorder):
     def _add_norms(self, call: Call) -> None:
         heads = call.q.shape[1]
         for name, x in (("q_norm", call.q), ("k_norm", call.k), ("v_norm", call.v)):
-            sums = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).sum((0, 2))
+            sums = row_norms(x.detach()).sum((0, 2))
             sums = sums.repeat_interleave(heads // len(sums))
             self._add_norm(self.key, name, sums, x.shape[0] * x.shape[2])
 
@@ -167,6 +168,8 @@ class TimedRecorder(Recorder):
             self._copy_to_host(self._copies)
             self._copies.start()
         self._side.join()
+        self._gated = None  # its frame holds the inputs of a module, and with them the model's graph
+        self.rows.forget()
 
     def _copy_to_host(self, copies: HostCopies) -> None:
         """Adds all tensors that this recorder has on a device."""

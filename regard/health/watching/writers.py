@@ -145,10 +145,10 @@ def make_writer(log: Any) -> Writer:
     has_log = callable(getattr(log, "log", None)) and not isinstance(log, logging.Logger)
     if has_log and hasattr(log, "define_metric"):
         return WeightsAndBiases(log)
+    if has_log and hasattr(getattr(log, "state", None), "global_step"):  # whose log_metrics is another thing
+        return DictWriter(lambda scalars, step: log.log({**scalars, STEP_AXIS: step}))
     if callable(getattr(log, "log_metrics", None)):
         return DictWriter(lambda scalars, step: log.log_metrics(scalars, step=step))
-    if has_log and hasattr(getattr(log, "state", None), "global_step"):
-        return DictWriter(lambda scalars, step: log.log({**scalars, STEP_AXIS: step}))
     if has_log and hasattr(log, "trackers"):
         return Trackers(log)
     if has_log:

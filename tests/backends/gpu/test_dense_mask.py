@@ -30,7 +30,7 @@ def two_kernels(monkeypatch):
     """Fresh tensors hold NaN, and every masked call has a kernel of its own for intervals."""
     for module in (attention, dense_mask):
         monkeypatch.setattr(module, "torch", Poisoned())
-    monkeypatch.setattr(dense_mask, "FEW_SCORES", 0)
+    monkeypatch.setattr(dense_mask, "LEAST_SCORES", 0)
     choose, choose_backward = registry.choose, registry.choose_backward
 
     def another(kernel, problem):
@@ -192,7 +192,7 @@ def test_masks_beside_a_bias_or_an_interval_stay_masks():
 
 def test_small_calls_stay_masks(monkeypatch):
     p = problem_of(MASKS["each row"])
-    monkeypatch.setattr(dense_mask, "FEW_SCORES", B * H * M * N)
+    monkeypatch.setattr(dense_mask, "LEAST_SCORES", B * H * M * N)
     assert dense_mask.replace_mask(p) is not None
-    monkeypatch.setattr(dense_mask, "FEW_SCORES", B * H * M * N + 1)
+    monkeypatch.setattr(dense_mask, "LEAST_SCORES", B * H * M * N + 1)
     assert dense_mask.replace_mask(p) is None

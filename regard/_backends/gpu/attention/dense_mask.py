@@ -31,7 +31,7 @@ COLUMNS = 64  # that are mapped at once
 PACKED_ROWS, PACKED = 8, 512  # rows and columns that are packed at once
 PADDED = 128  # what rows in bits are padded to: the widest tile
 QUERIES = 1024  # whose intervals are stored or compared at once
-FEW_SCORES = 2**22  # below which three more launches cost more than intervals save
+LEAST_SCORES = 2**22  # with fewer, three more launches cost more than intervals save
 
 
 class PackedMask(NamedTuple):
@@ -174,7 +174,7 @@ def replace_mask(p: Problem) -> Problem | None:
     others = p.interval, p.bias, p.row_bias, p.relative
     if p.mask is None or any(x is not None for x in others) or p.queries is not None or p.first_query or p.first_key:
         return None
-    if math.prod(p.mask.shape) < FEW_SCORES or (p.choice.family == "threshold" and p.key_lengths is not None):
+    if math.prod(p.mask.shape) < LEAST_SCORES or (p.choice.family == "threshold" and p.key_lengths is not None):
         return None
     if p.choice.family == "threshold":  # whose lists take no intervals
         return replace(p, mask=None, key_lengths=torch.empty(p.q.shape[0], dtype=torch.int32, device=p.q.device))

@@ -202,7 +202,7 @@ def render() -> str:
         "A call takes the first kernel of its direction that supports it. Written by",
         "`python -m regard._backends.gpu.attention.registry` from `KERNELS` and `BACKWARD_KERNELS` there; do not edit.",
         "",
-        f"A dense mask of at least {dense_mask.FEW_SCORES:,} scores that hides no key between two visible ones takes",
+        f"A dense mask of at least {dense_mask.LEAST_SCORES:,} scores that hides no key between two visible ones takes",
         "the kernel of intervals, of threshold maps that of key lengths. Both kernels are launched; one ends at once.",
         "",
         "| direction | kernel | how it works | families | limits |",

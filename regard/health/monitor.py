@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from regard.health.capture.interception import ForwardInterceptions, as_written, close_scope, open_scope
 from regard.health.measurement.recorder import Layer, merge_uses
@@ -135,10 +136,17 @@ class Monitor:
         self._interceptions = ForwardInterceptions()
         self._unread: tuple[TimedRecorder, int, float] | None = None  # a sample whose forward is over
         self._warned: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Watch the model (again, after `close`); the callbacks do it at the start of training."""
+        if self._hooks:
+            return
         _watching.add(self)
-        self._hooks = [
-            model.register_forward_pre_hook(Hook(self._before), prepend=True),
-            model.register_forward_hook(Hook(self._after), always_call=True),
+        self._hooks += [
+            self.model.register_forward_pre_hook(Hook(self._before), prepend=True),
+            self.model.register_forward_hook(Hook(self._after), always_call=True),
         ]
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._core.ops.backends import is_plain_eager
 from regard._core.problem import Problem
 
 
@@ -49,9 +48,11 @@ def visible_keys(problem: Problem) -> Tensor:
     keys, device = problem.k.shape[2], problem.q.device
     place = queries, keys, problem.first_query - problem.first_key, problem.reach, device
     if all(x is None for x in (problem.mask, problem.bias, problem.key_lengths, problem.interval)):
+        records = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        transforms = torch._C._functorch.peek_interpreter_stack() is not None
         captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        keeps = is_plain_eager() and not torch.is_inference_mode_enabled() and not captures
-        count = _count_once if keeps else _count_in_reach
+        is_own = records or transforms or captures or torch.is_inference_mode_enabled()  # a tensor of this call alone
+        count = _count_in_reach if is_own else _count_once
         return count(*place, problem.accumulator).expand(batch, heads, queries).clone()  # a policy may write to it
     first, last = _find_reach(*place)
     last = last.expand(batch, 1, queries)

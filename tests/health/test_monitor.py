@@ -290,6 +290,13 @@ def test_a_trainer_brings_its_steps_and_its_end(tmp_path, monkeypatch):
     assert monitor.step == 7  # and not 14, the number of forwards
     assert monitor.unmeasured == {}
     assert not model._forward_hooks
+    trainer = Trainer(model, arguments, train_dataset=samples(32))
+    monitor = regard.Monitor(model, every=3, log=trainer, budget=1.0)
+    trainer.add_callback(monitor.trainer_callback())
+    for steps in (1, 2):  # a second train() is watched too
+        trainer.train()
+        logged = [row["attention/step"] for row in trainer.state.log_history if "attention/max_logit" in row]
+        assert logged == [1, 4, 7] and monitor.samples == 3 * steps
 
 
 def fitted(tmp_path, watched, **options):

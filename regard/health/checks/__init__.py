@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -78,6 +78,12 @@ def _modules() -> list[ModuleType]:
 def kinds() -> list[str]:
     """The kinds of findings that only these checks make, in alphabetical order."""
     return sorted(kind for module in _modules() for kind in getattr(module, "KINDS", None) or (module.KIND,))
+
+
+def passed(done: Sequence[str], found: Collection[str]) -> list[str]:
+    """The names of checks that were made and made no finding, of all kinds that were found."""
+    kinds_by_name = {module.NAME: set(getattr(module, "KINDS", None) or (module.KIND,)) for module in _modules()}
+    return [name for name in done if kinds_by_name.get(name, set()).isdisjoint(found)]
 
 
 def names() -> list[str]:

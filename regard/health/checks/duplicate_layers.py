@@ -15,7 +15,7 @@ KIND = "duplicate layers"
 
 def check(trial: Trial) -> list[Finding]:
     trial.tokens  # noqa: B018 – without token ids no check is made
-    modules = dict(trial.model.named_modules())
+    modules = dict(trial.part.named_modules())
     weights = {key: own for key in unique_keys(trial) if (own := weights_of(modules, key[0]))}
     if len(weights) < 2:
         raise NotApplicable("fewer than two layers have weights of their own")

@@ -40,6 +40,7 @@ class Trial:
         part: nn.Module | None = None,
     ) -> None:
         self.model, self.layers, self.heads, self.loss = model, layers, heads, loss
+        self.part = model if part is None else part  # whose modules the layers' names are of
         self.probe, self.pad = Probe(model, part), pad_of(model)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._causal = causal

@@ -29,6 +29,9 @@ def trainer_callback(monitor: Monitor) -> Any:
     """Returns a `transformers.TrainerCallback` that gives a monitor the trainer's steps and closes it at the end."""
 
     class MonitorCallback(_import_trainer_callback()):  # type: ignore[misc]
+        def on_train_begin(self, args, state, control, **kwargs):
+            monitor.watch()  # a second train() comes after the end of the first
+
         def on_step_begin(self, args, state, control, **kwargs):
             monitor.at_step(state.global_step + 1)
 
@@ -46,6 +49,7 @@ def lightning_callback(monitor: Monitor) -> Any:
 
     class MonitorCallback(_import_lightning_callback()):  # type: ignore[misc]
         def on_train_start(self, trainer, module):
+            monitor.watch()
             monitor.use_loggers(trainer.loggers)
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.health import findings as rules
+from regard.health.checks import passed as passed_checks
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import make_payload
 from regard.health.report.page.problems import checks_of, describe_loss, first_place, list_headlines, make_problems
@@ -212,7 +213,8 @@ def _checked(report: Report) -> str:
     found = {finding.kind for finding in report.findings}
     passed = [kind for kind in report.how.get("looked_for", rules.kinds()) if kind not in found]
     checks = checks_of(report)
-    done = f"<p>Also true: {escape('; '.join(checks['done']))}.</p>" if checks.get("done") else ""
+    true = passed_checks(checks.get("done", ()), found)
+    done = f"<p>Also true: {escape('; '.join(true))}.</p>" if true else ""
     gaps = [(name or ROOT, reason) for name, reason in report.unmeasured[:LISTED]]
     if len(report.unmeasured) > LISTED:
         gaps.append((f"{len(report.unmeasured) - LISTED} more layers", "listed in the JSON form of this report"))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -171,7 +172,9 @@ def attention(
     if plan is not None:
         result = plan(q, k, v)
         return result if gate is None else gate_result(result, gate)
-    moving = plan_duals(q, k, v, options) if forward_ad._current_level >= 0 else None
+    moving = None
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:  # a compiler would guard on the level
+        moving = plan_duals(q, k, v, options)
     if moving is not None and moving[1] in settings:
         return attend_duals(settings[moving[1]], moving[0])
     if any(map(dtensor.is_dtensor, (q, k, v))):

@@ -115,7 +115,7 @@ def make_plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Plan | None:
 def plan_duals(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Duals, Hashable] | None:
     """Return q, k and v under one level of forward mode taken apart, and the key of their plan; None without either."""
     stacks = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-    if torch.compiler.is_compiling() or stacks or options.gate is not None:
+    if stacks or options.gate is not None:
         return None
     duals = split_duals((q, k, v))
     if duals is None or all(x is None for x in duals.tangents):

@@ -81,7 +81,7 @@ def kinds() -> list[str]:
 
 
 def passed(done: Sequence[str], found: Collection[str]) -> list[str]:
-    """The names of checks that were made and made no finding, of all kinds that were found."""
+    """The names of the checks that were made (`done`) of whose kinds none is among those that were found."""
     kinds_by_name = {module.NAME: set(getattr(module, "KINDS", None) or (module.KIND,)) for module in _modules()}
     return [name for name in done if kinds_by_name.get(name, set()).isdisjoint(found)]
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from copy import copy
+from inspect import getclosurevars, isfunction
+from typing import Any, NamedTuple
 
 import torch
 
 from regard._core.problem import Problem
 
 MAX_KEYS = 4096  # of remembered launches
+MAX_ADDRESSES = 256  # of tensors whose encoded descriptor is kept
 _compiled: dict[tuple, Any] = {}
 
 
@@ -76,22 +79,90 @@ def launch(key: Hashable, kernel: Any, programs: int, arguments: tuple, constant
         _state.recorder.record_launch(compiled, programs, arguments, constants)
 
 
-def prepare(compiled: Any, programs: int) -> Callable[..., None]:
-    """A function that launches a compiled kernel on a grid; without Triton's bookkeeping if nobody watches launches."""
+class Prepared(NamedTuple):
+    """A compiled kernel with its grid: `start(*arguments)` launches it without Triton's bookkeeping."""
+
+    start: Callable[..., None]
+    encoders: dict[int, Callable[[torch.Tensor], tuple]]  # of the arguments that are tensor descriptors, by position
+
+
+def prepare(compiled: Any, programs: int, arguments: tuple) -> Prepared:
+    """Return a compiled kernel ready to launch on `programs` programs with arguments like these.
+
+    An argument with an encoder is given to `start` as what the encoder returns for its tensor, spread out.
+    """
     from triton import knobs
 
     watched, run, device = compiled[(programs, 1, 1)], compiled.run, torch.cuda.current_device()
     function, packed = compiled.function, compiled.packed_metadata
-    hooks = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
-    stream = torch._C._cuda_getCurrentRawStream
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    hooks, stream = (enter.calls, leave.calls), torch._C._cuda_getCurrentRawStream
+    described = {place: x for place, x in enumerate(arguments) if _is_descriptor(x)}
+    parts = _find_launch_parts(run) if described else None
+    if parts is None or len(parts[1]) != len(described):
 
-    def start(*arguments: Any) -> None:
+        def start(*arguments: Any) -> None:
+            if hooks[0] or hooks[1]:
+                watched(*arguments)
+            else:
+                run(programs, 1, 1, stream(device), function, packed, None, None, None, *arguments)
+
+        return Prepared(start, {})
+    launch_encoded, metadata = parts
+    flags = run.launch_cooperative_grid, run.launch_pdl
+
+    def start_encoded(*arguments: Any) -> None:
+        queue, watch = stream(device), (None, None, None)
         if hooks[0] or hooks[1]:
-            watched(*arguments)
-        else:
-            run(programs, 1, 1, stream(device), function, packed, None, None, None, *arguments)
+            watch = compiled.launch_metadata((programs, 1, 1), queue, *arguments), enter, leave
+        launch_encoded(programs, 1, 1, queue, function, *flags, None, None, packed, *watch, *arguments)
 
-    return start
+    encoders = {place: _Encoder(x, meta) for (place, x), meta in zip(described.items(), metadata, strict=True)}
+    return Prepared(start_encoded, encoders)
+
+
+def _is_descriptor(x: Any) -> bool:
+    return hasattr(x, "base") and isinstance(x.base, torch.Tensor)
+
+
+def _find_launch_parts(run: Any) -> tuple[Callable, list] | None:
+    """Return Triton's launch function behind its encoding of descriptors, and the metadata of each descriptor.
+
+    None if this version of Triton is built otherwise (3.6 is known), or the kernel wants scratch memory.
+    """
+    parts = getclosurevars(run.launch).nonlocals if isfunction(run.launch) else {}
+    if {"launcher", "tensordesc_indices", "tensordesc_meta"} - set(parts) or hasattr(run, "arg_annotations"):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size or None in parts["tensordesc_meta"]:
+        return None
+    return parts["launcher"], parts["tensordesc_meta"]
+
+
+class _Encoder:
+    """Turns tensors into the launch arguments of one tensor descriptor, and keeps them by the tensor's address.
+
+    Encoding a descriptor costs the host 7 µs. A training step meets the same few addresses again.
+    """
+
+    def __init__(self, descriptor: Any, metadata: dict) -> None:
+        self.descriptor, self.metadata = copy(descriptor), metadata
+        self.descriptor.base = None  # the first call's tensor is not kept alive
+        self.kept: dict[int, tuple] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> tuple:
+        found = self.kept.get(tensor.data_ptr())
+        return self.encode(tensor) if found is None else found
+
+    def encode(self, tensor: torch.Tensor) -> tuple:
+        """Encode the descriptor of a tensor of the same shape and strides at a new address."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(self.kept) >= MAX_ADDRESSES:
+            self.kept.clear()
+        described = copy(self.descriptor)
+        described.base = tensor
+        found = self.kept[tensor.data_ptr()] = tuple(make_tensordesc_arg(described, self.metadata))
+        return found
 
 
 class _State(threading.local):

@@ -39,6 +39,13 @@ class Nested(NamedTuple):
     parts: tuple
 
 
+class Encoded(NamedTuple):
+    """A tensor whose descriptor `encode` turns into several arguments of a launch."""
+
+    encode: Callable[[Tensor], tuple]
+    slot: Slot
+
+
 class Step(NamedTuple):
     """One torch op or kernel launch, and the slots that its results go to."""
 
@@ -69,6 +76,8 @@ def _write_source(steps: list[Step], inputs: int, result: tuple) -> tuple[str, d
     def write(x: Any) -> str:
         if type(x) is Slot:
             return f"s{x.index}"
+        if type(x) is Encoded:
+            return f"*{name(x.encode)}(s{x.slot.index})"
         if type(x) is Nested:
             parts = "".join(write(part) + ", " for part in x.parts)
             return f"({parts})" if x.kind is tuple else f"[{parts}]" if x.kind is list else f"{name(x.kind)}(({parts}))"
@@ -115,8 +124,12 @@ class Recorder(TorchDispatchMode):
     def record_launch(self, compiled: Any, programs: int, arguments: tuple, constants: tuple) -> None:
         """Write down the launch of a compiled kernel."""
         self.launches += 1
-        described = (*[self.describe(x) for x in arguments], *constants)
-        self.steps.append(Step(launcher.prepare(compiled, programs), described, {}, (), True))
+        start, encoders = launcher.prepare(compiled, programs, arguments)
+        described = [self.describe(x) for x in arguments]
+        for place, encode in encoders.items():
+            if type(described[place]) is Nested:  # else its tensor is none of the call's, and the tape has failed
+                described[place] = Encoded(encode, described[place].parts[0])
+        self.steps.append(Step(start, (*described, *constants), {}, (), True))
 
     def place_of(self, x: Tensor) -> int:
         """The slot of a tensor, a new one if it is new."""

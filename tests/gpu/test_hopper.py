@@ -48,7 +48,7 @@ def test_without_statistics(d):
             check_forward(attention, make_taken(seed, d=d, e=d, causal=causal, sharp=3.0, stats=(), **sizes), slack=2.0)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_whole_tiles(d):
     for causal in (True, False):
         for stats in (statistics.NAMES, ()):
@@ -61,6 +61,16 @@ def test_whole_tiles(d):
 def test_whole_tiles_of_other_lengths(m, n):
     """Full rows begin with the tile on the diagonal, or with the last tile if they lie beyond all keys."""
     check_forward(attention, make_taken(5, b=1, h=4, g=2, m=m, n=n, d=64, e=64, sharp=3.0), slack=2.0)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("m", "n"), [(100, 100), (197, 197), (640, 650), (130, 900), (900, 130)])
+def test_ragged_full_rows(m, n, d):
+    """Rows of a length that is no multiple of a tile: the tile on the diagonal first, then the last one."""
+    for lengths in (False, True):
+        problem = make_taken(6, b=4, h=4, g=2, m=m, n=n, d=d, e=d, lengths=lengths, sharp=3.0)
+        assert hopper.make_config(problem).RAGGED
+        check_forward(attention, problem, slack=2.0)
 
 
 @pytest.fixture
@@ -97,7 +107,10 @@ def test_imprecise_moments_are_recomputed(causal, short_key_moments):
 @pytest.mark.parametrize("d", [64, 128])
 def test_persistent_programs(d, causal, short_key_moments, monkeypatch):
     """Persistent programs give the same bits as one program per block."""
-    for length, places in ((1536, 4), (1360, 2)) if causal else ((1536, 4),):  # causal: also an odd number of blocks
+    for length, places in (
+        (1536, 4),
+        (1360, 2) if causal else (1500, 4),
+    ):  # also an odd number of blocks, and a cut tile
         for stats in (statistics.NAMES, ()):
             problem = make_taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
             alone = attention.forward(problem)

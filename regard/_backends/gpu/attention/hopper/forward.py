@@ -195,7 +195,7 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
     s = row_sums.cap_scores(s, opt)
     if C.RELATIVE:
         s = add_relative(s, table, i, start)
-    if not C.DIAGONAL_FIRST:
+    if not C.DIAGONAL_FIRST or C.RAGGED:
         s = row_sums.mask_keys(s, first, last, start, opt, C)
     _, r = row_sums.update_shift(s, r, a_lanes * LOG2E, first, start, opt, C, False, True)
     y = split_keys(s, SPLITS)
@@ -223,7 +223,12 @@ def process_block(outputs, ring, work, opt, blocks, group: gl.constexpr, C: gl.c
             for t in range(bare, gl.where(part == 0, ends[1], gl.where(part == 1, ends[3], work.end))):
                 o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, False)
     else:
-        for t in range(begin + 1, edge):
+        bare = begin + 1
+        if C.RAGGED:
+            bare = gl.where(first_key(begin, work, C) // C.BN + 1 < work.count, begin + 2, begin + 1)
+            for t in range(begin + 1, bare):
+                o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, True)
+        for t in range(bare, edge):
             o, p, r = process_tile(t, o, p, r, at, ring, work, rows, opt, group, C, False)
         if opt.left is not None:
             for t in range(edge, work.end):

@@ -159,8 +159,7 @@ def make_config(p: Problem) -> ForwardConfig:
     need = statistics.needs(p.stats, p.choice, False)
     span = key_moments.moment_span(p) if need.moments else 0
     blocks, programs = plan_programs(p, ROWS * groups)
-    whole = p.k.shape[-2] % keys == 0 and p.key_lengths is None and not needs_spans(p)
-    diagonal_first = need.distance and not causal and groups == 2 and whole
+    diagonal_first = need.distance and not causal and keys == 2 * ROWS == ROWS * groups and not needs_spans(p)
     return ForwardConfig(
         F=bundle.of(p.choice),
         NEED=need,
@@ -176,6 +175,7 @@ def make_config(p: Problem) -> ForwardConfig:
         REGISTERS=registers,
         SPLITS=splits,
         DIAGONAL_FIRST=diagonal_first,
+        RAGGED=diagonal_first and (p.k.shape[-2] % keys != 0 or p.key_lengths is not None),
         PERSISTENT=programs < blocks,
         MOMENT_TILES=triton.cdiv(3 * panels.PANEL, keys) if span else 0,
         MOMENT_SPAN=span,

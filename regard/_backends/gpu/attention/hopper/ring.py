@@ -44,6 +44,7 @@ class ForwardConfig(NamedTuple):
     REGISTERS: int  # of a consumer's thread
     SPLITS: int  # parts that a tile is weighed in: 1 or 4
     DIAGONAL_FIRST: bool  # full rows begin with the tile on the diagonal
+    RAGGED: bool  # beside DIAGONAL_FIRST: the last tile has keys past the end
     PERSISTENT: bool  # one program per SM takes many blocks and loads the next one's tiles while one ends
     MOMENT_TILES: int  # tiles of the ring that the key moments take
     MOMENT_SPAN: int  # Σy and Σy² of keys before the last multiple of it come from `key_moments`; −1: all, 0: none
@@ -157,11 +158,22 @@ def get_work(round, base, spans, bias, opt, C: gl.constexpr):
 
 @gluon.jit
 def first_key(t, work, C: gl.constexpr):
-    """First key of step t's tile: descending from the last tile, or from the diagonal one with wrap-around."""
+    """First key of step t's tile: descending from the last tile, or from the diagonal one with wrap-around.
+
+    With RAGGED the last tile, unless it is the diagonal one, comes second.
+    """
     tile = work.low + work.end - 1 - t
     if C.DIAGONAL_FIRST:
-        tile = gl.minimum(work.i0 // C.BN, work.count - 1) + work.base - t
-        tile = gl.where(tile < 0, tile + work.count, tile)
+        diagonal = gl.minimum(work.i0 // C.BN, work.count - 1)
+        tile = diagonal + work.base - t
+        tiles_in_order = work.count
+        if C.RAGGED:
+            second = gl.where(diagonal + 1 < work.count, 1, 0)
+            tile = gl.where(t > work.base, tile + second, tile)
+            tiles_in_order = work.count - second
+        tile = gl.where(tile < 0, tile + tiles_in_order, tile)
+        if C.RAGGED:
+            tile = gl.where((second == 1) & (t == work.base + 1), work.count - 1, tile)
     return tile * C.BN
 
 

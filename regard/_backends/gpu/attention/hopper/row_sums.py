@@ -147,12 +147,12 @@ def weigh_split(
     if NEED.moments and C.MOMENT_SPAN >= 0:
         if needs_moments:  # before the weights: a later branch would keep all scores in registers
             visible_y = y
-            if EDGE and not C.DIAGONAL_FIRST:
+            if EDGE and (not C.DIAGONAL_FIRST or C.RAGGED):
                 visible_y = gl.where(y == HIDDEN, 0.0, y)
             mean = accumulate(visible_y, mean, FIRST)
             m2 = accumulate(visible_y * visible_y, m2, FIRST)
     u, v, power = compute_weights(y, per_lane(a), per_lane(a * LOG2E), per_lane(r.shift), theta, F)
-    if EDGE and not C.DIAGONAL_FIRST:
+    if EDGE and (not C.DIAGONAL_FIRST or C.RAGGED):
         u = gl.where(y == HIDDEN, 0.0, u)
         v = gl.where(y == HIDDEN, 0.0, v)
     sum_u, sum_v, positions, log_u, square = x.u, x.v, x.positions, x.log_u, x.square

@@ -110,7 +110,7 @@ def test_persistent_programs(d, causal, short_key_moments, monkeypatch):
     for length, places in (
         (1536, 4),
         (1360, 2) if causal else (1500, 4),
-    ):  # also an odd number of blocks, and a cut tile
+    ):  # odd, or cut
         for stats in (statistics.NAMES, ()):
             problem = make_taken(23, b=1, h=4, g=2, m=length, n=length, d=d, e=d, causal=causal, sharp=2.0, stats=stats)
             alone = attention.forward(problem)

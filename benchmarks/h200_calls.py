@@ -1,10 +1,13 @@
 """Every call a user makes: `regard.attention` in eager mode against torch's default, cuDNN and FlashAttention-4.
 
     PYTHONPATH=. python3 benchmarks/h200_calls.py [CASE …] [--out benchmarks/results]
+    PYTHONPATH=. python3 benchmarks/h200_calls.py --check FILE; … --checked FILE      in two steps on one machine
 
 Each variant of each case is first compared with float64 on rows of one head (fresh random inputs; this also compiles
 the kernels, in parallel), then timed through the public call: medians of `do_bench`, candidates by turns. `host` rows
 are the host's time per call, where kernels are shorter than that. Writes h200-calls.md and h200-calls.json.
+`--check` writes what was compared and stops; `--checked` reads it. Other work may run beside the first step.
+FlashAttention-4 is compiled by other processes: it needs FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 
 from revision import find_revision
 
+TURNS = 3
 TWO = ("entropy", "max_logit")
 # name: batch, query heads, key heads, queries, keys, width of k, width of v, causal, options of regard.attention
 CASES: dict[str, tuple] = {
@@ -186,14 +190,14 @@ def compare(out, stats, tensors, options, extra) -> str:
 
 
 def time_case(case: str) -> dict[str, list[float]]:
-    """{candidate: [forward ms, backward ms]}, medians of three turns."""
+    """{candidate: [forward ms, backward ms]}, medians of the turns."""
     import torch
     from triton.testing import do_bench
 
     tensors, options = make_inputs(case, grad=True)
     runs = candidates(case, tensors, options)
     found: dict[str, list[list[float]]] = {name: [[], []] for name in runs}
-    for turn in range(3):
+    for turn in range(TURNS):
         order = list(runs)
         for name in order if turn % 2 == 0 else reversed(order):
             try:
@@ -295,13 +299,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="parts of names of cases; all without")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--check", type=Path, help="compare with float64, write the results to this file and stop")
+    parser.add_argument("--checked", type=Path, help="the file that --check wrote on this machine")
     arguments = parser.parse_args()
     names = [case for case in CASES if not arguments.cases or any(part in case for part in arguments.cases)]
+    checks = json.loads(arguments.checked.read_text()) if arguments.checked else {}
     with multiprocessing.get_context("spawn").Pool(min(14, len(names))) as pool:
-        checking = pool.map_async(check, names, chunksize=1)
-        for case in names:
-            compile_fa4(case)
-        checks = dict(zip(names, checking.get(), strict=True))
+        compiling = pool.map_async(compile_fa4, names, chunksize=1)
+        if not checks:
+            checks = dict(zip(names, pool.map(check, names, chunksize=1), strict=True))
+        compiling.wait()
+    if arguments.check:
+        arguments.check.write_text(json.dumps(checks))
+        print(checks)
+        return
     host = time_host()
     times = {}
     for case in names:

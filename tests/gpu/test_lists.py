@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import interval_data
 import pytest
 import torch
 from attention_data import FLOOR, Poisoned, check_backward, check_forward, make
 
+from regard import statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.config import config_of, options, view
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core.problem import Upstream
 
 pytestmark = pytest.mark.filterwarnings("default")
-LENGTHS = sparse.LENGTHS
+LEAST_KEYS = sparse.LEAST_KEYS
 LONG = dict(b=1, h=2, g=1, m=1100, n=1100, dtype=torch.bfloat16, device="cuda")
 
 
@@ -22,7 +25,7 @@ LONG = dict(b=1, h=2, g=1, m=1100, n=1100, dtype=torch.bfloat16, device="cuda")
 def poisoned(monkeypatch):
     monkeypatch.setattr(attention, "torch", Poisoned())
     monkeypatch.setattr(sparse, "torch", Poisoned())
-    monkeypatch.setattr(sparse, "LENGTHS", dict.fromkeys(("forward", "backward"), range(256, 2**31)))
+    monkeypatch.setattr(sparse, "LEAST_KEYS", dict.fromkeys(sparse.LEAST_KEYS, 256))
 
 
 def check(problem, floor=FLOOR):
@@ -40,6 +43,28 @@ def test_model_shapes(name, d, causal):
 @pytest.mark.parametrize("options", [dict(left=300, right=40, temperature=True), dict(lengths=True)])
 def test_windows_and_lengths(options):
     check(make(2, "entmax15", d=64, e=128, **LONG | dict(b=2, m=700, n=1500), **options))
+
+
+@pytest.mark.parametrize(("d", "e"), [(40, 40), (72, 64), (80, 80), (96, 96), (128, 256), (192, 128), (256, 256)])
+def test_other_widths(d, e):
+    check(make(10, "entmax15", d=d, e=e, causal=True, **LONG))
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax(alpha=1.7)"])
+@pytest.mark.parametrize("kind", ["soft cap", "bias", "hiding bias", *interval_data.KINDS])
+def test_options_of_the_forward(kind, name, stats):
+    cap = dict(softcap=2.0) if kind == "soft cap" else {}
+    problem = make(11, name, d=64, e=64, causal="soft" in kind or "bias" in kind, sharp=2.0, stats=stats, **cap, **LONG)
+    if "bias" in kind:
+        problem = interval_data.with_biases(problem, 12, names=("key",), hides="hiding" in kind)
+    elif not cap:
+        problem = dataclasses.replace(
+            problem, interval=interval_data.make_interval(kind, 1, 2, 1100, 1100, device="cuda")
+        )
+    assert sparse.supports(problem, "forward") is None and sparse.supports(problem, "backward") is not None
+    answer = interval_data.check_forward(attention, problem, slack=2.0)
+    interval_data.check_backward(attention, problem, answer, slack=2.0)
 
 
 @pytest.mark.parametrize("sharp", [0.02, 30.0])
@@ -61,11 +86,12 @@ def test_lists_solve_every_normal_row(m, n, causal):
 
 
 def test_where_lists_begin(monkeypatch):
-    monkeypatch.setattr(sparse, "LENGTHS", LENGTHS)
-    for n in (3071, 3072, 3500, 4000, 4100):
+    monkeypatch.setattr(sparse, "LEAST_KEYS", LEAST_KEYS)
+    least = LEAST_KEYS["forward"]
+    for n in (least - 1, least, 3500, 4000, 4100):
         for causal in (False, True):
             problem = make(8, "entmax15", d=64, e=64, causal=causal, **LONG | dict(m=n if causal else 200, n=n))
-            assert (sparse.supports(problem, "forward") is None) == (n >= 3072)
+            assert (sparse.supports(problem, "forward") is None) == (n >= least)
             check_forward(attention, problem, slack=2.0)
 
 

@@ -256,6 +256,17 @@ def test_long_sparse_rows_start_from_a_survey(name, dtype):
         check_forward(attention, make(41, name, b=1, h=1, g=1, m=9, n=150, dtype=dtype, sharp=sharp))
 
 
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax"])
+@pytest.mark.parametrize("options", [dict(causal=True), dict(lengths=True, temperature=True), dict(softcap=2.0)])
+def test_short_rows_keep_their_scores(name, options, monkeypatch):
+    monkeypatch.setattr(forward, "keeps_scores", lambda p: True)
+    blocks = lambda p, config: (config._replace(BM=16, BN=64), {})  # noqa: E731
+    monkeypatch.setattr(forward, "choose_resident_blocks", blocks)
+    for sharp in (0.1, 1.0, 10.0):
+        problem = make(9, name, **SMALL | dict(m=20, n=45), sharp=sharp, theta="row" * (name == "entmax"), **options)
+        check_forward(attention, problem)
+
+
 def test_sparse_weights_are_exact_zeros_and_ties_equal():
     problem = make(31, "entmax15", b=1, h=1, g=1, m=4, n=33, e=33, sharp=6.0)
     problem.k[0, 0, 20] = problem.k[0, 0, 2]

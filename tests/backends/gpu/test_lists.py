@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import interval_data
 import pytest
 import torch
 
@@ -43,6 +45,9 @@ def fill(self, kind, bounds, slope, first, programs, opt):
         start = block % blocks * BLOCK if self.transposed else (blocks - 1 - block % blocks) * BLOCK
         head, batch = block // blocks % h, block // blocks // h
         shown = seen if p.key_lengths is None else seen & (j < int(p.key_lengths[batch]))
+        if p.interval is not None:
+            lo, hi, _ = p.interval[:, batch, head, :, None]
+            shown = shown & (j >= lo) & (j < hi)
         for r in range(BLOCK):
             row, held = start + r, slot * BLOCK + r
             lists = [[], [], [], []]
@@ -52,7 +57,13 @@ def fill(self, kind, bounds, slope, first, programs, opt):
                 other = columns[batch, query if self.transposed else head // (p.q.shape[1] // p.k.shape[1])]
                 y = other.float() @ rows[batch, head, row].float()
                 y, bound = (y - bounds[batch, query], 0.0) if self.transposed else (y, bounds[batch, head, row])
-                visible = shown[:, row] if self.transposed else shown[row]
+                x, visible = y, shown[:, row] if self.transposed else shown[row]
+                if p.bias is not None:
+                    x = y = y * p.scale + p.bias[batch, head, row]
+                if p.softcap is not None:  # the lists hold products
+                    y = p.softcap * torch.tanh(y * p.scale / p.softcap)
+                if not self.transposed and bounds[batch, head, start : start + BLOCK].max() == math.inf:
+                    visible = visible & False
                 if self.below is not None:
                     off, parts = torch.where(visible, y - bound, 0.0), j % 8 // 2
                     low = torch.where(visible & (y <= bound), torch.exp2((y - bound) * slope[batch, head, row]), 0.0)
@@ -61,7 +72,7 @@ def fill(self, kind, bounds, slope, first, programs, opt):
                 for c in torch.nonzero(visible & (y > bound)).flatten().tolist():
                     one = lists[c % 8 // 2]
                     if len(one) < cap - 1:
-                        one.append((float(y[c]), inner * p.q.shape[-2] + c))
+                        one.append((float(x[c]), inner * p.q.shape[-2] + c))
             for quarter, one in enumerate(lists):
                 self.counts[held, quarter] = len(one)
                 for at, (y, c) in enumerate(one):
@@ -80,12 +91,15 @@ def interpreted_lists(monkeypatch):
             if scratch is not None:
                 scratch.fill_(math.nan)
 
-    monkeypatch.setattr(sparse, "supports", lambda p, direction: find_option(p, "mask", "bias", "softcap"))
-    monkeypatch.setattr(sparse, "describe_rows", lambda x, rows: None)
-    monkeypatch.setattr(sparse, "KEYS", {8: ((64, 2, 16), (64, 2, 16))})
+    def supports(p, direction):
+        backward = find_option(p, "bias", "softcap", "interval") if direction == "backward" else None
+        return backward or find_option(p, "mask")
+
+    monkeypatch.setattr(sparse, "supports", supports)
+    monkeypatch.setattr(sparse, "describe_rows", lambda x, rows, width: None)
     monkeypatch.setattr(sparse.CandidateLists, "__init__", init)
     monkeypatch.setattr(sparse.CandidateLists, "fill", fill)
-    for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, SAMPLE_KEYS=16).items():
+    for name, number in dict(BLOCK=BLOCK, CAP=CAP, SPARE=1, CHUNK=3, GROUPS=16).items():
         monkeypatch.setattr(sparse, name, number)
 
 
@@ -93,6 +107,8 @@ CASES = [
     ("entmax15", dict(causal=True)),
     ("sparsemax", dict(temperature=True, sharp=2.0)),
     ("entmax(alpha=1.7)", dict(left=20, lengths=True, b=2, h=1)),
+    ("entmax15", dict(softcap=2.0, causal=True, sharp=3.0)),
+    ("sparsemax", dict(softcap=0.5)),
 ]
 
 
@@ -102,10 +118,34 @@ def test_lists_give_what_the_oracle_gives(name, options):
     check_backward(attention, problem, check_forward(attention, problem))
 
 
-def test_only_failed_rows_are_swept(monkeypatch):
-    monkeypatch.setattr(sparse, "CAP", 8)
+@pytest.mark.parametrize("kind", ["documents", "prefix", "scattered"])
+def test_lists_of_intervals(kind, monkeypatch):
+    flags = record_flags(monkeypatch)
+    problem = make(4, "entmax15", **SMALL | dict(m=40, n=90), sharp=2.0)
+    problem = dataclasses.replace(problem, interval=interval_data.make_interval(kind, 1, 2, 40, 90))
+    interval_data.check_backward(attention, problem, interval_data.check_forward(attention, problem))
+    assert flags[0].sum() == 0
+
+
+@pytest.mark.parametrize(("name", "hides"), [("entmax15", False), ("entmax(alpha=1.7)", False), ("sparsemax", True)])
+def test_lists_beside_a_bias_per_key(name, hides, monkeypatch):
+    flags = record_flags(monkeypatch)
+    problem = make(5, name, **SMALL | dict(m=40, n=90), sharp=2.0, causal=True)
+    problem = interval_data.with_biases(problem, 6, names=("key",), hides=hides)
+    interval_data.check_backward(attention, problem, interval_data.check_forward(attention, problem))
+    assert bool(flags[0].any()) == hides  # keys that a bias hides between visible ones leave a head to the sweeps
+
+
+def record_flags(monkeypatch):
+    """The flags that the forward calls from now on return."""
     flags, forward = [], sparse.forward
     monkeypatch.setattr(sparse, "forward", lambda *call: flags.append(forward(*call)) or flags[-1])
+    return flags
+
+
+def test_only_failed_rows_are_swept(monkeypatch):
+    monkeypatch.setattr(sparse, "CAP", 8)
+    flags = record_flags(monkeypatch)
     problem = make(2, "entmax15", **SMALL | dict(b=2, g=2, m=32, n=36), sharp=0.05, stats=())
     problem.q[0] *= 60.0  # few keys have weight; in the other batch entry more of them than a list holds
     check_backward(attention, problem, check_forward(attention, problem))
@@ -115,8 +155,7 @@ def test_only_failed_rows_are_swept(monkeypatch):
 def test_lists_longer_than_the_resident_entries(monkeypatch):
     monkeypatch.setattr(sparse, "CAP", 64)
     monkeypatch.setattr(sparse, "CHUNK", 1)
-    flags, forward = [], sparse.forward
-    monkeypatch.setattr(sparse, "forward", lambda *call: flags.append(forward(*call)) or flags[-1])
+    flags = record_flags(monkeypatch)
     problem = make(3, "entmax15", **SMALL | dict(h=1, m=40, n=220), sharp=0.05)  # every key has weight: 55 to a list
     check_forward(attention, problem)
     assert flags[0].sum() == 0

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from regard._backends.gpu.attention import decode
-from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
+from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, has_key_bias, options, view
 from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
 from regard._backends.gpu.attention.hopper import launch as hopper
 from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
@@ -17,7 +17,7 @@ from regard._backends.gpu.attention.online import forward_online
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.attention.threshold import forward_threshold
-from regard._backends.gpu.attention.tiles import Options
+from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Forward, Problem
 
@@ -29,6 +29,7 @@ SOLVER = {
     torch.float16: (40, 3e-3, 1e-4),
     torch.bfloat16: (40, 3e-3, 1e-4),
 }
+RESIDENT_KEYS = 256  # most keys of a row whose scores stay in registers
 
 
 def run_decode(p: Problem, result: Forward) -> None:
@@ -86,13 +87,33 @@ def run_threshold(p: Problem, result: Forward, packed: PackedMask | None = None)
 
 def _solve_threshold(p: Problem, result: Forward, with_lists: bool, packed: PackedMask | None = None) -> None:
     config, how = config_of(p, "forward_threshold")
+    resident = not with_lists and packed is None and keeps_scores(p)
+    if resident:
+        config, how = choose_resident_blocks(p, config)
     opt, key = add_tile_map(p, config, add_key_index(p, options(p)), packed=packed), launch_key(p, result.o)
     steps, power, other = SOLVER[p.accumulator if p.stats else p.q.dtype]
     inputs, outputs = (view(p.q), view(p.k), view(p.v)), (view(result.o), result.shift, result.z, result.stats)
     failed = sparse.forward(p, key, inputs, *outputs, opt, config, steps) if with_lists else None
     arguments = *inputs, *describe_keys(p, config), *outputs, failed, opt
-    constants = config, steps, other if p.choice.order == 1 else power
+    constants = config, steps, other if p.choice.order == 1 else power, resident
     launch(key, forward_threshold, count_blocks(p, config), arguments, constants, **how)
+
+
+def keeps_scores(p: Problem) -> bool:
+    """True if a block of queries keeps the scores of all keys in registers, so that q·k is computed once."""
+    if not p.q.is_cuda or p.q.element_size() > 2 or p.k.shape[-2] > RESIDENT_KEYS:
+        return False
+    matrix = p.mask is not None or p.relative is not None or (p.bias is not None and not has_key_bias(p))
+    return not matrix and p.score is None and not p.dropout_p and max(p.q.shape[-1], p.v.shape[-1]) <= 128
+
+
+def choose_resident_blocks(p: Problem, config: Config) -> tuple[Config, dict]:
+    """Return the constants and launch options of a kernel that keeps all scores: 64 to a thread with statistics."""
+    keys = max(64, triton.next_power_of_2(p.k.shape[-2]))
+    rows, warps = (64, 4) if max(p.q.shape[-1], p.v.shape[-1]) <= 64 else (128, 8)
+    if p.stats and keys > 128:
+        rows, warps = 64, 8
+    return config._replace(BM=rows, BN=keys, BULK=False), dict(num_warps=warps, num_stages=1)
 
 
 def run_online(p: Problem, result: Forward, packed: PackedMask | None = None) -> None:

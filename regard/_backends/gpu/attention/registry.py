@@ -69,8 +69,9 @@ KERNELS = (
         name="sparse threshold",
         summary="one Gluon sweep lists the keys that may have weight",
         families=("threshold",),
-        limits=f"Hopper; bfloat16, float16; heads of 64 or 128; at least {sparse.LENGTHS['forward'].start} visible "
-        "keys; no soft cap, score function, mask, interval, bias or dropout",
+        limits=f"Hopper; bfloat16, float16; heads of multiples of 8 up to {sparse.WIDEST}; at least "
+        f"{sparse.LEAST_KEYS['forward']} visible keys; no score function but a soft cap, no dense mask or dropout; of "
+        "biases one per key, without a soft cap",
         supports=lambda problem: sparse.supports(problem, "forward"),
         run=forward.run_sparse_threshold,
     ),
@@ -117,8 +118,9 @@ BACKWARD_KERNELS = (
         name="sparse",
         summary="Gluon sweeps list the keys above tau, then the queries",
         families=("threshold",),
-        limits=f"as sparse threshold; at least {sparse.LENGTHS['backward'].start} visible keys; no gradient of "
-        "statistics or temperature",
+        limits=f"as sparse threshold; at least {sparse.LEAST_KEYS['backward']} visible keys "
+        f"({sparse.LEAST_KEYS['wide backward']} with heads of more than 128); no soft cap, interval, bias, or gradient "
+        "of statistics or temperature",
         supports=dq.supports_sparse,
         run=dq.run_sparse,
     ),

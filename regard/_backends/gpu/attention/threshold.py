@@ -1,8 +1,8 @@
 """Forward of threshold maps: o = Σ_j p_j·v_j, p = g(γ·s − τ), τ such that Σp = 1, by repeated sweeps over the keys.
 
 F(τ) = Σ g(x − τ), x = γ·s, is convex and falls from F(max − 1) ≥ 1 to F(max) = 0. The first sweep finds the maximum
-and, on long rows, F at three guesses (`tau_estimate.py`); a few more evaluate F and its slope at the current τ; the
-last one weighs. A step from τ is
+and a lower bound of τ (`tau_estimate.py`), at which F is mostly 1.00 to 1.01; a few more, mostly one, evaluate F and
+its slope at the current τ; the last one weighs. A step from τ is
 
     far from Σp = 1     τ + F·log F / |F′|     as if F fell like an exponential, which tails of scores nearly do
     near it             the exact solution on the present support (g = t, t²), or the same step
@@ -20,18 +20,6 @@ from regard._backends.gpu.attention import key_loop, statistics, tau_estimate, t
 from regard._backends.gpu.attention.sparse import support
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tau_estimate import Bracket
-from regard._backends.gpu.attention.tiles import HIDDEN
-
-
-@triton.jit
-def max_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Update max y, and the count of visible keys where a bias decides."""
-    top, n = state
-    _, _, y, visible, _ = key_loop.score_tile(block, start, opt, C, EDGE)
-    top = tl.maximum(top, tl.max(y, 1))
-    if C.NEED.count:
-        n += tl.sum(tl.where(visible, 1.0, 0.0).to(C.ACC), 1)
-    return top, n
 
 
 @triton.jit
@@ -112,10 +100,16 @@ def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
 
 @triton.jit
 def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Score a tile and weigh it."""
+    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
+    return weigh_scores(state, y, visible, j, block, start, opt, C, EDGE)
+
+
+@triton.jit
+def weigh_scores(state, y, visible, j, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Add a tile to o, Σp, Σg′ and the statistics: `r.shift` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
     acc, r = state
     NEED: tl.constexpr = C.NEED
-    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
     theta = tiles.column(block.theta, opt)
     t = excess(y, r.top, r.shift, block, C)
     u, d = tiles.weigh_excess(t, theta, C)
@@ -155,9 +149,12 @@ def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
 @triton.jit
 def forward_threshold(
     q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, failed, opt,
-    C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr,
+    C: tl.constexpr, LIMIT: tl.constexpr, CLOSE: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of queries per program, unless the candidate lists (`sparse/`) have computed it."""
+    """Compute one block of queries per program, unless the candidate lists (`sparse/`) have computed it.
+
+    RESIDENT: one tile holds all keys, and its scores stay in registers while τ is solved.
+    """
     if opt.holes is not None:
         if tl.load(opt.holes) == 0:
             return
@@ -166,21 +163,29 @@ def forward_threshold(
             return
     block, i0 = key_loop.load_query_block(q, k, v, k_blocks, v_blocks, opt, C)
     zero = tiles.full(C.BM, 0.0, C.ACC)
-    if tau_estimate.is_worthwhile(block, opt, C):
-        s, top, n = tau_estimate.survey(block, i0, opt, C)
+    if RESIDENT:
+        _, _, y, visible, j = key_loop.score_tile(block, 0, opt, C, True)
+        n = tl.sum(tl.where(visible, 1.0, 0.0).to(C.ACC), 1)
+        top = tl.max(y, 1)
     else:
-        s = Bracket(zero - 1.0, zero - 1.0, zero, zero + 1.0)
-        top, n = key_loop.sweep((zero + HIDDEN, zero), block, i0, opt, max_tile, C)
+        s, top, n = tau_estimate.survey(block, i0, opt, C)
     inside = block.i < opt.queries
     visible_keys = n
     if not C.NEED.count:
         visible_keys = visibility.count_keys(block.b, block.h, block.i, block.first, block.last, opt).to(C.ACC)
     empty = visible_keys == 0.0
-    tau = solve(s, block, top, inside & (empty == 0), i0, opt, C, LIMIT, CLOSE)
+    if RESIDENT:
+        tau = tau_estimate.solve_resident(y, top, block, opt, C, LIMIT)
+    else:
+        tau = solve(s, block, top, inside & (empty == 0), i0, opt, C, LIMIT, CLOSE)
     r = statistics.empty_sums(tau, C)
     r = Sums(top, tau, r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance, r.support, r.n,
              r.first, r.first_y, r.pivot, r.mean, r.m2)  # fmt: skip
-    acc, r = key_loop.sweep((tiles.zeros(C.BM, C.BE, C.ACC), r), block, i0, opt, weigh_tile, C)
+    acc = tiles.zeros(C.BM, C.BE, C.ACC)
+    if RESIDENT:
+        acc, r = weigh_scores((acc, r), y, visible, j, block, 0, opt, C, True)
+    else:
+        acc, r = key_loop.sweep((acc, r), block, i0, opt, weigh_tile, C)
     r = statistics.sum_lanes(r)
     inverse = tl.where(empty, 0.0, 1.0 / tl.where(r.z == 0.0, 1.0, r.z))
     out = tl.where(empty[:, None], 0.0, acc * (inverse * tiles.number(opt.keep_scale, C.ACC))[:, None])

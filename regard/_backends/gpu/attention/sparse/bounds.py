@@ -1,7 +1,6 @@
 """Lower bounds of τ: keys below a row's bound cannot have weight, and `candidates.py` does not list them.
 
-The forward's bound comes from some of the row's keys: an estimate of their own τ (`tau_estimate.py`), then a Newton
-step on F^(1/k). That function is convex, so the step never passes their τ, which is below the τ of all keys. The
+The forward's bound is the τ of some of the row's keys (`tau_estimate.py`), which is below the τ of all keys. The
 backward's bound is the forward's τ.
 """
 
@@ -10,67 +9,65 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import key_loop, tau_estimate, tiles
-from regard._backends.gpu.attention.tiles import LOG2E
+from regard._backends.gpu.attention import key_loop, tau_estimate, tiles, visibility
+from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
+from regard.score_function import tanh
 
 
 @triton.jit
-def bound_from_sample(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
-    """Stores bound_i ≤ τ_i in units of y: −∞ lists every key, +∞ means that the lists would overflow."""
-    scene, i0 = key_loop.load_query_block(q, k, k, k, k, opt, C)
-    _, inner, outer = key_loop.find_key_range(i0, opt, tiles.key_count(opt, scene.b), C.BM, C.BN)
-    whole_blocks = (outer - inner) // C.BN
-    bound = tiles.full(C.BM, float("inf"), C.ACC)
-    if scene.highest - scene.lowest <= 4 * (FULL - 8):
-        bound = -bound
-    if whole_blocks >= 2:
-        sum_y = tiles.full(C.BM, 0.0, C.ACC)
-        sum_y2 = sum_y
-        for sample in range(4):
-            tile = key_loop.score_tile(scene, inner + whole_blocks * (2 * sample + 1) // 8 * C.BN, opt, C, False)
-            sum_y += tl.sum(tile[2], 1)
-            sum_y2 += tl.sum(tile[2] * tile[2], 1)
-        mean = sum_y / (4 * C.BN)
-        sigma = tl.sqrt(tl.maximum(sum_y2 / (4 * C.BN) - mean * mean, 1e-12))
-        gain = scene.a * C.F.gain(scene.theta)
-        power = tau_estimate.find_exponent(scene, C)
-        n = (tl.cdiv(whole_blocks, STRIDE) * C.BN).to(C.ACC)  # keys that F is summed over
-        root = tau_estimate.tail(n, sigma * gain, power)
-        # τ's standard error: about 0.31/k from the few keys above it, the rest from the sample's mean and deviation
-        deviation = tl.sqrt(0.1 / (power * power) + (1.0 + 0.5 * root * root) / (4 * C.BN))
-        # start below the expected τ: a start with only one or two keys above it would end too low and fill the lists
-        tau = mean + (root - (1.0 + 1.0 / power) * deviation) * sigma
-        # where normal scores would overflow the lists, and where they would nearly fill them
-        visible = (scene.last - scene.first).to(C.ACC)
-        overflow = tau_estimate.tail(visible / (4.0 * FULL), sigma, sigma * 0.0)
-        crowded = mean + tau_estimate.tail(visible / (2.5 * FULL), sigma, sigma * 0.0) * sigma
-        steps = 0
-        too_low = 1
-        while (too_low > 0) & (steps < 2):
-            tau_before = tau
-            mass = tiles.zeros(C.BM, C.LANES, C.ACC)
-            slope_sum = mass
-            for start in tl.range(inner, outer, C.BN * STRIDE):
-                tile = key_loop.score_tile(scene, start, opt, C, False)
-                more_mass, more_slope = tau_estimate.measure(tile[2], tau_before * gain, scene, opt, C)
-                mass += more_mass
-                slope_sum += more_slope
-            mass, slope_sum = tl.sum(mass, 1), tl.sum(slope_sum, 1)
-            higher = tau_before + newton_step(mass, slope_sum, power) / gain
-            tau = tl.where(mass > 0.0, higher, tau_before - 2.0 * sigma) - 1e-3 / gain
-            too_low = tl.max(tl.where((tau < crowded) & (root > overflow), 1, 0), 0)
-            steps += 1
-        bound = tl.where(tau < mean + overflow * sigma, bound, tau)
-    row = (tiles.wide(scene.b) * opt.heads + scene.h) * opt.queries + scene.i
-    tl.store(bounds + row, bound, mask=scene.i < opt.queries)
+def bound_from_groups(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, STRIDE: tl.constexpr):
+    """Stores bound_i ≤ τ_i in units of y: −∞ lists every key, +∞ means that the lists would overflow.
+
+    Of the tiles that every row sees whole, one of STRIDE counts.
+    """
+    block, _ = key_loop.load_query_block(q, k, k, k, k, opt, C)
+    begin, inner, outer = key_loop.find_whole_tiles(block, opt, C)
+    best = tiles.zeros(C.BM, C.BN, C.ACC) + HIDDEN
+    if (opt.left is not None) or C.RAGGED or (opt.key_index.rank.ptr is not None):
+        for start in tl.range(begin, tl.minimum(inner, block.highest), C.BN):
+            best = tl.maximum(best, order_tile(block, start, opt, C, True))
+    skipped = tl.maximum(outer - inner - C.BN, 0) // C.BN % STRIDE  # so that the last tile counts, of recent keys
+    for start in tl.range(inner + skipped * C.BN, outer, C.BN * STRIDE):
+        best = tl.maximum(best, order_tile(block, start, opt, C, False))
+    for start in tl.range(tl.maximum(inner, outer), block.highest, C.BN):
+        best = tl.maximum(best, order_tile(block, start, opt, C, True))
+    best = to_scores(best, opt)
+    top = tl.max(best, 1)
+    gain = block.a * C.F.gain(block.theta)
+    x = (best - top[:, None]) * gain[:, None]
+    tau = tau_estimate.solve_keys(x, None, tl.full([C.BM], -1.0, C.ACC), block, opt, C)
+    tau -= 1e-3 + 1e-6 * tl.abs(top * gain)  # for the rounding of the products, which another kernel computes again
+    bound = tl.where(top > HIDDEN, top + tau / gain, -float("inf"))
+    # keys are above the bound as if thrown at the groups: from the groups without one follows the number of keys
+    above = tl.sum(tl.where(x > tau[:, None], 1.0, 0.0), 1)
+    listed = -C.BN * STRIDE * tl.log(1.0 - above / (C.BN + 0.5))
+    overflows = (listed > 3.0 * FULL) & (block.last - block.first > 4 * (FULL - 8))
+    if opt.key_index.rank.ptr is not None:
+        _, _, holes = visibility.find_key_span(block.b, block.h, opt)
+        overflows = overflows | holes
+    row = (tiles.wide(block.b) * opt.heads + block.h) * opt.queries + block.i
+    tl.store(bounds + row, tl.where(overflows, float("inf"), bound), mask=block.i < opt.queries)
 
 
 @triton.jit
-def newton_step(mass, slope_sum, power):
-    """Newton step on the norm F^(1/k), which is convex: it never passes the root."""
-    some = (mass > 0.0) & (slope_sum > 0.0)
-    root = tl.exp2(tl.log2(tl.where(some, mass, 1.0)) / power)
-    return tl.where(some, power * mass * (1.0 - 1.0 / root) / tl.where(some, slope_sum, 1.0), 0.0)
+def order_tile(block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Numbers that order a tile's keys as their scores do: y, or the products where a soft cap lies between."""
+    _, x, y, visible, _ = key_loop.score_tile(block, start, opt, C, EDGE)
+    if opt.cap is not None:
+        y = x
+        if EDGE:
+            y = tl.where(visible, x, HIDDEN)
+    return y
+
+
+@triton.jit
+def to_scores(order, opt):
+    """y of such numbers."""
+    y = order
+    if opt.cap is not None:
+        cap = tiles.number(opt.cap, y.dtype)
+        y = tl.where(y == HIDDEN, HIDDEN, cap * tanh(y * tiles.number(opt.scale, y.dtype) / cap))
+    return y
 
 
 @triton.jit

@@ -19,8 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention import tiles, visibility
 from regard._backends.gpu.attention.hopper.ring import async_load
+from regard._backends.gpu.attention.hopper.row_sums import cap_scores
+from regard._backends.gpu.attention.tiles import LOG2E
 
 
 @gluon.constexpr_function
@@ -31,7 +33,7 @@ def quarters_layout(warps):
 
 
 @gluon.jit
-def visible_interval(i, opt, n, TRANSPOSED: gl.constexpr):
+def visible_interval(b, h, i, opt, n, TRANSPOSED: gl.constexpr):
     """(first, last): query i sees keys first ≤ j < last; transposed, queries first ≤ j < last see key i."""
     if TRANSPOSED:
         first = i * 0
@@ -42,7 +44,7 @@ def visible_interval(i, opt, n, TRANSPOSED: gl.constexpr):
             last = gl.minimum(i + opt.left + 1, opt.queries)
         last = gl.where(i < n, last, 0)
     else:
-        first, last = tiles.window_range(i, opt, n)
+        first, last = visibility.visible_range(b, h, i, opt, n)
         last = gl.where(i < opt.queries, last, 0)
     return first, last
 
@@ -132,17 +134,28 @@ def sum_quarters(x, lanes: gl.constexpr):
 
 
 @gluon.jit
+def to_products(bound, opt):
+    """The products q·k whose soft cap is `bound`; −∞ where every product's is above it."""
+    cap, scale = tiles.number(opt.cap, gl.float32), tiles.number(opt.scale, gl.float32)
+    share = gl.minimum(bound / cap, 0.9999995)
+    product = gl.log2((1.0 + share) / (1.0 - share)) * (cap / (2.0 * LOG2E * scale))
+    product = gl.where(share > -0.9999995, product, -float("inf"))
+    return gl.where(bound < float("inf"), product, bound)
+
+
+@gluon.jit
 def list_candidates(
     rows, columns, bounds, slope, counts, lists, below, block0, opt,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAP: gl.constexpr,
-    FULL: gl.constexpr, STAGED: gl.constexpr, TRANSPOSED: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, PANEL: gl.constexpr, PANELS: gl.constexpr, LAST: gl.constexpr,
+    STAGES: gl.constexpr, CAP: gl.constexpr, FULL: gl.constexpr, STAGED: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Fills the lists (y, j) [CAP, BM, 4, 2] and counts [BM, 4] of block number block0 + program.
 
     bounds [B, H, M] hold a number per row or, transposed, per column; the lists then hold y − bound. A list that
     overflowed counts FULL entries or more. For statistics (`below` is not None) a row's quarters store [3, 4]:
     Σ(y − bound), Σ(y − bound)² over all keys, Σ 2^(slope·(y − bound)) over the keys that are not listed. A bound of +∞
-    leaves the lists of its block empty.
+    leaves the lists of its block empty. Beside a soft cap the lists hold products q·k in the place of y, and the bound
+    is brought to their units. PANEL, PANELS and LAST as in the Hopper forward's `ForwardConfig`.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BN, 16]
@@ -161,13 +174,21 @@ def list_candidates(
     h = block // blocks % heads
     b = block // blocks // heads
     n = tiles.key_count(opt, b)
-    lowest, latest = visible_interval(i0, opt, n, TRANSPOSED)
+    i = i0 + gl.arange(0, BM, gl.SliceLayout(1, lanes))
+    end_row = n if TRANSPOSED else opt.queries
+    if opt.interval.ptr is not None:
+        first, last = visible_interval(b, h, i, opt, n, TRANSPOSED)
+        lowest = gl.min(gl.where(first < last, first, opt.keys), 0)
+        highest = gl.max(gl.where(first < last, last, 0), 0)
+        earliest = gl.max(gl.where(i < opt.queries, first, 0), 0)
+        latest = gl.min(gl.where(i < opt.queries, last, opt.keys), 0)
+    else:
+        lowest, latest = visible_interval(b, h, i0, opt, n, TRANSPOSED)
+        earliest, highest = visible_interval(b, h, gl.minimum(i0 + BM, end_row) - 1, opt, n, TRANSPOSED)
     if TRANSPOSED:
-        earliest, highest = visible_interval(gl.minimum(i0 + BM, n) - 1, opt, n, TRANSPOSED)
         over = opt.group
         top_head = h * opt.group
     else:
-        earliest, highest = visible_interval(gl.minimum(i0 + BM, opt.queries) - 1, opt, n, TRANSPOSED)
         over = 1
         top_head = h // opt.group
     start = lowest // BN
@@ -176,7 +197,6 @@ def list_candidates(
     if TRANSPOSED:
         total = gl.where(i0 < n, total, 0)
 
-    i = i0 + gl.arange(0, BM, gl.SliceLayout(1, lanes))
     quarter = gl.arange(0, 4, gl.SliceLayout(0, lanes))
     STRIDE: gl.constexpr = BM * 32  # bytes between the entries of a list: the block's lists are interleaved
     held = slot.to(gl.int64) * BM + (i - i0)
@@ -197,21 +217,27 @@ def list_candidates(
             row_slopes = gl.load(slope + row, mask=i < opt.queries, other=0.0)
             row_slopes = gl.expand_dims(gl.convert_layout(row_slopes, gl.SliceLayout(1, mma)), 1)
             row_bounds = gl.expand_dims(gl.convert_layout(bound, gl.SliceLayout(1, mma)), 1)
+        if opt.cap is not None:
+            bound = to_products(bound, opt)
         bound = gl.expand_dims(bound, 1)
-    row_index = gl.expand_dims(i0 + gl.arange(0, BM, gl.SliceLayout(1, mma)), 1)
-    first, last = visible_interval(row_index, opt, n, TRANSPOSED)
-    rows_s = gl.allocate_shared_memory(rows.dtype, rows.block_type.shape, rows.layout)
-    columns_s = gl.allocate_shared_memory(columns.dtype, [STAGES] + columns.block_type.shape, columns.layout)  # noqa: RUF005
+    row_index = i0 + gl.arange(0, BM, gl.SliceLayout(1, mma))
+    first, last = visible_interval(b, h, row_index, opt, n, TRANSPOSED)
+    first, last = gl.expand_dims(first, 1), gl.expand_dims(last, 1)
+    rows_s = gl.allocate_shared_memory(rows.dtype, [PANELS] + rows.block_type.shape, rows.layout)  # noqa: RUF005
+    columns_s = gl.allocate_shared_memory(columns.dtype, [STAGES * PANELS] + columns.block_type.shape, columns.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES + 1):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
-    mbarrier.expect(full.index(STAGES), rows.block_type.nbytes)
-    async_load(rows, [b, h, i0, 0], full.index(STAGES), rows_s)
+    mbarrier.expect(full.index(STAGES), rows.block_type.nbytes * PANELS)
+    for c in gl.static_range(PANELS):
+        async_load(rows, [b, h, i0, c * PANEL], full.index(STAGES), rows_s.index(c))
     for s in gl.static_range(STAGES - 1):
-        mbarrier.expect(full.index(s), columns.block_type.nbytes, pred=s < total)
-        source = [b, top_head + s // gl.maximum(per_head, 1), (start + s % gl.maximum(per_head, 1)) * BN, 0]
-        async_load(columns, source, full.index(s), columns_s.index(s), pred=s < total)
+        mbarrier.expect(full.index(s), columns.block_type.nbytes * PANELS, pred=s < total)
+        j0 = (start + s % gl.maximum(per_head, 1)) * BN
+        for c in gl.static_range(PANELS):
+            source = [b, top_head + s // gl.maximum(per_head, 1), j0, c * PANEL]
+            async_load(columns, source, full.index(s), columns_s.index(s * PANELS + c), pred=s < total)
 
     sum_y = gl.zeros([BM, 4], gl.float32, lanes)
     sum_y2 = sum_y
@@ -229,32 +255,48 @@ def list_candidates(
             column_bounds = gl.expand_dims(
                 gl.load(bounds + before + column_index, mask=column_index < opt.queries, other=float("inf")), 0
             )
+        if opt.key_bias.ptr is not None:
+            at = opt.key_bias.ptr + tiles.wide(b) * opt.key_bias.stride[0] + tiles.wide(h) * opt.key_bias.stride[1]
+            at += tiles.wide(column_index) * opt.key_bias.stride[2]
+            bias = gl.expand_dims(gl.load(at, mask=column_index < opt.keys, other=0.0).to(gl.float32), 0)
         mbarrier.wait(full.index(stage), (t // STAGES) & 1)
-        across = columns_s.index(stage).reshape([BN, D]).permute((1, 0))
-        x = warpgroup_mma(rows_s.reshape([BM, D]), across, zero, use_acc=False, is_async=True)
+        x = zero
+        for c in gl.static_range(PANELS):
+            row_panel = rows_s.index(c).reshape([BM, PANEL])
+            column_panel = columns_s.index(stage * PANELS + c).reshape([BN, PANEL])
+            if c + 1 == PANELS and LAST < PANEL:
+                row_panel = row_panel.slice(0, LAST, 1)
+                column_panel = column_panel.slice(0, LAST, 1)
+            x = warpgroup_mma(row_panel, column_panel.permute((1, 0)), x, use_acc=c > 0, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
         ahead = t + STAGES - 1
         free = ahead % STAGES
-        mbarrier.expect(full.index(free), columns.block_type.nbytes, pred=ahead < total)
-        source = [b, top_head + ahead // per_head, (start + ahead % per_head) * BN, 0]
-        async_load(columns, source, full.index(free), columns_s.index(free), pred=ahead < total)
+        mbarrier.expect(full.index(free), columns.block_type.nbytes * PANELS, pred=ahead < total)
+        for c in gl.static_range(PANELS):
+            source = [b, top_head + ahead // per_head, (start + ahead % per_head) * BN, c * PANEL]
+            async_load(columns, source, full.index(free), columns_s.index(free * PANELS + c), pred=ahead < total)
         key = j0 + quarter
         is_edge = (j0 < earliest) | (j0 + BN > latest)
         if TRANSPOSED:
             x = x - column_bounds
             key += head * opt.queries
             is_edge = is_edge | (i0 + BM > n)
+        if opt.key_bias.ptr is not None:
+            x = x * tiles.number(opt.scale, gl.float32) + bias
+        y = x
         if below is not None:
-            offset = x - row_bounds
+            y = cap_scores(x, opt)
+            offset = y - row_bounds
         if is_edge:
             inside = (gl.expand_dims(column_index, 0) >= first) & (gl.expand_dims(column_index, 0) < last)
             x = gl.where(inside, x, float("-inf"))
             if below is not None:
+                y = gl.where(inside, y, float("-inf"))
                 offset = gl.where(inside, offset, 0.0)
         if below is not None:
             sum_y += sum_quarters(offset, lanes)
             sum_y2 += sum_quarters(offset * offset, lanes)
-            sum_below += sum_quarters(gl.exp2(gl.minimum((x - row_bounds) * row_slopes, 0.0)), lanes)
+            sum_below += sum_quarters(gl.exp2(gl.minimum((y - row_bounds) * row_slopes, 0.0)), lanes)
         end = append_candidates(x, bound, gl.minimum(end, limit), high, key, STRIDE, STAGED)
     many = (end - begin) // STRIDE
     gl.store(counts + gl.expand_dims(held, 1) * 4 + quarter // 2, many)

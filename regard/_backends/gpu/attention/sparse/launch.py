@@ -1,6 +1,6 @@
 """Launch of threshold maps on long rows through lists of candidate keys.
 
-    forward     bound_from_sample → list_candidates → solve_support → gather_o
+    forward     bound_from_groups → list_candidates → solve_support → gather_o
     backward    bound_from_tau → list_candidates → gather_dq;  list_candidates, transposed → gather_dkv
 
 Rows that the lists cannot solve are flagged for the sweeping kernels (`forward_threshold`, …). The lists of a chunk of
@@ -16,8 +16,9 @@ import torch
 import triton
 
 from regard._backends.gpu.attention import statistics
-from regard._backends.gpu.attention.hopper.launch import describe_rows
-from regard._backends.gpu.attention.limits import find_gluon_obstacle, find_layout_obstacle, find_option
+from regard._backends.gpu.attention.config import has_key_bias
+from regard._backends.gpu.attention.hopper.launch import choose_panels, describe_rows
+from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
 from regard._backends.gpu.attention.sparse import bounds, gather, support
 from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import launch
@@ -27,31 +28,50 @@ BLOCK = 128  # rows of a program of `list_candidates`
 CAP = 128  # entries of one of a row's four lists; a power of two, so that no block's lists cross 4 GiB
 SPARE = 32  # of them, as many as one tile may add, so that room is checked once per tile
 CHUNK = 2048  # blocks whose lists exist at the same time
-SAMPLE_KEYS = 64  # of each of the four samples that the first bound is estimated from
-STRIDE = 2  # one of so many key blocks counts for it; with fewer the lists of long rows overflow
+GROUPS = 64  # keys of a tile of `bound_from_groups`, and groups of keys whose maxima give the bound
+LONG = 2048  # visible keys from which on half of the tiles give the bound: the lists hold twice as many keys then
 STEP = dict(dq=4, dkv=2)  # entries per iteration: the fastest on an H200
-LENGTHS = {"forward": range(3072, 2**31), "backward": range(16384, 2**31)}  # keys for which lists are faster
-# (keys per tile, stages, scores staged at a time) without and with statistics, which take registers. The stages exceed
-# 48 KiB because a smaller launch is not allowed the staging buffer on top
-KEYS = {64: ((128, 2, 16), (64, 4, 16)), 128: ((128, 2, 16), (64, 3, 16))}
+# least number of visible keys for which lists are faster; `wide`: heads of more than 128 columns
+LEAST_KEYS = {"forward": 2048, "backward": 16384, "wide backward": 3072}
+WIDEST = 256
+# (keys per tile, stages, scores staged at a time) without and with statistics or a bias, which take registers, by
+# columns in shared memory. The stages exceed 48 KiB because a smaller launch is not allowed the staging buffer on top
+KEYS = {
+    64: ((128, 2, 16), (64, 4, 16)),
+    128: ((128, 2, 16), (64, 3, 16)),
+    192: ((64, 2, 16), (64, 2, 16)),
+    256: ((128, 2, 16), (64, 3, 16)),
+}
 
 
 def supports(p: Problem, direction: str) -> str | None:
     """Say why lists of candidates cannot serve a call in this direction, or None."""
     if reason := find_gluon_obstacle(p):
         return reason
-    for width in (p.q.shape[-1], p.v.shape[-1]):
-        if width not in KEYS:
-            return f"head width {width} ({' and '.join(map(str, KEYS))} only)"
+    d, e = p.q.shape[-1], p.v.shape[-1]
+    if d % 8 or e % 8 or max(d, e) > WIDEST:
+        return f"head widths {d} and {e} (multiples of 8 up to {WIDEST} only)"
     if p.scale <= 0:
         return "a scale that is not positive"
-    if reason := find_option(p, "softcap", "score", "bias", "row_bias", "relative", "mask", "interval"):
+    if reason := find_option(p, "score", "row_bias", "relative", "mask"):
+        return reason
+    if reason := _find_bias_obstacle(p):
+        return reason
+    if direction == "backward" and (reason := find_option(p, "softcap", "bias", "interval")):
         return reason
     if p.q.shape[-2] < BLOCK:
         return f"{p.q.shape[-2]} queries ({BLOCK} at least)"
-    if span(p) not in LENGTHS[direction]:
-        return f"{span(p)} visible keys ({LENGTHS[direction].start} at least)"
+    least = LEAST_KEYS["wide backward" if direction == "backward" and max(d, e) > 128 else direction]
+    if span(p) < least:
+        return f"{span(p)} visible keys ({least} at least)"
     return find_layout_obstacle(p.q, p.k)
+
+
+def _find_bias_obstacle(p: Problem) -> str | None:
+    """Say why the lists cannot take the call's bias: they take one per key without a soft cap."""
+    if p.bias is not None and (p.softcap is not None or not has_key_bias(p)):
+        return OPTIONS["bias"]
+    return None
 
 
 def span(p: Problem) -> int:
@@ -74,16 +94,20 @@ class CandidateLists:
         self.counts = torch.empty(slots, 4, dtype=torch.int32, device=p.q.device)
         self.supports = torch.empty(slots, dtype=torch.int32, device=p.q.device)
         self.below = torch.empty(slots, 3, 4, dtype=torch.float32, device=p.q.device) if stats else None
-        self.keys, self.stages, self.staged = KEYS[p.q.shape[-1]][stats]
-        self.descriptors = describe_rows(rows, BLOCK), describe_rows(columns, self.keys)
-        self.width = p.q.shape[-1]
+        self.panels = choose_panels(p.q.shape[-1], p.q.shape[-1])
+        width = self.panels.PANEL * self.panels.PANELS
+        self.keys, self.stages, self.staged = KEYS[width][stats or p.bias is not None]
+        self.descriptors = tuple(
+            describe_rows(x, size, self.panels.PANEL) for x, size in ((rows, BLOCK), (columns, self.keys))
+        )
 
     def fill(self, kind: Hashable, bound, slope, first: int, programs: int, opt: Options) -> None:
         """Fills the lists of `programs` blocks from block `first` on."""
         from regard._backends.gpu.attention.sparse.candidates import list_candidates
 
         arguments = *self.descriptors, bound, slope, self.counts, self.entries, self.below, first, opt
-        constants = BLOCK, self.keys, self.width, self.stages, CAP, CAP - SPARE, self.staged, self.transposed
+        panels = self.panels.PANEL, self.panels.PANELS, self.panels.LAST
+        constants = BLOCK, self.keys, *panels, self.stages, CAP, CAP - SPARE, self.staged, self.transposed
         launch(kind, list_candidates, programs, arguments, constants, num_warps=8, maxnreg=128)
 
 
@@ -102,12 +126,12 @@ def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: C
     """Fills o, shift, z and stats; returns flags of the rows that are left to `forward_threshold`."""
     rows, bound = shift.numel(), torch.empty_like(shift)
     plain = config._replace(
-        NEED=statistics.needs((), p.choice, False), SLOT=statistics.slots(()), BM=BLOCK, BN=SAMPLE_KEYS, BULK=False
+        NEED=statistics.needs((), p.choice, False), SLOT=statistics.slots(()), BM=BLOCK, BN=GROUPS, BULK=False
     )
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
-    constants = plain, CAP - SPARE, STRIDE
-    launch(kind, bounds.bound_from_sample, blocks, (q, k, bound, opt), constants, num_warps=8, num_stages=3)
+    constants = plain, CAP - SPARE, 1 if span(p) < LONG else 2
+    launch(kind, bounds.bound_from_groups, blocks, (q, k, bound, opt), constants, num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
         slope = torch.empty_like(shift)
@@ -121,7 +145,7 @@ def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: C
         launch(kind, support.solve_support, programs * BLOCK // support.ROWS.value, arguments, constants, num_warps=1)
         arguments, constants = (lists.entries, lists.supports, v, o, first, opt), (plain, CAP, BLOCK)
         groups = programs * BLOCK // gather.ROWS.value
-        launch(kind, gather.gather_o, groups, arguments, constants, num_warps=p.v.shape[-1] // 16)
+        launch(kind, gather.gather_o, groups, arguments, constants, num_warps=config.BE // 16)
     return failed
 
 

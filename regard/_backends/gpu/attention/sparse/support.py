@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard._backends.gpu.attention import statistics, tiles
-from regard._backends.gpu.attention.sparse.bounds import newton_step
+from regard._backends.gpu.attention import statistics, tiles, visibility
+from regard._backends.gpu.attention.sparse.bounds import to_scores
 from regard._backends.gpu.attention.statistics import Sums
+from regard._backends.gpu.attention.tau_estimate import newton_step
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
 ROWS = tl.constexpr(8)  # of a program of `solve_support`
@@ -40,8 +41,9 @@ def solve_support(
     b = block // blocks // opt.heads
     inside = i < opt.queries
     row = (tiles.wide(b) * opt.heads + h) * opt.queries + i
-    first, last = tiles.window_range(i, opt, tiles.key_count(opt, b))
-    n = tl.maximum(last - first, 0).to(C.ACC)
+    first, last = visibility.visible_range(b, h, i, opt, tiles.key_count(opt, b))
+    n = visibility.count_keys(b, h, i, first, last, opt).to(C.ACC)
+    place = visibility.positions(b, h, i, opt)
     empty = n == 0.0
     theta = tiles.load_theta(b, h, i, opt, C.ACC)
     thetas = tiles.column(theta, opt)
@@ -55,23 +57,23 @@ def solve_support(
     count = tl.load(counts + pid * (4 * ROWS) + c, mask=inside, other=0)
     first_entry = lists + pid * ROWS // BLOCK * (4 * CAP * BLOCK) + pid * ROWS % BLOCK * 4 + c
     longest = tl.max(count, 0)
-    first_x, _ = load_entries(first_entry, count, 0, RESIDENT, BLOCK)
+    first_x, _ = load_entries(first_entry, count, 0, opt, RESIDENT, BLOCK)
     top = tl.max(first_x, 1)
     for start in range(RESIDENT, longest, RESIDENT):
-        top = tl.maximum(top, tl.max(load_entries(first_entry, count, start, RESIDENT, BLOCK)[0], 1))
+        top = tl.maximum(top, tl.max(load_entries(first_entry, count, start, opt, RESIDENT, BLOCK)[0], 1))
     top = row_max(top)
     x = to_units(first_x, top, gain)
 
     bound = tl.load(bounds + row, mask=inside, other=0.0)
     tau = tl.maximum((bound - top) * gain, -1.0)
     own_gain = C.F.gain(theta)
-    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C, BLOCK)
+    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C, BLOCK)
     proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (row_max(count) < FULL) & (top > HIDDEN)
     tl.store(failed + row, tl.where(proved | empty, 0, 1), mask=inside)
     steps = 0
     while (tl.max(tl.where(inside & (mass - 1.0 > TOLERANCE), 1, 0), 0) > 0) & (steps < LIMIT):
         tau += tl.maximum(newton_step(mass, slope_sum / own_gain, power), 0.0)
-        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C, BLOCK)
+        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C, BLOCK)
         steps += 1
     tau += tl.maximum(
         newton_step(mass, slope_sum / own_gain, power), 0.0
@@ -85,8 +87,8 @@ def solve_support(
     inverse = 1.0 / tl.where(mass > 0.0, mass, 1.0)
     home = first_entry - (c & 3)
     for start in range(0, longest, CHUNK):
-        y, j = load_entries(first_entry, count, start, CHUNK, BLOCK)
-        t = tiles.positive_part(to_units(y, top, gain) - tau[:, None])
+        y, j = load_entries(first_entry, count, start, opt, CHUNK, BLOCK)
+        t = tl.where(empty[:, None], 0.0, tiles.positive_part(to_units(y, top, gain) - tau[:, None]))
         kept = tl.where(t > 0.0, 1, 0)
         before, all_kept = offsets(tl.sum(kept, 1))
         at = tl.cumsum(kept, 1) - 1 + (support + before)[:, None]
@@ -97,7 +99,7 @@ def solve_support(
         tl.store(to, p.to(tl.uint32, bitcast=True).to(tl.int64) | (tiles.wide(j) << 32), mask=t > 0.0)
         if C.NEED.top:
             valid = start + tl.arange(0, CHUNK)[None, :] < count[:, None]
-            totals = add_statistics(totals, y, j, t, valid, top, a, i, first, thetas, C)
+            totals = add_statistics(totals, y, j, t, valid, top, a, place, first, thetas, C)
     tl.store(supports + pid * ROWS + c // 4, support)
     if C.NEED.top:
         slot = pid * ROWS + c // 4
@@ -107,13 +109,14 @@ def solve_support(
 
 
 @triton.jit
-def load_entries(first_entry, count, start, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """(y, j), each [4·ROWS, SIZE]; y is HIDDEN where a list has ended."""
+def load_entries(first_entry, count, start, opt, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """(y, j), each [4·ROWS, SIZE]; y is HIDDEN where a list has ended. Beside a soft cap the lists hold products."""
     at = start + tl.arange(0, SIZE)[None, :]
     # the hint claims no wider contiguity, so that a thread gets one list
     pointers = tl.multiple_of(first_entry[:, None] + at * (4 * BLOCK), [8, 8])
     both = tl.load(pointers, mask=at < count[:, None], other=0xF1800000)  # −2¹⁰⁰, 0
-    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32)
+    y = to_scores(both.to(tl.int32).to(tl.float32, bitcast=True), opt)
+    return y, (both >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -123,11 +126,11 @@ def to_units(y, top, gain):
 
 
 @triton.jit
-def evaluate(x, first_entry, count, longest, top, gain, tau, thetas, C: tl.constexpr, BLOCK: tl.constexpr):
+def evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C: tl.constexpr, BLOCK: tl.constexpr):
     """(F, Σg′) of a row at τ. x are the first entries; longer lists, which are rare, are loaded again."""
     mass, slope_sum = evaluate_entries(x, tau, thetas, C)
     for start in range(RESIDENT, longest, RESIDENT):
-        more = to_units(load_entries(first_entry, count, start, RESIDENT, BLOCK)[0], top, gain)
+        more = to_units(load_entries(first_entry, count, start, opt, RESIDENT, BLOCK)[0], top, gain)
         more_mass, more_slope = evaluate_entries(more, tau, thetas, C)
         mass += more_mass
         slope_sum += more_slope

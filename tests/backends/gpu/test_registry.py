@@ -21,6 +21,7 @@ from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core import device, dispatch
 from regard._core.problem import Forward, Gradients, Problem
 
+LEAST = sparse.LEAST_KEYS["forward"]
 STATISTICS = "statistics of sigmoid (softmax and softmax1 only)"
 OVERFLOW = "normaliser relu in float16, which may overflow"
 
@@ -73,7 +74,8 @@ def backward_of(problem: Problem, temperature=False, statistics=False) -> Backwa
         (dict(name="sigmoid", stats=("entropy",)), "online", {"hopper": STATISTICS}),
         (dict(name="relu", dtype=torch.float16), "online", {"hopper": OVERFLOW}),
         (dict(name="entmax15"), "sparse threshold", {}),
-        (dict(name="entmax15", n=2000), "threshold", {"sparse threshold": "2000 visible keys (3072 at least)"}),
+        (dict(name="entmax15", d=80, softcap=30.0), "sparse threshold", {}),
+        (dict(name="entmax15", n=200), "threshold", {"sparse threshold": f"200 visible keys ({LEAST} at least)"}),
         (dict(name="entmax15", m=1), "threshold", {"sparse threshold": "1 queries (128 at least)"}),
     ],
 )  # fmt: skip
@@ -105,6 +107,8 @@ def test_the_kernel_of_a_call(call, kernel, passed):
         (dict(name="entmax15", n=16384), dict(temperature=True), "two sweeps"),
         (dict(name="entmax15", n=16384), dict(statistics=True), "two sweeps"),
         (dict(name="entmax15"), dict(), "two sweeps"),
+        (dict(name="entmax15", d=192), dict(), "sparse"),
+        (dict(name="entmax15", n=16384, softcap=30.0), dict(), "two sweeps"),
     ],
 )
 def test_the_backward_kernel_of_a_call(call, asked, kernel, monkeypatch):
@@ -143,8 +147,8 @@ def test_an_interval_takes_hopper_and_nothing_that_would_ignore_it(monkeypatch):
     assert "fewer than 16 heads at a time" in stored_ds.supports(backward_of(problem))
     assert stored_ds.supports(backward_of(call_of(interval=interval))) is None
     sparse_problem = replace(problem, choice=normalizers.get("entmax15"))
-    for direction in ("forward", "backward"):
-        assert sparse.supports(sparse_problem, direction) == "an interval of keys per query"
+    assert sparse.supports(sparse_problem, "forward") is None
+    assert sparse.supports(sparse_problem, "backward") == "an interval of keys per query"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_a_bias_per_key_takes_hopper(sizes, options, reason):
         (dict(d=64), "hopper", None),
         (dict(name="entmax15"), "sparse threshold", None),
         (dict(name="entmax15", n=16384), "sparse threshold", "sparse"),
-        (dict(name="entmax15", n=2048), None, None),
+        (dict(name="entmax15", n=LEAST - 1), None, None),
         (dict(dtype=torch.float32), None, None),
         (dict(dropout_p=0.1), None, None),
         (dict(m=512, n=511), None, None),

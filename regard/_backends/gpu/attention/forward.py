@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, has_key_bias, options, view
 from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
@@ -101,18 +102,18 @@ def _solve_threshold(p: Problem, result: Forward, with_lists: bool, packed: Pack
 
 def keeps_scores(p: Problem) -> bool:
     """True if a block of queries keeps the scores of all keys in registers, so that q·k is computed once."""
-    if not p.q.is_cuda or p.q.element_size() > 2 or p.k.shape[-2] > RESIDENT_KEYS:
+    most = RESIDENT_KEYS // 2 if p.stats else RESIDENT_KEYS  # statistics take registers
+    if not p.q.is_cuda or p.q.element_size() > 2 or p.k.shape[-2] > most:
         return False
     matrix = p.mask is not None or p.relative is not None or (p.bias is not None and not has_key_bias(p))
-    return not matrix and p.score is None and not p.dropout_p and max(p.q.shape[-1], p.v.shape[-1]) <= 128
+    powers = bundle.of(p.choice).order != 0 or bundle.of(p.choice).is_power
+    return powers and not matrix and p.score is None and not p.dropout_p and max(p.q.shape[-1], p.v.shape[-1]) <= 128
 
 
 def choose_resident_blocks(p: Problem, config: Config) -> tuple[Config, dict]:
-    """Return the constants and launch options of a kernel that keeps all scores: 64 to a thread with statistics."""
-    keys = max(64, triton.next_power_of_2(p.k.shape[-2]))
+    """Return the constants and launch options of a kernel that keeps all scores."""
     rows, warps = (64, 4) if max(p.q.shape[-1], p.v.shape[-1]) <= 64 else (128, 8)
-    if p.stats and keys > 128:
-        rows, warps = 64, 8
+    keys = max(64, triton.next_power_of_2(p.k.shape[-2]))
     return config._replace(BM=rows, BN=keys, BULK=False), dict(num_warps=warps, num_stages=1)
 
 

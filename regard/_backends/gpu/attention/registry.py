@@ -70,8 +70,9 @@ KERNELS = (
         summary="one Gluon sweep lists the keys that may have weight",
         families=("threshold",),
         limits=f"Hopper; bfloat16, float16; heads of multiples of 8 up to {sparse.WIDEST}; at least "
-        f"{sparse.LEAST_KEYS['forward']} visible keys; no score function but a soft cap, no dense mask or dropout; of "
-        "biases one per key, without a soft cap",
+        f"{sparse.LEAST_KEYS['forward']} visible keys ({sparse.LEAST_KEYS['forward of powers']} of entmax with another "
+        "alpha than 1.5 or 2); no score function but a soft cap, no dense mask or dropout; of biases one per key, "
+        "without a soft cap",
         supports=lambda problem: sparse.supports(problem, "forward"),
         run=forward.run_sparse_threshold,
     ),

@@ -56,46 +56,63 @@ def survey(block, i0, opt, C: tl.constexpr):
     best, second, n = key_loop.sweep((lowest, lowest, zero), block, i0, opt, best_tile, C)
     top = tl.max(best, 1)
     gain = block.a * C.F.gain(block.theta)
-    tau = tl.full([C.BM], -1.0, C.ACC)
-    tau = solve_keys((best - top[:, None]) * gain[:, None], (second - top[:, None]) * gain[:, None], tau, block, opt, C)
-    return Bracket(tau, tau, zero, zero + 1.0), top, n
+    best, second = (best - top[:, None]) * gain[:, None], (second - top[:, None]) * gain[:, None]
+    tau = step_to_root(best, second, solve_keys(best, block, opt, C), block, opt, C, 12, 1e-3)
+    low = tau - 1e-5 - 4e-7 * tl.abs(top * gain)  # for rounding
+    if C.F.order == 0 and not C.F.is_power:  # of such maps Newton's step on F^(1/k) proves nothing
+        low = zero - 1.0
+    return Bracket(tau, low, zero, zero + 1.0), top, n
 
 
 @triton.jit
-def solve_resident(y, top, block, opt, C: tl.constexpr, LIMIT: tl.constexpr):
-    """Return τ of rows whose scores y [M, N] are all in registers: first of the maxima of N/4 groups, then of all."""
-    gain = block.a * C.F.gain(block.theta)
-    best = tl.max(tl.reshape(y, [C.BM, 4, C.BN // 4]), 1)
-    tau = tl.full([C.BM], -1.0, C.ACC)
-    tau = solve_keys((best - top[:, None]) * gain[:, None], None, tau, block, opt, C)
-    return step_to_root((y - top[:, None]) * gain[:, None], None, tau, block, opt, C, LIMIT, 1e-5)
+def solve_resident(x, block, opt, C: tl.constexpr, LIMIT: tl.constexpr):
+    """Return τ of rows whose keys x [M, N] are all in registers: first of the maxima of N/4 groups, then of all."""
+    tau = solve_keys(tl.max(tl.reshape(x, [C.BM, 4, C.BN // 4]), 1), block, opt, C)
+    LEAST: tl.constexpr = 1e-5 if C.NEED.top else 1e-4
+    return step_to_root(x, None, tau, block, opt, C, LIMIT, LEAST)
 
 
 @triton.jit
-def solve_keys(x, second, tau, block, opt, C: tl.constexpr):
-    """Return nearly the root of Σ g = 1 over keys x and `second`, both [M, N] in units of τ, or x alone; from below."""
-    return step_to_root(x, second, tau, block, opt, C, 12, 1e-4)
+def solve_keys(x, block, opt, C: tl.constexpr):
+    """Return the root of Σ g = 1 over keys x [M, N], in units of τ, to about 1e-5 and from below.
+
+    The first steps take the maxima of 16 groups of these keys.
+    """
+    tau = tl.full([C.BM], -1.0, C.ACC)
+    few = tl.max(tl.reshape(x, [C.BM, x.shape[1] // 16, 16]), 1)
+    tau = step_to_root(few, None, tau, block, opt, C, 12, 1e-2)
+    return step_to_root(x, None, tau, block, opt, C, 12, 1e-3)
 
 
 @triton.jit
 def step_to_root(x, second, tau, block, opt, C: tl.constexpr, LIMIT: tl.constexpr, LEAST: tl.constexpr):
     """Return τ after Newton's steps over keys x and `second`, until every row's step is LEAST or shorter."""
-    theta = tiles.column(block.theta, opt)
-    own_gain = C.F.gain(block.theta)
     power = find_exponent(block, C)
     steps = 0
     moves = 1
     while (moves > 0) & (steps < LIMIT):
-        weight, slope = tiles.weigh_excess(tiles.positive_part(x - tau[:, None]), theta, C)
+        mass, fall = measure_keys(x, tau, block, opt, C)
         if second is not None:
-            more_weight, more_slope = tiles.weigh_excess(tiles.positive_part(second - tau[:, None]), theta, C)
-            weight += more_weight
-            slope += more_slope
-        step = tl.maximum(newton_step(tl.sum(weight, 1), tl.sum(slope, 1) / own_gain, power), 0.0)
+            more_mass, more_fall = measure_keys(second, tau, block, opt, C)
+            mass += more_mass
+            fall += more_fall
+        step = tl.maximum(newton_step(mass, fall, power), 0.0)
         tau += step
         moves = tl.max(tl.where(step > LEAST, 1, 0), 0)
         steps += 1
     return tau
+
+
+@triton.jit
+def measure_keys(x, tau, block, opt, C: tl.constexpr):
+    """Return (F, |F′|) of keys x [M, N] at τ."""
+    t = tiles.positive_part(x - tau[:, None])
+    if C.F.order == 2:
+        mass, fall = tl.sum(t * t, 1), 2.0 * tl.sum(t, 1)
+    else:
+        u, d = tiles.weigh_excess(t, tiles.column(block.theta, opt), C)
+        mass, fall = tl.sum(u, 1), tl.sum(d, 1) / C.F.gain(block.theta)
+    return mass, fall
 
 
 @triton.jit

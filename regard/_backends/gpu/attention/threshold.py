@@ -26,20 +26,24 @@ from regard._backends.gpu.attention.tau_estimate import Bracket
 def excess(y, top, tau, block, C: tl.constexpr):
     """Return t = max(γ·(s − max) − τ, 0)."""
     slope = block.a * C.F.gain(block.theta)  # [M]: Triton 3.6 does not compile a product of columns beside a soft cap
-    return tiles.positive_part((y - top[:, None]) * slope[:, None] - tau[:, None])
+    if C.PRECISION == "ieee" and tl.float32 == C.ACC and not C.NEED.top:  # 16 bits: one rounding of τ for the whole row
+        t = tiles.positive_part(y * slope[:, None] - (top * slope + tau)[:, None])
+    else:
+        t = tiles.positive_part((y - top[:, None]) * slope[:, None] - tau[:, None])
+    return t
 
 
 @triton.jit
 def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Add a tile's (Σ g, |∂F/∂τ|, support) at τ."""
+    """Add a tile's (Σ g, |∂F/∂τ|, support) at τ; of g = t² half of |∂F/∂τ|. 16 bits take no count of the support."""
     mass, fall, support, top, tau = state
+    COUNTED: tl.constexpr = C.PRECISION != "ieee" or tl.float32 != C.ACC or C.NEED.top
     _, _, y, _, _ = key_loop.score_tile(block, start, opt, C, EDGE)
     theta = tiles.column(block.theta, opt)
     t = excess(y, top, tau, block, C)
     if C.F.order == 2:
         mass += tiles.fold(t * t, C)
-        fall += tiles.fold(2.0 * t, C)
-        support += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
+        fall += tiles.fold(t, C)
     elif C.F.order == 1:
         mass += tiles.fold(t, C)
         fall += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
@@ -47,13 +51,18 @@ def measure_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
         u, d = tiles.weigh_excess(t, theta, C)
         mass += tiles.fold(u, C)
         fall += tiles.fold(d, C)
+    if COUNTED and C.F.order != 1:
         support += tiles.fold(tl.where(t > 0.0, 1.0, 0.0).to(C.ACC), C)
     return mass, fall, support, top, tau
 
 
 @triton.jit
 def next_tau(s, mass, fall, support, exponent, C: tl.constexpr):
-    """Return the bracket after one step of τ from F, |F′| and the support at the present one; g(t) = t^exponent."""
+    """Return the bracket after one step of τ from F, |F′| and the support at the present one; g(t) = t^exponent.
+
+    Without a count of the support (0) Newton's step on F^(1/k) is the near one, and the support is taken for twice what
+    Hölder's inequality says that it is at least.
+    """
     over = mass - 1.0
     low = tl.where(over >= 0.0, tl.maximum(s.low, s.tau), s.low)
     high = tl.where(over <= 0.0, tl.minimum(s.high, s.tau), s.high)
@@ -61,17 +70,21 @@ def next_tau(s, mass, fall, support, exponent, C: tl.constexpr):
     safe = tl.where(some, fall, 1.0)
     newton = s.tau + over / safe
     low = tl.where(some, tl.maximum(low, tl.minimum(newton, high)), low)
-    far = s.tau + mass * tl.log(tl.where(some, mass, 1.0)) / safe
+    log_mass = tl.log2(tl.where(some, mass, 1.0))
+    far = s.tau + mass * (log_mass * tiles.LN2) / safe
     near, reach = newton, 0.02
     if C.F.order == 0:
         near = far
     elif C.F.order == 2:
         root = 0.25 * fall * fall - support * over
-        near = s.tau + over / (0.5 * safe + tl.sqrt(tl.maximum(root, 0.0)))
+        exact = s.tau + over / (0.5 * safe + tl.sqrt(tl.maximum(root, 0.0)))
+        near = tl.where(support > 0.0, exact, s.tau + tau_estimate.newton_step(mass, fall, exponent))
         reach = 0.5
     tau = tl.where(tl.abs(over) <= reach, near, far)
     tau = tl.where(some, tl.minimum(tl.maximum(tau, low), high), 0.5 * (low + high))
     left, step = tl.abs(over), tl.abs(tau - s.tau)
+    least = tl.exp2(exponent * tl.log2(safe / exponent) - (exponent - 1.0) * log_mass)
+    support = tl.where(support > 0.0, support, 2.0 * least)
     if C.F.order == 2:  # what keys that enter or leave the support on the way could add to F
         left = tl.where(left <= reach, support * step * step, left)
     elif C.F.order == 0:  # the same, and ten times what the step leaves where none does
@@ -85,6 +98,9 @@ def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
     """Find τ of every row, relative to γ·max; ends once every row is so near to Σp = 1 that the last step suffices."""
     lanes = tiles.zeros(C.BM, C.LANES, C.ACC)
     exponent = tau_estimate.find_exponent(block, C)
+    finest = 2e-7 if tl.float32 == C.ACC else 1e-15  # the resolution of `excess` in τ
+    if C.PRECISION == "ieee" and tl.float32 == C.ACC and not C.NEED.top:
+        finest = 2e-7 * (1.0 + tl.abs(top * (block.a * C.F.gain(block.theta))))
     busy = tl.max(tl.where(alive, 1, 0), 0)
     turns = 0
     while (busy > 0) & (turns < LIMIT):
@@ -92,8 +108,10 @@ def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
         mass, fall, support = tl.sum(mass, 1), tl.sum(fall, 1), tl.sum(support, 1)
         if C.F.order == 0:
             fall = fall / C.F.gain(block.theta)
+        elif C.F.order == 2:
+            fall = 2.0 * fall
         s = next_tau(s, mass, fall, support, exponent, C)
-        busy = tl.max(tl.where(alive & (s.left > CLOSE), 1, 0), 0)
+        busy = tl.max(tl.where(alive & (s.left > CLOSE) & (s.high - s.low > finest), 1, 0), 0)
         turns += 1
     return s.tau
 
@@ -101,23 +119,27 @@ def solve(s, block, top, alive, i0, opt, C: tl.constexpr, LIMIT: tl.constexpr, C
 @triton.jit
 def weigh_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Score a tile and weigh it."""
+    _, r = state
     _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)
-    return weigh_scores(state, y, visible, j, block, start, opt, C, EDGE)
+    return weigh_scores(state, excess(y, r.top, r.shift, block, C), y, visible, j, block, start, opt, C, EDGE)
 
 
 @triton.jit
-def weigh_scores(state, y, visible, j, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+def weigh_scores(state, t, y, visible, j, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
     """Add a tile to o, Σp, Σg′ and the statistics: `r.shift` holds τ, `r.z` Σp, `r.v` Σg′ over all keys."""
     acc, r = state
     NEED: tl.constexpr = C.NEED
     theta = tiles.column(block.theta, opt)
-    t = excess(y, r.top, r.shift, block, C)
     u, d = tiles.weigh_excess(t, theta, C)
     if C.F.order == 0:
         u = tl.where(t == t, u, t)  # a power of what is above 0 hides NaN
-    d = tl.where(t > 0.0, d, t)
     sum_u = tiles.fold(u, C)
-    z, sv = r.z + sum_u, r.v + tiles.fold(d, C)
+    if C.F.order == 2 and not NEED.slope:  # a slope in proportion to t
+        sum_d = tiles.fold(t, C) * C.F.slope(tl.full([1, 1], 1.0, C.ACC), theta)
+    else:
+        d = tl.where(t > 0.0, d, t)
+        sum_d = tiles.fold(d, C)
+    z, sv = r.z + sum_u, r.v + sum_d
     ties, su, sl, sq, ss, sx, se, far = r.ties, r.u, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
     if NEED.shares:
         below = y != r.top[:, None]
@@ -167,6 +189,7 @@ def forward_threshold(
         _, _, y, visible, j = key_loop.score_tile(block, 0, opt, C, True)
         n = tl.sum(tl.where(visible, 1.0, 0.0).to(C.ACC), 1)
         top = tl.max(y, 1)
+        x = (y - top[:, None]) * (block.a * C.F.gain(block.theta))[:, None]
     else:
         s, top, n = tau_estimate.survey(block, i0, opt, C)
     inside = block.i < opt.queries
@@ -175,7 +198,7 @@ def forward_threshold(
         visible_keys = visibility.count_keys(block.b, block.h, block.i, block.first, block.last, opt).to(C.ACC)
     empty = visible_keys == 0.0
     if RESIDENT:
-        tau = tau_estimate.solve_resident(y, top, block, opt, C, LIMIT)
+        tau = tau_estimate.solve_resident(x, block, opt, C, LIMIT)
     else:
         tau = solve(s, block, top, inside & (empty == 0), i0, opt, C, LIMIT, CLOSE)
     r = statistics.empty_sums(tau, C)
@@ -183,7 +206,8 @@ def forward_threshold(
              r.first, r.first_y, r.pivot, r.mean, r.m2)  # fmt: skip
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
     if RESIDENT:
-        acc, r = weigh_scores((acc, r), y, visible, j, block, 0, opt, C, True)
+        t = tiles.positive_part(x - tau[:, None])
+        acc, r = weigh_scores((acc, r), t, y, visible, j, block, 0, opt, C, True)
     else:
         acc, r = key_loop.sweep((acc, r), block, i0, opt, weigh_tile, C)
     r = statistics.sum_lanes(r)

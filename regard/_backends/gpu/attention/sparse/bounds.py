@@ -35,7 +35,7 @@ def bound_from_groups(q, k, bounds, opt, C: tl.constexpr, FULL: tl.constexpr, ST
     top = tl.max(best, 1)
     gain = block.a * C.F.gain(block.theta)
     x = (best - top[:, None]) * gain[:, None]
-    tau = tau_estimate.solve_keys(x, None, tl.full([C.BM], -1.0, C.ACC), block, opt, C)
+    tau = tau_estimate.solve_keys(x, block, opt, C)
     tau -= 1e-3 + 1e-6 * tl.abs(top * gain)  # for the rounding of the products, which another kernel computes again
     bound = tl.where(top > HIDDEN, top + tau / gain, -float("inf"))
     # keys are above the bound as if thrown at the groups: from the groups without one follows the number of keys

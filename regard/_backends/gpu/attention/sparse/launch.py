@@ -29,10 +29,13 @@ CAP = 128  # entries of one of a row's four lists; a power of two, so that no bl
 SPARE = 32  # of them, as many as one tile may add, so that room is checked once per tile
 CHUNK = 2048  # blocks whose lists exist at the same time
 GROUPS = 64  # keys of a tile of `bound_from_groups`, and groups of keys whose maxima give the bound
-LONG = 2048  # visible keys from which on half of the tiles give the bound: the lists hold twice as many keys then
+# visible keys from which on half of the tiles give the bound: the lists hold twice as many keys then, and powers tᵏ are
+# slow to compute
+LONG = {"powers": 8192, "others": 4096}
+RESIDENT = {1: 16, 2: 32}  # entries of a list in registers, by the stride of those tiles
 STEP = dict(dq=4, dkv=2)  # entries per iteration: the fastest on an H200
-# least number of visible keys for which lists are faster; `wide`: heads of more than 128 columns
-LEAST_KEYS = {"forward": 2048, "backward": 16384, "wide backward": 3072}
+# least number of visible keys for which lists are faster; "wide": heads of more than 128 columns
+LEAST_KEYS = {"forward": 2048, "forward of powers": 1024, "backward": 16384, "wide backward": 3072}
 WIDEST = 256
 # (keys per tile, stages, scores staged at a time) without and with statistics or a bias, which take registers, by
 # columns in shared memory. The stages exceed 48 KiB because a smaller launch is not allowed the staging buffer on top
@@ -61,7 +64,10 @@ def supports(p: Problem, direction: str) -> str | None:
         return reason
     if p.q.shape[-2] < BLOCK:
         return f"{p.q.shape[-2]} queries ({BLOCK} at least)"
-    least = LEAST_KEYS["wide backward" if direction == "backward" and max(d, e) > 128 else direction]
+    if direction == "backward":
+        least = LEAST_KEYS["wide backward" if max(d, e) > 128 else "backward"]
+    else:
+        least = LEAST_KEYS["forward" if p.choice.order else "forward of powers"]
     if span(p) < least:
         return f"{span(p)} visible keys ({least} at least)"
     return find_layout_obstacle(p.q, p.k)
@@ -130,18 +136,20 @@ def forward(p: Problem, kind, views, o, shift, z, stats, opt: Options, config: C
     )
     q, k, v = views
     blocks = triton.cdiv(p.q.shape[-2], BLOCK) * p.q.shape[0] * p.q.shape[1]
-    constants = plain, CAP - SPARE, 1 if span(p) < LONG else 2
+    stride = 1 if span(p) < LONG["others" if p.choice.order else "powers"] else 2
+    constants = plain, CAP - SPARE, stride
     launch(kind, bounds.bound_from_groups, blocks, (q, k, bound, opt), constants, num_warps=8, num_stages=3)
     slope = None
     if config.NEED.lse or config.NEED.moments:
         slope = torch.empty_like(shift)
         launch(kind, bounds.store_slopes, triton.cdiv(rows, 1024), (slope, rows, opt), (plain, 1024))
     lists, failed = CandidateLists(p, slope is not None, False), make_flags(p.q, support.FLAG_ROWS)
+    close = 1e-4 if p.q.element_size() == 2 and not p.stats else 1e-6  # Σp − 1 before the last step
     for first, programs in split_chunks(blocks):
         lists.fill(kind, bound, slope, first, programs, opt)
         results = lists.below, lists.supports, failed, shift, z, stats, first, rows, opt
         arguments = lists.entries.view(torch.int64), lists.counts, bound, *results
-        constants = config, CAP, CAP - SPARE, BLOCK, steps, 1e-6
+        constants = config, CAP, CAP - SPARE, BLOCK, steps, close, RESIDENT[stride]
         launch(kind, support.solve_support, programs * BLOCK // support.ROWS.value, arguments, constants, num_warps=1)
         arguments, constants = (lists.entries, lists.supports, v, o, first, opt), (plain, CAP, BLOCK)
         groups = programs * BLOCK // gather.ROWS.value

@@ -18,7 +18,6 @@ from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
 ROWS = tl.constexpr(8)  # of a program of `solve_support`
 FLAG_ROWS = tl.constexpr(1)  # rows per flag
-RESIDENT = tl.constexpr(32)  # entries of a list that stay in registers while τ is solved
 CHUNK = tl.constexpr(16)  # entries that are weighed and stored together
 
 
@@ -26,11 +25,12 @@ CHUNK = tl.constexpr(16)  # entries that are weighed and stored together
 def solve_support(
     lists, counts, bounds, below, supports, failed, shifts, sums, stats, block0, rows, opt,
     C: tl.constexpr, CAP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
-    TOLERANCE: tl.constexpr,
+    TOLERANCE: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """Stores τ, Σg′ and the statistics of ROWS rows, the support's (p, j) at the start of their lists, and its size.
 
-    A thread has one list, four neighbours the four of a row: a row's numbers are repeated four times, [4·ROWS].
+    RESIDENT entries of a list stay in registers while τ is solved. A thread has one list, four neighbours the four of a
+    row: a row's numbers are repeated four times, [4·ROWS].
     """
     pid = tl.program_id(0)
     c = tl.arange(0, 4 * ROWS)
@@ -67,13 +67,13 @@ def solve_support(
     bound = tl.load(bounds + row, mask=inside, other=0.0)
     tau = tl.maximum((bound - top) * gain, -1.0)
     own_gain = C.F.gain(theta)
-    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C, BLOCK)
+    mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C, BLOCK, RESIDENT)
     proved = ((mass >= 1.0) | ((tau <= -1.0) & (mass > 0.9))) & (row_max(count) < FULL) & (top > HIDDEN)
     tl.store(failed + row, tl.where(proved | empty, 0, 1), mask=inside)
     steps = 0
     while (tl.max(tl.where(inside & (mass - 1.0 > TOLERANCE), 1, 0), 0) > 0) & (steps < LIMIT):
         tau += tl.maximum(newton_step(mass, slope_sum / own_gain, power), 0.0)
-        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C, BLOCK)
+        mass, slope_sum = evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C, BLOCK, RESIDENT)
         steps += 1
     tau += tl.maximum(
         newton_step(mass, slope_sum / own_gain, power), 0.0
@@ -126,7 +126,10 @@ def to_units(y, top, gain):
 
 
 @triton.jit
-def evaluate(x, first_entry, count, longest, top, gain, tau, thetas, opt, C: tl.constexpr, BLOCK: tl.constexpr):
+def evaluate(
+    x, first_entry, count, longest, top, gain, tau, thetas, opt, C: tl.constexpr, BLOCK: tl.constexpr,
+    RESIDENT: tl.constexpr,
+):  # fmt: skip
     """(F, Σg′) of a row at τ. x are the first entries; longer lists, which are rare, are loaded again."""
     mass, slope_sum = evaluate_entries(x, tau, thetas, C)
     for start in range(RESIDENT, longest, RESIDENT):

@@ -76,11 +76,12 @@ def solve_resident(x, block, opt, C: tl.constexpr, LIMIT: tl.constexpr):
 def solve_keys(x, block, opt, C: tl.constexpr):
     """Return the root of Σ g = 1 over keys x [M, N], in units of τ, to about 1e-5 and from below.
 
-    The first steps take the maxima of 16 groups of these keys.
+    The first steps of powers, which are slow to compute, take the maxima of 16 groups of these keys.
     """
     tau = tl.full([C.BM], -1.0, C.ACC)
-    few = tl.max(tl.reshape(x, [C.BM, x.shape[1] // 16, 16]), 1)
-    tau = step_to_root(few, None, tau, block, opt, C, 12, 1e-2)
+    if C.F.order == 0:
+        few = tl.max(tl.reshape(x, [C.BM, x.shape[1] // 16, 16]), 1)
+        tau = step_to_root(few, None, tau, block, opt, C, 12, 1e-2)
     return step_to_root(x, None, tau, block, opt, C, 12, 1e-3)
 
 
@@ -96,7 +97,11 @@ def step_to_root(x, second, tau, block, opt, C: tl.constexpr, LIMIT: tl.constexp
             more_mass, more_fall = measure_keys(second, tau, block, opt, C)
             mass += more_mass
             fall += more_fall
-        step = tl.maximum(newton_step(mass, fall, power), 0.0)
+        if C.F.order == 2:
+            step = (mass - tl.sqrt(mass)) / fall
+        else:
+            step = newton_step(mass, fall, power)
+        step = tl.maximum(step, 0.0)
         tau += step
         moves = tl.max(tl.where(step > LEAST, 1, 0), 0)
         steps += 1
@@ -105,10 +110,10 @@ def step_to_root(x, second, tau, block, opt, C: tl.constexpr, LIMIT: tl.constexp
 
 @triton.jit
 def measure_keys(x, tau, block, opt, C: tl.constexpr):
-    """Return (F, |F′|) of keys x [M, N] at τ."""
+    """Return (F, |F′|) of keys x [M, N] at τ; of g = t² half of |F′|."""
     t = tiles.positive_part(x - tau[:, None])
     if C.F.order == 2:
-        mass, fall = tl.sum(t * t, 1), 2.0 * tl.sum(t, 1)
+        mass, fall = tl.sum(t * t, 1), tl.sum(t, 1)
     else:
         u, d = tiles.weigh_excess(t, tiles.column(block.theta, opt), C)
         mass, fall = tl.sum(u, 1), tl.sum(d, 1) / C.F.gain(block.theta)

@@ -11,6 +11,7 @@ import torch
 from attention_data import FLOOR, Poisoned, check_backward, check_forward, make
 
 from regard import statistics
+from regard._backends.gpu.attention import forward
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.config import config_of, options, view
 from regard._backends.gpu.attention.sparse import launch as sparse
@@ -65,6 +66,16 @@ def test_options_of_the_forward(kind, name, stats):
     assert sparse.supports(problem, "forward") is None and sparse.supports(problem, "backward") is not None
     answer = interval_data.check_forward(attention, problem, slack=2.0)
     interval_data.check_backward(attention, problem, answer, slack=2.0)
+
+
+@pytest.mark.parametrize("stats", [statistics.NAMES, ()], ids=["statistics", "plain"])
+@pytest.mark.parametrize(("n", "d"), [(50, 64), (128, 80), (197, 64), (256, 128)])
+@pytest.mark.parametrize("name", ["entmax15", "sparsemax", "entmax(alpha=1.7)"])
+def test_short_rows(name, n, d, stats):
+    for extra in (dict(causal=True), dict(lengths=True, softcap=2.0), dict(left=30, right=5, temperature=True)):
+        problem = make(13, name, d=d, e=d, stats=stats, **LONG | dict(b=2, m=n, n=n), **extra)
+        assert forward.keeps_scores(problem) == (not stats or n <= 128)
+        check_backward(attention, problem, check_forward(attention, problem, slack=2.0), slack=2.0)
 
 
 @pytest.mark.parametrize("sharp", [0.02, 30.0])

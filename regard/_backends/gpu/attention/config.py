@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.attention import decode, limits, statistics
+from regard._backends.gpu.attention import limits, statistics
+from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._core import philox
 from regard._core.device import has_large_shared_memory

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard._backends.gpu.attention import decode, dense_mask, forward
 from regard._backends.gpu.attention.backward import cudnn, dq, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.forward import decode
+from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.masks import dense as dense_mask
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core.problem import Problem
 

@@ -7,9 +7,9 @@ from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
-from regard._backends.gpu.attention.dense_mask import add_tile_map, pack_mask
+from regard._backends.gpu.attention.masks.dense import add_tile_map, pack_mask
+from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.launcher import launch
 
 

@@ -15,7 +15,7 @@ from regard._backends.gpu.attention import tiles, visibility
 from regard._backends.gpu.attention.backward.bias import bias_tile
 from regard._backends.gpu.attention.backward.call import BackwardCall
 from regard._backends.gpu.attention.config import config_of, options, view
-from regard._backends.gpu.attention.tables import add_key_index
+from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch
 from regard._core.problem import Problem

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, statistics, tiles
-from regard._backends.gpu.attention.online import join_sink, sum_below_max
+from regard._backends.gpu.attention.forward.online import join_sink, sum_below_max
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import HIDDEN, LN2, LOG2E
 

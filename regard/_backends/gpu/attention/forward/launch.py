@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 import triton
 
-from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
-from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
+from regard._backends.gpu.attention.forward import decode
+from regard._backends.gpu.attention.forward.online import forward_online
 from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
-from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
-from regard._backends.gpu.attention.hopper.recompute_overflow import forward_overflow
+from regard._backends.gpu.attention.hopper.second_pass.imprecise import forward_imprecise
+from regard._backends.gpu.attention.hopper.second_pass.overflow import forward_overflow
+from regard._backends.gpu.attention.hopper.second_pass.statistics import ROWS, forward_statistics
 from regard._backends.gpu.attention.hopper.spans import find_spans, needs_spans
-from regard._backends.gpu.attention.online import forward_online
+from regard._backends.gpu.attention.masks.dense import PackedMask, add_tile_map
+from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.attention.threshold import forward_threshold
 from regard._backends.gpu.attention.tiles import Options
 from regard._backends.gpu.launcher import launch, launch_key

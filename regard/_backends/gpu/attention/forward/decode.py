@@ -14,9 +14,16 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import key_loop, scores, statistics, tiles, visibility
-from regard._backends.gpu.attention.decode_partial import FIELDS, load_parts, merge_moments, store_part
+from regard._backends.gpu.attention.forward.decode_parts import FIELDS, load_parts, merge_moments, store_part
+from regard._backends.gpu.attention.forward.online import (
+    find_shift,
+    initial_shift,
+    join_sink,
+    rescale_sums,
+    slopes,
+    terms,
+)
 from regard._backends.gpu.attention.limits import find_option
-from regard._backends.gpu.attention.online import find_shift, initial_shift, join_sink, rescale_sums, slopes, terms
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E, Config
 from regard._backends.gpu.launcher import launch

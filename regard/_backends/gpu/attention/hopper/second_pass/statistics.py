@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import statistics, tiles
+from regard._backends.gpu.attention.forward.online import find_shift, join_sink
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
-from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.statistics import Sums
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 

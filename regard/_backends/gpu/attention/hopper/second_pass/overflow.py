@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from regard._backends.gpu.attention import tiles
-from regard._backends.gpu.attention.online import forward_block
+from regard._backends.gpu.attention.forward.online import forward_block
 
 
 @triton.jit

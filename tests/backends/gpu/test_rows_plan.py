@@ -33,7 +33,7 @@ def _rows(kind, length, size=2, count=200, direction="forward", not_copyable=Non
     (_rows("threshold", 65536, size=8), "forward_threshold"),
     (_rows("threshold", 1024), "forward_threshold_short"),
     (_rows("softmax", 65536), "forward_ring"),
-    (_rows("softmax", 50257, not_copyable="odd length"), "forward_thread_shift"),
+    (_rows("softmax", 50257, not_copyable="odd length"), "forward_ratio"),
     (_rows("ratio", 65552), "forward_resident_ratio"),
     (_rows("proportional", 65536, size=4), "forward_ratio"),
     (_rows("softmax", 8192, size=4), "forward_fast_exact"),
@@ -55,7 +55,7 @@ def test_every_kernel_says_why_it_was_passed_over():
     reasons = {kernel.name: kernel.supports(rows) for kernel in FORWARD}
     assert reasons["forward_ring"] == "rows that 16-byte copies cannot read"
     assert reasons["forward_exact"] == "takes only float32 softmax and softmax1"
-    assert reasons["forward_thread_shift"] is None and FORWARD[-1].supports(rows) is None
+    assert reasons["forward_ratio"] is None
 
 
 CASES = [("forward", *key, others) for key, others in OTHERS.items()]

@@ -5,7 +5,7 @@
 >>> rows = Rows("forward", "softmax", count=1000, length=50257, size=2, processors=132, not_copyable="odd length")
 >>> kernel, cut = choose(rows)
 >>> kernel.name, cut.columns, cut.warps
-('forward_thread_shift', 65536, 32)
+('forward_ratio', 65536, 32)
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Cut(NamedTuple):
     step: int = 0  # columns that a program takes at a time
     lanes: int = 0  # columns side by side: in the lanes of a row, or in all threads
     ahead: int = 0  # prefetch into the L2 cache the tile of the program that many programs later
-    pieces: int = 0  # loads that a row is split into
 
     def groups(self, vector: int, order: int) -> int:
         """Number of maxima that the threshold solver starts from, per part; 0 for a short row."""
@@ -256,11 +255,6 @@ FORWARD = (
         lambda rows: _is_threshold(rows) and rows.columns <= SHORT, _pack_warp,
     ),
     RowKernel("forward_threshold", "threshold", "threshold rows", _is_threshold, _cut_threshold, 6),
-    RowKernel(
-        "forward_thread_shift", "thread_shift", "many 16-bit softmax, softmax1 and relu rows of 32769 to 65536 columns",
-        lambda rows: rows.kind in ("softmax", "proportional") and rows.size == 2 and rows.columns == 65536
-        and not rows.few, lambda rows: Cut(65536, 32, registers=64, lanes=1024, pieces=4), 2,
-    ),
     RowKernel(
         "forward_pointwise", "pointwise",
         "pointwise rows of more than 32768 columns (16384 in 16 and 64 bits; 8192 if the rows are few)",

@@ -26,7 +26,6 @@ from regard._backends.gpu.rows.fast_exact import (
 from regard._backends.gpu.rows.ratio import finish_sum
 from regard._backends.gpu.rows.resident.buffers import by_lane
 from regard._backends.gpu.rows.terms import compute_terms, shift_from_max
-from regard._backends.gpu.rows.thread_shift import rescale_factor
 from regard._backends.gpu.rows.tiles import finite_or_zero, nan_maximum
 
 
@@ -73,15 +72,18 @@ def sum_by_lane(x, own, scale, C: gl.constexpr):
 
 @gluon.jit
 def rescale_sum(before, own, scale, C: gl.constexpr):
-    """Factor of a sum as the maximum of its scores rises from `before` to `own`."""
+    """Factor of a sum as the maximum of its scores rises from `before` to `own`; 0 if there were no scores."""
     F: gl.constexpr = C.F
+    shift = shift_from_max(finite_or_zero(before), F)
+    after = shift_from_max(finite_or_zero(own), F)
     if C.FAST:
-        shift = exponent_shift(shift_from_max(finite_or_zero(before), F), scale).m
-        m = shift - exponent_shift(shift_from_max(finite_or_zero(own), F), scale).m
+        m = exponent_shift(shift, scale).m - exponent_shift(after, scale).m
         power = ((gl.maximum(m, -127.0).to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
         factor = gl.where(before == float("-inf"), 0.0, power).to(gl.float64) * (1.0 - m.to(gl.float64) * LN2_REST)
+    elif F.shift == "none":
+        factor = scale.to(gl.float32) * 0.0 + 1.0
     else:
-        factor = rescale_factor(before, own, scale.to(gl.float32), F)
+        factor = gl.where(before == float("-inf"), 0.0, gl.exp((shift - after) * scale.to(gl.float32)))
     return factor
 
 

@@ -190,7 +190,7 @@ def _cut_backward(rows: Rows) -> Cut:
 
 # By the most bytes of a row: bytes of a chunk, warps of a program, programs to an SM.
 _CHUNKS: dict[int | str, dict[int, tuple[int, int, int]]] = {
-    "ratio": {262144: (32768, 16, 1)},
+    "ratio": {131072: (16384, 8, 2), 262144: (32768, 16, 1)},
     2: {16384: (4096, 4, 8), 32768: (8192, 4, 4), 65536: (8192, 8, 3), 131072: (16384, 8, 2), 262144: (32768, 16, 1)},
     4: {65536: (8192, 8, 2), 131072: (16384, 8, 2), 262144: (32768, 16, 1)},
     "backward": {131072: (16384, 8, 2), 262144: (32768, 16, 1)},
@@ -236,13 +236,8 @@ FORWARD = (
         lambda rows: _is_threshold(rows) and _fits_sm(rows), _cut_resident,
     ),
     RowKernel(
-        "forward_ring", "resident.ring",
-        "many ratio rows of more than 64 KB, up to 128 KB; no mask; not float32 relu; Hopper",
-        lambda rows: not _is_threshold(rows) and _fits_sm(rows) and rows.bytes <= MOST_BYTES // 2, _cut_resident,
-    ),
-    RowKernel(
         "forward_resident_ratio", "resident.ratio",
-        "many ratio rows of more than 128 KB, up to 256 KB; no mask; not float32 relu; Hopper",
+        "many ratio rows of more than 64 KB, up to 256 KB; no mask; not float32 relu; Hopper",
         lambda rows: not _is_threshold(rows) and _fits_sm(rows), _cut_resident,
     ),
     RowKernel(

@@ -14,8 +14,7 @@ from regard import normalizers, reference
 
 pytest.importorskip("triton")
 
-from regard._backends.gpu.losses import forward as kernels
-from regard._backends.gpu.losses import launch
+from regard._backends.gpu.losses import kernels, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities, inside the interpreter
 LANES = 16

@@ -246,12 +246,12 @@ FORWARD = (
     ),
     RowKernel("forward_exact", "exact", "float32 softmax and softmax1", _is_softmax32, _cut_exact, 3),
     RowKernel(
-        "forward_threshold_short", "threshold_short", "threshold rows of up to 1024 columns",
+        "forward_threshold_short", "threshold", "threshold rows of up to 1024 columns",
         lambda rows: _is_threshold(rows) and rows.columns <= SHORT, _pack_warp,
     ),
     RowKernel("forward_threshold", "threshold", "threshold rows", _is_threshold, _cut_threshold, 6),
     RowKernel(
-        "forward_pointwise", "pointwise",
+        "forward_pointwise", "ratio",
         "pointwise rows of more than 32768 columns (16384 in 16 and 64 bits; 8192 if the rows are few)",
         _is_long_pointwise, _cut_pointwise, 2,
     ),

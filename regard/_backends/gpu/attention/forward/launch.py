@@ -9,9 +9,12 @@ from regard._backends.gpu.attention.config import config_of, count_blocks, descr
 from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.forward.online import forward_online
 from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.attention.hopper.second_pass.imprecise import forward_imprecise
-from regard._backends.gpu.attention.hopper.second_pass.overflow import forward_overflow
-from regard._backends.gpu.attention.hopper.second_pass.statistics import ROWS, forward_statistics
+from regard._backends.gpu.attention.hopper.second_pass import (
+    ROWS,
+    forward_imprecise,
+    forward_overflow,
+    forward_statistics,
+)
 from regard._backends.gpu.attention.hopper.spans import find_spans, needs_spans
 from regard._backends.gpu.attention.masks.dense import PackedMask, add_tile_map
 from regard._backends.gpu.attention.masks.tables import add_key_index

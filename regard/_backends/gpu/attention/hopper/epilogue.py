@@ -19,7 +19,7 @@ from regard._backends.gpu.attention.forward.online import find_shift, join_sink
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
 from regard._backends.gpu.attention.hopper.key_bias import is_left_out
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
-from regard._backends.gpu.attention.hopper.second_pass.statistics import RowIndex
+from regard._backends.gpu.attention.hopper.second_pass import RowIndex
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 

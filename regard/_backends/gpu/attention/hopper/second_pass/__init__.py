@@ -1,1 +1,0 @@
-"""Kernels that run after `forward_hopper`: statistics, imprecise rows, rows that overflowed."""

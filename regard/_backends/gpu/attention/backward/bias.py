@@ -58,7 +58,7 @@ def bias_tile(acc, q, k, v, do, state, b, h, i0, j0, opt, C: tl.constexpr):
     n = tiles.key_count(opt, b)
     i = i0 + tl.arange(0, C.BM)
     first, last = visibility.visible_range(b, h, i, opt, n)
-    lowest, _, _, highest = visibility.block_range(first, last, b, h, i0, opt, n, C)
+    lowest, _, _, highest = visibility.block_range(first, last, b, h, i0, i, opt, n, C)
     if (j0 < highest) & (j0 + C.BN > lowest):
         j = (j0 + tl.arange(0, C.BN))[None, :]
         g = h // opt.group

@@ -15,7 +15,7 @@ from rows_data import FUSED
 
 from regard._backends.gpu.attention import config, limits, partial, registry
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention.backward import bias, relative
+from regard._backends.gpu.attention.backward import bias
 from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.masks import dense as dense_mask
 from regard._backends.gpu.attention.masks import tables
@@ -29,7 +29,7 @@ SMALL = dict(b=1, h=2, g=1, m=21, n=37)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    for module in (attention, dense_mask, tables, bias, relative, decode):
+    for module in (attention, dense_mask, tables, bias, decode):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 

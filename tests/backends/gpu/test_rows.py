@@ -230,14 +230,6 @@ class _Spy:
         return launch
 
 
-def test_errors_name_the_argument():
-    choice = normalizers.get("softmax")
-    with pytest.raises(TypeError, match="s must be a contiguous float tensor"):
-        rows.forward(torch.ones(2, 3, dtype=torch.int64, device=DEVICE), choice)
-    with pytest.raises(TypeError, match="s must be a contiguous float tensor"):
-        rows.forward(torch.ones(3, 2, device=DEVICE).t(), choice)
-
-
 NINTH = """
 import torch
 from regard.normalizers import Ratio, jit, tl

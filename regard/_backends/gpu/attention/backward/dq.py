@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from regard._backends.gpu.attention.backward import dkv
+from regard._backends.gpu.attention.backward.bias import compute_relative_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall
-from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
 from regard._backends.gpu.attention.masks.dense import add_tile_map, pack_mask

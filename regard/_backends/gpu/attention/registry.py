@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ KERNELS = (
         limits=f"Hopper; bfloat16, float16; heads of 64 or 128; at least {sparse.LENGTHS['forward'].start} visible "
         "keys; no soft cap, score function, mask, interval, bias or dropout",
         supports=lambda problem: sparse.supports(problem, "forward"),
-        run=forward.run_sparse_threshold,
+        run=partial(forward.run_threshold, with_lists=True),
     ),
     Kernel(
         name="threshold",
@@ -122,7 +123,7 @@ BACKWARD_KERNELS = (
         limits=f"as sparse threshold; at least {sparse.LENGTHS['backward'].start} visible keys; no gradient of "
         "statistics or temperature",
         supports=dq.supports_sparse,
-        run=dq.run_sparse,
+        run=partial(dq.run_two_sweeps, with_lists=True),
     ),
     Kernel(
         name="two sweeps",

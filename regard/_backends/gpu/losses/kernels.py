@@ -20,13 +20,12 @@ import triton.language as tl
 
 from regard._backends.gpu.rows import tiles
 from regard._backends.gpu.rows.solver import (
-    FINE,
     Logits,
     add_three,
-    add_two,
     bound_from_maxima,
     evaluate,
     load_logits,
+    reduce_sums,
     reset_layout,
     solve,
 )
@@ -156,12 +155,7 @@ def sum_kept(kept, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
     value, slope, count = evaluate(kept.first, tau, kept.theta, F)
     value, slope, count = add_three(value, slope, count, *evaluate(kept.second, tau, kept.theta, F))
     value, slope, count = add_three(value, slope, count, *evaluate(kept.third, tau, kept.theta, F))
-    if F.order == 2 and TOLERANCE < FINE:
-        total, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=True)
-    else:
-        total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
-        count = total
-    return total, slope, count
+    return reduce_sums(value, slope, count, True, TOLERANCE, F)
 
 
 @triton.jit

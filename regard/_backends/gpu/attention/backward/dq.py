@@ -22,17 +22,8 @@ def supports_sparse(call: BackwardCall) -> str | None:
     return sparse.supports(call.problem, "backward")
 
 
-def run_sparse(call: BackwardCall) -> None:
-    """Fill dq, dk and dv from lists of candidates; the blocks whose lists failed are swept."""
-    _sweep_twice(call, with_lists=True)
-
-
-def run_two_sweeps(call: BackwardCall) -> None:
-    """Fill dq, finding δ on the way, then dk and dv."""
-    _sweep_twice(call, with_lists=False)
-
-
-def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
+def run_two_sweeps(call: BackwardCall, with_lists: bool = False) -> None:
+    """Fill dq, finding δ on the way, then dk and dv; with lists of candidates only the blocks whose lists failed."""
     p, forward, do, rows, grads, flags, packed, wants_relative = call
     if p.mask is not None and packed is None:
         packed = pack_mask(p)

@@ -77,17 +77,8 @@ def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: 
     launch(key, forward_imprecise, programs, arguments, (config, blocks_per_program), **how)
 
 
-def run_sparse_threshold(p: Problem, result: Forward) -> None:
-    """Fill `result` from lists of the candidate keys; rows whose lists failed are swept."""
-    _solve_threshold(p, result, with_lists=True)
-
-
-def run_threshold(p: Problem, result: Forward, packed: PackedMask | None = None) -> None:
-    """Fill `result` of a threshold map by sweeps over the keys."""
-    _solve_threshold(p, result, with_lists=False, packed=packed)
-
-
-def _solve_threshold(p: Problem, result: Forward, with_lists: bool, packed: PackedMask | None = None) -> None:
+def run_threshold(p: Problem, result: Forward, packed: PackedMask | None = None, with_lists: bool = False) -> None:
+    """Fill `result` of a threshold map by sweeps over the keys, or of those rows alone whose lists of keys failed."""
     config, how = config_of(p, "forward_threshold")
     opt, key = add_tile_map(p, config, add_key_index(p, options(p)), packed=packed), launch_key(p, result.o)
     steps, power, other = SOLVER[p.accumulator if p.stats else p.q.dtype]

@@ -14,7 +14,7 @@ from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
 from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.attention.hopper.relative import make_relative_bias
+from regard._backends.gpu.attention.hopper.biases import make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.forward.online import find_shift, join_sink
+from regard._backends.gpu.attention.hopper.biases import is_left_out
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
-from regard._backends.gpu.attention.hopper.key_bias import is_left_out
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
 from regard._backends.gpu.attention.hopper.second_pass import RowIndex
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
@@ -42,7 +42,7 @@ class Outputs(NamedTuple):
     raw_sums: Any  # [9, B, H, M], see `forward_statistics`
     moments: Any  # `key_moments.KeyMoments`
     spans: Any  # `spans.Spans`
-    bias: Any  # `key_bias.KeyBias` or `relative.RelativeBias`
+    bias: Any  # `biases.KeyBias` or `biases.RelativeBias`
 
 
 @gluon.jit

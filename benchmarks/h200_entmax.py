@@ -16,7 +16,8 @@ import torch
 from triton.testing import do_bench
 
 import regard
-from regard._backends.gpu.attention import config, forward
+from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.sparse import launch as sparse
 
 # name: batch, heads, tokens, width of k, width of v, options of `regard.attention`, or a bias

@@ -124,8 +124,8 @@ def run_timings(name: str) -> list[float]:
     """[plain, two, all statistics, plain in blocks of two warpgroups, online with all statistics, sdpa], ms."""
     import torch
 
-    from regard._backends.gpu.attention import forward as kernels
     from regard._backends.gpu.attention import launch as attention
+    from regard._backends.gpu.attention.forward import launch as kernels
     from regard._backends.gpu.attention.hopper import launch as hopper
 
     attention.SMALL = 0

@@ -16,8 +16,9 @@ from interval_data import check_backward, check_forward
 import regard
 from regard import statistics
 from regard._backends.gpu import tape
-from regard._backends.gpu.attention import dense_mask, registry
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention.masks import dense as dense_mask
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

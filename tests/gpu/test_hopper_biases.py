@@ -18,10 +18,9 @@ import regard
 from regard import statistics
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention.backward import bias as bias_gradient
 from regard._backends.gpu.attention.backward import dkv, stored_ds
-from regard._backends.gpu.attention.backward import relative as relative_gradient
-from regard._backends.gpu.attention.hopper import key_bias, spans
-from regard._backends.gpu.attention.hopper import relative as relative_table
+from regard._backends.gpu.attention.hopper import biases, spans
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -37,7 +36,7 @@ FEW = dict(b=1, h=4, g=2, m=780, n=1001, d=128, e=128)
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     poison(monkeypatch)
-    for module in (spans, key_bias, relative_table, relative_gradient, stored_ds):
+    for module in (spans, biases, bias_gradient, stored_ds):
         monkeypatch.setattr(module, "torch", attention.torch)
 
 

@@ -11,10 +11,11 @@ from attention_data import Poisoned, make, relative
 from interval_data import check_backward, check_forward, find_truth, make_interval, with_biases
 
 from regard import statistics
-from regard._backends.gpu.attention import dense_mask, registry, tables
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
 from regard._backends.gpu.attention.backward import bias
-from regard._backends.gpu.attention.backward import relative as relative_bias
+from regard._backends.gpu.attention.masks import dense as dense_mask
+from regard._backends.gpu.attention.masks import tables
 
 pytestmark = pytest.mark.filterwarnings("default")
 SHAPE = dict(b=2, h=4, g=2, m=1000, n=1000, d=128, e=128, dtype=torch.bfloat16, device="cuda")
@@ -22,7 +23,7 @@ SHAPE = dict(b=2, h=4, g=2, m=1000, n=1000, d=128, e=128, dtype=torch.bfloat16, 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    for module in (attention, dense_mask, tables, bias, relative_bias):
+    for module in (attention, dense_mask, tables, bias):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 

@@ -10,7 +10,8 @@ from tangent_data import check_tangent
 
 import regard
 from regard import reference
-from regard._backends.gpu.attention import launch, tables, tangent
+from regard._backends.gpu.attention import launch, tangent
+from regard._backends.gpu.attention.masks import tables
 
 pytestmark = pytest.mark.filterwarnings("default")
 LONG = dict(b=2, h=4, g=2, m=333, n=517, d=64, e=64, device="cuda", stats=())

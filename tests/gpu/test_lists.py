@@ -11,9 +11,9 @@ import torch
 from attention_data import FLOOR, Poisoned, check_backward, check_forward, make
 
 from regard import statistics
-from regard._backends.gpu.attention import forward
 from regard._backends.gpu.attention import launch as attention
 from regard._backends.gpu.attention.config import config_of, options, view
+from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core.problem import Upstream
 

@@ -9,37 +9,40 @@ from torch import Tensor
 
 from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
 
-NUMBERS = 8192  # of o that one program holds
+NUMBERS = 8192  # of a tensor that one program holds
 
 
 def forward(o: Tensor, g: Tensor) -> Tensor:
     """o·σ(g) of o [B, H, M, E] and g [B, H, M, 1] or [B, H, M, E], any strides."""
     out = torch.empty_like(o)
-    _launch(gate_forward, o, g, out)
+    launch_rows(gate_forward, (o, g, out), constants=(_is_per_element(o, g),))
     return out
 
 
 def backward(do: Tensor, o: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """(do·σ(g), do·o·σ′(g)) of the upstream gradient do and the ungated o; the second summed over E if g has 1."""
     dx, dg = torch.empty_like(o), torch.empty_like(g)
-    _launch(gate_backward, o, g, do, dx, dg)
+    launch_rows(gate_backward, (o, g, do, dx, dg), constants=(_is_per_element(o, g),))
     return dx, dg
 
 
-def _launch(kernel, o: Tensor, g: Tensor, *others: Tensor) -> None:
-    batch, heads, queries, width = o.shape
-    if not o.numel():
+def _is_per_element(o: Tensor, g: Tensor) -> bool:
+    return g.shape[3] > 1 or o.shape[3] == 1
+
+
+def launch_rows(kernel, tensors: tuple[Tensor, ...], numbers: tuple = (), constants: tuple = ()) -> None:
+    """Launch a kernel over the rows of tensors [B, H, M, E], of any strides; a program holds NUMBERS of the first."""
+    batch, heads, queries, width = tensors[0].shape
+    if not tensors[0].numel():
         return
     columns = triton.next_power_of_2(width)
     rows = min(triton.next_power_of_2(queries), max(1, NUMBERS // columns))
-    tensors = o, g, *others
     strides = [stride for x in tensors for stride in x.stride()]
-    constants = g.shape[3] > 1 or width == 1, rows, columns
-    arguments = *tensors, *strides, heads, queries, width
+    arguments = *tensors, *strides, heads, queries, width, *numbers
     warps = min(8, max(1, rows * columns // 512))
-    with on_device_of(o):
+    with on_device_of(tensors[0]):
         programs = batch * heads * triton.cdiv(queries, rows)
-        launch(tensor_key(*tensors), kernel, programs, arguments, constants, num_warps=warps)
+        launch(tensor_key(*tensors), kernel, programs, arguments, (*constants, rows, columns), num_warps=warps)
 
 
 @triton.jit

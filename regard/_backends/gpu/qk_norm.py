@@ -11,38 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard._backends.gpu.gate import locate, point
-from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
-
-NUMBERS = 8192  # of x that one program holds
+from regard._backends.gpu.gate import launch_rows, locate, point
 
 
 def forward(x: Tensor, eps: float) -> Tensor:
     """x/√(mean x² + eps²) of x [B, H, M, D], any strides."""
     y = torch.empty_like(x)
-    _launch(norm_forward, eps, x, y)
+    launch_rows(norm_forward, (x, y), (eps * eps,))
     return y
 
 
 def backward(dy: Tensor, x: Tensor, eps: float) -> Tensor:
     """r·(dy − r²·x·mean(x·dy)) with r = 1/√(mean x² + eps²)."""
     dx = torch.empty_like(x)
-    _launch(norm_backward, eps, x, dx, dy)
+    launch_rows(norm_backward, (x, dx, dy), (eps * eps,))
     return dx
-
-
-def _launch(kernel, eps: float, *tensors: Tensor) -> None:
-    batch, heads, queries, width = tensors[0].shape
-    if not tensors[0].numel():
-        return
-    columns = triton.next_power_of_2(width)
-    rows = min(triton.next_power_of_2(queries), max(1, NUMBERS // columns))
-    strides = [stride for x in tensors for stride in x.stride()]
-    warps = min(8, max(1, rows * columns // 512))
-    with on_device_of(tensors[0]):
-        programs = batch * heads * triton.cdiv(queries, rows)
-        arguments = *tensors, *strides, heads, queries, width, eps * eps
-        launch(tensor_key(*tensors), kernel, programs, arguments, (rows, columns), num_warps=warps)
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from launches import Watched, launched
 from rows_data import FUSED
 
 from regard import normalizers, statistics
-from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention.forward import decode
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),

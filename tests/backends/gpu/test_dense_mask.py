@@ -13,8 +13,9 @@ from attention_data import Poisoned, make
 from interval_data import check_backward, check_forward
 
 from regard import statistics
-from regard._backends.gpu.attention import dense_mask, registry
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention.masks import dense as dense_mask
 from regard._core.problem import Forward
 
 pytestmark = [

@@ -13,9 +13,12 @@ from attention_data import FLOOR, Poisoned, make
 from interval_data import KINDS, check_backward, check_forward, find_truth, make_interval, with_biases
 from rows_data import FUSED
 
-from regard._backends.gpu.attention import config, decode, dense_mask, limits, partial, registry, tables
+from regard._backends.gpu.attention import config, limits, partial, registry
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention.backward import bias, relative
+from regard._backends.gpu.attention.backward import bias
+from regard._backends.gpu.attention.forward import decode
+from regard._backends.gpu.attention.masks import dense as dense_mask
+from regard._backends.gpu.attention.masks import tables
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -26,7 +29,7 @@ SMALL = dict(b=1, h=2, g=1, m=21, n=37)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    for module in (attention, dense_mask, tables, bias, relative, decode):
+    for module in (attention, dense_mask, tables, bias, decode):
         monkeypatch.setattr(module, "torch", Poisoned())
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from attention_data import Poisoned, make
 
 from regard._backends.gpu.attention import config
-from regard._backends.gpu.attention.hopper import key_bias
+from regard._backends.gpu.attention.hopper import biases
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
@@ -22,12 +22,12 @@ pytestmark = [
 
 @pytest.mark.parametrize("sizes", [(2, 4, 1, 300), (1, 4, 1, 300), (2, 1, 1, 300), (1, 1, 1, 300)], ids=str)
 def test_three_columns_add_up_to_the_bias(sizes, monkeypatch):
-    monkeypatch.setattr(key_bias, "torch", Poisoned())
+    monkeypatch.setattr(biases, "torch", Poisoned())
     p = make(0, b=2, h=4, g=2, m=3, n=300, d=16, e=16, dtype=torch.bfloat16)
     bias = torch.randn(sizes, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 300)
     p = replace(p, bias=bias.expand(2, 4, 3, 300))
-    found, columns = key_bias.make_key_bias(p, config.options(p))
-    assert key_bias.is_key_bias(p) and columns.shape == (*sizes[:2], 300, key_bias.COLUMNS)
+    found, columns = biases.make_key_bias(p, config.options(p))
+    assert config.has_key_bias(p) and columns.shape == (*sizes[:2], 300, biases.COLUMNS)
     truth = bias.double().squeeze(2) / p.scale
     pieces = columns[..., :3].double()
     assert ((pieces.sum(-1) - truth).abs() <= 2**-23 * truth.abs()).all() and not columns[..., 3:].any()
@@ -37,10 +37,10 @@ def test_three_columns_add_up_to_the_bias(sizes, monkeypatch):
 
 @pytest.mark.parametrize("odd", [-math.inf, math.inf, math.nan, torch.finfo(torch.float32).min])
 def test_a_bias_that_cannot_be_added_flags_its_head(odd, monkeypatch):
-    monkeypatch.setattr(key_bias, "torch", Poisoned())
+    monkeypatch.setattr(biases, "torch", Poisoned())
     p = make(0, b=2, h=4, g=2, m=3, n=300, d=16, e=16, dtype=torch.bfloat16)
     bias = torch.zeros(2, 4, 1, 300)
     bias[1, 2, 0, 299] = odd
     p = replace(p, bias=bias.expand(2, 4, 3, 300))
-    found, columns = key_bias.make_key_bias(p, config.options(p))
+    found, columns = biases.make_key_bias(p, config.options(p))
     assert found.flags.nonzero().tolist() == [[1, 2]] and not columns.any()

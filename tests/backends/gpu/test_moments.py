@@ -12,9 +12,10 @@ from attention_data import FLOOR, Poisoned, make
 from interval_data import dense_twin, find_truth, with_biases
 
 from regard import reference
-from regard._backends.gpu.attention import config, forward
+from regard._backends.gpu.attention import config
+from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.hopper import key_moments
-from regard._backends.gpu.attention.tables import add_key_index
+from regard._backends.gpu.attention.masks.tables import add_key_index
 
 HIDDEN = -(2.0**100)
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from regard._backends.gpu import qk_norm
+from regard._backends.gpu import gate, qk_norm
 
 
 def drawn(seed, *shape):
@@ -21,7 +21,7 @@ def exact(x, dy, eps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 5, 16])
 def test_both_ways(dtype, width, monkeypatch):
-    monkeypatch.setattr(qk_norm, "NUMBERS", 64)  # several programs for each head
+    monkeypatch.setattr(gate, "NUMBERS", 64)  # several programs for each head
     x = drawn(0, 2, 11, 3, 3 * width).to(dtype)[..., :width].transpose(1, 2)  # queries within a projection
     dy = drawn(1, 2, 3, 11, width).to(dtype)
     found = qk_norm.forward(x, 0.1), qk_norm.backward(dy, x, 0.1)

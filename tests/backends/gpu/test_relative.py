@@ -12,20 +12,20 @@ pytest.importorskip("triton")
 from attention_data import Poisoned, make
 
 from regard._backends.gpu.attention import config
-from regard._backends.gpu.attention.hopper import relative
+from regard._backends.gpu.attention.hopper import biases
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-PADDING = relative.PADDING.value
+PADDING = biases.PADDING.value
 
 
 def make_table(monkeypatch, table):
-    monkeypatch.setattr(relative, "torch", Poisoned())
+    monkeypatch.setattr(biases, "torch", Poisoned())
     p = make(0, b=2, h=4, g=2, m=900, n=701, d=16, e=16, dtype=torch.bfloat16)
     p = replace(p, relative=table.expand(4, 1600))
-    return p, relative.make_relative_bias(p, config.options(p))
+    return p, biases.make_relative_bias(p, config.options(p))
 
 
 @pytest.mark.parametrize("heads", [1, 4])

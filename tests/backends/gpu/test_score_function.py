@@ -12,8 +12,9 @@ from attention_data import make
 from interval_data import make_interval, with_biases
 from score_functions import ALL, check, with_score
 
-from regard._backends.gpu.attention import decode, registry
 from regard._backends.gpu.attention import launch as attention
+from regard._backends.gpu.attention import registry
+from regard._backends.gpu.attention.forward import decode
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernels compiled"),

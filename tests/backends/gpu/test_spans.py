@@ -14,7 +14,7 @@ from attention_data import Poisoned, make
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu.attention import config
-from regard._backends.gpu.attention.backward.dq_product import backward_product
+from regard._backends.gpu.attention.backward.stored_ds import backward_product
 from regard._backends.gpu.attention.hopper import ring, spans
 from regard._backends.gpu.launcher import launch
 

@@ -16,7 +16,7 @@ from launches import replace_support
 
 from regard import reference, statistics
 from regard._backends.gpu.attention import launch as attention
-from regard._backends.gpu.attention.backward import relative, stored_ds
+from regard._backends.gpu.attention.backward import bias, stored_ds
 from regard._core.problem import Upstream
 
 pytestmark = [
@@ -76,8 +76,8 @@ def test_stored_ds_gives_what_the_oracle_gives(name, options, stored):
     ids=str,
 )
 def test_the_gradient_of_a_relative_bias_is_summed_from_stored_ds(options, stored, monkeypatch):
-    monkeypatch.setattr(relative, "torch", Poisoned())
-    monkeypatch.setattr(relative, "compute_relative_gradient", None)  # ds is not computed once more
+    monkeypatch.setattr(bias, "torch", Poisoned())
+    monkeypatch.setattr(bias, "compute_relative_gradient", None)  # ds is not computed once more
     problem = with_biases(make(3, **HALF | options, d=8, e=16), 4, ("relative",))
     interval_data.check_backward(attention, problem, interval_data.check_forward(attention, problem), slack=2.0)
     assert stored == [True]

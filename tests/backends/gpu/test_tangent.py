@@ -13,7 +13,8 @@ from interval_data import make_interval
 from rows_data import FUSED
 from tangent_data import check_tangent, make_along
 
-from regard._backends.gpu.attention import launch, tables, tangent
+from regard._backends.gpu.attention import launch, tangent
+from regard._backends.gpu.attention.masks import tables
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernel compiled"),

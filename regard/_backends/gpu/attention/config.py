@@ -14,7 +14,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.attention import decode, limits, statistics
+from regard._backends.gpu.attention import limits, statistics
+from regard._backends.gpu.attention.forward import decode
 from regard._backends.gpu.attention.tiles import Config, Options, View
 from regard._core import philox
 from regard._core.device import has_large_shared_memory
@@ -134,24 +135,17 @@ def is_linear(p: Problem) -> bool:
     return p.softcap is p.score is None and p.scale > 0 and all(bias is None for bias in biases)
 
 
-def config_of(
-    p: Problem,
-    kernel: str,
-    STATS_GRAD: bool = False,
-    TEMPERATURE_GRAD: bool = False,
-    ROW_BIAS_GRAD: bool = False,
-    KEY_BIAS_GRAD: bool = False,
-    THETA_GRAD: bool = False,
-    Z_IN_SHIFT: bool = False,
-    others: tuple[torch.Tensor, ...] = (),
-) -> tuple[Config, dict]:
-    """Return a kernel's compile-time constants and launch options; it reads `others` in blocks too."""
+def config_of(p: Problem, kernel: str, others: tuple[torch.Tensor, ...] = (), **flags: bool) -> tuple[Config, dict]:
+    """Return a kernel's compile-time constants and launch options; it reads `others` in blocks too.
+
+    flags: those of `Config` that have a default.
+    """
     forwards = kernel.startswith("forward")
     stats = p.stats if forwards else ()
     dense = p.relative is not None or (p.bias is not None and not has_key_bias(p))
     right = p.reach[1]
     d, e = p.q.shape[-1], p.v.shape[-1]
-    m, n, bulk, how = _choose_blocks(p, kernel, THETA_GRAD, others)
+    m, n, bulk, how = _choose_blocks(p, kernel, flags.get("THETA_GRAD", False), others)
     config = Config(
         F=bundle.of(p.choice),
         SCORE=bundle.of_score(p.score),
@@ -162,12 +156,6 @@ def config_of(
         CAUSAL=p.interval is None and right is not None and right <= min(p.first_query, 0),
         PACKED=kernel == "forward_decode",
         RAGGED=p.interval is not None or p.row_bias is not None,
-        STATS_GRAD=STATS_GRAD,
-        TEMPERATURE_GRAD=TEMPERATURE_GRAD,
-        ROW_BIAS_GRAD=ROW_BIAS_GRAD,
-        KEY_BIAS_GRAD=KEY_BIAS_GRAD,
-        THETA_GRAD=THETA_GRAD,
-        Z_IN_SHIFT=Z_IN_SHIFT,
         ACC=TYPES[p.accumulator],
         PRECISION="tf32x3" if p.q.dtype == torch.float32 else "ieee",
         WIDEN=p.q.dtype == torch.bfloat16 and not p.q.is_cuda,
@@ -179,6 +167,7 @@ def config_of(
         BN=n,
         BULK=bulk,
         LANES=min(n, 32 if m < 64 else 8) if kernel == "forward_decode" else 8,  # few rows: warps lie along the keys
+        **flags,
     )
     return config, how
 

@@ -57,7 +57,7 @@ def load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C: tl.constexpr
     i = i0 + tl.arange(0, C.BM)
     n = tiles.key_count(opt, b)
     first, last = visibility.visible_range(b, h, i, opt, n)
-    lowest, earliest, latest, highest = visibility.block_range(first, last, b, h, i0, opt, n, C)
+    lowest, earliest, latest, highest = visibility.block_range(first, last, b, h, i0, i, opt, n, C)
     rows = tiles.load_block(q, b, h, i0, 0, opt.queries, C.BM, C.D, C.BD, False)
     a = tiles.row_factor(b, h, i, opt, C.ACC, C.LINEAR)
     theta = tiles.load_theta(b, h, i, opt, C.ACC)

@@ -16,7 +16,7 @@ from regard._backends.gpu.attention.backward.call import BackwardCall, add_stati
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_rows
 from regard._backends.gpu.attention.config import config_of, count_blocks, has_key_bias, options, unexpanded_shape, view
-from regard._backends.gpu.attention.dense_mask import pack_mask
+from regard._backends.gpu.attention.masks.dense import pack_mask
 from regard._backends.gpu.attention.tangent import compute_tangent
 from regard._backends.gpu.launcher import launch, on_device_of
 from regard._core.problem import Along, Forward, Gradients, Problem, Upstream

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard._backends.gpu.attention import decode, dense_mask, forward
 from regard._backends.gpu.attention.backward import cudnn, dq, stored_ds
 from regard._backends.gpu.attention.backward.call import BackwardCall
+from regard._backends.gpu.attention.forward import decode
+from regard._backends.gpu.attention.forward import launch as forward
 from regard._backends.gpu.attention.hopper import launch as hopper
+from regard._backends.gpu.attention.masks import dense as dense_mask
 from regard._backends.gpu.attention.sparse import launch as sparse
 from regard._core.problem import Problem
 
@@ -74,7 +77,7 @@ KERNELS = (
         "alpha than 1.5 or 2); no score function but a soft cap, no dense mask or dropout; of biases one per key, "
         "without a soft cap",
         supports=lambda problem: sparse.supports(problem, "forward"),
-        run=forward.run_sparse_threshold,
+        run=partial(forward.run_threshold, with_lists=True),
     ),
     Kernel(
         name="threshold",
@@ -123,7 +126,7 @@ BACKWARD_KERNELS = (
         f"({sparse.LEAST_KEYS['wide backward']} with heads of more than 128); no soft cap, interval, bias, or gradient "
         "of statistics or temperature",
         supports=dq.supports_sparse,
-        run=dq.run_sparse,
+        run=partial(dq.run_two_sweeps, with_lists=True),
     ),
     Kernel(
         name="two sweeps",

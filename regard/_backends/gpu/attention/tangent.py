@@ -23,8 +23,8 @@ import triton.language as tl
 from regard._backends.gpu.attention import key_loop, scores, tiles
 from regard._backends.gpu.attention.backward.slopes import Rows, broadcast_rows, weigh
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
-from regard._backends.gpu.attention.dense_mask import add_tile_map
-from regard._backends.gpu.attention.tables import add_key_index
+from regard._backends.gpu.attention.masks.dense import add_tile_map
+from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.tiles import LOG2E
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Along, Forward, Problem

@@ -101,12 +101,6 @@ class Config(NamedTuple):
     CAUSAL: bool  # no query sees a key after itself
     PACKED: bool  # the rows of a program belong to several heads
     RAGGED: bool  # the keys of a row are no function of its index: an interval or a row bias decides
-    STATS_GRAD: bool  # statistics have gradients
-    TEMPERATURE_GRAD: bool  # the temperature's gradient is wanted
-    ROW_BIAS_GRAD: bool  # that of the bias per query
-    KEY_BIAS_GRAD: bool  # that of the bias per key
-    THETA_GRAD: bool  # that of the normaliser's parameter
-    Z_IN_SHIFT: bool  # backward: 1/Z is part of the exponent
     ACC: Any
     PRECISION: str
     WIDEN: bool  # the interpreter multiplies bfloat16 as bits: widen first
@@ -118,6 +112,12 @@ class Config(NamedTuple):
     BN: int
     BULK: bool  # whole blocks are loaded through tensor descriptors
     LANES: int  # partial sums per row, so that its threads need not reduce in every tile
+    STATS_GRAD: bool = False  # statistics have gradients
+    TEMPERATURE_GRAD: bool = False  # the temperature's gradient is wanted
+    ROW_BIAS_GRAD: bool = False  # that of the bias per query
+    KEY_BIAS_GRAD: bool = False  # that of the bias per key
+    THETA_GRAD: bool = False  # that of the normaliser's parameter
+    Z_IN_SHIFT: bool = False  # backward: 1/Z is part of the exponent
 
 
 @triton.jit

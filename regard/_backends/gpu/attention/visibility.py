@@ -98,13 +98,13 @@ def first_keys(b, h, i, first, last, opt):
 
 
 @triton.jit
-def block_range(first, last, b, h, i0, opt, n, C: tl.constexpr):
-    """Return (lowest, earliest, latest, highest) of the queries of one block.
+def block_range(first, last, b, h, i0, i, opt, n, C: tl.constexpr):
+    """Return (lowest, earliest, latest, highest) of the queries i of one block, from i0 on.
 
     They see keys of [lowest, highest) alone, and each sees [earliest, latest), if nothing within is hidden.
     """
     if C.RAGGED:
-        inside = i0 + tl.arange(0, C.BM) < opt.queries
+        inside = i < opt.queries
         some = inside & (first < last)
         lowest = tl.min(tl.where(some, first, opt.keys), 0)
         highest = tl.max(tl.where(some, last, 0), 0)

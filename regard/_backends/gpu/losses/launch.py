@@ -13,10 +13,10 @@ from torch import Tensor
 
 from regard._backends.gpu import bundle
 from regard._backends.gpu.launcher import launch, on_device_of, tensor_key
+from regard._backends.gpu.losses import kernels
 from regard._backends.gpu.rows.launch import TOLERANCE
 from regard._backends.gpu.rows.plan import next_power_of_2
 from regard._backends.gpu.rows.solver import Solver
-from regard._core.device import has_packed_maximum
 from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
@@ -27,8 +27,6 @@ TILE = {2: 8192, 4: 4096, 8: 2048}  # numbers that a program of `backward` write
 
 def forward(s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """(loss [R], state [3, R]) of s [R, N], contiguous; without a target the loss is Ω*(s). target: int64 [R]."""
-    from regard._backends.gpu.losses.forward import forward_softmax, forward_threshold
-
     (R, N), F = s.shape, bundle.of(choice)
     loss = torch.empty(R, dtype=accumulator(s.dtype), device=s.device)
     state = torch.empty(3, R, dtype=loss.dtype, device=s.device)
@@ -38,9 +36,8 @@ def forward(s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int 
     pieces = min(PIECES, -(-N // lanes))
     solver = Solver(F, TOLERANCE[s.dtype], AGAIN=False, HAS_MASK=False, PARTS=1)
     arguments = s, s if target is None else target, loss, state, R, N, ignore_index, _theta(choice)
-    pairs = s.is_cuda and s.element_size() == 2 and has_packed_maximum(s.device)
-    constants = F, lanes, pieces, target is not None, pairs and lanes == LANES, solver
-    kernel = forward_threshold if F.family == "threshold" else forward_softmax
+    constants = F, lanes, pieces, target is not None, solver
+    kernel = kernels.forward_threshold if F.family == "threshold" else kernels.forward_softmax
     options = {} if s.dtype == torch.float64 else {"maxnreg": REGISTERS}
     _launch(kernel, R, arguments, constants, num_warps=max(lanes // (32 * HELD), 1), **options)
     return loss, state
@@ -50,8 +47,6 @@ def backward(
     dl: Tensor, s: Tensor, target: Tensor | None, state: Tensor, choice: Choice, ignore_index: int = -100
 ) -> Tensor:
     """ds = (p − e_y)·dl [R, N], without a target p·dl; dl: [R]."""
-    from regard._backends.gpu.losses import backward as kernels
-
     (R, N), F, ds = s.shape, bundle.of(choice), torch.empty_like(s)
     if R == 0:
         return ds

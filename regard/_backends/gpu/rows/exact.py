@@ -53,14 +53,8 @@ def merge_parts_float64(top, z, shift, scale, partial, counters, row, part, part
 
     All are [1]; z and the factor are float64.
     """
-    partial += row * 3 * parts
-    if STAGE != "finish":
-        near, rest = split_float64(z)
-        tiles.publish_sum(partial, top, 0, part, parts)
-        tiles.publish_sum(partial, near, 1, part, parts)
-        tiles.publish_sum(partial, rest, 2, part, parts)
-    if STAGE == "meet":
-        tiles.wait_for_parts(counters + row, parts)
+    near, rest = split_float64(z)
+    partial = tiles.share_sums((top, near, rest), partial, counters, row, part, parts, STAGE)
     factor = z * 0.0 + 1.0
     if STAGE != "publish":
         tops = tiles.gather_sums(partial, 0, parts, float("-inf"), PARTS)
@@ -164,13 +158,8 @@ def exp_minus_shift_float64(shift, scale, F: tl.constexpr):
 def merge_delta_float64(delta, partial, counters, row, part, parts, PARTS: tl.constexpr, STAGE: tl.constexpr):
     """δ of the whole row, in float64, from that of a part."""
     if STAGE != "whole":
-        partial += row * 2 * parts
-        if STAGE != "finish":
-            near, rest = split_float64(delta)
-            tiles.publish_sum(partial, near, 0, part, parts)
-            tiles.publish_sum(partial, rest, 1, part, parts)
-        if STAGE == "meet":
-            tiles.wait_for_parts(counters + row, parts)
+        near, rest = split_float64(delta)
+        partial = tiles.share_sums((near, rest), partial, counters, row, part, parts, STAGE)
         if STAGE != "publish":
             near = tl.sum(tiles.gather_sums(partial, 0, parts, 0.0, PARTS).to(tl.float64), 0)
             delta = tl.zeros_like(delta) + (near + tl.sum(tiles.gather_sums(partial, 1, parts, 0.0, PARTS), 0))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from regard._backends.gpu import bundle, tape
 from regard._backends.gpu.launcher import launch, on_device_of
@@ -24,7 +25,6 @@ from regard._core.dtypes import accumulator
 from regard.normalizers import Choice
 
 SMALL = 2**24  # numbers: beyond that a kernel runs longer than the host takes to launch it
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # |Σp − 1| at which the threshold solver stops, before the weights are divided by Σp
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 
@@ -49,12 +49,11 @@ def forward(
 def _forward(
     s: Tensor, choice: Choice, theta: Tensor | None, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    F = _check(s, choice)
     p = torch.empty_like(s)
     if s.numel() == 0:
         return p, torch.zeros(2, len(s), dtype=accumulator(s.dtype), device=s.device)
     state = _empty_state(s)
-    _Launch(F, "forward", s, (s, p, state), choice, theta, mask, scale).run()
+    _Launch("forward", s, (s, p, state), choice, theta, mask, scale).run()
     return p, state
 
 
@@ -76,7 +75,7 @@ def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
 
         def compute() -> tuple[Tensor]:
             p = torch.empty_like(s)
-            _Launch(_check(s, choice), "forward", s, (s, p, kept[0]), choice, None, None, scale).run()
+            _Launch("forward", s, (s, p, kept[0]), choice, None, None, scale).run()
             return (p,)
 
         with on_device_of(s):
@@ -97,11 +96,10 @@ def backward(
     """ds = scale·(a·dp − b·δ) [R, N]. saved is p where the choice has a slope_of_weight, else s."""
 
     def compute() -> tuple[Tensor]:
-        F = _check(dp, choice)
         ds = torch.empty_like(saved)
         if dp.numel() > 0:
-            direction = "from weights" if F.slope_of_weight is not None else "from scores"
-            _Launch(F, direction, saved, (dp, saved, ds, state), choice, theta, mask, scale).run()
+            direction = "from weights" if choice.slope_of_weight is not None else "from scores"
+            _Launch(direction, saved, (dp, saved, ds, state), choice, theta, mask, scale).run()
         return (ds,)
 
     if not dp.is_cuda or dp.numel() > SMALL:
@@ -109,25 +107,6 @@ def backward(
     with on_device_of(dp):
         inputs = (dp, saved, state, theta, mask)
         return tape.run(("rows backward", choice, scale, tape.key_of(inputs)), inputs, compute)[0]
-
-
-def _check(s: Tensor, choice: Choice) -> Any:
-    F = bundle.of(choice)
-    if s.dtype not in DTYPES or s.dim() == 0 or not s.is_contiguous():
-        raise TypeError(
-            f"s must be a contiguous float tensor [..., N], got {s.dtype} of shape {tuple(s.shape)}; use .float()"
-        )
-    if not s.is_cuda and _is_compiled():
-        raise ValueError(f"s must be on a CUDA device, got {s.device}; set TRITON_INTERPRET=1 to interpret the kernels")
-    return F
-
-
-def _is_compiled() -> bool:
-    from triton.runtime import JITFunction
-
-    from regard._backends.gpu.rows.ratio import forward_ratio
-
-    return isinstance(forward_ratio, JITFunction)
 
 
 def _explain_not_copyable(tensors: tuple[Tensor, ...], F: Any, theta: Tensor | None, mask: Tensor | None) -> str | None:
@@ -147,10 +126,13 @@ class _Launch:
     """One call's arguments, and the kernel and launch numbers that the plan chooses for it."""
 
     def __init__(
-        self, F: Any, direction: str, s: Tensor, tensors: tuple[Tensor, ...], choice: Choice,
+        self, direction: str, s: Tensor, tensors: tuple[Tensor, ...], choice: Choice,
         theta: Tensor | None, mask: Tensor | None, scale: float,
     ) -> None:  # fmt: skip
-        self.F, self.s, self.tensors, self.theta, self.mask = F, s, tensors, theta, mask
+        if not s.is_cuda and not knobs.runtime.interpret:
+            raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {s.device}")
+        self.F = F = bundle.of(choice)
+        self.s, self.tensors, self.theta, self.mask = s, tensors, theta, mask
         self.traits = probe_traits(choice.normalizer)
         theta_number = 0.0 if choice.theta is None or theta is not None else float(choice.theta)
         self.numbers = float(scale), theta_number
@@ -195,7 +177,7 @@ class _Launch:
         constants = dict(
             F=F, ROWS=cut.rows, COLUMNS=cut.columns, PARTS=parts, HAS_MASK=self.mask is not None,
             HAS_THETA=self.theta is not None, TRAITS=self.traits, AGAIN=cut.again, AHEAD=cut.ahead, STEP=cut.step,
-            LANES=cut.lanes, PIECES=cut.pieces, VECTOR=vector, GROUPS=groups, SCALED=self.numbers[0] != 1.0, C=solver,
+            LANES=cut.lanes, VECTOR=vector, GROUPS=groups, SCALED=self.numbers[0] != 1.0, C=solver,
         )  # fmt: skip
         options = {"num_warps": cut.warps, "enable_fp_fusion": True}
         if cut.registers is not None:

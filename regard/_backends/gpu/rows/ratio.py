@@ -1,6 +1,7 @@
 """Row kernels of the ratio family, p = u/Z with one shift per row, and of the pointwise family, p = f(s).
 
 `forward_ratio` and `backward_ratio` hold a tile in registers, or (AGAIN) read it again from the cache for each use.
+`forward_pointwise` takes long pointwise rows.
 """
 
 import triton
@@ -42,12 +43,7 @@ def merge_parts(top, z, shift, scale, partial, counters, row, part, parts, F: tl
     """(maximum, z, shift) of the whole row from those of a part, and the factor from the part's shift to the row's."""
     factor = z * 0.0 + 1.0
     if STAGE != "whole":
-        partial += row * 2 * parts
-        if STAGE != "finish":
-            tiles.publish_sum(partial, top, 0, part, parts)
-            tiles.publish_sum(partial, z, 1, part, parts)
-        if STAGE == "meet":
-            tiles.wait_for_parts(counters + row, parts)
+        partial = tiles.share_sums((top, z), partial, counters, row, part, parts, STAGE)
         if STAGE != "publish":
             tops = tiles.gather_sums(partial, 0, parts, float("-inf"), PARTS)
             sums = tiles.gather_sums(partial, 1, parts, 0.0, PARTS)
@@ -117,6 +113,47 @@ def forward_ratio(
 
 
 @triton.jit
+def forward_pointwise(
+    s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
+    scale: tl.float64, theta: tl.float64,
+    F: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, TRAITS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, STEP: tl.constexpr, STAGE: tl.constexpr,
+):  # fmt: skip
+    """Weights of a long row, or of COLUMNS of a shared one, each STEP columns written as soon as they are read.
+
+    A row that holds NaN or +inf becomes NaN as a whole, which is known only after all of it has been read: such a row
+    is written a second time.
+    """
+    ACC: tl.constexpr = state.dtype.element_ty
+    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    rows = row + tl.arange(0, 1)[:, None]
+    begin = part * COLUMNS
+    end = tl.minimum(begin + COLUMNS, N)
+    steps = tiles.Tile(s, mask, rows, tl.arange(0, STEP)[None, :], R, N, mask_row, mask_column)
+    scale = tiles.scalar_tile(scale, ACC)
+    theta = tiles.load_theta(theta, theta_rows, rows, R, HAS_THETA, ACC)
+    zero = tiles.scalar_tile(0.0, ACC)
+    tops = tl.full([1, STEP], float("-inf"), ACC)
+    if STAGE != "finish":
+        for first in range(begin, end, STEP):
+            tile = tiles.move_tile(steps, first + steps.columns)
+            x = tiles.load_scores(tile, HAS_MASK, ACC)
+            tops = tiles.nan_maximum(tops, x)
+            u, _v = compute_terms(x, zero, scale, theta, F, TRAITS, False, False)
+            tiles.store(p, u, tile)
+    top, _z, _shift, _factor = merge_parts(
+        tiles.row_maximum(tops), zero, zero, scale, partial, counters, row, part, parts, F, PARTS, STAGE, ACC
+    )
+    if STAGE != "publish":
+        bad = tl.where(top < float("inf"), 0.0, float("nan"))
+        tiles.store_state(state, zero, bad, rows, part, R)
+        if tl.max(tl.where(top < float("inf"), 0, 1)) > 0:
+            for first in range(begin, end, STEP):
+                tiles.store(p, tl.zeros([1, STEP], ACC) + bad, tiles.move_tile(steps, first + steps.columns))
+
+
+@triton.jit
 def load_gradient(dp, tile, F: tl.constexpr, HAS_MASK: tl.constexpr, SLOPES_VANISH: tl.constexpr, ACC: tl.constexpr):
     """(dp, p or s, visible); `tile.s` holds p where the normaliser has a slope_of_weight. dp is 0 where masked."""
     upstream = tiles.load(dp, tile, 0.0, ACC)
@@ -183,12 +220,9 @@ def ratio_gradient(a, b, upstream, delta, visible, scale, inverse, F: tl.constex
 def merge_delta(delta, partial, counters, row, part, parts, PARTS: tl.constexpr, STAGE: tl.constexpr):
     """δ of the whole row from that of a part."""
     if STAGE != "whole":
-        if STAGE != "finish":
-            tiles.publish_sum(partial + row * parts, delta, 0, part, parts)
-        if STAGE == "meet":
-            tiles.wait_for_parts(counters + row, parts)
+        partial = tiles.share_sums((delta,), partial, counters, row, part, parts, STAGE)
         if STAGE != "publish":
-            delta = tl.zeros_like(delta) + tl.sum(tiles.gather_sums(partial + row * parts, 0, parts, 0.0, PARTS), 0)
+            delta = tl.zeros_like(delta) + tl.sum(tiles.gather_sums(partial, 0, parts, 0.0, PARTS), 0)
     return delta
 
 

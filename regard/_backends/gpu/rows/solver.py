@@ -74,29 +74,27 @@ def evaluate(y, tau, theta, F: tl.constexpr):
 
 
 @triton.jit
-def sum_held(logits, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
-    """Σ value, Σ slope and the size of the support at τ: [1, 1] of y [1, n], [ROWS] of y [ROWS, K, LANES].
+def reduce_sums(value, slope, count, KEEP: tl.constexpr, TOLERANCE: tl.constexpr, F: tl.constexpr):
+    """Sums over the second axis in one reduction; the support is counted only where `next_tau` uses it."""
+    if F.order == 2 and TOLERANCE < FINE:
+        value, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=KEEP)
+    else:
+        value, slope = tl.reduce((value, slope), 1, add_two, keep_dims=KEEP)
+        count = value
+    return value, slope, count
 
-    The support is counted only where `next_tau` uses it.
-    """
+
+@triton.jit
+def sum_held(logits, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
+    """Σ value, Σ slope and the size of the support at τ: [1, 1] of y [1, n], [ROWS] of y [ROWS, K, LANES]."""
     F: tl.constexpr = C.F
-    COUNT: tl.constexpr = F.order == 2 and TOLERANCE < FINE
     if len(logits.y.shape) == 3:
         value, slope, count = evaluate(logits.y, tiles.per_row(tau), tiles.per_row(logits.theta), F)
-        if COUNT:
-            value, slope, count = tl.reduce((value, slope, count), 1, add_three)
-            total, slope, count = tl.reduce((value, slope, count), 1, add_three)
-        else:
-            value, slope = tl.reduce((value, slope), 1, add_two)
-            total, slope = tl.reduce((value, slope), 1, add_two)
-            count = total
+        value, slope, count = reduce_sums(value, slope, count, False, TOLERANCE, F)
+        total, slope, count = reduce_sums(value, slope, count, False, TOLERANCE, F)
     else:
         value, slope, count = evaluate(logits.y, tau, logits.theta, F)
-        if COUNT:
-            total, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=True)
-        else:
-            total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
-            count = total
+        total, slope, count = reduce_sums(value, slope, count, True, TOLERANCE, F)
     return total, slope, count
 
 

@@ -136,6 +136,47 @@ def add_compensated(total, lost, more):
 
 
 @triton.jit
+def forward_threshold_short(
+    s, p, state, mask, theta_rows, partial, counters, R, N, parts, mask_row, mask_column,
+    scale: tl.float64, theta: tl.float64,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_THETA: tl.constexpr, LANES: tl.constexpr, C: tl.constexpr, STAGE: tl.constexpr,
+):  # fmt: skip
+    """Weights of ROWS short rows per program, one warp, each over a few of its lanes.
+
+    The tile is [ROWS, K, LANES]: a lane holds K columns of a row, so that a sum over a row is a sum within each lane
+    and a few shuffles, and no warp waits for another.
+    """
+    ACC: tl.constexpr = state.dtype.element_ty
+    TOLERANCE: tl.constexpr = C.TOLERANCE
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    columns = tl.arange(0, COLUMNS // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]
+    tile = tiles.Tile(s, mask, tiles.per_row(row), columns, R, N, mask_row, mask_column)
+    if HAS_THETA:
+        theta = tl.load(theta_rows + row, mask=row < R, other=1.5).to(ACC)
+    else:
+        theta = tl.zeros([ROWS], ACC) + tl.sum(tiles.scalar_tile(theta, ACC))
+    gain = F.gain(theta) + theta * 0.0
+    factor = tl.sum(tiles.scalar_tile(scale, ACC)) * gain
+    x = tiles.load_scores(tile, HAS_MASK, ACC)
+    maxima = tl.reduce(x, 1, tiles.nan_maximum)  # [ROWS, LANES], of each lane: their solution is a lower bound
+    top = tl.reduce(maxima, 1, tiles.nan_maximum)
+    y = (maxima[:, None, :] - tiles.per_row(tiles.finite_or_zero(top))) * tiles.per_row(factor)
+    held = Logits(0, y, 0, 0, theta, 0, 0, 0, 0)
+    tau, _total, _slope = solve(sum_held, held, tiles.finite_or_zero(top) * 0.0 - 1.0, gain, 1e-3, C)
+    y = (x - tiles.per_row(tiles.finite_or_zero(top))) * tiles.per_row(factor)
+    held = Logits(0, y, 0, 0, theta, 0, 0, 0, 0)
+    tau, total, slope = solve(sum_held, held, tau, gain, TOLERANCE, C)
+    inverse = tl.where(top < float("inf"), tiles.reciprocal(total), float("nan"))
+    tiles.store(
+        p, F.weigh(tl.maximum(y - tiles.per_row(tau), 0.0), tiles.per_row(theta)) * tiles.per_row(inverse), tile
+    )
+    shift = tl.where(top == float("-inf"), 0.0, tiles.finite_or_zero(top) * factor + tau)
+    tl.store(state + row, shift, mask=row < R)
+    tl.store(state + R + row, tl.where(top < float("inf"), slope, float("nan")), mask=row < R)
+
+
+@triton.jit
 def load_slopes(dp, tile, state, scale, theta, F: tl.constexpr, HAS_MASK: tl.constexpr, ACC: tl.constexpr):
     """(g′, dp) of a tile; `tile.s` holds p where the normaliser has a slope_of_weight. dp is 0 where masked."""
     upstream = tiles.load(dp, tile, 0.0, ACC)
@@ -155,12 +196,7 @@ def merge_delta(weight, delta, state, partial, counters, rows, row, part, parts,
                 STAGE: tl.constexpr):  # fmt: skip
     """δ = Σ g′·dp / Σ g′ of the whole row, from those sums of a part."""
     if STAGE != "whole":
-        partial += row * 2 * parts
-        if STAGE != "finish":
-            tiles.publish_sum(partial, weight, 0, part, parts)
-            tiles.publish_sum(partial, delta, 1, part, parts)
-        if STAGE == "meet":
-            tiles.wait_for_parts(counters + row, parts)
+        partial = tiles.share_sums((weight, delta), partial, counters, row, part, parts, STAGE)
         if STAGE != "publish":
             weight = tl.zeros_like(weight) + tl.sum(tiles.gather_sums(partial, 0, parts, 0.0, PARTS), 0)
             delta = tl.zeros_like(delta) + tl.sum(tiles.gather_sums(partial, 1, parts, 0.0, PARTS), 0)

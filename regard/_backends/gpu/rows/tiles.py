@@ -183,6 +183,19 @@ def publish_sum(partial, x, which, part, parts):
 
 
 @triton.jit
+def share_sums(sums, partial, counters, row, part, parts, STAGE: tl.constexpr):
+    """Publishes a part's sums and waits for the row's other parts, as STAGE says; returns where `gather_sums` reads."""
+    COUNT: tl.constexpr = len(sums)
+    partial += row * COUNT * parts
+    if STAGE != "finish":
+        for which in tl.static_range(COUNT):
+            publish_sum(partial, sums[which], which, part, parts)
+    if STAGE == "meet":
+        wait_for_parts(counters + row, parts)
+    return partial
+
+
+@triton.jit
 def gather_sums(partial, which, parts, other, PARTS: tl.constexpr):
     """Loads one sum of each part of the row, [PARTS], past the L1 cache, which other programs' stores do not reach."""
     part = tl.arange(0, PARTS)

@@ -10,7 +10,7 @@ import torch
 
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.config import is_linear
-from regard._backends.gpu.attention.dense_mask import PackedMask
+from regard._backends.gpu.attention.masks.dense import PackedMask
 from regard._backends.gpu.launcher import launch_key
 from regard._core.problem import Forward, Gradients, Problem, Upstream
 

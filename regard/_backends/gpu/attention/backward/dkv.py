@@ -13,13 +13,13 @@ from regard._backends.gpu import bundle
 from regard._backends.gpu.attention.backward.slopes import State
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dkv
 from regard._backends.gpu.attention.config import config_of, describe_blocks, options, view
-from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
 from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.attention.hopper.relative import make_relative_bias
+from regard._backends.gpu.attention.hopper.biases import make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, find_query_ranges, find_spans
 from regard._backends.gpu.attention.hopper.spans import needs_spans as forward_needs_spans
 from regard._backends.gpu.attention.limits import OPTIONS, find_gluon_obstacle, find_layout_obstacle, find_option
-from regard._backends.gpu.attention.tables import add_key_index, add_query_ranges
+from regard._backends.gpu.attention.masks.dense import PackedMask, add_tile_map
+from regard._backends.gpu.attention.masks.tables import add_key_index, add_query_ranges
 from regard._backends.gpu.launcher import launch, launch_key
 from regard._core.problem import Problem
 
@@ -89,8 +89,8 @@ def needs_spans(p: Problem) -> bool:
 
 
 def _run_hopper(p: Problem, do, rows: State, scratch, dk, dv, opt, key, flags, d_key_bias, spans: Spans | None) -> None:
-    from regard._backends.gpu.attention.hopper.backward import backward_hopper
-    from regard._backends.gpu.attention.hopper.backward_ring import KEYS, BackwardConfig
+    from regard._backends.gpu.attention.hopper.backward.kernel import backward_hopper
+    from regard._backends.gpu.attention.hopper.backward.ring import KEYS, BackwardConfig
 
     behind, many = p.reach[1] is not None, p.q.shape[0] * p.q.shape[1]
     inverse = rows.inverse if p.choice.family == "ratio" else None  # no other map asks

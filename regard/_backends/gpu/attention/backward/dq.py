@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from regard._backends.gpu.attention.backward import dkv
+from regard._backends.gpu.attention.backward.bias import compute_relative_gradient
 from regard._backends.gpu.attention.backward.call import BackwardCall
-from regard._backends.gpu.attention.backward.relative import compute_relative_gradient
 from regard._backends.gpu.attention.backward.two_sweeps import backward_dq
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, options, view
-from regard._backends.gpu.attention.dense_mask import add_tile_map, pack_mask
+from regard._backends.gpu.attention.masks.dense import add_tile_map, pack_mask
+from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.launcher import launch
 
 
@@ -22,17 +22,8 @@ def supports_sparse(call: BackwardCall) -> str | None:
     return sparse.supports(call.problem, "backward")
 
 
-def run_sparse(call: BackwardCall) -> None:
-    """Fill dq, dk and dv from lists of candidates; the blocks whose lists failed are swept."""
-    _sweep_twice(call, with_lists=True)
-
-
-def run_two_sweeps(call: BackwardCall) -> None:
-    """Fill dq, finding δ on the way, then dk and dv."""
-    _sweep_twice(call, with_lists=False)
-
-
-def _sweep_twice(call: BackwardCall, with_lists: bool) -> None:
+def run_two_sweeps(call: BackwardCall, with_lists: bool = False) -> None:
+    """Fill dq, finding δ on the way, then dk and dv; with lists of candidates only the blocks whose lists failed."""
     p, forward, do, rows, grads, flags, packed, wants_relative = call
     if p.mask is not None and packed is None:
         packed = pack_mask(p)

@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard._backends.gpu.attention import tiles
-from regard._backends.gpu.attention.hopper.finish_statistics import RowIndex
+from regard._backends.gpu.attention.forward.online import find_shift, join_sink
+from regard._backends.gpu.attention.hopper.biases import is_left_out
 from regard._backends.gpu.attention.hopper.fragment import ROWS, split_columns, zeros
-from regard._backends.gpu.attention.hopper.key_bias import is_left_out
 from regard._backends.gpu.attention.hopper.ring import async_store, moments_index
+from regard._backends.gpu.attention.hopper.second_pass import RowIndex
 from regard._backends.gpu.attention.hopper.spans import find_plane, find_row
-from regard._backends.gpu.attention.online import find_shift, join_sink
 from regard._backends.gpu.attention.tiles import LN2, LOG2E
 
 MAX_SUM = gl.constexpr(2.0**40)  # of a row's weights in a fixed shift
@@ -42,7 +42,7 @@ class Outputs(NamedTuple):
     raw_sums: Any  # [9, B, H, M], see `forward_statistics`
     moments: Any  # `key_moments.KeyMoments`
     spans: Any  # `spans.Spans`
-    bias: Any  # `key_bias.KeyBias` or `relative.RelativeBias`
+    bias: Any  # `biases.KeyBias` or `biases.RelativeBias`
 
 
 @gluon.jit
@@ -97,14 +97,12 @@ def write_block(key_sums, o, r, i, a, outputs, ring, work, opt, blocks, group: g
     if C.FIXED_SHIFT:
         total = gl.where(loop_z <= MAX_SUM, total, float("nan"))
     natural = outer * LN2
-    if (opt.left is not None) or (opt.lengths is not None):
-        first, last = tiles.window_range(i, opt, work.keys)
-        empty = first >= last
-        inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
-        outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
-        total = gl.where(empty, 0.0, total)
-    if C.INTERVAL:
-        empty = gl.load(find_row(outputs.spans, work.b, work.h, i) + find_plane(outputs.spans)) == 0
+    if (opt.left is not None) or (opt.lengths is not None) or C.INTERVAL:
+        if C.INTERVAL:
+            empty = gl.load(find_row(outputs.spans, work.b, work.h, i) + find_plane(outputs.spans)) == 0
+        else:
+            first, last = tiles.window_range(i, opt, work.keys)
+            empty = first >= last
         inverse, factor = gl.where(empty, 0.0, inverse), gl.where(empty, 0.0, factor)
         outer, natural = gl.where(empty, 0.0, outer), gl.where(empty, 0.0, natural)
         total = gl.where(empty, 0.0, total)

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from regard._backends.gpu import bundle
 from regard._backends.gpu.attention import statistics
+from regard._backends.gpu.attention.config import has_key_bias
 from regard._backends.gpu.attention.hopper import key_moments
-from regard._backends.gpu.attention.hopper.key_bias import COLUMNS, is_key_bias, make_key_bias
-from regard._backends.gpu.attention.hopper.relative import make_relative_bias
+from regard._backends.gpu.attention.hopper.biases import COLUMNS, make_key_bias, make_relative_bias
 from regard._backends.gpu.attention.hopper.spans import Spans, needs_spans
 from regard._backends.gpu.attention.limits import (
     GLUON_TYPES,
@@ -85,7 +85,7 @@ def _find_bias_obstacle(p: Problem) -> str | None:
     """Say why the kernel cannot take the call's bias: of softmax and softmax1 it takes one per key or by position."""
     if p.bias is p.relative is None:
         return None
-    if p.bias is not None and (p.relative is not None or not is_key_bias(p)):
+    if p.bias is not None and (p.relative is not None or not has_key_bias(p)):
         return OPTIONS["bias"]
     if p.softcap is not None or not (p.choice.family == "ratio" and p.choice.exponential):
         return "a bias (softmax and softmax1 without a soft cap only)"

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.hopper.biases import PADDING
 from regard._backends.gpu.attention.hopper.fragment import ROWS, cells, key_in_octet, key_in_pair, octet_start, per_row
-from regard._backends.gpu.attention.hopper.relative import PADDING
 
 
 @gluon.jit

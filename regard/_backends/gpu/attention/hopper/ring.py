@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.hopper.biases import is_left_out
 from regard._backends.gpu.attention.hopper.fragment import ROWS
-from regard._backends.gpu.attention.hopper.key_bias import is_left_out
 from regard._backends.gpu.attention.hopper.spans import FIELDS, find_group
 
 # Triton 3.9, 3.6
@@ -30,8 +30,8 @@ class ForwardConfig(NamedTuple):
     NEED: Any
     CAUSAL: bool  # otherwise every query sees every key
     INTERVAL: bool  # or each query its own interval of keys, see `spans`
-    KEY_BIAS: bool  # see `key_bias`
-    RELATIVE: bool  # see `relative`
+    KEY_BIAS: bool  # see `biases`
+    RELATIVE: bool  # see `biases`
     PANEL: int  # columns of one buffer of q, k or o
     PANELS: int  # buffers of a tile of q or k
     LAST: int  # columns of the last of them that are multiplied

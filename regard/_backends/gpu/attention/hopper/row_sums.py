@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from regard._backends.gpu.attention import tiles
+from regard._backends.gpu.attention.forward.online import find_shift, terms
 from regard._backends.gpu.attention.hopper import logistic
 from regard._backends.gpu.attention.hopper.fragment import (
     accumulate,
@@ -29,7 +30,6 @@ from regard._backends.gpu.attention.hopper.fragment import (
     zeros,
 )
 from regard._backends.gpu.attention.hopper.ptx import reciprocal, row_max, shift_code, shift_constraints
-from regard._backends.gpu.attention.online import find_shift, terms
 from regard._backends.gpu.attention.tiles import HIDDEN, LOG2E
 
 

@@ -24,7 +24,7 @@ class BackwardConfig(NamedTuple):
     FOLDED: bool
     CAUSAL: bool
     INTERVAL: bool  # of keys, per query; exponential maps only
-    RELATIVE: bool  # see `relative`; exponential maps only
+    RELATIVE: bool  # see `biases`; exponential maps only
     D: int
     NUMBERS: int  # of a row's state: 2 or 3
     WARPGROUPS: int  # consumers: 2
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
     spans: Any  # `spans.Spans` and, per block of keys, its first and last query tile; no descriptors
     ranges: Any
     d_bias: Any  # [B, H, N], the gradient of a bias per key; no descriptor
-    relative: Any  # `relative.RelativeBias`
+    relative: Any  # `biases.RelativeBias`
 
 
 class Work(NamedTuple):

@@ -101,40 +101,56 @@ def rescale_exponential_sums(r, top, shift):
 
 
 @triton.jit
-def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
-    """Add one key block: scores, weights, their sums, and o += u·v."""
-    acc, r = state
+def rescale(acc, r, top, a, b2, theta, C: tl.constexpr):
+    """Return o so far and its sums in the shift of the maximum `top`."""
     F: tl.constexpr = C.F
-    NEED: tl.constexpr = C.NEED
-    a, theta, i = block.a, block.theta, block.i
-    b2 = a * LOG2E
-    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)  # [M, N]
-    top = r.top
-    if NEED.top or (F.family == "ratio" and F.shift != "none"):
-        top = tl.maximum(top, tiles.fold_max(y, C))
     shift = find_shift(top, b2, F)
-    u, v, power = terms(y, a[:, None], b2[:, None], shift[:, None], tiles.column(theta, opt), F)
-    u = tl.where(visible, u, 0.0)
-    sum_u = tiles.fold(u, C)
-    sum_v = sum_u
     if F.family == "ratio":
         acc = acc * tl.exp2(r.shift - shift)[:, None]
-        if not F.exponential:
-            v = tl.where(visible, v, 0.0)
-            sum_v = tiles.fold(v, C)
-    if F.exponential:
+    if F.exponential and not C.PACKED:
         r = rescale_exponential_sums(r, top, shift)
     else:
         r = rescale_sums(r, top, shift, a, b2, theta, F)
-    ties, su, sv, sl, sq, ss, sx, se, far = r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross, r.lse, r.distance
-    if NEED.shares:
-        if F.exponential:
-            under = u
-            log_u = tl.where(visible, power, 0.0)
+    return acc, r
+
+
+@triton.jit
+def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add one key block: scores, weights, their sums, and o += u·v.
+
+    With few queries (C.PACKED) the sums are rescaled only in blocks where a maximum rose, which is seldom after the
+    first ones, and exclude the maximum for every map: u = exp(s − top) adds its own at the end.
+    """
+    acc, r = state
+    F: tl.constexpr = C.F
+    NEED: tl.constexpr = C.NEED
+    EXCLUDES: tl.constexpr = C.PACKED or not F.exponential
+    a, theta, i = block.a, block.theta, block.i
+    b2 = a * LOG2E
+    _, _, y, visible, j = key_loop.score_tile(block, start, opt, C, EDGE)  # [M, N]
+    if NEED.top or (F.family == "ratio" and F.shift != "none"):
+        top = tl.maximum(r.top, tiles.fold_max(y, C))
+        if C.PACKED:
+            if tl.max(tl.where(top > r.top, 1, 0), 0) > 0:
+                acc, r = rescale(acc, r, top, a, b2, theta, C)
         else:
+            acc, r = rescale(acc, r, top, a, b2, theta, C)
+    top, shift = r.top, r.shift
+    u, v, power = terms(y, a[:, None], b2[:, None], shift[:, None], tiles.column(theta, opt), F)
+    u = tl.where(visible, u, 0.0)
+    sum_u = tiles.fold(u, C)
+    z, ties, su, sv, sl, sq, ss, sx = r.z, r.ties, r.u, r.v, r.log_u, r.square, r.slope, r.cross
+    se, far = r.lse, r.distance
+    if F.family == "ratio" and not F.exponential:
+        v = tl.where(visible, v, 0.0)
+        z += tiles.fold(v, C)
+    elif not (C.PACKED and F.exponential and NEED.shares):  # there Z is Σ' u and the maximum's ties
+        z += sum_u
+    if NEED.shares:
+        under = u
+        if EXCLUDES:
             below = y != top[:, None]
             under = tl.where(below, u, 0.0)
-            log_u = statistics.log2_or_0(under)
             su += tiles.fold(under, C)
             ties += tiles.fold(tl.where(visible, tl.where(below, 0.0, 1.0), 0.0).to(C.ACC), C)
             if NEED.slope:
@@ -147,6 +163,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
                     tl.where(visible, tl.where(below, tl.exp2((y - top[:, None]) * b2[:, None]), 0.0), 0.0), C
                 )
         if NEED.log_u:
+            log_u = tl.where(visible, power, 0.0) if F.exponential else statistics.log2_or_0(under)
             sl += tiles.fold(under * log_u, C)
         if NEED.square:
             sq += tiles.fold(statistics.square(under, F), C)
@@ -154,9 +171,7 @@ def add_tile(state, block, start, opt, C: tl.constexpr, EDGE: tl.constexpr):
             far += statistics.sum_distances(u, block.position, j, start, sum_u, C.CAUSAL and not EDGE, C)
     weighs = statistics.find_support(u, y, a, visible, C)
     support, n, first, first_y, pivot, mean, m2 = statistics.update_counts(r, y, visible, j, top, weighs, C)
-    r = Sums(
-        top, shift, r.z + sum_v, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2
-    )
+    r = Sums(top, shift, z, ties, su, sv, sl, sq, ss, sx, se, far, support, n, first, first_y, pivot, mean, m2)
     values = key_loop.load_values(block, start, visible, opt, C, EDGE)
     if opt.seed is not None:
         u = tl.where(tiles.dropout_mask(block.b, block.h, i[:, None], j, opt, block.seed), u, 0.0)
@@ -224,7 +239,13 @@ def forward_block(index, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, op
     block, i0 = key_loop.load_query_block_at(index, q, k, v, k_blocks, v_blocks, opt, C)
     acc = tiles.zeros(C.BM, C.BE, C.ACC)
     acc, r = key_loop.sweep((acc, statistics.empty_sums(initial_shift(F, C), C)), block, i0, opt, add_tile, C)
-    r = statistics.sum_lanes(r)
+    finish_block(acc, statistics.sum_lanes(r), block, i0, o, shifts, sums, stats, opt, C, rows)
+
+
+@triton.jit
+def finish_block(acc, r, block, i0, o, shifts, sums, stats, opt, C: tl.constexpr, rows=None):
+    """Store o, the row state and the statistics of a block of queries, from its sums over all keys."""
+    F: tl.constexpr = C.F
     inside = block.i < opt.queries
     visible_keys = count_visible(r, block, opt, C)
     empty = visible_keys == 0.0
@@ -239,14 +260,16 @@ def forward_block(index, q, k, v, k_blocks, v_blocks, o, shifts, sums, stats, op
     tl.store(sums + row, tl.where(empty, 0.0, z * tl.exp2(shift - natural * LOG2E)), mask=inside)
     if C.NEED.top:
         a, b2 = block.a, block.a * LOG2E
-        if F.exponential:
+        if F.exponential and not C.PACKED:
             one = tiles.full(C.BM, 1.0, C.ACC)
             u1, v1, d1, x1 = one, one, one, one
             r = exclude_max(r, block, i0, inside, opt, C)
-            lse = shift * LN2 + tl.log(z)
         else:
             u1, v1, _ = terms(r.top, a, b2, r.shift, block.theta, F)
             d1, x1 = slopes(r.top, a, b2, r.shift, u1, block.theta, F)
+        if F.exponential:
+            lse = natural + tl.log(z)
+        else:
             lse = r.top * a + tl.log(r.ties + r.lse)
         first_u = r.z * 0.0
         if C.NEED.first:

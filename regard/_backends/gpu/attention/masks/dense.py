@@ -21,7 +21,7 @@ import triton.language as tl
 
 from regard._backends.gpu.attention import scores, tiles, visibility
 from regard._backends.gpu.attention.config import view
-from regard._backends.gpu.attention.tables import find_shared
+from regard._backends.gpu.attention.masks.tables import find_shared
 from regard._backends.gpu.attention.tiles import NO_TABLE, Config, MaskBits, Options, Table, TileMap
 from regard._backends.gpu.attention.visibility import NOWHERE
 from regard._backends.gpu.launcher import launch

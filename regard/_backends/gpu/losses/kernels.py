@@ -1,4 +1,4 @@
-"""Loss of a row and its row state, in one pass over the row: Ω*(s) − s_y.
+"""Loss of a row and its row state, in one pass over the row: Ω*(s) − s_y; and its gradient, (p − e_y)·dl.
 
 A program reads a row in pieces, several of which are in flight at once. Lane i takes the columns i, i + LANES, …
 
@@ -20,13 +20,12 @@ import triton.language as tl
 
 from regard._backends.gpu.rows import tiles
 from regard._backends.gpu.rows.solver import (
-    FINE,
     Logits,
     add_three,
-    add_two,
     bound_from_maxima,
     evaluate,
     load_logits,
+    reduce_sums,
     reset_layout,
     solve,
 )
@@ -98,8 +97,7 @@ def store_row(loss, state, potential, top, second, third, s, target, row, R, N, 
 @triton.jit
 def forward_softmax(
     s, target, loss, state, R, N, ignore, theta: tl.float64,
-    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, PAIRS: tl.constexpr,
-    C: tl.constexpr,
+    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """log Σ exp(s) − s_y of one row per program; the state is (max, 1/Z, 0)."""
     ACC: tl.constexpr = state.dtype.element_ty
@@ -128,27 +126,6 @@ def insert(x, first, second, third):
     return tiles.nan_maximum(first, x), tl.maximum(second, low), tl.maximum(third, lower)
 
 
-INSERT = """{{
-    .reg .b32 low, lower;
-    min.{0} low, $3, $6;
-    max.NaN.{0} $0, $3, $6;
-    min.{0} lower, $4, low;
-    max.{0} $1, $4, low;
-    max.{0} $2, $5, lower;
-}}"""
-INSERT_BFLOAT16 = tl.constexpr(INSERT.format("bf16x2"))
-INSERT_FLOAT16 = tl.constexpr(INSERT.format("f16x2"))
-
-
-@triton.jit
-def insert_pairs(x, first, second, third):
-    """`insert` of 16-bit numbers, two to an instruction; one at a time it would take longer than the loads."""
-    ASM: tl.constexpr = INSERT_BFLOAT16 if x.dtype == tl.bfloat16 else INSERT_FLOAT16
-    return tl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,r,r,r,r", [first, second, third, x], (x.dtype, x.dtype, x.dtype), is_pure=True, pack=2
-    )
-
-
 @triton.jit
 def sum_kept(kept, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
     """Σ value, Σ slope and the size of the support over the kept logits, as `solver.sum_held`."""
@@ -156,12 +133,7 @@ def sum_kept(kept, tau, step, TOLERANCE: tl.constexpr, C: tl.constexpr):
     value, slope, count = evaluate(kept.first, tau, kept.theta, F)
     value, slope, count = add_three(value, slope, count, *evaluate(kept.second, tau, kept.theta, F))
     value, slope, count = add_three(value, slope, count, *evaluate(kept.third, tau, kept.theta, F))
-    if F.order == 2 and TOLERANCE < FINE:
-        total, slope, count = tl.reduce((value, slope, count), 1, add_three, keep_dims=True)
-    else:
-        total, slope = tl.reduce((value, slope), 1, add_two, keep_dims=True)
-        count = total
-    return total, slope, count
+    return reduce_sums(value, slope, count, True, TOLERANCE, F)
 
 
 @triton.jit
@@ -185,23 +157,18 @@ def sum_excess(logits, tau, C: tl.constexpr):
 @triton.jit
 def forward_threshold(
     s, target, loss, state, R, N, ignore, theta: tl.float64,
-    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, PAIRS: tl.constexpr,
-    C: tl.constexpr,
+    F: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, HAS_TARGET: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Ω*(s) − s_y of one row per program; the state is (max, τ, rest), where τ + rest is a Newton step further."""
     ACC: tl.constexpr = state.dtype.element_ty
     TOLERANCE: tl.constexpr = C.TOLERANCE
     tile, row = locate_row(s, R, N, LANES)
-    a = tl.full([1, LANES], float("-inf"), s.dtype.element_ty if PAIRS else ACC)
+    a = tl.full([1, LANES], float("-inf"), ACC)
     b, c = a, a
     for start in range(0, N, LANES * PIECES):
         pieces = load_pieces(tile, start, LANES, PIECES)
         for i in tl.static_range(PIECES):
-            if PAIRS:
-                a, b, c = insert_pairs(pieces[i], a, b, c)
-            else:
-                a, b, c = insert(pieces[i].to(ACC), a, b, c)
-    a, b, c = a.to(ACC), b.to(ACC), c.to(ACC)
+            a, b, c = insert(pieces[i].to(ACC), a, b, c)
     theta = tiles.scalar_tile(theta, ACC)
     gain = F.gain(theta) + theta * 0.0
     top, tau = bound_from_maxima(a, theta, gain, gain, C)
@@ -220,3 +187,33 @@ def forward_threshold(
         loss, state, tl.sum(potential), tl.sum(top), tl.sum(tau), tl.sum(rest),
         s, target, row, R, N, ignore, HAS_TARGET,
     )  # fmt: skip
+
+
+@triton.jit
+def backward(
+    dl, s, target, state, ds, R, N, parts, ignore, theta: tl.float64,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_TARGET: tl.constexpr,
+):  # fmt: skip
+    """(p − e_y)·dl of one tile; 0 in rows whose target is `ignore`, NaN where it is no column or p is NaN."""
+    ACC: tl.constexpr = state.dtype.element_ty
+    rows, columns, _row, _part = tiles.locate_tile(parts, ROWS, COLUMNS)
+    tile = tiles.Tile(s, s, rows, columns, R, N, 0, 0)
+    inside = rows < R
+    x = tiles.load_scores(tile, False, ACC)
+    top = tl.load(state + rows, mask=inside, other=0.0)
+    second = tl.load(state + R + rows, mask=inside, other=0.0)
+    third = tl.load(state + 2 * R + rows, mask=inside, other=0.0)
+    upstream = tl.load(dl + rows, mask=inside, other=0.0).to(ACC)
+    if F.family == "threshold":
+        theta = tiles.scalar_tile(theta, ACC)
+        p = F.weigh(tl.maximum((x - top) * F.gain(theta) - second - third, 0.0), theta)
+    else:
+        p = exp_below(x - top) * second
+    upstream = tl.where(top == top, upstream, float("nan"))
+    if HAS_TARGET:
+        y = tl.load(target + rows, mask=inside, other=0)
+        upstream = tl.where((y >= 0) & (y < N), upstream, float("nan"))
+        gradient = tl.where(y == ignore, 0.0, (p - (columns == y).to(ACC)) * upstream)
+    else:
+        gradient = p * upstream
+    tiles.store(ds, gradient, tile)

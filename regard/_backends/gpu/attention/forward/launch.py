@@ -6,17 +6,20 @@ import torch
 import triton
 
 from regard._backends.gpu import bundle
-from regard._backends.gpu.attention import decode
 from regard._backends.gpu.attention.config import config_of, count_blocks, describe_keys, has_key_bias, options, view
-from regard._backends.gpu.attention.dense_mask import PackedMask, add_tile_map
+from regard._backends.gpu.attention.forward import decode
+from regard._backends.gpu.attention.forward.online import forward_online
 from regard._backends.gpu.attention.hopper import launch as hopper
-from regard._backends.gpu.attention.hopper.finish_statistics import ROWS, forward_statistics
-from regard._backends.gpu.attention.hopper.recompute_imprecise import forward_imprecise
-from regard._backends.gpu.attention.hopper.recompute_overflow import forward_overflow
+from regard._backends.gpu.attention.hopper.second_pass import (
+    ROWS,
+    forward_imprecise,
+    forward_overflow,
+    forward_statistics,
+)
 from regard._backends.gpu.attention.hopper.spans import find_spans, needs_spans
-from regard._backends.gpu.attention.online import forward_online
+from regard._backends.gpu.attention.masks.dense import PackedMask, add_tile_map
+from regard._backends.gpu.attention.masks.tables import add_key_index
 from regard._backends.gpu.attention.sparse import launch as sparse
-from regard._backends.gpu.attention.tables import add_key_index
 from regard._backends.gpu.attention.threshold import forward_threshold
 from regard._backends.gpu.attention.tiles import Config, Options
 from regard._backends.gpu.launcher import launch, launch_key
@@ -42,8 +45,9 @@ def run_decode(p: Problem, result: Forward) -> None:
 
 def run_hopper(p: Problem, result: Forward) -> None:
     """Fill `result` by the Gluon kernel, then recompute the rows that overflowed or lost precision."""
-    opt, key = add_key_index(p, options(p)), launch_key(p, result.o)
+    opt, key = options(p), launch_key(p, result.o)
     spans = find_spans(p, opt) if needs_spans(p) else None
+    opt = add_key_index(p, opt)
     sums = hopper.forward(p, result.o, result.shift, result.z, spans, opt, key)
     if p.stats:
         finish_statistics(p, sums, result.stats, opt, key, spans)
@@ -76,17 +80,8 @@ def finish_statistics(p: Problem, sums: torch.Tensor, stats: torch.Tensor, opt: 
     launch(key, forward_imprecise, programs, arguments, (config, blocks_per_program), **how)
 
 
-def run_sparse_threshold(p: Problem, result: Forward) -> None:
-    """Fill `result` from lists of the candidate keys; rows whose lists failed are swept."""
-    _solve_threshold(p, result, with_lists=True)
-
-
-def run_threshold(p: Problem, result: Forward, packed: PackedMask | None = None) -> None:
-    """Fill `result` of a threshold map by sweeps over the keys."""
-    _solve_threshold(p, result, with_lists=False, packed=packed)
-
-
-def _solve_threshold(p: Problem, result: Forward, with_lists: bool, packed: PackedMask | None = None) -> None:
+def run_threshold(p: Problem, result: Forward, packed: PackedMask | None = None, with_lists: bool = False) -> None:
+    """Fill `result` of a threshold map by sweeps over the keys, or of those rows alone whose lists of keys failed."""
     config, how = config_of(p, "forward_threshold")
     resident = not with_lists and packed is None and keeps_scores(p)
     if resident:

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from regard._backends.gpu.attention import tiles
 from regard._backends.gpu.attention.backward.slopes import slope_tile, weigh
-from regard._backends.gpu.attention.hopper.backward_ring import (
+from regard._backends.gpu.attention.hopper.backward.ring import (
     KEYS,
     Blocks,
     Ring,

@@ -4,7 +4,7 @@
     find_queries   of ragged rows, for dk and dv: the range of queries that see a block of keys
 
 A table is made for one call and dropped with it. Heads that share what decides share their table. Those of a dense
-mask are in `dense_mask.py`.
+mask are in `dense.py`.
 """
 
 from __future__ import annotations

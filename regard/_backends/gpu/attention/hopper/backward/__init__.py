@@ -1,0 +1,1 @@
+"""dk and dv in Gluon for Hopper."""

@@ -192,8 +192,10 @@ def _choose_blocks(p: Problem, kernel: str, learns: bool = False, others: tuple 
             tables = LEARNING if learns else {}, POWERS if p.choice.order == 0 else {}, DOUBLE
             found = (table.get(kernel, {}).get(size) for table in tables)
             m, n, warps, stages, bulk = next(filter(None, found), (m, n, warps, stages, bulk))
+        cuts = p.key_lengths, p.interval, p.mask, p.left, p.right
         if kernel == "backward_dkv" and size == 1 and not p.q.shape[-1] == p.v.shape[-1] == 128:
-            warps = 8  # with 4, Triton 3.6 gives wrong dk and dv of 80 or 96 columns, causal with key lengths
+            if any(cut is not None for cut in cuts):
+                warps = 8  # with 4, Triton 3.6 gives wrong dk and dv of 80 or 96 columns, causal with key lengths
         if bulk and not limits.can_bulk_copy(p.q, p.k, p.v, *others):
             m, n, warps, stages, bulk = PLAIN.get(kernel, (m, n, warps, stages, False))
         measured = p.stats and not simple and size < 2 and kernel.startswith("forward")

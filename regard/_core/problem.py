@@ -235,7 +235,6 @@ class Part:
     sums: Tensor | None = None  # [17, B, H, M] float64, the fields of statistics.State, where statistics are wanted
     stats: dict[str, Tensor] | None = None  # or the part's own statistics, and the position of its first key
     first: int = 0
-    rises: Tensor | None = None  # [B, H, M, E]: Σg′·v of a threshold map, from engines that give it; δ = do·rises / Σg′
 
 
 @dataclass

@@ -47,22 +47,15 @@ class ReplicatedQueries:
     @staticmethod
     def forward(plan: Plan) -> tuple[list[Total], Tensor | None]:
         totals, _, c = stationary.compute_parts(plan, ReplicatedQueries._rows(plan), plan.queries[0])
-        plan.delta_known.append(totals[0].rises is not None)
         return [tree.all_merge(plan.group, total) for total in totals], c
 
     @staticmethod
     def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
         rows, keys = ReplicatedQueries._rows(plan), KeyGradients(plan.problem)
-        known = plan.delta_known[0]
-        dq, dtemperature, columns = stationary.backward(plan, rows, plan.queries[0], whole, upstream, keys, known)
+        dq, dtemperature = stationary.backward(plan, rows, plan.queries[0], whole, upstream, keys)
         dq = plan.group.all_reduce(dq, "tree backward")
         dtemperature = None if dtemperature is None else plan.group.all_reduce(dtemperature, "tree backward")
-        bias = None
-        if columns is not None:
-            bias = torch.zeros((*columns.shape[:3], plan.bias.shape[3]), dtype=dq.dtype, device=dq.device)
-            visiting_queries.add_columns(plan, bias, columns, plan.group.rank)
-            bias = plan.group.all_reduce(bias, "tree backward")
-        return Gradients(dq, keys.k, keys.v, bias, dtemperature)
+        return Gradients(dq, keys.k, keys.v, temperature=dtemperature)
 
     @staticmethod
     def _rows(plan: Plan) -> Problem:
@@ -79,7 +72,7 @@ class ParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan: Plan, scheme, q, k, v, bias, temperature, sink):
-        plan = replace(_detach(plan), delta_known=[])
+        plan = _detach(plan)
         problem = plan.problem
         totals, c = scheme.forward(plan)
         chunks = list(plan.rows(problem, scheme.query_spans(plan)))
@@ -91,11 +84,10 @@ class ParallelAttention(torch.autograd.Function):
                 found = total.statistics(rows, *(None if x is None else x[:, :, here] for x in (m, z, c)))
                 for name, row in zip(problem.stats, values, strict=True):
                     row[:, :, here] = found[name]
-        rises = None if totals[0].rises is None else torch.cat([total.rises for total in totals], 2)
         ctx.plan, ctx.scheme = plan, scheme
         out = o.to(problem.q.dtype)
         exact = o if ctx.needs_input_grad[6] else out  # a temperature's gradient needs o before rounding to 16 bits
-        ctx.save_for_backward(out, exact, m, z, c, rises, values, bias, temperature, sink)
+        ctx.save_for_backward(out, exact, m, z, c, values, bias, temperature, sink)
         ctx.set_materialize_grads(False)
         return out, values
 
@@ -109,12 +101,10 @@ class ParallelAttention(torch.autograd.Function):
 def _differentiate(ctx, do, dvalues):
     """Return the gradients of every argument of `ParallelAttention.forward`."""
     plan, problem = ctx.plan, ctx.plan.problem
-    o, exact, m, z, c, rises, values, bias, temperature, sink = ctx.saved_tensors
+    o, exact, m, z, c, values, bias, temperature, sink = ctx.saved_tensors
     needs = ctx.needs_input_grad
     do = torch.zeros_like(o) if do is None else do
-    delta = (do.to(m.dtype) * (exact if rises is None else rises).to(m.dtype)).sum(-1)
-    if rises is not None:
-        delta = torch.where(z == 0, 0.0, delta / z)
+    delta = (do.to(m.dtype) * exact.to(m.dtype)).sum(-1)
     whole = Whole(m, z, delta, c, _statistic_terms(problem, m, z, values, dvalues), o)
     whole.values = dict(zip(problem.stats, values, strict=True))
     upstream = Upstream(do, _statistic_gradients(problem, dvalues), bias=needs[5], temperature=needs[6])

@@ -30,10 +30,8 @@ class ShardedCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    options: dict  # those of regard.attention
+    options: AttentionOptions
     layout: str
-    lengths: Any
-    backend: str | None
     shared: bool = False
     mask: Mask | None = None  # sized by the whole sequence, after the handshake
 
@@ -46,7 +44,7 @@ class ShardedCall:
         try:
             self._split_mask()
             call = self._validate(self._estimate_keys(group.world))
-            choose_engine(call.problem, self.backend)
+            choose_engine(call.problem, self.options.backend)
             numbers, alike = self._describe(call)
         except Exception as error:
             failure = error
@@ -61,19 +59,18 @@ class ShardedCall:
             spans = queries[0] if self.shared else [span for own in queries for span in own]
             call, interval = self._with_mask(call, count_positions(spans), total)
         per_row = any(n[2] != 1 for n in answers) or all(n[0] == 1 for n in answers)
-        plan = _plan(call, group, queries, keys, per_row, self.backend, interval)
-        plan.wants_gradients = self._wants_gradients(call)
+        plan = _plan(call, group, queries, keys, per_row, self.options.backend, interval)
         return plan, call, answers[0][5]
 
     def _split_mask(self) -> None:
         """Take a `regard.Mask` out of the options; a bias of `regard.bias` is refused."""
-        given = split_attn_mask(self.options["attn_mask"], self.options["is_causal"], getattr(self.q, "device", None))
+        given = split_attn_mask(self.options.attn_mask, self.options.is_causal, getattr(self.q, "device", None))
         if given.bias is not None:
             raise TypeError("attn_mask: regard.parallel takes no bias of regard.bias; pass it as a dense tensor")
         if len(given.tensors) > 1:
             raise TypeError("attn_mask: regard.parallel takes one tensor beside a regard.Mask, got two")
         tensor = given.tensors[0] if given.tensors else None
-        self.mask, self.options = given.mask, {**self.options, "attn_mask": tensor, "is_causal": given.is_causal}
+        self.mask, self.options = given.mask, self.options._replace(attn_mask=tensor, is_causal=given.is_causal)
 
     def _with_mask(self, call: Call, queries: int, keys: int) -> tuple[Call, Tensor | None]:
         """Return the call narrowed by the mask of the whole sequence, and the interval of all queries."""
@@ -99,35 +96,36 @@ class ShardedCall:
             if x.ndim < 2:
                 raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
         check_layout(self.layout)
-        wanted = "the whole number of keys, an int" if self.shared else "the whole (Lq, Lk), two ints"
-        numbers = (self.lengths,) if self.shared else self.lengths
-        two = isinstance(numbers, (tuple, list)) and len(numbers) == (1 if self.shared else 2)
-        if self.lengths is not None and not (two and all(isinstance(n, int) and n >= 0 for n in numbers)):
-            raise ValueError(f"lengths must be {wanted}, got {self.lengths!r}")
         if self.k.shape[-2] != self.v.shape[-2]:
             raise ValueError(f"k and v must have the same length, got {self.k.shape[-2]} and {self.v.shape[-2]}")
         if (columns := self._mask_size(-1)) != 1:
             return columns
-        lengths = self.options["key_lengths"]
+        lengths = self.options.key_lengths
         longest = 0 if lengths is None else max(torch.as_tensor(lengths).flatten().tolist(), default=0)
         return max(self.k.shape[-2] * world, int(longest))
 
     def _validate(self, keys: int) -> Call:
         """Return the arguments as a `Call` on the whole sequence, with placeholders of `keys` keys."""
-        backend = self.backend if self.backend != "torch" else None
+        backend = self.options.backend if self.options.backend != "torch" else None
         k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in self._own_keys())
-        call = prepare(self.q, k, v, AttentionOptions(**self.options, backend=backend))
+        call = prepare(self.q, k, v, self.options._replace(backend=backend))
         if on_request := find_on_request(call.problem):
             raise ValueError(f"return_stats: {on_request!r} is not computed over ranks; ask regard.attention for it")
         if call.problem.score is not None:
             raise ValueError(
                 "score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask"
             )
+        is_learned = torch.is_grad_enabled() and call.bias is not None and call.bias.requires_grad
+        if is_learned and (self.shared or call.problem.choice.family == "threshold"):
+            raise ValueError(
+                "attn_mask: regard.parallel has no gradient of a bias in decode, nor beside sparsemax and entmax; pass "
+                "attn_mask.detach()"
+            )
         return call
 
     def _own_keys(self) -> tuple[Tensor, Tensor]:
         k, v = self.k, self.v
-        if self.options["enable_gqa"] is True and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
+        if self.options.enable_gqa is True and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
             k, v = repeat_heads(k, "k", self.q), repeat_heads(v, "v", self.q)
         return k, v
 
@@ -139,7 +137,7 @@ class ShardedCall:
         return replace(call, problem=replace(call.problem, k=k, v=v))
 
     def _mask_size(self, dim: int) -> int:
-        mask = self.options["attn_mask"]
+        mask = self.options.attn_mask
         return mask.shape[dim] if isinstance(mask, Tensor) and mask.ndim >= -dim else 1
 
     def _describe(self, call: Call) -> tuple[list[int], dict[str, object]]:
@@ -149,9 +147,8 @@ class ShardedCall:
         seed = int(torch.randint(0, 2**62, (1,), device=self.q.device)) if problem.dropout_p else 0
         numbers = [self.q.shape[-2], self.k.shape[-2], self._mask_size(-2), self._mask_size(-1)]
         numbers += [max(lengths, default=0), seed, *(sketch(self.q) if self.shared else [])]
-        options = {name: x for name, x in self.options.items() if name != "key_lengths"}
+        options = self.options._replace(key_lengths=None)._asdict() | dict(layout=self.layout)
         options["attn_mask"] = options["attn_mask"] if self.mask is None else (options["attn_mask"], self.mask)
-        options |= dict(layout=self.layout, lengths=self.lengths, backend=self.backend)
         alike: dict[str, object] = {f"with different {name}": summarize(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
         alike["with and without gradients"] = self._wants_gradients(call)
@@ -188,9 +185,6 @@ class ShardedCall:
             queries = spans_of_lengths(lengths[0], self.layout, "q")
         keys = spans_of_lengths(lengths[1], self.layout, "k")
         total = sum(lengths[1])
-        came = total if self.shared else (sum(lengths[0]), total)
-        if self.lengths is not None and came != (self.lengths if self.shared else tuple(self.lengths)):
-            raise ValueError(f"lengths are {self.lengths}, but the shards of all ranks together have {came} positions")
         for rank, (_, _, _, columns, longest, *_) in enumerate(answers):
             if columns not in (1, total):
                 raise ValueError(
@@ -223,7 +217,7 @@ def _plan(
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
     plan = Plan(problem, group, queries, keys, engine, **dense, interval=interval)
     plan.problem = replace(problem, interval=plan.interval_of(group.rank))
-    plan.bias_per_row = plan.mask_per_row = per_row
+    plan.is_dense_per_row = per_row
     plan.causal_only = reach == (None, 0)
     return plan
 

@@ -36,7 +36,6 @@ class Total:
     m: Any = None
     z: Any = None
     slopes: Any = None
-    rises: Any = None
     state: State | None = None
     merged: Any = None  # {name: statistic} in place of `state`, from engines that finish statistics per part
 
@@ -45,7 +44,7 @@ class Total:
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
         other = None if part.stats is None else merge_statistics.with_first_key(part.stats, part.first)
         if self.o is None:
-            self.o, self.m, self.z, self.slopes, self.rises = part.o, m, part.z, part.slopes, part.rises
+            self.o, self.m, self.z, self.slopes = part.o, m, part.z, part.slopes
             self.merged = other
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
@@ -60,7 +59,6 @@ class Total:
             self.o += part.o
             self.z = self.z + part.z
             self.slopes = None if self.slopes is None else self.slopes + part.slopes
-            self.rises = None if self.rises is None else self.rises + part.rises
             if other is not None:
                 self.merged = merge_statistics.merge(self.merged, other, self.merged["mass"], other["mass"], True)
         if part.sums is not None:
@@ -129,8 +127,7 @@ def _slice_part(part: Part, here: slice) -> Part:
     slopes = None if part.slopes is None else part.slopes[:, :, here]
     sums = None if part.sums is None else part.sums[..., here]
     stats = None if part.stats is None else {name: x[:, :, here] for name, x in part.stats.items()}
-    rises = None if part.rises is None else part.rises[:, :, here]
-    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats, rises=rises)
+    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats)
 
 
 def merge_states(first: State, second: State, choice: Choice) -> State:
@@ -140,16 +137,13 @@ def merge_states(first: State, second: State, choice: Choice) -> State:
     return first.merge(second, choice)
 
 
-def empty_part(
-    rows: Problem, finishes_statistics: bool = False, high: Tensor | None = None, rises: bool = False
-) -> Part:
+def empty_part(rows: Problem, finishes_statistics: bool = False, high: Tensor | None = None) -> Part:
     """Return the part of rows that see none of its keys.
 
     Args:
         rows: the rows.
         finishes_statistics: True if the engine finishes statistics per part.
         high: m of these rows, where known.
-        rises: whether the part carries Σg′·v.
     """
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
     sums = None
@@ -164,8 +158,7 @@ def empty_part(
         named = merge_statistics.required(rows.stats)
         stats = {name: lowest if name in ("max_logit", "logsumexp") else zero for name in named}
         return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
-    o = torch.zeros((*shape, rows.v.shape[-1]), **like)
-    return Part(o, m, zero, slopes, sums, rises=torch.zeros_like(o) if rises else None)
+    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, sums)
 
 
 def sink_logits(problem: Problem) -> list[Tensor]:

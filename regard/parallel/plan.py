@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -34,10 +34,7 @@ class Plan:
     engine: ModuleType
     bias: Tensor | None = None  # unexpanded, with the columns of all keys
     mask: Tensor | None = None
-    bias_per_row: bool = False  # False: every rank has the same row for all queries
-    mask_per_row: bool = False
-    wants_gradients: bool = False
-    delta_known: list[bool] = field(default_factory=list)  # per rank of queries, set by forward: δ needs no extra sweep
+    is_dense_per_row: bool = False  # of bias and mask; False: every rank has the same row for all queries
     interval: Tensor | None = None  # [3, B, H, the queries of all ranks]
     causal_only: bool = False  # True if positions matter for causal order alone
 
@@ -167,7 +164,7 @@ def choose_engine(problem: Problem, backend: str | None) -> ModuleType:
     if problem.theta is not None and parameter is not None:
         raise ValueError(f"normalizer: {parameter.name} must be a number in regard.parallel, got one per row or head")
     if parameter is not None:
-        low, high = parameter.fused_low, max(parameter.fused_high, parameter.parts_high)
+        low, high = parameter.fused_low, parameter.fused_high
         if not low <= choice.theta <= high:
             raise ValueError(
                 f"normalizer {choice.spec!r}: {parameter.name} must lie in [{low}, {high}] where rows are in parts; "
@@ -183,6 +180,8 @@ def choose_engine(problem: Problem, backend: str | None) -> ModuleType:
     if backend not in ENGINES:
         return torch_engine
     engine = backend_module(ENGINES, backend)
+    if backend == "cpu":
+        return torch_engine if choice.family == "threshold" else engine
     # Triton's z includes the constant that must enter once
     has_rest = choice.family == "ratio" and not choice.exponential and choice.rest is not nothing
-    return engine if backend == "cpu" or (engine.takes(problem) and not has_rest) else torch_engine
+    return engine if engine.takes(problem) and not has_rest else torch_engine

@@ -6,9 +6,8 @@ two numbers per row over the ranks. (A ring would have to carry k round once per
     τ₀ = max over ranks of the τ that solves the rank's own keys       (more keys only raise τ, so τ₀ ≤ τ)
 
 from where Newton's steps on the convex, falling F rise to τ without passing it. A key without weight in its rank's own
-solution has none in the whole row, so steps and weights need only each rank's own support. All keys are swept again in
-two cases: at every step and for the weights if a support has more than ROOM keys, and for the weights if statistics
-are wanted, which count every visible key.
+solution has none in the whole row, so steps need only each rank's own support. All keys are swept again for the
+weights, and at every step if a support has more than ROOM keys.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from regard.parallel.merge import Total, add_part, empty_part
 from regard.parallel.plan import Plan
 
 ROOM = 128  # keys of a support that are kept
-STEPS = 64
-NEWTON = 16  # steps (2 to 6 are usual); after them the bracket is halved, for F that is not convex (α > 2)
+STEPS = 64  # of Newton's, at most; 2 to 6 are usual
 CLOSE = {torch.float64: 1e-11}  # |F − 1| before the last step; 1e-5 for the others, and the step squares it
 
 
@@ -49,28 +47,17 @@ class Solved:
     def part(self, plan: Plan, index: int) -> Part:
         """Return the part of one pair at the whole rows' thresholds."""
         here, _, pair = self.pairs[index]
-        high, c = self.high[:, :, here], self.c[:, :, here]
-        if not uses_kept_keys(plan, pair, self):
-            part = plan.engine.weigh(pair, *(x.to(pair.accumulator) for x in (high, c)))
-        else:
-            assert self.kept is not None
-            part = plan.engine.gathered(pair, *self.kept[index], high, c, plan.wants_gradients)
+        part = plan.engine.weigh(pair, *(x[:, :, here].to(pair.accumulator) for x in (self.high, self.c)))
         if self.broken is not None:
             for x in (part.o, part.z[..., None], part.slopes[..., None]):
                 x.masked_fill_(self.broken[:, :, here, None], math.nan)
         return part
 
 
-def uses_kept_keys(plan: Plan, rows: Problem, solved: Solved) -> bool:
-    """True if the kept keys give the weights, and what gradients need, without a second sweep."""
-    able = hasattr(plan.engine, "gathered") and solved.kept is not None
-    return able and not rows.stats and not rows.dropout_p
-
-
 def compute_parts(plan: Plan, rows: Problem, queries: Spans) -> tuple[list[Total], Tensor | None, Tensor | None]:
     """Return (a total per query chunk over this rank's keys; for threshold maps high and c [B, H, M], else None)."""
     totals = [Total(rows.choice) for _ in queries]
-    wide, rises, high, c = rows.accumulator, False, None, None
+    wide, high, c = rows.accumulator, None, None
     if rows.choice.family != "threshold":
         for here, _, pair in plan.pairs(rows, queries, **_own_keys(plan)):
             add_part(totals, queries, here, plan.engine.forward(pair))
@@ -79,10 +66,9 @@ def compute_parts(plan: Plan, rows: Problem, queries: Spans) -> tuple[list[Total
         for index, (here, _, _) in enumerate(solved.pairs):
             add_part(totals, queries, here, solved.part(plan, index))
         high, c = solved.high.to(wide), solved.c.to(wide)
-        rises = plan.wants_gradients and uses_kept_keys(plan, rows, solved)
     for total, (here, chunk) in zip(totals, plan.rows(rows, queries), strict=True):
         if total.o is None:
-            total.add(empty_part(chunk, plan.finishes_statistics, None if high is None else high[:, :, here], rises))
+            total.add(empty_part(chunk, plan.finishes_statistics, None if high is None else high[:, :, here]))
     return totals, high, c
 
 
@@ -128,30 +114,24 @@ def _newton(group: RankGroup, rows: Problem, c: Tensor, empty: Tensor, sums: Cal
     """Return c with F(high + c) = 1, approached from below; sums(c) gives this rank's (F, F′)."""
     choice = rows.choice
     gain = float(speak(choice.gain)(choice.theta or 0.0))
-    low, ceiling = torch.full_like(c, -1.0), torch.zeros_like(c)
     for step in range(1, STEPS):
         value, slope = group.all_reduce(sums(c), "newton", step)
         over = (value - 1.0).masked_fill(empty, 0.0)
-        low, ceiling = torch.where(over >= 0, c, low), torch.where(over < 0, c, ceiling)
         far = value.clamp_min(1e-300)
         rise = (far - far ** (1.0 - gain)) if choice.is_power else over * gain
-        moved = c + rise / slope.where(slope > 0, 1.0)
-        inside = (moved >= low) & (moved <= ceiling) & (slope > 0) & (step < NEWTON)
-        c = torch.where(over == 0, c, torch.where(inside, moved, 0.5 * (low + ceiling)))
+        moved = (c + rise / slope.where(slope > 0, 1.0)).clamp(-1.0, 0.0)
+        c = torch.where((over == 0) | (slope <= 0), c, moved)
         if not bool((over.abs() > CLOSE.get(rows.q.dtype, 1e-5)).any()):
             break
     return c
 
 
 def backward(
-    plan: Plan, rows: Problem, queries: Spans, whole: Whole, upstream: Upstream, keys: KeyGradients, known: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (dq, dtemperature, dbias) of these rows from this rank's keys, and add dk and dv to `keys`.
-
-    dbias has this rank's columns. `known`: False if a threshold map's δ needs a sweep and an all-reduce of its own.
-    """
+    plan: Plan, rows: Problem, queries: Spans, whole: Whole, upstream: Upstream, keys: KeyGradients
+) -> tuple[Tensor, Tensor | None]:
+    """Return (dq, dtemperature) of these rows from this rank's keys, and add dk and dv to `keys`."""
     pairs = list(plan.pairs(rows, queries, **_own_keys(plan)))
-    if whole.c is not None and not known:
+    if whole.c is not None:  # δ of a threshold map takes a sweep and an all-reduce of its own
         total = torch.zeros_like(whole.m)
         for here, _, pair in pairs:
             own = plan.engine.slopes(pair, upstream.o[:, :, here], whole.m[:, :, here], whole.c[:, :, here])
@@ -163,7 +143,7 @@ def backward(
         grads = plan.engine.backward(pair, slice_rows(whole, here), slice_upstream(upstream, here))
         sums.add(grads, here, there)
         keys.add(grads, there)
-    return sums.q, sums.temperature, sums.bias
+    return sums.q, sums.temperature
 
 
 def _own_keys(plan: Plan) -> dict:

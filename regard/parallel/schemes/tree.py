@@ -53,8 +53,8 @@ def merge_at(group: RankGroup, total: Total, root: int, step: str = "tree") -> T
 
 
 def _merge_totals(first: Total, second: Total) -> Total:
-    total = Total(first.choice, first.o, first.m, first.z, first.slopes, first.rises, first.state, first.merged)
-    total.add(Part(second.o, second.m, second.z, second.slopes, stats=second.merged, rises=second.rises))
+    total = Total(first.choice, first.o, first.m, first.z, first.slopes, first.state, first.merged)
+    total.add(Part(second.o, second.m, second.z, second.slopes, stats=second.merged))
     if second.state is not None:
         total.state = merge_states(first.state, second.state, first.choice)
     return total
@@ -76,7 +76,7 @@ def _receive(group: RankGroup, like: Total, source: int, step: str, at: int) -> 
 
 
 def _tensors(total: Total) -> list[Tensor]:
-    tensors = [x for x in (total.o, total.m, total.z, total.slopes, total.rises) if x is not None]
+    tensors = [x for x in (total.o, total.m, total.z, total.slopes) if x is not None]
     tensors += [] if total.merged is None else [total.merged[name] for name in sorted(total.merged)]
     return tensors + ([] if total.state is None else [getattr(total.state, field.name) for field in fields(State)])
 
@@ -93,9 +93,8 @@ def _unpack(flat: Tensor, like: Total) -> Total:
         at += x.numel()
     o, m, z, *more = pieces
     slopes = more.pop(0) if like.slopes is not None else None
-    rises = more.pop(0) if like.rises is not None else None
     mix = None if like.merged is None else {name: more.pop(0) for name in sorted(like.merged)}
     state = None
     if like.state is not None:
         state = State(**{field.name: x for field, x in zip(fields(State), more, strict=True)})
-    return Total(like.choice, o, m, z, slopes, rises, state, mix)
+    return Total(like.choice, o, m, z, slopes, state, mix)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard._core.problem import Gradients, Problem, Upstream, Whole
-from regard.parallel.gradients import KeyGradients, unexpanded_shape
+from regard.parallel.gradients import KeyGradients
 from regard.parallel.group import RankGroup, Transfer
 from regard.parallel.layout import count_positions
 from regard.parallel.merge import Total
@@ -27,7 +27,6 @@ def forward(plan: Plan) -> tuple[list[Total], Tensor, Tensor]:
     mine: Any = None
     for root, rows in _visiting_rows(plan, "visit forward"):
         totals, high, c = stationary.compute_parts(plan, rows, plan.queries[root])
-        plan.delta_known.append(totals[0].rises is not None)
         merged = [tree.merge_at(plan.group, total, root, "visit home") for total in totals]
         if root == plan.group.rank:
             mine = merged, high, c
@@ -37,27 +36,20 @@ def forward(plan: Plan) -> tuple[list[Total], Tensor, Tensor]:
 def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
     """Return the gradients of this rank's shards."""
     group, problem = plan.group, plan.problem
-    keys, mine = KeyGradients(problem), (None, None, None)
-    columns = _ColumnGradient(plan) if upstream.bias and not plan.bias_per_row else None
+    keys, mine = KeyGradients(problem), (None, None)
     known = torch.stack([x for x in (whole.m, whole.c, whole.z, whole.delta) if x is not None])
     for root, rows in _visiting_rows(plan, "visit backward"):
         state = _broadcast_rows(group, known, -1, root, rows, "visit backward")
         do = _broadcast_rows(group, upstream.o, 2, root, rows, "visit backward")
         m, c, z, delta = state
-        their_upstream = Upstream(do, {}, upstream.bias, upstream.temperature)
-        theirs = Whole(m, z, delta, c)
-        found = stationary.backward(
-            plan, rows, plan.queries[root], theirs, their_upstream, keys, plan.delta_known[root]
-        )
-        dq, dtemperature, bias = found
+        theirs = Whole(m, z, delta, c), Upstream(do, temperature=upstream.temperature)
+        dq, dtemperature = stationary.backward(plan, rows, plan.queries[root], *theirs, keys)
         dq = group.reduce(dq, root, "visit home")
         dtemperature = None if dtemperature is None else group.reduce(dtemperature, root, "visit home")
-        if upstream.bias:
-            bias = _collect_bias_gradient(plan, bias, root) if plan.bias_per_row else columns.add(bias)
         if root == group.rank:
-            mine = dq, dtemperature, bias
-    dq, dtemperature, bias = mine
-    return Gradients(dq, keys.k, keys.v, bias if columns is None else columns.total, dtemperature)
+            mine = dq, dtemperature
+    dq, dtemperature = mine
+    return Gradients(dq, keys.k, keys.v, temperature=dtemperature)
 
 
 def _visiting_rows(plan: Plan, step: str) -> Iterator[tuple[int, Problem]]:
@@ -94,7 +86,7 @@ def _own_columns(plan: Plan, name: str, root: int, step: str) -> Tensor | None:
         return None
     batch, heads = plan.problem.q.shape[:2]
     full = (batch, heads, count_positions(plan.queries[root]), count_positions(plan.keys[group.rank]))
-    if not getattr(plan, f"{name}_per_row"):
+    if not plan.is_dense_per_row:
         return plan.columns(whole, group.rank).expand(full)
     if root != group.rank:
         columns = 1 if plan.has_one_column(whole) else full[3]
@@ -115,44 +107,3 @@ def _empty_like(x: Tensor, dim: int, length: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = length
     return x.new_empty(shape)
-
-
-def _collect_bias_gradient(plan: Plan, own: Tensor, root: int) -> Tensor | None:
-    """Return the gradient of the root's bias there, from every rank's columns; None elsewhere."""
-    group = plan.group
-    if root != group.rank:
-        group.send_receive(own.contiguous(), None, root, root, "visit home", root).wait()
-        return None
-    total = torch.zeros(unexpanded_shape(plan.problem.bias), dtype=own.dtype, device=own.device)
-    for other in range(group.world):
-        if other != root:
-            columns = 1 if plan.has_one_column(total) else count_positions(plan.keys[other])
-            room = own.new_empty((*own.shape[:3], columns))
-            add_columns(plan, total, group.send_receive(None, room, other, other, "visit home", root).wait(), other)
-        else:
-            add_columns(plan, total, own, root)
-    return total
-
-
-def add_columns(plan: Plan, total: Tensor, part: Tensor, rank: int) -> None:
-    """Add the gradient of a rank's columns to a bias's gradient."""
-    if plan.has_one_column(total):
-        total += part
-        return
-    at = 0
-    for start, stop in plan.keys[rank]:
-        total[..., start:stop] += part[..., at : at + stop - start]
-        at += stop - start
-
-
-class _ColumnGradient:
-    """The gradient of a bias that is the same for all queries: this rank's share, in its own columns."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.total = torch.zeros(plan.bias.shape, dtype=plan.problem.accumulator, device=plan.bias.device)
-
-    def add(self, part: Tensor) -> None:
-        add_columns(
-            self.plan, self.total, part.sum_to_size((*self.total.shape[:3], part.shape[3])), self.plan.group.rank
-        )

@@ -81,6 +81,13 @@ def backward_kernel(
 
 
 @cache_by_normalizer
+def part_kernel(normalizer: Normalizer, precision: str, stat_gradients: bool) -> Callable:
+    """The backward kernel of a part of the keys, where the whole row's m, Z and δ are known."""
+    flags = dict(stat_gradients=stat_gradients, is_part=True)
+    return template_kernel(normalizer, precision, backward_rows.backward_part, **flags)
+
+
+@cache_by_normalizer
 def tangent_kernel(normalizer: Normalizer, precision: str) -> Callable:
     """The kernel that turns logits and their tangents into weights and theirs."""
     from_logits = getattr(normalizer, "slope_of_weight", None) is None
@@ -113,7 +120,6 @@ def tile_functions(normalizer: Normalizer, precision: str) -> dict[str, Any]:
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
         rest=rest,
-        logit=families.threshold_logit if is_threshold else families.plain_logit,
         row_shift=backward_rows.threshold_row_shift if is_threshold else backward_rows.plain_row_shift,
         excess=families.threshold_excess,
         parameter_slope=families.no_parameter_slope,

@@ -16,7 +16,6 @@ from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
 from regard._core.validation import repeat_heads
 from regard.mask import Mask
-from regard.parallel import torch_engine
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import compare_calls, sketch, sketches_match, summarize
 from regard.parallel.layout import Spans, check_layout, count_positions, merge_spans, spans_of_lengths
@@ -58,9 +57,8 @@ class ShardedCall:
         if self.mask is not None:
             spans = queries[0] if self.shared else [span for own in queries for span in own]
             call, interval = self._with_mask(call, count_positions(spans), total)
-        per_row = any(n[2] != 1 for n in answers) or all(n[0] == 1 for n in answers)
-        plan = _plan(call, group, queries, keys, per_row, self.options.backend, interval)
-        return plan, call, answers[0][5]
+        plan = _plan(call, group, queries, keys, self.options.backend, interval)
+        return plan, call, answers[0][4]
 
     def _split_mask(self) -> None:
         """Take a `regard.Mask` out of the options; a bias of `regard.bias` is refused."""
@@ -98,7 +96,7 @@ class ShardedCall:
         check_layout(self.layout)
         if self.k.shape[-2] != self.v.shape[-2]:
             raise ValueError(f"k and v must have the same length, got {self.k.shape[-2]} and {self.v.shape[-2]}")
-        if (columns := self._mask_size(-1)) != 1:
+        if (columns := self._mask_columns()) != 1:
             return columns
         lengths = self.options.key_lengths
         longest = 0 if lengths is None else max(torch.as_tensor(lengths).flatten().tolist(), default=0)
@@ -115,12 +113,8 @@ class ShardedCall:
             raise ValueError(
                 "score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask"
             )
-        is_learned = torch.is_grad_enabled() and call.bias is not None and call.bias.requires_grad
-        if is_learned and (self.shared or call.problem.choice.family == "threshold"):
-            raise ValueError(
-                "attn_mask: regard.parallel has no gradient of a bias in decode, nor beside sparsemax and entmax; pass "
-                "attn_mask.detach()"
-            )
+        if self.shared and torch.is_grad_enabled() and call.bias is not None and call.bias.requires_grad:
+            raise ValueError("attn_mask: regard.parallel.decode has no gradient of a bias; pass attn_mask.detach()")
         return call
 
     def _own_keys(self) -> tuple[Tensor, Tensor]:
@@ -136,28 +130,31 @@ class ShardedCall:
         k, v = (x.reshape(batch, groups, *x.shape[-2:]) for x in own)
         return replace(call, problem=replace(call.problem, k=k, v=v))
 
-    def _mask_size(self, dim: int) -> int:
+    def _mask_columns(self) -> int:
         mask = self.options.attn_mask
-        return mask.shape[dim] if isinstance(mask, Tensor) and mask.ndim >= -dim else 1
+        return mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
 
     def _describe(self, call: Call) -> tuple[list[int], dict[str, object]]:
         """Return (lengths and other numbers of this rank, what must be the same on every rank)."""
         problem = call.problem
         lengths = [] if problem.key_lengths is None else problem.key_lengths.tolist()
         seed = int(torch.randint(0, 2**62, (1,), device=self.q.device)) if problem.dropout_p else 0
-        numbers = [self.q.shape[-2], self.k.shape[-2], self._mask_size(-2), self._mask_size(-1)]
-        numbers += [max(lengths, default=0), seed, *(sketch(self.q) if self.shared else [])]
+        numbers = [
+            self.q.shape[-2],
+            self.k.shape[-2],
+            self._mask_columns(),
+            max(lengths, default=0),
+            seed,
+            *(sketch(self.q) if self.shared else []),
+        ]
         options = self.options._replace(key_lengths=None)._asdict() | dict(layout=self.layout)
         options["attn_mask"] = options["attn_mask"] if self.mask is None else (options["attn_mask"], self.mask)
         alike: dict[str, object] = {f"with different {name}": summarize(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
         alike["with and without gradients"] = self._wants_gradients(call)
-        for name, x in dict(
-            attn_mask=call.bias, temperature=call.temperature
-        ).items():  # their gradients are sent between ranks
-            alike[f"with and without a gradient of {name}"] = (
-                torch.is_grad_enabled() and x is not None and x.requires_grad
-            )
+        temperature = call.temperature  # its gradient is sent between ranks
+        is_learned = torch.is_grad_enabled() and temperature is not None and temperature.requires_grad
+        alike["with and without a gradient of temperature"] = is_learned
         for name in ("q", "k", "v"):
             x = getattr(self, name)
             alike[f"with {name} of different dtypes"] = str(x.dtype)
@@ -185,7 +182,7 @@ class ShardedCall:
             queries = spans_of_lengths(lengths[0], self.layout, "q")
         keys = spans_of_lengths(lengths[1], self.layout, "k")
         total = sum(lengths[1])
-        for rank, (_, _, _, columns, longest, *_) in enumerate(answers):
+        for rank, (_, _, columns, longest, *_) in enumerate(answers):
             if columns not in (1, total):
                 raise ValueError(
                     f"attn_mask of rank {rank} has {columns} columns, but all ranks together have {total} keys; "
@@ -197,27 +194,18 @@ class ShardedCall:
 
 
 def _plan(
-    call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], per_row: bool, backend, interval=None
+    call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], backend: str | None, interval: Tensor | None
 ) -> Plan:
-    engine = choose_engine(call.problem, backend)
     problem = call.problem
-    if engine is torch_engine and problem.q.device.type == "cpu":  # float64, as `regard.attention` without a kernel;
-        problem = replace(problem, q=problem.q.double())  # k and v are sent as given
-    dense = dict(bias=call.bias, mask=call.mask)
-    if per_row and problem.choice.family == "threshold":  # every row is sent, even if all are views of one
-        for name, x in dense.items():
-            if x is not None and x.shape[2] != problem.q.shape[2]:
-                dense[name] = x = x.expand(-1, -1, problem.q.shape[2], -1).contiguous()
-                problem = replace(problem, **{name: x.expand(getattr(problem, name).shape)})
+    engine, kernels = choose_engine(problem, backend)
     reach = _reach_if_alone(call) if interval is None else None
     if reach == (None, None):  # positions do not matter: treat shards as contiguous
         queries, keys = (
             spans_of_lengths([count_positions(own) for own in cut], "contiguous", "") for cut in (queries, keys)
         )
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
-    plan = Plan(problem, group, queries, keys, engine, **dense, interval=interval)
+    plan = Plan(problem, group, queries, keys, engine, kernels, call.bias, call.mask, interval)
     plan.problem = replace(problem, interval=plan.interval_of(group.rank))
-    plan.is_dense_per_row = per_row
     plan.causal_only = reach == (None, 0)
     return plan
 

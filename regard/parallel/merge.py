@@ -1,7 +1,6 @@
 """`Total` merges parts of rows: (m, z, o) of some of the keys, and at the end what enters the denominator once.
 
     ratio       m = max(m₁, m₂),  z = z₁e^(m₁−m) + z₂e^(m₂−m),  o = (z₁e^(m₁−m)·o₁ + z₂e^(m₂−m)·o₂) / z
-    threshold   all sums add at a common τ
     pointwise   all sums add
 
 The sums of the statistics merge by `regard.statistics.State.merge`.
@@ -35,7 +34,6 @@ class Total:
     o: Any = None
     m: Any = None
     z: Any = None
-    slopes: Any = None
     state: State | None = None
     merged: Any = None  # {name: statistic} in place of `state`, from engines that finish statistics per part
 
@@ -44,7 +42,7 @@ class Total:
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
         other = None if part.stats is None else merge_statistics.with_first_key(part.stats, part.first)
         if self.o is None:
-            self.o, self.m, self.z, self.slopes = part.o, m, part.z, part.slopes
+            self.o, self.m, self.z = part.o, m, part.z
             self.merged = other
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
@@ -58,22 +56,17 @@ class Total:
         else:
             self.o += part.o
             self.z = self.z + part.z
-            self.slopes = None if self.slopes is None else self.slopes + part.slopes
             if other is not None:
                 self.merged = merge_statistics.merge(self.merged, other, self.merged["mass"], other["mass"], True)
         if part.sums is not None:
             state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
-            self.state = state if self.state is None else merge_states(self.state, state, self.choice)
+            self.state = state if self.state is None else self.state.merge(state, self.choice)
 
-    def statistics(self, problem: Problem, m: Tensor, z: Tensor, c: Tensor | None) -> Mapping[str, Tensor]:
-        """Return the statistics of whole rows; m and z are from `finish`, a threshold map's τ is m + c."""
+    def statistics(self, problem: Problem, m: Tensor, z: Tensor) -> Mapping[str, Tensor]:
+        """Return the statistics of whole rows; m and z are from `finish`."""
         if self.merged is None:
-            sink = None if problem.sink is None else problem.sink.double()[..., None]
-            above = None
-            if self.choice.family == "threshold" and c is not None:  # relative to the maximum, because logits round
-                top = self.state.top
-                above = torch.where(top.abs() < math.inf, -c.double()[..., None], top - self.state.shift)
-            return self.state.finish(self.choice, sink, above=above)
+            assert self.state is not None  # the engine leaves sums
+            return self.state.finish(self.choice, None if problem.sink is None else problem.sink.double()[..., None])
         sinks = None
         if self.choice.family == "ratio":
             sinks = torch.zeros_like(z)
@@ -84,9 +77,6 @@ class Total:
     def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         """Return (o, m, z) of whole rows after the last part: adds sink and rest to Z; empty rows are 0."""
         o, m, z = self.o, self.m, self.z
-        if self.choice.family == "threshold":
-            total = z[..., None]
-            return torch.where(total == 0, 0.0, o / total), m, self.slopes
         if self.choice.family == "pointwise":
             return o, torch.zeros_like(m), torch.zeros_like(z)
         empty = m == -math.inf
@@ -124,41 +114,25 @@ def add_part(totals: list[Total], chunks: Spans, here: slice, part: Part) -> Non
 def _slice_part(part: Part, here: slice) -> Part:
     """Return the rows `here` of a part."""
     o, m, z = (x[:, :, here] for x in (part.o, part.m, part.z))
-    slopes = None if part.slopes is None else part.slopes[:, :, here]
     sums = None if part.sums is None else part.sums[..., here]
     stats = None if part.stats is None else {name: x[:, :, here] for name, x in part.stats.items()}
-    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats)
+    return replace(part, o=o, m=m, z=z, sums=sums, stats=stats)
 
 
-def merge_states(first: State, second: State, choice: Choice) -> State:
-    """Merge two states; the shift of a part without keys is ignored."""
-    if choice.family != "ratio":
-        first = replace(first, shift=torch.where(first.n == 0, second.shift, first.shift))
-    return first.merge(second, choice)
-
-
-def empty_part(rows: Problem, finishes_statistics: bool = False, high: Tensor | None = None) -> Part:
-    """Return the part of rows that see none of its keys.
-
-    Args:
-        rows: the rows.
-        finishes_statistics: True if the engine finishes statistics per part.
-        high: m of these rows, where known.
-    """
+def empty_part(rows: Problem, finishes_statistics: bool) -> Part:
+    """Return the part of rows that see none of its keys; its sums, or its statistics if the engine finishes them."""
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
-    sums = None
-    if rows.stats:
-        sums = torch.zeros((len(FIELDS), *shape), dtype=torch.float64, device=rows.q.device)
-        sums[FIELDS.index("top")] = -math.inf
-    zero = torch.zeros(shape, **like)
-    m = zero if high is None else high.to(zero.dtype)
-    slopes = zero if rows.choice.family == "threshold" else None
-    if rows.stats and finishes_statistics:
+    zero, o = torch.zeros(shape, **like), torch.zeros((*shape, rows.v.shape[-1]), **like)
+    if not rows.stats:
+        return Part(o, zero, zero)
+    if finishes_statistics:
         lowest = torch.full_like(zero, -math.inf)
         named = merge_statistics.required(rows.stats)
         stats = {name: lowest if name in ("max_logit", "logsumexp") else zero for name in named}
-        return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
-    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, sums)
+        return Part(o, zero, zero, stats=stats)
+    sums = torch.zeros((len(FIELDS), *shape), dtype=torch.float64, device=rows.q.device)
+    sums[FIELDS.index("top")] = -math.inf
+    return Part(o, zero, zero, sums=sums)
 
 
 def sink_logits(problem: Problem) -> list[Tensor]:

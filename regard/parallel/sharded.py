@@ -15,10 +15,11 @@ from regard._core.attention import bind_arguments
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
 from regard._core.prepare import Call
-from regard.parallel.autograd import ParallelAttention, ReplicatedQueries, ShardedQueries
+from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import RankGroup
 from regard.parallel.plan import Plan
+from regard.parallel.schemes import ring, tree
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
@@ -65,7 +66,7 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout), group, ShardedQueries())
+    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout), group, ring)
 
 
 def decode(
@@ -92,9 +93,7 @@ def decode(
         ValueError: As `regard.parallel.attention` raises it.
         RankError: Another rank died or stalled.
     """
-    return _run(
-        ShardedCall(*bind_arguments((q, k, v, *others), options), layout, shared=True), group, ReplicatedQueries()
-    )
+    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout, shared=True), group, tree)
 
 
 def _run(arguments: ShardedCall, group: Group, scheme):
@@ -129,7 +128,7 @@ def _compute(plan: Plan, call: Call, seed: int, scheme):
 def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
     """Return the temperature that the policy gives this rank's rows."""
     assert call.policy is not None
-    problem, own = plan.problem, scheme.query_spans(plan)
+    problem, own = plan.problem, plan.queries[plan.group.rank]
     batch, groups, _, d = problem.k.shape
     whole = replace(problem, k=problem.k.new_empty(()).expand(batch, groups, plan.total_keys, d))
     counts = [visible_keys(rows) for _, rows in plan.rows(whole, own)]

@@ -126,16 +126,12 @@ class State:
         state.top = top
         return state
 
-    def finish(self, choice, sink: Tensor | None = None, theta=None, above=None) -> dict[str, Tensor]:
-        """Every statistic of the table, each of shape (…), from the state of the whole row.
-
-        `above` (…, 1) is how far the largest score of a threshold map lies above τ, where that is known better than by
-        the difference.
-        """
+    def finish(self, choice, sink: Tensor | None = None, theta=None) -> dict[str, Tensor]:
+        """Every statistic of the table, each of shape (…), from the state of the whole row."""
         terms = Terms(choice, theta)
         none = self.n == 0
         top = torch.where(none, torch.zeros_like(self.top), self.top)
-        u, v, du, cross = terms(top, self.shift) if above is None else terms.above(above)
+        u, v, du, cross = terms(top, self.shift)
         ties = self.ties
         positive = (u > 0) & ~none
         safe_u = torch.where(positive, u, torch.ones_like(u))

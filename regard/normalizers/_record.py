@@ -42,6 +42,12 @@ class Parameter:
             raise ValueError(f"{self.name} must lie in [{self.low:g}, {self.high:g}], got {value!r}")
         return float(value)
 
+    def keep_off_softmax(self, theta: Tensor) -> Tensor:
+        """θ at least `NEAREST` above `softmax_at`, where tile functions divide by 0; its gradient passes."""
+        if self.softmax_at is None:
+            return theta
+        return theta + (theta.clamp_min(self.softmax_at + NEAREST) - theta).detach()
+
     @property
     def around(self) -> list[float]:
         """The default and others: what is said of a map whatever its parameter has to hold for all of them."""

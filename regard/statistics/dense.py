@@ -47,7 +47,7 @@ def of_scores(
         TypeError: An argument has the wrong type or dtype.
         ValueError: The normaliser is unknown, or `visible` or `sink` does not broadcast.
     """
-    choice = normalizers.get(normalizer)
+    choice = normalizers.get(normalizer).simplest
     if choice.plain is not choice:
         given: Any = choice.theta
         choice, theta = choice.plain, given
@@ -60,6 +60,8 @@ def of_scores(
     seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
     if callable(theta) and not isinstance(theta, Tensor):
         theta = theta(seen.sum(-1).to(scores.dtype))[..., None]
+    if isinstance(theta, Tensor) and choice.normalizer.parameter is not None:
+        theta = choice.normalizer.parameter.keep_off_softmax(widen(theta))
     if sink is not None:
         logit: Any = torch.tensor(float(sink)) if isinstance(sink, numbers.Real) else sink
         sink = _fitting(logit, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)

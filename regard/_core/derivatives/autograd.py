@@ -8,7 +8,7 @@ With `create_graph=True` the gradients come from the float64 reference instead, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,12 +41,11 @@ class FusedAttention(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpointing recomputes at each look
         tensors, saved = kept[: len(TENSORS)], Forward(*kept[len(TENSORS) :])
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
+        if torch.is_grad_enabled() or is_batched(do) or is_batched(dstats):  # create_graph=True, or mapped over
+            with torch.enable_grad():
+                return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
         problem = ctx.options.with_tensors(tensors)
         wants = [name for name, place in LEARNED.items() if needs[place]]
-        if is_batched(do) or is_batched(dstats):
-            return None, None, *_batched_gradients(ctx, kept, do, dstats, wants)
         upstream = make_upstream(problem, torch.zeros_like(saved.o) if do is None else do, dstats, wants)
         grads = ctx.backend.backward(problem, saved, upstream)
         found: list[Tensor | None] = [None] * len(TENSORS)
@@ -61,15 +60,25 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._dispatch_keys(x).has(BATCHED)
 
 
-def _batched_gradients(ctx: Any, kept: Sequence[Any], do, dstats, wants: list[str]) -> list[Tensor | None]:
-    """Gradients by the custom op, which can be mapped over; kernels cannot."""
-    from regard._core import ops
+class FusedFormula(torch.autograd.Function):
+    """A formula of a few tensors by GPU kernels: module.forward(*tensors, *numbers) and backward(dy, *tensors, *numbers).
 
-    backend = {module: name for name, module in ops.backends.ATTENTION.items()}[ctx.backend.__name__]
-    tensors, saved = kept[: len(TENSORS)], kept[len(TENSORS) :]
-    do = torch.zeros_like(saved[0]) if do is None else do
-    grads = ops.attention_backward(do, dstats, *saved, *tensors, *ctx.options.flatten(), backend, ",".join(wants))
-    return place_gradients(grads, wants)
+    With `create_graph=True`, or mapped over, its gradients are those of `formula`, the same in torch's operations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, formula: Callable, numbers: tuple, *tensors: Tensor) -> Tensor:
+        ctx.kernels, ctx.formula, ctx.numbers = kernels, formula, numbers
+        ctx.save_for_backward(*tensors)
+        return kernels.forward(*tensors, *numbers)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        if not (torch.is_grad_enabled() or is_batched(dy)):
+            found = ctx.kernels.backward(dy, *tensors, *ctx.numbers)
+            return None, None, None, *(found if isinstance(found, tuple) else (found,))
+        return None, None, None, *torch.func.vjp(lambda *x: ctx.formula(*x, *ctx.numbers), *tensors)[1](dy)
 
 
 def place_gradients(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:

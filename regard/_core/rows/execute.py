@@ -29,7 +29,6 @@ from regard._core.rows.validation import (
     under_autocast,
 )
 from regard.normalizers import Choice
-from regard.normalizers._record import NEAREST
 
 MAX_PLANS = 1024
 plans: dict[Hashable, Callable[[Tensor], Tensor]] = {}
@@ -144,9 +143,7 @@ def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: flo
     theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
     if not _may_be_true(theta < parameter.wide_below):
         return _fused_rows(z, choice, theta, visible, scale, backend)
-    theta = widen(theta)
-    if parameter.softmax_at is not None:  # where the kernels would divide by 0; the gradient passes
-        theta = theta + (theta.clamp_min(parameter.softmax_at + NEAREST) - theta).detach()
+    theta = parameter.keep_off_softmax(widen(theta))
     return _fused_rows(widen(z), choice, theta, visible, scale, backend).to(z.dtype)
 
 

@@ -61,7 +61,7 @@ def is_batched(x: Tensor | None) -> bool:
 
 
 class FusedFormula(torch.autograd.Function):
-    """A formula of a few tensors by GPU kernels: module.forward(*tensors, *numbers) and backward(dy, *tensors, *numbers).
+    """A formula of a few tensors by kernels: forward(*tensors, *numbers) and backward(dy, *tensors, *numbers).
 
     With `create_graph=True`, or mapped over, its gradients are those of `formula`, the same in torch's operations.
     """
@@ -78,7 +78,10 @@ class FusedFormula(torch.autograd.Function):
         if not (torch.is_grad_enabled() or is_batched(dy)):
             found = ctx.kernels.backward(dy, *tensors, *ctx.numbers)
             return None, None, None, *(found if isinstance(found, tuple) else (found,))
-        return None, None, None, *torch.func.vjp(lambda *x: ctx.formula(*x, *ctx.numbers), *tensors)[1](dy)
+        with torch.enable_grad():
+            own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors]
+            y = ctx.formula(*own, *ctx.numbers)
+        return None, None, None, *torch.autograd.grad(y, own, dy, create_graph=torch.is_grad_enabled())
 
 
 def place_gradients(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:

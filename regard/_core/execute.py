@@ -18,7 +18,7 @@ from regard._core.derivatives import transforms
 from regard._core.derivatives.autograd import FusedAttention
 from regard._core.derivatives.double_backward import differentiable_twice
 from regard._core.device import has_bulk_copies
-from regard._core.dispatch import PLAIN, REQUESTED, has_transform, transform_error, why_not_carried
+from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.prepare import Call
@@ -165,7 +165,7 @@ def run_transformed(call: Call) -> Result:
         inputs = replace(call, problem=problem).inputs
         return transforms.attend(problem.without_tensors(), call.path.backend, inputs), None, ()
     if call.path.reason == REQUESTED:
-        raise transform_error(call.path.backend, reason)
+        raise unfused_error(call.path.backend, f"{TRANSFORM} beside {reason}")
     return dense_attention(call)
 
 

@@ -33,7 +33,6 @@ from regard._core.validation import (
     check_theta,
     check_window,
     divide_scale,
-    repeat_heads,
     split_policy,
     split_scale,
     void_outside_kernels,
@@ -90,8 +89,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if dropout_p == 1.0:  # every weight is dropped: output and gradients are 0
         v, dropout_p = v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), 0.0
     is_causal, enable_gqa = check_flag(given.is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
-    if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
-        k, v = repeat_heads(k, "k", q), repeat_heads(v, "v", q)
     by_entry = options.key_lengths is not None or given.counts_entries
     lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, by_entry, options.sink)
     queries, keys = q.shape[-2], k.shape[-2]

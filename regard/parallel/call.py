@@ -14,7 +14,6 @@ from regard._core.mask.attn_mask import split_attn_mask
 from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
-from regard._core.validation import repeat_heads
 from regard.mask import Mask
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import compare_calls, sketch, sketches_match, summarize
@@ -105,7 +104,7 @@ class ShardedCall:
     def _validate(self, keys: int) -> Call:
         """Return the arguments as a `Call` on the whole sequence, with placeholders of `keys` keys."""
         backend = self.options.backend if self.options.backend != "torch" else None
-        k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in self._own_keys())
+        k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in (self.k, self.v))
         call = prepare(self.q, k, v, self.options._replace(backend=backend))
         if on_request := find_on_request(call.problem):
             raise ValueError(f"return_stats: {on_request!r} is not computed over ranks; ask regard.attention for it")
@@ -117,16 +116,10 @@ class ShardedCall:
             raise ValueError("attn_mask: regard.parallel.decode has no gradient of a bias; pass attn_mask.detach()")
         return call
 
-    def _own_keys(self) -> tuple[Tensor, Tensor]:
-        k, v = self.k, self.v
-        if self.options.enable_gqa is True and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
-            k, v = repeat_heads(k, "k", self.q), repeat_heads(v, "v", self.q)
-        return k, v
-
     def _with_own_keys(self, call: Call) -> Call:
         batch, groups = call.problem.k.shape[:2]
         lead = (*call.lead[:-1], groups) if call.lead else ()
-        own = (x.to(call.problem.q.dtype).expand(*lead, *x.shape[-2:]) for x in self._own_keys())
+        own = (x.to(call.problem.q.dtype).expand(*lead, *x.shape[-2:]) for x in (self.k, self.v))
         k, v = (x.reshape(batch, groups, *x.shape[-2:]) for x in own)
         return replace(call, problem=replace(call.problem, k=k, v=v))
 

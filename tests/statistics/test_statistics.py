@@ -193,6 +193,6 @@ def test_top_key_of_ties_empty_rows_and_nan():
 
 def test_top_key_is_refused_where_nothing_computes_it():
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="'cpu' does not compute 'top_key'"):
+    with pytest.raises(ValueError, match="'cpu' cannot compute this call: the statistic top_key"):
         regard.attention(q, q, q, return_stats="top_key", backend="cpu")
     assert "top_key" in regard.attention_path(q, q, q, return_stats="top_key").reason

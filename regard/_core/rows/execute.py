@@ -34,7 +34,7 @@ MAX_PLANS = 1024
 plans: dict[Hashable, Callable[[Tensor], Tensor]] = {}
 
 
-def run_named(scores, spec, dim, temperature, mask, backend, name: str) -> Tensor:
+def run_named(scores, spec, dim, temperature, mask, backend=None, name: str = "z") -> Tensor:
     """p = normaliser(scores / temperature) along `dim`; calls of a kind that was seen go to their kernel at once."""
     key = None
     numbers = type(dim) is int and type(temperature) in (float, int)

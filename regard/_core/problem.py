@@ -230,23 +230,16 @@ class Part:
     o: Tensor  # [B, H, M, E], accumulator dtype
     m: Tensor  # [B, H, M], accumulator dtype
     z: Tensor  # [B, H, M], accumulator dtype
-    sums: Tensor | None = None  # [17, B, H, M] float64, the fields of statistics.State, where statistics are wanted
-    stats: dict[str, Tensor] | None = None  # or the part's own statistics, and the position of its first key
-    first: int = 0
 
 
 @dataclass
 class Whole:
     """Row numbers that backward of a part takes from the whole rows, each [B, H, M] in the accumulator's dtype.
 
-        ds = a·dp − b·δ + p·(lift − β·(s − m)) + γ·(s − mean)
-
-    The last two terms are the statistics' gradients.
+    ds = a·dp − b·δ
     """
 
     m: Tensor
     z: Tensor
     delta: Tensor
-    tilt: Tensor | None = None  # [4, B, H, M]: lift, β, γ, mean
-    o: Tensor | None = None  # [B, H, M, E], what δ is made of, for kernels that make it
-    values: dict[str, Tensor] | None = None  # the rows' statistics, what the tilt is made of
+    o: Tensor  # [B, H, M, E], what δ is made of, for kernels that make it

@@ -42,18 +42,11 @@ class ParallelAttention(torch.autograd.Function):
 
 
 def _merge_parts(plan: Plan, scheme: ModuleType) -> Forward:
-    """Return whole rows from the parts that a scheme merges."""
-    problem, totals = plan.problem, scheme.forward(plan)
-    chunks = list(plan.rows(problem, plan.queries[plan.group.rank]))
-    finished = [total.finish(rows) for total, (_, rows) in zip(totals, chunks, strict=True)]
+    """Return whole rows from the parts that a scheme merges; they have no statistics."""
+    chunks = plan.rows(plan.problem, plan.queries[plan.group.rank])
+    finished = [total.finish(rows) for total, (_, rows) in zip(scheme.forward(plan), chunks, strict=True)]
     o, m, z = (torch.cat(parts, 2) for parts in zip(*finished, strict=True))
-    values = m.new_empty((len(problem.stats), *m.shape))
-    for total, (here, rows) in zip(totals, chunks, strict=True):
-        if problem.stats:
-            found = total.statistics(rows, m[:, :, here], z[:, :, here])
-            for name, row in zip(problem.stats, values, strict=True):
-                row[:, :, here] = found[name]
-    return Forward(o, m, z, values)
+    return Forward(o, m, z, m.new_empty((0, *m.shape)))
 
 
 def _differentiate(ctx: Any, do: Tensor | None, dvalues: Tensor | None) -> tuple:
@@ -66,7 +59,7 @@ def _differentiate(ctx: Any, do: Tensor | None, dvalues: Tensor | None) -> tuple
     if plan.engine is None:
         grads = gather.backward(plan, Forward(o, m, z, values), upstream, shared=ctx.scheme is tree)
     else:
-        grads = _differentiate_parts(ctx, exact, Forward(o, m, z, values), upstream, dvalues)
+        grads = _differentiate_parts(ctx, exact, Whole(m, z, m, o), upstream)
     main = (getattr(grads, name).to(getattr(problem, name).dtype) for name in ("q", "k", "v"))
     extras = (
         getattr(grads, name).sum_to_size(x.shape).to(x.dtype) if needed else None
@@ -75,18 +68,13 @@ def _differentiate(ctx: Any, do: Tensor | None, dvalues: Tensor | None) -> tuple
     return None, None, *main, *extras
 
 
-def _differentiate_parts(
-    ctx: Any, exact: Tensor, saved: Forward, upstream: Upstream, dvalues: Tensor | None
-) -> Gradients:
+def _differentiate_parts(ctx: Any, exact: Tensor, whole: Whole, upstream: Upstream) -> Gradients:
     """Return the gradients from the parts of rows; `exact` is the output before rounding."""
-    plan, problem, m, z = ctx.plan, ctx.plan.problem, saved.shift, saved.z
+    m, z, sink = whole.m, whole.z, ctx.plan.problem.sink
     delta = (upstream.o.to(m.dtype) * exact.to(m.dtype)).sum(-1)
-    whole = Whole(m, z, delta, _statistic_terms(problem, m, z, saved.stats, dvalues), saved.o)
-    whole.values = dict(zip(problem.stats, saved.stats, strict=True))
-    grads = ctx.scheme.backward(plan, whole, replace(upstream, sink=False))
+    grads = ctx.scheme.backward(ctx.plan, replace(whole, delta=delta), replace(upstream, sink=False))
     if upstream.sink:
-        weight = torch.where(z == 0, 0.0, torch.exp(problem.sink.to(m.dtype) - m) / z)
-        grads.sink = weight * (upstream.stats.get("logsumexp", torch.zeros_like(delta)) - delta)
+        grads.sink = torch.where(z == 0, 0.0, torch.exp(sink.to(m.dtype) - m) / z) * -delta
     return grads
 
 
@@ -95,25 +83,6 @@ def _statistic_gradients(problem: Problem, dvalues: Tensor | None) -> dict[str, 
     if dvalues is None or not problem.choice.softmax_family:
         return {}
     return {name: x for name, x in zip(problem.stats, dvalues, strict=True) if name in DIFFERENTIABLE}
-
-
-def _statistic_terms(problem: Problem, m: Tensor, z: Tensor, values: Tensor, dvalues: Tensor | None) -> Tensor | None:
-    """Return what the statistics' gradients add to ds: (lift, β, γ, mean) of `Whole.tilt`."""
-    if dvalues is None or not problem.choice.softmax_family:
-        return None
-    zero = torch.zeros_like(m)
-    stats, upstream = (dict(zip(problem.stats, x, strict=True)) for x in (values, dvalues))
-    lift = upstream.get("logsumexp", zero)
-    beta, gamma, mean = zero, zero, zero
-    if "entropy" in upstream:
-        mass = stats["mass"]
-        has_weight = (mass > 0) & (z > 0)
-        beta = torch.where(has_weight, upstream["entropy"] / mass.where(has_weight, 1.0), 0.0)
-        lift = lift - beta * (stats["entropy"] - torch.log((z * mass).where(has_weight, 1.0)))
-    if "logit_variance" in upstream:
-        n, mean = stats["visible_keys"], stats["mean_logit"]
-        gamma = 2.0 * upstream["logit_variance"] / n.clamp_min(1.0)
-    return torch.stack([lift, beta, gamma, mean])
 
 
 def _detach(plan: Plan) -> Plan:

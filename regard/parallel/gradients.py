@@ -53,10 +53,7 @@ def unexpanded_shape(x: Tensor) -> list[int]:
 
 def slice_rows(whole: Whole, here: slice) -> Whole:
     """Return the state of the rows `here`."""
-    tilt = None if whole.tilt is None else whole.tilt[..., here]
-    values = None if whole.values is None else {name: x[:, :, here] for name, x in whole.values.items()}
-    o = None if whole.o is None else whole.o[:, :, here]
-    return Whole(whole.m[:, :, here], whole.z[:, :, here], whole.delta[:, :, here], tilt, o, values)
+    return Whole(*(x[:, :, here] for x in (whole.m, whole.z, whole.delta, whole.o)))
 
 
 def slice_upstream(upstream: Upstream, here: slice) -> Upstream:

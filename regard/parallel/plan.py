@@ -13,7 +13,7 @@ from regard import normalizers
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.problem import Problem
 from regard.normalizers._families import nothing
-from regard.parallel import merge_statistics, reference_rows
+from regard.parallel import reference_rows
 from regard.parallel.group import RankGroup
 from regard.parallel.layout import Spans, locate_spans
 
@@ -37,11 +37,6 @@ class Plan:
     mask: Tensor | None = None
     interval: Tensor | None = None  # [3, B, H, the queries of all ranks]
     causal_only: bool = False  # True if positions matter for causal order alone
-
-    @property
-    def finishes_statistics(self) -> bool:
-        """True if the engine finishes the statistics of each part instead of leaving sums."""
-        return self.engine is not None and _is_on_gpu(self.engine)
 
     @property
     def total_queries(self) -> int:
@@ -107,7 +102,6 @@ class Plan:
             k=k[:, :, there],
             v=v[:, :, there],
             choice=part_normalizer(rows),
-            stats=merge_statistics.required(rows.stats) if self.finishes_statistics else rows.stats,
             bias=cut(rows.bias),
             mask=cut(rows.mask),
             temperature=None if rows.temperature is None else rows.temperature[:, :, here],
@@ -180,8 +174,7 @@ def choose_engine(problem: Problem, backend: str | None) -> tuple[ModuleType | N
     if backend not in PARTS or (backend == "triton" and problem.dropout_p):  # dropout counts rows of the whole sequence
         return None, reference_rows
     parts, kernels = backend_module(PARTS, backend), backend_module(ATTENTION, backend)
-    if backend == "cpu":
-        return (None if choice.family == "threshold" else parts), kernels
-    # Triton's z includes the constant that must enter once
+    # the GPU kernels' z includes the constant that must enter once
     has_rest = choice.family == "ratio" and not choice.exponential and choice.rest is not nothing
-    return (parts if parts.takes(problem) and not has_rest else None), kernels
+    is_whole = problem.stats or choice.family == "threshold" or (has_rest and backend == "triton")
+    return None if is_whole else parts, kernels

@@ -137,7 +137,7 @@ def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
         order = statistics.with_gradient_inputs(statistics.resolve(names), problem.choice)
         unit = replace(problem, stats=order, dropout_p=0.0)
         inputs = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
-        values = ParallelAttention.apply(replace(plan, problem=unit), scheme, *inputs)[1]
+        values = ParallelAttention.apply(replace(plan, problem=unit, engine=None), scheme, *inputs)[1]
         return dict(zip(unit.stats, values, strict=True))
 
     return check_policy_tensor(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))

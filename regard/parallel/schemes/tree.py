@@ -8,7 +8,7 @@ the ranks beyond the last power of two send their parts first and receive the wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, sl
 from regard.parallel.group import RankGroup
 from regard.parallel.merge import Total, add_part, empty_part
 from regard.parallel.plan import Plan
-from regard.statistics import State
 
 
 def forward(plan: Plan) -> list[Total]:
@@ -28,7 +27,7 @@ def forward(plan: Plan) -> list[Total]:
         add_part(totals, queries, here, plan.engine.forward(pair))
     for total, (_, chunk) in zip(totals, plan.rows(plan.problem, queries), strict=True):
         if total.o is None:
-            total.add(empty_part(chunk, plan.finishes_statistics))
+            total.add(empty_part(chunk))
     return [all_merge(plan.group, total) for total in totals]
 
 
@@ -75,10 +74,8 @@ def all_merge(group: RankGroup, total: Total, step: str = "tree") -> Total:
 
 
 def _merge_totals(first: Total, second: Total) -> Total:
-    total = Total(first.choice, first.o, first.m, first.z, first.state, first.merged)
-    total.add(Part(second.o, second.m, second.z, stats=second.merged))
-    if first.state is not None and second.state is not None:
-        total.state = first.state.merge(second.state, first.choice)
+    total = Total(first.choice, first.o, first.m, first.z)
+    total.add(Part(second.o, second.m, second.z))
     return total
 
 
@@ -97,25 +94,11 @@ def _receive(group: RankGroup, like: Total, source: int, step: str, at: int) -> 
     return _unpack(received, like)
 
 
-def _tensors(total: Total) -> list[Tensor]:
-    tensors = [total.o, total.m, total.z]
-    tensors += [] if total.merged is None else [total.merged[name] for name in sorted(total.merged)]
-    return tensors + ([] if total.state is None else [getattr(total.state, field.name) for field in fields(State)])
-
-
 def _pack(total: Total) -> Tensor:
-    wide = torch.float64 if total.state is not None else total.o.dtype
-    return torch.cat([x.to(wide).reshape(-1) for x in _tensors(total)])
+    return torch.cat([x.reshape(-1) for x in (total.o, total.m, total.z)])
 
 
 def _unpack(flat: Tensor, like: Total) -> Total:
-    pieces, at = [], 0
-    for x in _tensors(like):
-        pieces.append(flat[at : at + x.numel()].view(x.shape).to(x.dtype))
-        at += x.numel()
-    o, m, z, *more = pieces
-    mix = None if like.merged is None else {name: more.pop(0) for name in sorted(like.merged)}
-    state = None
-    if like.state is not None:
-        state = State(**{field.name: x for field, x in zip(fields(State), more, strict=True)})
-    return Total(like.choice, o, m, z, state, mix)
+    parts = flat.split([x.numel() for x in (like.o, like.m, like.z)])
+    o, m, z = (part.view(x.shape) for part, x in zip(parts, (like.o, like.m, like.z), strict=True))
+    return Total(like.choice, o, m, z)

@@ -76,15 +76,14 @@ def backward_kernel(
 ) -> Callable:
     """The backward kernel; `from_logits` keeps the logits to the end, as the statistics' gradients need."""
     template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
-    flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient, is_part=False)
+    flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient)
     return template_kernel(normalizer, precision, template, **flags)
 
 
 @cache_by_normalizer
-def part_kernel(normalizer: Normalizer, precision: str, stat_gradients: bool) -> Callable:
+def part_kernel(normalizer: Normalizer, precision: str) -> Callable:
     """The backward kernel of a part of the keys, where the whole row's m, Z and δ are known."""
-    flags = dict(stat_gradients=stat_gradients, is_part=True)
-    return template_kernel(normalizer, precision, backward_rows.backward_part, **flags)
+    return template_kernel(normalizer, precision, backward_rows.backward_part, stat_gradients=False)
 
 
 @cache_by_normalizer

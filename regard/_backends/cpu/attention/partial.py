@@ -21,12 +21,12 @@ from regard.normalizers._language import speak, torch_words
 def forward(problem: Problem) -> Part:
     """The part of a ratio or pointwise normaliser, before rest and sink."""
     problem = detach_problem(problem)
-    o, m, z, sums = compute_forward(problem, problem.accumulator, keep_sums=True)
+    o, m, z, _ = compute_forward(problem, problem.accumulator)
     rest = getattr(problem.choice.normalizer, "rest", nothing)
     if rest is not nothing:  # it joins once, when all parts are there
         own = z - speak(rest, torch_words)(torch.exp(-m))
         o, z = o * torch.where(own > 0, z / own, 0.0)[..., None], own
-    return Part(o, m, z, sums=sums if problem.stats else None)
+    return Part(o, m, z)
 
 
 def backward(problem: Problem, whole: Whole, upstream: Upstream) -> Gradients:
@@ -34,13 +34,12 @@ def backward(problem: Problem, whole: Whole, upstream: Upstream) -> Gradients:
     problem = detach_problem(problem)
     wide, theta = problem.accumulator, problem.choice.theta or 0.0
     state = [x.to(wide) for x in (whole.m, whole.z, whole.delta)]
-    tilt = state[0][None] if whole.tilt is None else whole.tilt.to(wide)
     ds_dot_s = torch.zeros(problem.q.shape[:3], dtype=wide)
-    run = kernels.part_kernel(problem.choice.normalizer, precision_of(wide), whole.tilt is not None)
+    run = kernels.part_kernel(problem.choice.normalizer, precision_of(wide))
 
     def rows(block: Block, s: Tensor, dp: Tensor) -> None:
         found = block.row_output(ds_dot_s)
-        arrays = *(block.row_array(x) for x in state), block.row_array(tilt), found
+        arrays = *(block.row_array(x) for x in state), found
         run(block.as_matrix(s), block.as_matrix(dp), block.geometry, theta, *arrays)
         block.store_rows(ds_dot_s, found)
 

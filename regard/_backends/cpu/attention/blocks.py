@@ -84,10 +84,6 @@ class Block:
         first = self.keys.start - self.rows[2].stop + queries  # where the last query's row begins
         return slice(first, first + self.shape[2] + self.size[2] - 1)
 
-    def unflatten(self, x: Tensor) -> Tensor:
-        """A view of x, one entry or one row per row of the block, as [entries, heads, queries] or [..., C]."""
-        return x.view(self.size) if x.ndim == 1 else x.view(*self.size, x.shape[-1])
-
     def row_array(self, x: Tensor) -> np.ndarray:
         """The block's rows of x [..., B, H, M] as a contiguous array [..., rows], a copy where it must be.
 

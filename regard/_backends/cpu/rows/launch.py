@@ -22,12 +22,11 @@ from torch import Tensor
 
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
 from regard._backends.cpu.rows import pointwise, ratio, threshold
-from regard._backends.cpu.rows.row_io import storage_tiles
 from regard._backends.cpu.threads import run_row_ranges
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, MIN_WIDTH = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _NO_MASK = np.empty(0, np.bool_), 0, False
 _FAMILIES = {"pointwise": pointwise, "ratio": ratio, "threshold": threshold}
 
@@ -40,6 +39,9 @@ def forward(
     s: [R, N], float64, float32, bfloat16 or float16; the 16-bit dtypes are computed in float32.
     theta: one parameter per row, [R]; None takes the choice's own. mask: bool [R, N], any strides, True = visible.
     """
+    if s.dtype in HALF:
+        p, state = forward(s.float(), choice, theta, mask, scale)
+        return p.to(s.dtype), state
     p = torch.empty_like(s, memory_format=torch.contiguous_format)
     state = torch.zeros((2, s.shape[0]), dtype=torch.float64 if s.dtype == torch.float64 else torch.float32)
     _run(choice, "forward", (s, p), state, theta, mask, scale)
@@ -65,6 +67,8 @@ def backward(
     scale: float = 1.0,
 ) -> Tensor:
     """ds = scale·(a·dp − b·δ), [R, N]; saved is p where the choice has `slope_of_weight`, else s."""
+    if saved.dtype in HALF:
+        return backward(dp.float(), saved.float(), state, choice, theta, mask, scale).to(saved.dtype)
     ds = torch.empty_like(saved, memory_format=torch.contiguous_format)
     job = "backward_of_scores" if choice.slope_of_weight is None else "backward_of_weights"
     _run(choice, job, (dp.to(saved.dtype), saved, ds), state, theta, mask, scale)
@@ -86,8 +90,8 @@ def _run(
     compiled = _row_kernel(choice.normalizer, job, matrices[0].dtype)
     parameters = _parameter(choice.theta or 0.0, state.dtype), 0  # row i has parameters[i·step]
     if theta is not None:
-        parameters = _as_array(theta.to(state.dtype)), 1
-    arrays = *map(_as_array, matrices), _as_array(state)
+        parameters = as_array(theta.to(state.dtype)), 1
+    arrays = *map(as_array, matrices), as_array(state)
     visible = _NO_MASK if mask is None else _mask_array(mask)
     width = max(columns + PADDING, MIN_WIDTH)
 
@@ -102,15 +106,14 @@ def _run(
 def _row_kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family, precision = _FAMILIES[normalizer.family], precision_of(dtype)
     lanes = 8 if precision == "float64" else 16
-    tiles = {**family.tile_functions(normalizer), **storage_tiles(dtype), "index": f"index_{precision}", "lanes": lanes}
+    tiles = {**family.tile_functions(normalizer), "index": f"index_{precision}", "lanes": lanes}
     return kernel(getattr(family, job), tiles, precision)
 
 
-def _as_array(x: Tensor) -> np.ndarray:
+def as_array(x: Tensor) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
-    x = x.contiguous()
-    return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()
+    return x.contiguous().numpy()
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,4 +127,4 @@ def _mask_array(mask: Tensor) -> tuple[np.ndarray, int, bool]:
     if columns > 1 and mask.stride(1) != 1:
         mask = mask.contiguous()
     step = mask.stride(0) if rows > 1 else 0
-    return _as_array(mask.as_strided(((rows - 1) * step + columns,), (1,))), step, True
+    return as_array(mask.as_strided(((rows - 1) * step + columns,), (1,))), step, True

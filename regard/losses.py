@@ -15,9 +15,6 @@ tensor([0., 0., 0.])
 
 from __future__ import annotations
 
-import numbers
-from typing import Any
-
 from torch import Tensor, nn
 
 from regard import normalizers
@@ -32,7 +29,6 @@ from regard._core.rows.losses import (
     potential,
     reduce_losses,
 )
-from regard.normalizers import Choice
 
 __all__ = [
     "Entmax15Loss",
@@ -146,14 +142,7 @@ def entmax_bisect_loss(
     """
     if isinstance(alpha, Tensor):
         return fenchel_young(logits, target, "entmax", alpha, ignore_index, reduction)
-    return fenchel_young(logits, target, _entmax(alpha), None, ignore_index, reduction)
-
-
-def _entmax(alpha: float) -> Choice:
-    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
-        raise TypeError(f"alpha must be a number or a tensor, got {type(alpha).__name__}")
-    member: Any = normalizers.get("entmax").normalizer
-    return Choice(member, member.parameter.check(alpha))
+    return fenchel_young(logits, target, normalizers.get("entmax", alpha=alpha), None, ignore_index, reduction)
 
 
 class FenchelYoungLoss(nn.Module):
@@ -237,7 +226,7 @@ class EntmaxBisectLoss(FenchelYoungLoss):
     def __init__(
         self, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "elementwise_mean"
     ) -> None:
-        spec = "entmax" if isinstance(alpha, Tensor) else _entmax(alpha).spec
+        spec = "entmax" if isinstance(alpha, Tensor) else normalizers.get("entmax", alpha=alpha).spec
         super().__init__(spec, ignore_index=ignore_index, reduction=reduction)
         self.alpha = alpha
 

@@ -15,8 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import reference, statistics
 from regard._core import ops
 from regard._core.derivatives import transforms
-from regard._core.derivatives.autograd import FusedAttention
-from regard._core.derivatives.double_backward import differentiable_twice
+from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.device import has_bulk_copies
 from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate

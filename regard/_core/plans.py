@@ -20,8 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
-from regard._core.derivatives.autograd import FusedAttention
-from regard._core.derivatives.double_backward import differentiable_twice
+from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.derivatives.transforms import Duals, Setting, split_duals
 from regard._core.device import has_bulk_copies
 from regard._core.dispatch import has_transform, why_not_carried

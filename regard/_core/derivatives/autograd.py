@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
+FUSED = "ScaledDotProduct"  # how torch calls the backward nodes of its fused kernels
 BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
 OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative", "theta")  # inputs that may have gradients
 LEARNED = {name: TENSORS.index(name) for name in OPTIONAL}  # their places in TENSORS
@@ -126,3 +128,37 @@ def differentiable_gradients(
     asked = [x for x, needed in zip(own, needs, strict=True) if needed and x is not None]
     found = iter(torch.autograd.grad(outputs, asked, upstreams, create_graph=True, allow_unused=True))
     return tuple(next(found) if needed else None for needed in needs)
+
+
+def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callable[..., Tensor]) -> Tensor:
+    """out = attend(*inputs) by torch's fused attention, whose gradients have gradients now; inputs are q, k and v.
+
+    With create_graph=True its gradients are made anew by torch's plain products, N × N. The inputs are remembered until the first backward, which frees what torch has saved too; not at all where somebody else
+    decides what is saved (checkpointing, offloading).
+    """
+    node = out.grad_fn
+    if node is None or is_saved_elsewhere() or not node.name().startswith(FUSED):
+        return out
+    kept = list(inputs)
+
+    def again(found: tuple[Tensor | None, ...], upstream: tuple[Tensor | None, ...]):
+        if not torch.is_grad_enabled():
+            kept.clear()
+            return None
+        wanted = [at for at, gradient in enumerate(found) if gradient is not None]
+        shapes = {at: x.shape for at, x in enumerate(kept)}
+        if upstream[0] is None or any(shapes.get(at) != found[at].shape for at in wanted):  # type: ignore[union-attr]
+            return None
+        own = [x.view_as(x) for x in kept]  # one may hang on another: each counts for itself
+        with sdpa_kernel(SDPBackend.MATH):
+            o = attend(*own)
+        made = iter(torch.autograd.grad(o, [own[at] for at in wanted], upstream[0], create_graph=True))
+        return tuple(next(made) if at in wanted else None for at in range(len(found)))
+
+    node.register_hook(again)
+    return out
+
+
+def is_saved_elsewhere() -> bool:
+    """True if saved-tensor hooks (checkpointing, offloading) decide what this forward saves for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

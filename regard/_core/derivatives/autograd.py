@@ -133,8 +133,9 @@ def differentiable_gradients(
 def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callable[..., Tensor]) -> Tensor:
     """out = attend(*inputs) by torch's fused attention, whose gradients have gradients now; inputs are q, k and v.
 
-    With create_graph=True its gradients are made anew by torch's plain products, N × N. The inputs are remembered until the first backward, which frees what torch has saved too; not at all where somebody else
-    decides what is saved (checkpointing, offloading).
+    With create_graph=True its gradients are made anew by torch's plain products, N × N. The inputs are remembered until
+    the first backward, which frees what torch has saved too; not at all where somebody else decides what is saved
+    (checkpointing, offloading).
     """
     node = out.grad_fn
     if node is None or is_saved_elsewhere() or not node.name().startswith(FUSED):

@@ -63,8 +63,6 @@ def test_two_names_of_the_scale():
         (dict(cu_seqlens_q=[1, 5, 5, 12, 16]), "begin with 0"),
         (dict(cu_seqlens_q=[0, 16]), "as many documents"),
         (dict(cu_seqlens_k=None), "cu_seqlens_k must be given"),
-        (dict(max_seqlen_q=3), "max_seqlen_q is 3"),
-        (dict(max_seqlen_k=5), "max_seqlen_k is 5"),
         (dict(window_size=(-2, 0)), "window_size"),
         (
             dict(gate=torch.zeros(4, 16)),
@@ -102,7 +100,7 @@ def test_layers_share_the_mask_of_their_cu_seqlens_until_it_changes():
     assert not torch.allclose(other, first)
     for _ in range(2 * MAX_INTERVALS):  # batches come and go: neither masks nor plans pile up
         regard.attention_varlen(q, k, v, cu.clone(), normalizer="entmax15")
-    assert len(varlen._recent) <= recent.MOST and len(plans) <= MAX_INTERVALS
+    assert len(varlen._recent) <= varlen.MOST and len(plans) <= MAX_INTERVALS
     with torch.inference_mode():
         ends = torch.tensor([0, 4, 9])
         regard.attention_varlen(q, k, v, ends, causal=True, normalizer="entmax15")

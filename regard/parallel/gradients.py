@@ -57,6 +57,6 @@ def slice_rows(whole: Whole, here: slice) -> Whole:
 
 
 def slice_upstream(upstream: Upstream, here: slice) -> Upstream:
-    """Return the upstream gradients of the rows `here`."""
-    stats = {name: x[:, :, here] for name, x in upstream.stats.items()}
-    return replace(upstream, o=upstream.o[:, :, here], stats=stats)
+    """Return the upstream gradients of the rows `here`, contiguous, as GPU kernels take them."""
+    stats = {name: x[:, :, here].contiguous() for name, x in upstream.stats.items()}
+    return replace(upstream, o=upstream.o[:, :, here].contiguous(), stats=stats)

@@ -40,7 +40,7 @@ def attention(
     True
     >>> torch.distributed.destroy_process_group()
 
-    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys
+    For ratio and pointwise maps keys go round a ring; for threshold maps and statistics every rank gathers all keys
     (docs/developers/parallel.md).
     The ranks compare types, shapes and options first; an error of one rank is raised on all. If a rank dies or stalls,
     the call ends on every other rank with a `RankError`, at the latest after the group's timeout.
@@ -81,7 +81,8 @@ def decode(
     True
     >>> torch.distributed.destroy_process_group()
 
-    The result has the same bits on every rank and takes ⌈log₂ W⌉ messages of the size of the output. Given the same
+    The result has the same bits on every rank and takes ⌈log₂ W⌉ messages of the size of the output (for threshold maps
+    and statistics all keys are gathered). A bias has no gradient. Given the same
     upstream gradient on every rank, gradients of q and of other replicated arguments are whole on every rank; those of
     k and v are of the rank's shard. Other arguments as in `attention`.
 

@@ -43,7 +43,8 @@ def backward(plan: Plan, saved: Forward, upstream: Upstream, shared: bool) -> Gr
     dk, dv = (torch.zeros(x.shape, dtype=problem.accumulator, device=x.device) for x in keys)
     dsink = torch.zeros(problem.q.shape[:3], dtype=dk.dtype, device=dk.device) if upstream.sink else None
     for here, chunk in _chunks(plan, *keys):
-        own = Forward(saved.o[:, :, here], saved.shift[:, :, here], saved.z[:, :, here], saved.stats[..., here])
+        known = saved.o[:, :, here], saved.shift[:, :, here], saved.z[:, :, here], saved.stats[..., here]
+        own = Forward(*(x.contiguous() for x in known))  # as GPU kernels take them
         grads = plan.kernels.backward(chunk, own, slice_upstream(upstream, here))
         sums.add(grads, here, slice(None))
         dk, dv = dk + grads.k, dv + grads.v

@@ -23,7 +23,7 @@ def backward(problem: Problem, whole: Whole, upstream: Upstream) -> Gradients:
     """Compute the gradients that these keys give, from what is known of the whole rows."""
     stats = whole.m.new_empty((0, *whole.m.shape))
     known = Forward(whole.o.contiguous(), whole.m.contiguous(), whole.z.contiguous(), stats)
-    return attention.backward(localize(problem), known, replace(upstream, o=upstream.o.contiguous()))
+    return attention.backward(localize(problem), known, upstream)
 
 
 def localize(problem: Problem) -> Problem:

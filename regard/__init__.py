@@ -14,6 +14,7 @@ from regard._core.qk_norm import qk_norm
 from regard._core.rows.functions import (
     entmax,
     entmax15,
+    gumbel_softmax,
     log_softmax,
     logsumexp,
     normalize,
@@ -25,7 +26,6 @@ from regard._core.rows.functions import (
     softpick,
     sparsemax,
 )
-from regard._core.rows.gumbel import gumbel_softmax
 from regard._core.rows.jacobian import jacobian, vjp
 from regard._core.rows.online_softmax import OnlineSoftmax
 from regard.mask import Mask

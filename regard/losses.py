@@ -15,9 +15,6 @@ tensor([0., 0., 0.])
 
 from __future__ import annotations
 
-import numbers
-from typing import Any
-
 from torch import Tensor, nn
 
 from regard import normalizers
@@ -32,7 +29,6 @@ from regard._core.rows.losses import (
     potential,
     reduce_losses,
 )
-from regard.normalizers import Choice
 
 __all__ = [
     "Entmax15Loss",
@@ -70,8 +66,7 @@ def fenchel_young_loss(
         logits: (…, classes); float32, bfloat16, float16 or float64, summed in float32 (float64 for float64).
         target: class indices (…), integers. On a CPU an index that is no class is refused; on a GPU, which is not
             waited for, it makes the loss and the gradient of its row NaN.
-        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)". entmax below α = 1.1 is computed in float64,
-            below 1.005 and above 2 by the dense reference.
+        normalizer: softmax, sparsemax, entmax15 or "entmax(alpha=1.25)". entmax below α = 1.1 is computed in float64.
         ignore_index: rows with this target have loss 0 and gradient 0, and do not count in the mean.
         reduction: "none", "sum", or "mean" over the rows that are not ignored, which `entmax` calls
             "elementwise_mean".
@@ -95,12 +90,7 @@ def softmax_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, re
     >>> regard.losses.softmax_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]))
     tensor([1.0239])
 
-    Returns:
-        As `regard.losses.fenchel_young_loss`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.losses.fenchel_young_loss` raises it.
+    Arguments, result and errors are those of `regard.losses.fenchel_young_loss`.
     """
     return fenchel_young(logits, target, "softmax", None, ignore_index, reduction)
 
@@ -112,12 +102,7 @@ def sparsemax_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, 
     >>> regard.losses.sparsemax_loss(torch.tensor([[0.0, 0.5, -2.0], [1.5, 0.5, -2.0]]), torch.tensor([0, 0]))
     tensor([0.5625, 0.0000])
 
-    Returns:
-        As `regard.losses.fenchel_young_loss`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.losses.fenchel_young_loss` raises it.
+    Arguments, result and errors are those of `regard.losses.fenchel_young_loss`.
     """
     return fenchel_young(logits, target, "sparsemax", None, ignore_index, reduction)
 
@@ -129,12 +114,7 @@ def entmax15_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, r
     >>> regard.losses.entmax15_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]))
     tensor([0.6844])
 
-    Returns:
-        As `regard.losses.fenchel_young_loss`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.losses.fenchel_young_loss` raises it.
+    Arguments, result and errors are those of `regard.losses.fenchel_young_loss`.
     """
     return fenchel_young(logits, target, "entmax15", None, ignore_index, reduction)
 
@@ -150,29 +130,19 @@ def entmax_bisect_loss(
     """p·z + H_α(p) − z_y with p = entmax_α(z); 0 once z_y is 1/(α − 1) above all others.
 
     The name is that of the package `entmax`; nothing is bisected. A tensor `alpha` (…, 1) receives a gradient and takes
-    the dense reference, as numbers below 1.005 and above 2 do.
+    the dense reference. Other arguments and the result are those of `regard.losses.fenchel_young_loss`.
 
     >>> import regard, torch
     >>> regard.losses.entmax_bisect_loss(torch.tensor([[0.0, 0.5, -2.0]]), torch.tensor([0]), alpha=1.25)
     tensor([0.7971])
 
-    Returns:
-        As `regard.losses.fenchel_young_loss`.
-
     Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: `alpha` lies outside [1, 32] or does not broadcast; or as `regard.losses.fenchel_young_loss`.
+        TypeError: `alpha` is neither a number nor a tensor.
+        ValueError: `alpha` lies outside [1, 2] or does not broadcast.
     """
     if isinstance(alpha, Tensor):
         return fenchel_young(logits, target, "entmax", alpha, ignore_index, reduction)
-    return fenchel_young(logits, target, _entmax(alpha), None, ignore_index, reduction)
-
-
-def _entmax(alpha: float) -> Choice:
-    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
-        raise TypeError(f"alpha must be a number or a tensor, got {type(alpha).__name__}")
-    member: Any = normalizers.get("entmax").normalizer
-    return Choice(member, member.parameter.check(alpha))
+    return fenchel_young(logits, target, normalizers.get("entmax", alpha=alpha), None, ignore_index, reduction)
 
 
 class FenchelYoungLoss(nn.Module):
@@ -256,7 +226,7 @@ class EntmaxBisectLoss(FenchelYoungLoss):
     def __init__(
         self, alpha: float | Tensor = 1.5, *, ignore_index: int = -100, reduction: str = "elementwise_mean"
     ) -> None:
-        spec = "entmax" if isinstance(alpha, Tensor) else _entmax(alpha).spec
+        spec = "entmax" if isinstance(alpha, Tensor) else normalizers.get("entmax", alpha=alpha).spec
         super().__init__(spec, ignore_index=ignore_index, reduction=reduction)
         self.alpha = alpha
 

@@ -230,12 +230,13 @@ def of_problem(problem: Problem) -> tuple[Tensor, Tensor]:
 
     Long sequences go block by block, each recomputed in backward, so that memory stays O(BLOCK · N).
     """
-    total = problem.q.shape[2]
-    if total <= BLOCK:
-        return _of_block(problem, 0, total)
+    count, begin = problem.q.shape[2], problem.first_query
+    total = count if problem.queries is None else problem.queries
+    if count <= BLOCK:
+        return _of_block(problem, begin, total)
     blocks = [
-        checkpoint(_of_block, problem.block(first, first + BLOCK), first, total, use_reentrant=False)
-        for first in range(0, total, BLOCK)
+        checkpoint(_of_block, problem.block(first, first + BLOCK), begin + first, total, use_reentrant=False)
+        for first in range(0, count, BLOCK)
     ]
     return torch.cat([o for o, _ in blocks], -2), torch.cat([stats for _, stats in blocks], -1)
 

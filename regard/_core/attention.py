@@ -5,10 +5,11 @@ No path but the reference builds an N × N tensor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -187,28 +188,16 @@ def attention(
     return execute(call)
 
 
+def bind_arguments(arguments: tuple, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
+    """Return (q, k, v, the options) of the arguments of a function that takes those of `attention`."""
+    given = inspect.signature(attention).bind(*arguments, **options)
+    given.apply_defaults()
+    q, k, v, *others = given.arguments.values()
+    return q, k, v, AttentionOptions(*others)
+
+
 @takes_torch_names
-def attention_path(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    normalizer: str | Choice = "softmax",
-    temperature: Temperature = None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: Window = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: Wanted = False,
-    backend: str | None = None,
-) -> Path:
+def attention_path(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Path:
     """The backend that `regard.attention` takes for these arguments, and why; nothing is computed.
 
     >>> import regard, torch
@@ -218,6 +207,8 @@ def attention_path(
     >>> regard.attention_path(q, k, v, return_stats=True).backend
     'cpu'
 
+    The other arguments are those of `regard.attention`.
+
     Returns:
         A `Path`: `.backend`, and `.reason` in words; on a GPU also the kernel, and why faster ones were passed over.
 
@@ -225,11 +216,7 @@ def attention_path(
         TypeError: As `regard.attention` raises it.
         ValueError: As `regard.attention` raises it.
     """
-    options = AttentionOptions(
-        attn_mask, dropout_p, is_causal, scale, enable_gqa, normalizer, temperature, softcap, score_mod, sink, window,
-        key_lengths, gate, return_stats, backend,
-    )  # fmt: skip
-    call = prepare(q, k, v, options)
+    call = prepare(*bind_arguments((q, k, v, *others), options))
     if call.path.backend == "triton":
         return replace(call.path, reason=f"{call.path.reason}; kernel {describe_kernel(call.problem)}")
     return call.path

@@ -36,46 +36,62 @@ class Path:
 
 def choose(problem: Problem, policy: object | None, backend: str | None) -> Path:
     """The path of a problem; a backend asked for by name that cannot take it raises."""
-    device = problem.q.device.type
-    obstacle = why_not_torch(problem, policy)
+    device, obstacle = problem.q.device.type, why_not_torch(problem, policy)
     if backend is not None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
         _check_backend(backend, problem, obstacle)
         return Path(backend, REQUESTED)
-    if not problem.choice.fused_in_attention:
-        return Path("reference", f"{problem.choice.spec} has no fused form")
-    if reason := find_theta_obstacle(problem):
-        return Path("reference", reason)
-    if on_request := find_on_request(problem):
-        return Path("reference", f"the statistic {on_request}, which no fused kernel computes")
-    if learns_score(problem):
-        return Path("reference", "params of score_mod that have gradients, which no fused kernel computes")
+    unfused = why_not_fused(problem, device == "cuda")
+    if obstacle is None and (unfused or not has_transform(problem)):
+        return _choose_for_plain_softmax(problem)
+    if unfused is not None:
+        return Path("reference", unfused)
     if has_transform(problem):
-        uncarried = why_not_carried(problem)
-        if uncarried is None:
-            return Path("cpu" if device == "cpu" else "triton", f"{TRANSFORM}: fused tangents and gradients")
-        if obstacle is not None:
-            return Path("reference", f"{TRANSFORM} that the fused kernels cannot carry: {uncarried}")
-    if obstacle is None and problem.mask is not None and is_our_forward_faster(problem):
-        return Path("triton", "plain softmax of many scores beside a bool mask: our kernels, which are faster here")
-    if obstacle is None and is_our_forward_faster(problem):
-        return Path("triton", "plain softmax of many scores: our forward, which is faster here, and cuDNN's backward")
-    if obstacle is None:
-        hopper = device == "cuda" and has_bulk_copies(problem.q.device)
-        kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
-        return Path("torch", f"plain softmax without statistics: {kernels}")
+        return Path("cpu" if device == "cpu" else "triton", f"{TRANSFORM}: fused tangents and gradients")
+    if device == "cuda":
+        return Path("triton", f"{obstacle}: fused GPU kernel")
     if device == "cpu":
         return Path("cpu", f"{obstacle}: blocked over queries, BLAS and fused rows")
     if device == "meta":
         return Path("cpu", f"{obstacle}, of shapes alone: nothing is computed")
-    if device == "cuda":
-        if problem.q.dtype == torch.float64:
-            return Path("reference", f"{obstacle}, in float64, which the GPU kernels do not take")
-        if (width := head_width(problem)) > widest(problem.q.device, problem.q.element_size()):
-            return Path("reference", f"{obstacle}, with heads of {width}, for which the GPU has no shared memory")
-        return Path("triton", f"{obstacle}: fused GPU kernel")
     return Path("reference", f"{obstacle}, and there is no fused kernel for device {device!r}")
+
+
+def _choose_for_plain_softmax(problem: Problem) -> Path:
+    """The path of what torch's sdpa can compute."""
+    if is_our_forward_faster(problem):
+        if problem.mask is not None:
+            return Path("triton", "plain softmax of many scores beside a bool mask: our kernels, which are faster here")
+        return Path("triton", "plain softmax of many scores: our forward, which is faster here, and cuDNN's backward")
+    hopper = problem.q.is_cuda and has_bulk_copies(problem.q.device)
+    kernels = "torch's own fused kernels" + (", cuDNN's first" if hopper else "")
+    return Path("torch", f"plain softmax without statistics: {kernels}")
+
+
+def why_not_fused(problem: Problem, on_gpu: bool) -> str | None:
+    """Why the fused kernels of the CPU, or the GPU, cannot compute a problem, in a few words; None if they can."""
+    if not problem.choice.fused_in_attention:
+        return f"{problem.choice.spec} has no fused form"
+    if reason := find_theta_obstacle(problem):
+        return reason
+    if on_request := find_on_request(problem):
+        return f"the statistic {on_request}, which no fused kernel computes"
+    if problem.score_params is not None and problem.score_params.requires_grad:
+        return "params of score_mod that have gradients, which no fused kernel computes"
+    if has_transform(problem) and (reason := why_not_carried(problem)):
+        return f"{TRANSFORM} that the fused kernels cannot carry: {reason}"
+    return find_gpu_obstacle(problem) if on_gpu else None
+
+
+def find_gpu_obstacle(problem: Problem) -> str | None:
+    """Why the GPU kernels cannot take the tensors of a problem; None if they can, or are interpreted."""
+    if not problem.q.is_cuda:
+        return None
+    if problem.q.dtype == torch.float64:
+        return "float64, which the GPU kernels do not take"
+    width = max(problem.q.shape[-1], problem.v.shape[-1])
+    if width > widest(problem.q.device, problem.q.element_size()):
+        return f"heads of {width}, for which the GPU has no shared memory"
+    return None
 
 
 def find_theta_obstacle(problem: Problem) -> str | None:
@@ -95,11 +111,6 @@ def find_on_request(problem: Problem) -> str | None:
     return next((name for name in problem.stats if name in ON_REQUEST), None)
 
 
-def learns_score(problem: Problem) -> bool:
-    """True if a gradient of the score function's parameters is recorded."""
-    return problem.score_params is not None and problem.score_params.requires_grad
-
-
 def has_transform(problem: Problem) -> bool:
     """True if a tangent or a torch.func gradient reaches what the weights are made of."""
     p = problem
@@ -110,26 +121,18 @@ def why_not_carried(problem: Problem) -> str | None:
     """Why the fused kernels cannot carry the transform that a call is part of, in a few words; None if they can."""
     if torch.compiler.is_compiling():
         return "torch.compile"
-    q, on_gpu = problem.q, problem.q.is_cuda
+    q = problem.q
     for given, what in (
         (is_within_vmap(), "vmap"),
         (problem.stats, "statistics"),
         (problem.theta is not None, "a parameter per head"),
         (problem.score is not None, "a score function"),
-        (not (on_gpu or q.device.type == "cpu"), f"device {q.device.type!r}"),
+        (not (q.is_cuda or q.device.type == "cpu"), f"device {q.device.type!r}"),
         (torch._C._len_torch_dispatch_stack() or type(q) not in PLAIN, "a tensor subclass or a mode"),
-        (on_gpu and q.dtype == torch.float64, "float64, which the GPU kernels do not take"),
     ):
         if given:
             return what
-    if on_gpu and (width := head_width(problem)) > widest(q.device, q.element_size()):
-        return f"heads of {width}, for which the GPU has no shared memory"
-    return None
-
-
-def transform_error(backend: str, reason: str) -> ValueError:
-    """The error of a backend asked for by name that cannot carry a torch.func transform."""
-    return ValueError(f"backend {backend!r} cannot carry {TRANSFORM} beside {reason}; use backend=None or 'reference'")
+    return find_gpu_obstacle(problem)
 
 
 def why_not_torch(problem: Problem, policy: object | None = None) -> str | None:
@@ -166,33 +169,22 @@ def _is_wider(bias: Tensor | None, q: Tensor) -> bool:
 
 
 def _check_backend(backend: str, problem: Problem, obstacle: str | None) -> None:
-    device = problem.q.device.type
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
+    device, is_interpreted = problem.q.device.type, os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "torch" and obstacle is not None:
         raise ValueError(f"backend 'torch' cannot compute {obstacle}; use backend=None, 'cpu', 'triton' or 'reference'")
     if backend == "cpu" and device != "cpu":
         raise ValueError(f"backend 'cpu' needs tensors on the CPU, got {device}")
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and device != "cuda" and not interpreted:
+    if backend == "triton" and device != "cuda" and not is_interpreted:
         raise ValueError(f"backend 'triton' needs tensors on a CUDA device (or TRITON_INTERPRET=1), got {device}")
-    if backend in ("cpu", "triton"):
-        if on_request := find_on_request(problem):
-            raise ValueError(f"backend {backend!r} does not compute {on_request!r}; use backend=None or 'reference'")
-        if not problem.choice.fused_in_attention:
-            raise ValueError(f"backend {backend!r} has no fused {problem.choice.spec!r}; use backend='reference'")
-        if learns_score(problem):
-            raise ValueError(
-                f"backend {backend!r} has no gradient of params of score_mod; use 'reference' or detach them"
-            )
-        if reason := find_theta_obstacle(problem):
-            raise ValueError(f"backend {backend!r} cannot compute {reason}; use backend='reference'")
-        if has_transform(problem) and (reason := why_not_carried(problem)):
-            raise transform_error(backend, reason)
-        if backend == "triton" and problem.q.dtype == torch.float64 and not interpreted:
-            raise ValueError("backend 'triton' takes float32, bfloat16 and float16, got float64; use 'reference'")
-        if backend == "triton" and device == "cuda":
-            most, width = widest(problem.q.device, problem.q.element_size()), head_width(problem)
-            if width > most:
-                raise ValueError(f"backend 'triton' takes heads of up to {most} here, got {width}; use 'reference'")
+    if backend in ("cpu", "triton") and (reason := why_not_fused(problem, backend == "triton")):
+        raise unfused_error(backend, reason)
+
+
+def unfused_error(backend: str, reason: str) -> ValueError:
+    """The error of a backend asked for by name that cannot compute a call."""
+    return ValueError(f"backend {backend!r} cannot compute this call: {reason}; use backend=None or 'reference'")
 
 
 def is_our_forward_faster(problem: Problem) -> bool:
@@ -212,11 +204,6 @@ def is_our_forward_faster(problem: Problem) -> bool:
         and not has_transform(problem)
         and not torch.are_deterministic_algorithms_enabled()
     )
-
-
-def head_width(problem: Problem) -> int:
-    """The wider of the head widths of k and v."""
-    return max(problem.q.shape[-1], problem.v.shape[-1])
 
 
 def widest(device: torch.device, size: int) -> int:

@@ -15,16 +15,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import reference, statistics
 from regard._core import ops
 from regard._core.derivatives import transforms
-from regard._core.derivatives.autograd import FusedAttention
-from regard._core.derivatives.double_backward import differentiable_twice
+from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.device import has_bulk_copies
-from regard._core.dispatch import PLAIN, REQUESTED, has_transform, transform_error, why_not_carried
-from regard._core.dtypes import reference_dtype
+from regard._core.dispatch import PLAIN, REQUESTED, TRANSFORM, has_transform, unfused_error, why_not_carried
 from regard._core.gate import apply_gate
 from regard._core.ops.backends import ATTENTION, backend_module, is_plain_eager
 from regard._core.prepare import Call
 from regard._core.problem import Problem
-from regard._core.readable import is_mapped, readable
+from regard._core.readable import is_mapped
 from regard._core.rows.execute import is_transformed
 from regard._core.validation import check_policy_result
 from regard.statistics import Statistics
@@ -108,24 +106,7 @@ def run_torch(call: Call) -> Result:
         out = attend(q, k, v)
     if not problem.dropout_p and not torch.compiler.is_compiling() and not is_mapped(out):
         out = differentiable_twice(out, (q, k, v), attend)
-    if mask is None:
-        out = restore_nan(out, q, k)
     return (out if empty is None else out.masked_fill(empty, 0.0)), None, ()
-
-
-def restore_nan(out: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Put back the NaN of rows for which torch's CPU kernel, over fewer than 16 keys, answers 0.
-
-    Without a mask every row sees key 0, so that its logit is NaN where the row is.
-    """
-    if torch.compiler.is_compiling() or not 0 < k.shape[2] < 16 or not out.numel() or not readable(out):
-        return out
-    if not bool((out.detach()[..., 0] == 0).any()):
-        return out
-    first = k.detach()[:, :, :1].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logit = (q.detach() * first).sum(-1, keepdim=True, dtype=reference_dtype(q.device))
-    lost = logit.isnan() & (out.detach() == 0).all(-1, keepdim=True)
-    return out + torch.zeros_like(logit, dtype=out.dtype).masked_fill(lost, math.nan) if bool(lost.any()) else out
 
 
 def draw_seed(problem: Problem) -> Tensor | None:
@@ -183,7 +164,7 @@ def run_transformed(call: Call) -> Result:
         inputs = replace(call, problem=problem).inputs
         return transforms.attend(problem.without_tensors(), call.path.backend, inputs), None, ()
     if call.path.reason == REQUESTED:
-        raise transform_error(call.path.backend, reason)
+        raise unfused_error(call.path.backend, f"{TRANSFORM} beside {reason}")
     return dense_attention(call)
 
 

@@ -9,13 +9,12 @@ and writes every number once; elsewhere torch computes the formula.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from regard._core.derivatives.autograd import is_batched
+from regard._core.derivatives.autograd import FusedFormula
 from regard._core.dtypes import accumulator
 from regard._core.ops.backends import is_plain_eager
 from regard.statistics import Statistics
@@ -35,9 +34,12 @@ def apply_gate(o: Tensor, gate: Tensor) -> Tensor:
     g = gate[..., None] if gate.ndim == o.ndim - 1 else gate
     g = g.expand(*o.shape[:-1], g.shape[-1])
     if o.is_cuda and o.dtype != torch.float64 and is_plain_eager():
+        from regard._backends.gpu import gate as kernels
+
         lead = (*(1,) * (4 - o.ndim), *o.shape[:-1])
         four = math.prod(lead[:-2]), *lead[-2:]
-        return FusedGate.apply(*(x.reshape(*four, x.shape[-1]) for x in (o, g))).reshape(o.shape)
+        given = (x.reshape(*four, x.shape[-1]) for x in (o, g))  # [B, H, M, E] and [B, H, M, 1 or E]
+        return FusedFormula.apply(kernels, multiply, (), *given).reshape(o.shape)
     return multiply(o, g)
 
 
@@ -45,27 +47,3 @@ def multiply(o: Tensor, g: Tensor) -> Tensor:
     """The formula in torch's own operations, which have every derivative."""
     wide = accumulator(o.dtype)
     return (o.to(wide) * torch.sigmoid(g.to(wide))).to(o.dtype)
-
-
-class FusedGate(torch.autograd.Function):
-    """o·σ(g) of o [B, H, M, E] and g [B, H, M, 1 or E] by one Triton kernel each way."""
-
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, g: Tensor) -> Tensor:
-        from regard._backends.gpu import gate
-
-        ctx.save_for_backward(o, g)
-        return gate.forward(o, g)
-
-    @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
-        from regard._backends.gpu import gate
-
-        o, g = ctx.saved_tensors
-        if not (torch.is_grad_enabled() or is_batched(do)):  # neither create_graph=True nor mapped
-            return gate.backward(do, o, g)
-        wide = accumulator(o.dtype)
-        s, up = torch.sigmoid(g.to(wide)), do.to(wide)
-        dg = up * o.to(wide) * s * (1.0 - s)
-        dg = dg.sum(-1, keepdim=True) if g.shape[-1] == 1 != o.shape[-1] else dg
-        return (up * s).to(o.dtype), dg.to(g.dtype)

@@ -20,12 +20,10 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import normalizers, statistics
-from regard._core.derivatives.autograd import FusedAttention
-from regard._core.derivatives.double_backward import differentiable_twice
+from regard._core.derivatives.autograd import FusedAttention, differentiable_twice
 from regard._core.derivatives.transforms import Duals, Setting, split_duals
 from regard._core.device import has_bulk_copies
 from regard._core.dispatch import has_transform, why_not_carried
-from regard._core.execute import restore_nan
 from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call
@@ -143,7 +141,6 @@ def _torch_plan(problem: Problem) -> Plan:
     options: dict[str, Any] = dict(is_causal=problem.causal, scale=problem.scale, enable_gqa=grouped)
     plain = partial(scaled_dot_product_attention, **options)
     attend: Callable[..., Tensor] = plain
-    few = problem.k.shape[2] < 16 and problem.q.device.type == "cpu"
     if problem.q.is_cuda and has_bulk_copies(problem.q.device):
         given = SDPAParams(problem.q, problem.k, problem.v, None, 0.0, problem.causal, grouped)
         chosen = torch._fused_sdp_choice(problem.q, problem.k, problem.v, None, 0.0, problem.causal, enable_gqa=grouped)
@@ -152,9 +149,7 @@ def _torch_plan(problem: Problem) -> Plan:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(q, k, v)
-        if out.requires_grad:
-            out = differentiable_twice(out, (q, k, v), plain)
-        return restore_nan(out, q, k) if few else out
+        return differentiable_twice(out, (q, k, v), plain) if out.requires_grad else out
 
     return run
 

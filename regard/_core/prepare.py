@@ -33,7 +33,6 @@ from regard._core.validation import (
     check_theta,
     check_window,
     divide_scale,
-    repeat_heads,
     split_policy,
     split_scale,
     void_outside_kernels,
@@ -90,8 +89,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
     if dropout_p == 1.0:  # every weight is dropped: output and gradients are 0
         v, dropout_p = v.masked_fill(torch.ones((), dtype=torch.bool, device=v.device), 0.0), 0.0
     is_causal, enable_gqa = check_flag(given.is_causal, "is_causal"), check_flag(options.enable_gqa, "enable_gqa")
-    if enable_gqa and rank > 2 and k.shape[-3] != v.shape[-3]:
-        k, v = repeat_heads(k, "k", q), repeat_heads(v, "v", q)
     by_entry = options.key_lengths is not None or given.counts_entries
     lead, batch, heads, kv_heads = broadcast_leading(q, k, v, enable_gqa, by_entry, options.sink)
     queries, keys = q.shape[-2], k.shape[-2]
@@ -141,7 +138,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         else:
             temperature = q.new_full((1, 1, 1), number, dtype=accumulator(q.dtype))
     sink = check_sink(options.sink, choice, heads, lead, batch, queries, q)
-    full = (batch, heads, queries, keys)
     key_lengths, interval = check_key_lengths(options.key_lengths, batch, keys, q), None
     if given.mask is not None:
         counts_distance = "distance" in (wanted or ()) or policy is not None or score is not None
@@ -151,36 +147,17 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Call:
         visible, key_lengths = resolve_mask(given.mask, beside, q, queries, keys, counts_distance)
         is_causal, left, right, interval = visible.causal, visible.left, visible.right, visible.interval
     score_params = None if score is None else score.stack_params(heads, q, accumulator(q.dtype))
-    problem = Problem(
-        q=q,
-        k=k,
-        v=v,
-        choice=choice,
-        scale=scale,
-        softcap=softcap,
-        bias=None if bias is None else bias.expand(full),
-        mask=None if mask is None else mask.expand(full),
-        temperature=None if temperature is None else temperature.expand(full[:3]),
-        sink=None if sink is None else sink.expand(full[:3]),
-        key_lengths=key_lengths,
-        causal=is_causal,
-        left=left,
-        right=right,
-        dropout_p=dropout_p,
-        stats=measured,
-        interval=None if interval is None else interval.expand(3, *full[:3]),
-        row_bias=None if row_bias is None else row_bias.expand(full[:3]),
-        relative=None if relative is None else relative.expand(heads, -1),
-        score=score,
-        score_params=score_params,
-    )
+    sides = dict(causal=is_causal, left=left, right=right)
+    template = Problem(q, k, v, choice, scale, softcap, **sides, dropout_p=dropout_p, stats=measured, score=score)
+    given_options = bias, mask, temperature, sink, key_lengths, None, interval, row_bias, relative, None, score_params
+    problem = template.with_tensors((q, k, v, *given_options))
     theta = None
     if chosen is not choice:
         theta = check_theta(chosen, lead, batch, heads, queries, q, lambda: visible_keys(problem))
-        problem.theta = theta.expand(full[:3])
+        problem.theta = theta.expand(problem.q.shape[:3])
     path = choose(problem, policy, options.backend)
     if theta is not None and path.backend != "reference" and not readable(theta):
         theta = void_outside_kernels(theta, choice)
-        problem.theta = theta.expand(full[:3])
+        problem.theta = theta.expand(problem.q.shape[:3])
     optional = interval, row_bias, relative, theta, score_params, gate, row_shift
     return Call(problem, bias, mask, temperature, sink, policy, unscaled, wanted, lead, dtype, path, *optional)

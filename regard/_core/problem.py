@@ -225,32 +225,21 @@ class Part:
     """Sums of rows over a part of their keys, before sinks and rests; `regard.parallel.merge` has the merge law.
 
     ratio: o = Σu·v / z and z = Σv in the shift m (z = 0: the part weighs nothing). pointwise: o = Σp·v.
-    threshold, at a given τ: o = Σp·v, z = Σp, slopes = Σg′.
     """
 
     o: Tensor  # [B, H, M, E], accumulator dtype
     m: Tensor  # [B, H, M], accumulator dtype
     z: Tensor  # [B, H, M], accumulator dtype
-    slopes: Tensor | None = None  # [B, H, M]
-    sums: Tensor | None = None  # [17, B, H, M] float64, the fields of statistics.State, where statistics are wanted
-    stats: dict[str, Tensor] | None = None  # or the part's own statistics, and the position of its first key
-    first: int = 0
-    rises: Tensor | None = None  # [B, H, M, E]: Σg′·v of a threshold map, from engines that give it; δ = do·rises / Σg′
 
 
 @dataclass
 class Whole:
     """Row numbers that backward of a part takes from the whole rows, each [B, H, M] in the accumulator's dtype.
 
-        ds = a·dp − b·δ + p·(lift − β·(s − m)) + γ·(s − mean)
-
-    The last two terms are the statistics' gradients. Threshold maps: m is the largest gain·s, c = τ − m.
+    ds = a·dp − b·δ
     """
 
     m: Tensor
-    z: Tensor  # Z; Σg′ for threshold maps
+    z: Tensor
     delta: Tensor
-    c: Tensor | None = None
-    tilt: Tensor | None = None  # [4, B, H, M]: lift, β, γ, mean
-    o: Tensor | None = None  # [B, H, M, E], what δ is made of, for kernels that make it
-    values: dict[str, Tensor] | None = None  # the rows' statistics, what the tilt is made of
+    o: Tensor  # [B, H, M, E], what δ is made of, for kernels that make it

@@ -9,14 +9,13 @@ elsewhere torch's `rms_norm` computes it.
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from regard._core.derivatives.autograd import is_batched
-from regard._core.dtypes import accumulator
+from regard._core.derivatives.autograd import FusedFormula
 from regard._core.ops.backends import is_plain_eager
 
 
@@ -54,32 +53,13 @@ def divide_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
     if not x.shape[-1]:
         return x
     if x.ndim == 4 and x.is_cuda and x.dtype != torch.float64 and type(x) is Tensor and is_plain_eager():
-        return FusedNorm.apply(x, eps)
-    if torch.is_autocast_enabled(x.device.type):  # which would store float32 copies
-        with torch.autocast(x.device.type, enabled=False):
-            return rms_norm(x, x.shape[-1:], eps=eps * eps)
-    return rms_norm(x, x.shape[-1:], eps=eps * eps)
+        from regard._backends.gpu import qk_norm as kernels
+
+        return FusedFormula.apply(kernels, norm_rows, (eps,), x)
+    return norm_rows(x, eps)
 
 
-class FusedNorm(torch.autograd.Function):
-    """x/√(mean x² + eps²) of x [B, H, M, D] by one Triton kernel each way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        from regard._backends.gpu import qk_norm
-
-        ctx.save_for_backward(x)
-        ctx.eps = eps
-        return qk_norm.forward(x, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        from regard._backends.gpu import qk_norm
-
-        (x,) = ctx.saved_tensors
-        if not (torch.is_grad_enabled() or is_batched(dy)):  # neither create_graph=True nor mapped
-            return qk_norm.backward(dy, x, ctx.eps), None
-        wide = x.to(accumulator(x.dtype))
-        r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps**2)
-        y, up = wide * r, dy.to(wide.dtype)
-        return (r * (up - y * (y * up).mean(-1, keepdim=True))).to(x.dtype), None
+def norm_rows(x: Tensor, eps: float) -> Tensor:
+    """x/√(mean x² + eps²) by torch, without autocast, which would store float32 copies."""
+    with torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext():
+        return rms_norm(x, x.shape[-1:], eps=eps * eps)

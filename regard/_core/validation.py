@@ -58,7 +58,7 @@ def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, by_entr
         return (), 1, 1, 1
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if v.shape[-3] != kv_heads:
-        if 1 not in (kv_heads, v.shape[-3]):
+        if enable_gqa or 1 not in (kv_heads, v.shape[-3]):
             raise ValueError(f"k and v must have the same number of heads, got {kv_heads} and {v.shape[-3]}")
         kv_heads = kv_heads * v.shape[-3]
     if enable_gqa:
@@ -80,14 +80,6 @@ def broadcast_leading(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, by_entr
     if q.ndim == 3 and by_entry and sink is None and not enable_gqa:
         return lead, heads, 1, 1  # (N, L, D): torch's N is a batch, which key_lengths counts
     return lead, math.prod(outer), heads, kv_heads
-
-
-def repeat_heads(x: Tensor, name: str, q: Tensor) -> Tensor:
-    """Repeat each head of k or v for its queries: for keys and values that are grouped differently."""
-    heads, own = q.shape[-3], x.shape[-3]
-    if own == 0 or heads % own:
-        raise ValueError(f"the heads of q ({heads}) must be a multiple of those of {name} ({own})")
-    return x.repeat_interleave(heads // own, -3)
 
 
 def check_scale_tensor(scale: Tensor, heads: int, q: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from regard import normalizers, statistics
 from regard._core.attention import attention
-from regard._core.derivatives.double_backward import is_saved_elsewhere
+from regard._core.derivatives.autograd import is_saved_elsewhere
 from regard._core.gate import apply_gate
 from regard._core.options import AttnMask
 from regard._core.qk_norm import qk_norm

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from regard.normalizers._families import Pointwise, Ratio, Threshold
 from regard.normalizers._language import jit, speak, tl, torch_words
-from regard.normalizers._record import Normalizer, Parameter
+from regard.normalizers._record import NEAREST, Normalizer, Parameter
 
 __all__ = [
     "BrokenFile",
@@ -90,24 +90,9 @@ class Choice:
         return self.fused and self.theta >= parameter.fused_low
 
     @property
-    def has_slopes(self) -> bool:
-        """True if slopes are known at this parameter: from tile functions, or a threshold map's `reference_slope`."""
-        stand_in = self.family == "threshold" and self.reference_slope is not None
-        return self.fused or (self.normalizer.fused and stand_in)
-
-    def is_blurred(self, theta: Any = None) -> bool:
-        """True if τ is too coarse to give a threshold map's weights; always assumed of a tensor `theta`."""
-        theta = self.theta if theta is None else theta
-        parameter = self.normalizer.parameter
-        if parameter is None or theta is None or self.family != "threshold" or not self.has_slopes:
-            return False
-        low = max(parameter.wide_below, parameter.fused_low)
-        return isinstance(theta, Tensor) or not low <= theta <= parameter.fused_high
-
-    @property
     def merges(self) -> bool:
         """True if the sums of `statistics.State` give its statistics: a larger score must never weigh less."""
-        return self.normalizer.rises and self.has_slopes
+        return self.normalizer.rises and self.fused
 
     @property
     def softmax_family(self) -> bool:
@@ -142,8 +127,9 @@ class Choice:
     def simplest(self) -> Choice:
         """This choice, or "softmax" where its parameter makes it softmax, as "entmax(alpha=1)"."""
         parameter = self.normalizer.parameter
-        known = parameter is not None and isinstance(self.theta, float) and self.theta == parameter.softmax_at
-        return get("softmax") if known else self
+        if parameter is None or parameter.softmax_at is None or not isinstance(self.theta, float):
+            return self
+        return get("softmax") if abs(self.theta - parameter.softmax_at) < NEAREST else self
 
     @property
     def spec(self) -> str:

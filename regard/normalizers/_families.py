@@ -13,13 +13,11 @@ e = exp(s − m) and c = exp(−m), computed the way their hardware likes best.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from regard.normalizers._language import jit, speak, tl
 from regard.normalizers._record import Normalizer
@@ -145,16 +143,13 @@ class Threshold(Normalizer):
     """p = value(t, θ) with t = max(gain(θ)·s − τ, 0) and τ such that Σp = 1; slope(t, θ) = ∂p/∂s at fixed τ.
 
     `gain` is α − 1 for entmax. value must be convex and increasing in t with value(1) = 1: then τ lies between
-    max − 1 and max (of gain·s), and Newton's steps from max − 1 never overshoot. `reference_slope(p, θ)` and
-    `reference_excess(p, θ)` = t, if given, are slope_of_weight and value's inverse in torch, for weights of any size.
+    max − 1 and max (of gain·s), and Newton's steps from max − 1 never overshoot.
     """
 
     gain: Any = None
     value: Any = None
     slope: Any = None
     slope_of_weight: Any = None
-    reference_slope: Callable[[Tensor, Any], Tensor] | None = None
-    reference_excess: Callable[[Tensor, Any], Tensor] | None = None
     order: int = field(default=0)  # 1: value = t, 2: value = t²; the solver may then use sums of t; 0: anything else
     family: ClassVar[str] = "threshold"
 
@@ -192,9 +187,4 @@ class Threshold(Normalizer):
     def _tiles_slopes(self, s, p, theta):
         from_scores = speak(self.slope)(self._solve(s, theta), theta or 0.0)
         found = [from_scores, speak(self.slope_of_weight)(p, theta or 0.0)]
-        if self.reference_slope is not None:
-            found.append(self.reference_slope(torch.from_numpy(p), theta).numpy())
-        if self.reference_excess is not None:
-            t = self.reference_excess(torch.from_numpy(p), theta).numpy()
-            self._must(np.allclose(t, self._solve(s, theta), atol=1e-7), "reference_excess ≠ inverse of value")
         return [(a, a, a / a.sum(-1, keepdims=True)) for a in found]

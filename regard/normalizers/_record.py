@@ -12,15 +12,15 @@ from torch import Tensor
 
 from regard.normalizers._language import speak
 
+NEAREST = 1e-8  # a parameter nearer than this to `softmax_at` is softmax: weights differ by less
+
 
 @dataclass(frozen=True)
 class Parameter:
     """One number that a normaliser takes: `entmax(alpha=1.25)`, `sigmoid(bias=-3)`, and where its tile functions serve.
 
     Outside [fused_low, fused_high] they do not, and the reference computes; but where they only magnify rounding, below
-    `wide_below`, rows take float64, and below `series_below` the record's `series`. Statistics and Jacobian of a
-    threshold map take the reference's weights wherever τ, in the scores' own dtype, does not tell them. Rows in parts
-    take parameters up to `parts_high`, if that lies beyond `fused_high`.
+    `wide_below`, rows take float64.
 
     `by_keys` names functions of n, the number of keys that a row sees: "sigmoid(bias=-log(n))". `learned_from` is the
     one of them that a learned parameter is added to.
@@ -32,9 +32,7 @@ class Parameter:
     high: float = float("inf")
     fused_low: float = float("-inf")
     fused_high: float = float("inf")
-    parts_high: float = float("-inf")
     wide_below: float = float("-inf")
-    series_below: float = float("-inf")
     softmax_at: float | None = None  # where the map is softmax
     by_keys: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict, hash=False)
     learned_from: str | None = None
@@ -43,6 +41,12 @@ class Parameter:
         if not (self.low <= value <= self.high):  # also refuses NaN
             raise ValueError(f"{self.name} must lie in [{self.low:g}, {self.high:g}], got {value!r}")
         return float(value)
+
+    def keep_off_softmax(self, theta: Tensor) -> Tensor:
+        """θ at least `NEAREST` above `softmax_at`, where tile functions divide by 0; its gradient passes."""
+        if self.softmax_at is None:
+            return theta
+        return theta + (theta.clamp_min(self.softmax_at + NEAREST) - theta).detach()
 
     @property
     def around(self) -> list[float]:
@@ -66,7 +70,6 @@ class Normalizer:
 
     `reference(scores, visible, theta)` is plain torch on the last dimension, meant for float64; autograd is its
     backward. `visible` is a bool tensor (True = counts) or None; `theta` the parameter (number or tensor) or None.
-    `series` takes the same: a form without derivatives, for parameters below `series_below`.
     `parameter_slope(p, θ)` is a tile function h with ∂p/∂θ = h − g′·Σh / Σg′ (pointwise: ∂p/∂θ = h), if θ can be
     learned in attention: then dθ = Σ h·dp − δ·Σh.
     The families below add the tile functions of the fused kernels.
@@ -81,7 +84,6 @@ class Normalizer:
     parameter: Parameter | None = None
     fused: bool = True  # False: reference only, and a fused call says so
     parameter_vjp: Callable[[Tensor, Tensor, Any], Tensor] | None = None  # (p, dp, θ [R, 1]) → dθ [R], if θ can learn
-    series: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None
     parameter_slope: Any = None
     ordered: bool = False  # the order of the keys matters; a larger score of another key may take weight away
     trace: Callable[[Tensor, Tensor | None, Any], Tensor] | None = None  # tr ∂p/∂s, for maps without tile functions
@@ -139,11 +141,6 @@ class Normalizer:
             except ArithmeticError as wrong:
                 at = f"; say where they serve by fused_low and fused_high, {value} is too far" if self.parameter else ""
                 raise ValueError(f"normaliser {self.name!r}: the tile functions fail ({wrong}){at}") from wrong
-        if self.parameter is not None and self.parameter.series_below > float("-inf"):
-            self._must(self.parameter.series_below <= self.parameter.wide_below, "series_below lies above wide_below")
-            low = torch.from_numpy(rows), None, self.parameter.low
-            same = self.series is not None and torch.allclose(self.series(*low), self.reference(*low), atol=1e-12)
-            self._must(same, "series ≠ reference at the lowest parameter")
         if self.parameter_vjp is not None:
             assert theta is not None  # the default of its parameter
             scores, step = torch.from_numpy(rows), 1e-5

@@ -10,7 +10,7 @@ docs/developers/parallel.md has the cost of each, in time, bytes and memory.
 """
 
 from regard.parallel import traffic
-from regard.parallel.failures import RankError
+from regard.parallel.group import RankError
 from regard.parallel.layout import shard, unshard
 from regard.parallel.sharded import attention, decode
 

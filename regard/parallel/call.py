@@ -14,9 +14,7 @@ from regard._core.mask.attn_mask import split_attn_mask
 from regard._core.mask.visible import Visible, resolve_mask
 from regard._core.options import AttentionOptions
 from regard._core.prepare import Call, prepare
-from regard._core.validation import repeat_heads
 from regard.mask import Mask
-from regard.parallel import torch_engine
 from regard.parallel.group import RankGroup
 from regard.parallel.handshake import compare_calls, sketch, sketches_match, summarize
 from regard.parallel.layout import Spans, check_layout, count_positions, merge_spans, spans_of_lengths
@@ -30,10 +28,8 @@ class ShardedCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    options: dict  # those of regard.attention
+    options: AttentionOptions
     layout: str
-    lengths: Any
-    backend: str | None
     shared: bool = False
     mask: Mask | None = None  # sized by the whole sequence, after the handshake
 
@@ -46,7 +42,7 @@ class ShardedCall:
         try:
             self._split_mask()
             call = self._validate(self._estimate_keys(group.world))
-            choose_engine(call.problem, self.backend)
+            choose_engine(call.problem, self.options.backend)
             numbers, alike = self._describe(call)
         except Exception as error:
             failure = error
@@ -60,20 +56,18 @@ class ShardedCall:
         if self.mask is not None:
             spans = queries[0] if self.shared else [span for own in queries for span in own]
             call, interval = self._with_mask(call, count_positions(spans), total)
-        per_row = any(n[2] != 1 for n in answers) or all(n[0] == 1 for n in answers)
-        plan = _plan(call, group, queries, keys, per_row, self.backend, interval)
-        plan.wants_gradients = self._wants_gradients(call)
-        return plan, call, answers[0][5]
+        plan = _plan(call, group, queries, keys, self.options.backend, interval)
+        return plan, call, answers[0][4]
 
     def _split_mask(self) -> None:
         """Take a `regard.Mask` out of the options; a bias of `regard.bias` is refused."""
-        given = split_attn_mask(self.options["attn_mask"], self.options["is_causal"], getattr(self.q, "device", None))
+        given = split_attn_mask(self.options.attn_mask, self.options.is_causal, getattr(self.q, "device", None))
         if given.bias is not None:
             raise TypeError("attn_mask: regard.parallel takes no bias of regard.bias; pass it as a dense tensor")
         if len(given.tensors) > 1:
             raise TypeError("attn_mask: regard.parallel takes one tensor beside a regard.Mask, got two")
         tensor = given.tensors[0] if given.tensors else None
-        self.mask, self.options = given.mask, {**self.options, "attn_mask": tensor, "is_causal": given.is_causal}
+        self.mask, self.options = given.mask, self.options._replace(attn_mask=tensor, is_causal=given.is_causal)
 
     def _with_mask(self, call: Call, queries: int, keys: int) -> tuple[Call, Tensor | None]:
         """Return the call narrowed by the mask of the whole sequence, and the interval of all queries."""
@@ -99,68 +93,61 @@ class ShardedCall:
             if x.ndim < 2:
                 raise ValueError(f"{name} must have at least 2 dims (…, length, head_dim), got shape {tuple(x.shape)}")
         check_layout(self.layout)
-        wanted = "the whole number of keys, an int" if self.shared else "the whole (Lq, Lk), two ints"
-        numbers = (self.lengths,) if self.shared else self.lengths
-        two = isinstance(numbers, (tuple, list)) and len(numbers) == (1 if self.shared else 2)
-        if self.lengths is not None and not (two and all(isinstance(n, int) and n >= 0 for n in numbers)):
-            raise ValueError(f"lengths must be {wanted}, got {self.lengths!r}")
         if self.k.shape[-2] != self.v.shape[-2]:
             raise ValueError(f"k and v must have the same length, got {self.k.shape[-2]} and {self.v.shape[-2]}")
-        if (columns := self._mask_size(-1)) != 1:
+        if (columns := self._mask_columns()) != 1:
             return columns
-        lengths = self.options["key_lengths"]
+        lengths = self.options.key_lengths
         longest = 0 if lengths is None else max(torch.as_tensor(lengths).flatten().tolist(), default=0)
         return max(self.k.shape[-2] * world, int(longest))
 
     def _validate(self, keys: int) -> Call:
         """Return the arguments as a `Call` on the whole sequence, with placeholders of `keys` keys."""
-        backend = self.backend if self.backend != "torch" else None
-        k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in self._own_keys())
-        call = prepare(self.q, k, v, AttentionOptions(**self.options, backend=backend))
+        backend = self.options.backend if self.options.backend != "torch" else None
+        k, v = (x.new_empty(()).expand(*x.shape[:-2], keys, x.shape[-1]) for x in (self.k, self.v))
+        call = prepare(self.q, k, v, self.options._replace(backend=backend))
         if on_request := find_on_request(call.problem):
             raise ValueError(f"return_stats: {on_request!r} is not computed over ranks; ask regard.attention for it")
         if call.problem.score is not None:
             raise ValueError(
                 "score_mod: regard.parallel takes soft_cap alone; pass what depends on i and j as attn_mask"
             )
+        if self.shared and torch.is_grad_enabled() and call.bias is not None and call.bias.requires_grad:
+            raise ValueError("attn_mask: regard.parallel.decode has no gradient of a bias; pass attn_mask.detach()")
         return call
-
-    def _own_keys(self) -> tuple[Tensor, Tensor]:
-        k, v = self.k, self.v
-        if self.options["enable_gqa"] is True and min(k.ndim, v.ndim) > 2 and k.shape[-3] != v.shape[-3]:
-            k, v = repeat_heads(k, "k", self.q), repeat_heads(v, "v", self.q)
-        return k, v
 
     def _with_own_keys(self, call: Call) -> Call:
         batch, groups = call.problem.k.shape[:2]
         lead = (*call.lead[:-1], groups) if call.lead else ()
-        own = (x.to(call.problem.q.dtype).expand(*lead, *x.shape[-2:]) for x in self._own_keys())
+        own = (x.to(call.problem.q.dtype).expand(*lead, *x.shape[-2:]) for x in (self.k, self.v))
         k, v = (x.reshape(batch, groups, *x.shape[-2:]) for x in own)
         return replace(call, problem=replace(call.problem, k=k, v=v))
 
-    def _mask_size(self, dim: int) -> int:
-        mask = self.options["attn_mask"]
-        return mask.shape[dim] if isinstance(mask, Tensor) and mask.ndim >= -dim else 1
+    def _mask_columns(self) -> int:
+        mask = self.options.attn_mask
+        return mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
 
     def _describe(self, call: Call) -> tuple[list[int], dict[str, object]]:
         """Return (lengths and other numbers of this rank, what must be the same on every rank)."""
         problem = call.problem
         lengths = [] if problem.key_lengths is None else problem.key_lengths.tolist()
         seed = int(torch.randint(0, 2**62, (1,), device=self.q.device)) if problem.dropout_p else 0
-        numbers = [self.q.shape[-2], self.k.shape[-2], self._mask_size(-2), self._mask_size(-1)]
-        numbers += [max(lengths, default=0), seed, *(sketch(self.q) if self.shared else [])]
-        options = {name: x for name, x in self.options.items() if name != "key_lengths"}
+        numbers = [
+            self.q.shape[-2],
+            self.k.shape[-2],
+            self._mask_columns(),
+            max(lengths, default=0),
+            seed,
+            *(sketch(self.q) if self.shared else []),
+        ]
+        options = self.options._replace(key_lengths=None)._asdict() | dict(layout=self.layout)
         options["attn_mask"] = options["attn_mask"] if self.mask is None else (options["attn_mask"], self.mask)
-        options |= dict(layout=self.layout, lengths=self.lengths, backend=self.backend)
         alike: dict[str, object] = {f"with different {name}": summarize(x) for name, x in options.items()}
         alike["with different key_lengths"] = lengths
         alike["with and without gradients"] = self._wants_gradients(call)
-        for name, x in dict(
-            attn_mask=call.bias, temperature=call.temperature
-        ).items():  # their gradients are sent between ranks
-            alike[f"with and without a gradient of {name}"] = (
-                torch.is_grad_enabled() and x is not None and x.requires_grad
-            )
+        temperature = call.temperature  # its gradient is sent between ranks
+        is_learned = torch.is_grad_enabled() and temperature is not None and temperature.requires_grad
+        alike["with and without a gradient of temperature"] = is_learned
         for name in ("q", "k", "v"):
             x = getattr(self, name)
             alike[f"with {name} of different dtypes"] = str(x.dtype)
@@ -188,10 +175,7 @@ class ShardedCall:
             queries = spans_of_lengths(lengths[0], self.layout, "q")
         keys = spans_of_lengths(lengths[1], self.layout, "k")
         total = sum(lengths[1])
-        came = total if self.shared else (sum(lengths[0]), total)
-        if self.lengths is not None and came != (self.lengths if self.shared else tuple(self.lengths)):
-            raise ValueError(f"lengths are {self.lengths}, but the shards of all ranks together have {came} positions")
-        for rank, (_, _, _, columns, longest, *_) in enumerate(answers):
+        for rank, (_, _, columns, longest, *_) in enumerate(answers):
             if columns not in (1, total):
                 raise ValueError(
                     f"attn_mask of rank {rank} has {columns} columns, but all ranks together have {total} keys; "
@@ -203,27 +187,18 @@ class ShardedCall:
 
 
 def _plan(
-    call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], per_row: bool, backend, interval=None
+    call: Call, group: RankGroup, queries: list[Spans], keys: list[Spans], backend: str | None, interval: Tensor | None
 ) -> Plan:
-    engine = choose_engine(call.problem, backend)
     problem = call.problem
-    if engine is torch_engine and problem.q.device.type == "cpu":  # float64, as `regard.attention` without a kernel;
-        problem = replace(problem, q=problem.q.double())  # k and v are sent as given
-    dense = dict(bias=call.bias, mask=call.mask)
-    if per_row and problem.choice.family == "threshold":  # every row is sent, even if all are views of one
-        for name, x in dense.items():
-            if x is not None and x.shape[2] != problem.q.shape[2]:
-                dense[name] = x = x.expand(-1, -1, problem.q.shape[2], -1).contiguous()
-                problem = replace(problem, **{name: x.expand(getattr(problem, name).shape)})
+    engine, kernels = choose_engine(problem, backend)
     reach = _reach_if_alone(call) if interval is None else None
     if reach == (None, None):  # positions do not matter: treat shards as contiguous
         queries, keys = (
             spans_of_lengths([count_positions(own) for own in cut], "contiguous", "") for cut in (queries, keys)
         )
     queries, keys = ([merge_spans(own) for own in cut] for cut in (queries, keys))
-    plan = Plan(problem, group, queries, keys, engine, **dense, interval=interval)
+    plan = Plan(problem, group, queries, keys, engine, kernels, call.bias, call.mask, interval)
     plan.problem = replace(problem, interval=plan.interval_of(group.rank))
-    plan.bias_per_row = plan.mask_per_row = per_row
     plan.causal_only = reach == (None, 0)
     return plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -51,14 +53,10 @@ def unexpanded_shape(x: Tensor) -> list[int]:
 
 def slice_rows(whole: Whole, here: slice) -> Whole:
     """Return the state of the rows `here`."""
-    c = None if whole.c is None else whole.c[:, :, here]
-    tilt = None if whole.tilt is None else whole.tilt[..., here]
-    values = None if whole.values is None else {name: x[:, :, here] for name, x in whole.values.items()}
-    o = None if whole.o is None else whole.o[:, :, here]
-    return Whole(whole.m[:, :, here], whole.z[:, :, here], whole.delta[:, :, here], c, tilt, o, values)
+    return Whole(*(x[:, :, here] for x in (whole.m, whole.z, whole.delta, whole.o)))
 
 
 def slice_upstream(upstream: Upstream, here: slice) -> Upstream:
-    """Return the upstream gradients of the rows `here`."""
-    stats = {name: x[:, :, here] for name, x in upstream.stats.items()}
-    return Upstream(upstream.o[:, :, here], stats, upstream.bias, upstream.temperature, False)
+    """Return the upstream gradients of the rows `here`, contiguous, as GPU kernels take them."""
+    stats = {name: x[:, :, here].contiguous() for name, x in upstream.stats.items()}
+    return replace(upstream, o=upstream.o[:, :, here].contiguous(), stats=stats)

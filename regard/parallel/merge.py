@@ -1,17 +1,13 @@
 """`Total` merges parts of rows: (m, z, o) of some of the keys, and at the end what enters the denominator once.
 
-    ratio       m = max(m₁, m₂),  z = z₁e^(m₁−m) + z₂e^(m₂−m),  o = (z₁e^(m₁−m)·o₁ + z₂e^(m₂−m)·o₂) / z
-    threshold   all sums add at a common τ
-    pointwise   all sums add
-
-The sums of the statistics merge by `regard.statistics.State.merge`.
+ratio       m = max(m₁, m₂),  z = z₁e^(m₁−m) + z₂e^(m₂−m),  o = (z₁e^(m₁−m)·o₁ + z₂e^(m₂−m)·o₂) / z
+pointwise   all sums add
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,11 +16,7 @@ from torch import Tensor
 from regard._core.problem import Part, Problem
 from regard.normalizers import Choice
 from regard.normalizers._language import speak, torch_words
-from regard.parallel import merge_statistics
 from regard.parallel.layout import Spans, locate_spans
-from regard.statistics import State
-
-FIELDS = tuple(field.name for field in fields(State))
 
 
 @dataclass
@@ -35,18 +27,12 @@ class Total:
     o: Any = None
     m: Any = None
     z: Any = None
-    slopes: Any = None
-    rises: Any = None
-    state: State | None = None
-    merged: Any = None  # {name: statistic} in place of `state`, from engines that finish statistics per part
 
     def add(self, part: Part) -> None:
         """Merge one more part."""
         m = part.m.masked_fill(part.z == 0, -math.inf) if self.choice.family == "ratio" else part.m
-        other = None if part.stats is None else merge_statistics.with_first_key(part.stats, part.first)
         if self.o is None:
-            self.o, self.m, self.z, self.slopes, self.rises = part.o, m, part.z, part.slopes, part.rises
-            self.merged = other
+            self.o, self.m, self.z = part.o, m, part.z
         elif self.choice.family == "ratio":
             top = torch.maximum(self.m, m)
             safe = top.masked_fill(top == -math.inf, 0.0)
@@ -54,41 +40,13 @@ class Total:
             self.m, self.z = top, old + new
             share = torch.where(self.z == 0, 0.0, new / self.z)  # keeps NaN
             self.o.lerp_(part.o, share[..., None])
-            if other is not None:
-                self.merged = merge_statistics.merge(self.merged, other, old, new, False)
         else:
             self.o += part.o
             self.z = self.z + part.z
-            self.slopes = None if self.slopes is None else self.slopes + part.slopes
-            self.rises = None if self.rises is None else self.rises + part.rises
-            if other is not None:
-                self.merged = merge_statistics.merge(self.merged, other, self.merged["mass"], other["mass"], True)
-        if part.sums is not None:
-            state = State(**{name: x[..., None] for name, x in zip(FIELDS, part.sums, strict=True)})
-            self.state = state if self.state is None else merge_states(self.state, state, self.choice)
-
-    def statistics(self, problem: Problem, m: Tensor, z: Tensor, c: Tensor | None) -> Mapping[str, Tensor]:
-        """Return the statistics of whole rows; m and z are from `finish`, a threshold map's τ is m + c."""
-        if self.merged is None:
-            sink = None if problem.sink is None else problem.sink.double()[..., None]
-            above = None
-            if self.choice.family == "threshold" and c is not None:  # relative to the maximum, because logits round
-                top = self.state.top
-                above = torch.where(top.abs() < math.inf, -c.double()[..., None], top - self.state.shift)
-            return self.state.finish(self.choice, sink, above=above)
-        sinks = None
-        if self.choice.family == "ratio":
-            sinks = torch.zeros_like(z)
-            for logit in sink_logits(problem):
-                sinks = sinks + torch.exp(logit - m) / z
-        return merge_statistics.finish(self.merged, problem.stats, m, z, sinks)
 
     def finish(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         """Return (o, m, z) of whole rows after the last part: adds sink and rest to Z; empty rows are 0."""
         o, m, z = self.o, self.m, self.z
-        if self.choice.family == "threshold":
-            total = z[..., None]
-            return torch.where(total == 0, 0.0, o / total), m, self.slopes
         if self.choice.family == "pointwise":
             return o, torch.zeros_like(m), torch.zeros_like(z)
         empty = m == -math.inf
@@ -120,52 +78,15 @@ def add_part(totals: list[Total], chunks: Spans, here: slice, part: Part) -> Non
         if rows == here:
             total.add(part)
         elif here.start <= rows.start < rows.stop <= here.stop:
-            total.add(_slice_part(part, slice(rows.start - here.start, rows.stop - here.start)))
+            own = slice(rows.start - here.start, rows.stop - here.start)
+            total.add(Part(*(x[:, :, own] for x in (part.o, part.m, part.z))))
 
 
-def _slice_part(part: Part, here: slice) -> Part:
-    """Return the rows `here` of a part."""
-    o, m, z = (x[:, :, here] for x in (part.o, part.m, part.z))
-    slopes = None if part.slopes is None else part.slopes[:, :, here]
-    sums = None if part.sums is None else part.sums[..., here]
-    stats = None if part.stats is None else {name: x[:, :, here] for name, x in part.stats.items()}
-    rises = None if part.rises is None else part.rises[:, :, here]
-    return replace(part, o=o, m=m, z=z, slopes=slopes, sums=sums, stats=stats, rises=rises)
-
-
-def merge_states(first: State, second: State, choice: Choice) -> State:
-    """Merge two states; the shift of a part without keys is ignored."""
-    if choice.family != "ratio":
-        first = replace(first, shift=torch.where(first.n == 0, second.shift, first.shift))
-    return first.merge(second, choice)
-
-
-def empty_part(
-    rows: Problem, finishes_statistics: bool = False, high: Tensor | None = None, rises: bool = False
-) -> Part:
-    """Return the part of rows that see none of its keys.
-
-    Args:
-        rows: the rows.
-        finishes_statistics: True if the engine finishes statistics per part.
-        high: m of these rows, where known.
-        rises: whether the part carries Σg′·v.
-    """
+def empty_part(rows: Problem) -> Part:
+    """Return the part of rows that see none of its keys."""
     shape, like = rows.q.shape[:3], dict(dtype=rows.accumulator, device=rows.q.device)
-    sums = None
-    if rows.stats:
-        sums = torch.zeros((len(FIELDS), *shape), dtype=torch.float64, device=rows.q.device)
-        sums[FIELDS.index("top")] = -math.inf
     zero = torch.zeros(shape, **like)
-    m = zero if high is None else high.to(zero.dtype)
-    slopes = zero if rows.choice.family == "threshold" else None
-    if rows.stats and finishes_statistics:
-        lowest = torch.full_like(zero, -math.inf)
-        named = merge_statistics.required(rows.stats)
-        stats = {name: lowest if name in ("max_logit", "logsumexp") else zero for name in named}
-        return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), m, zero, slopes, stats=stats)
-    o = torch.zeros((*shape, rows.v.shape[-1]), **like)
-    return Part(o, m, zero, slopes, sums, rises=torch.zeros_like(o) if rises else None)
+    return Part(torch.zeros((*shape, rows.v.shape[-1]), **like), zero, zero)
 
 
 def sink_logits(problem: Problem) -> list[Tensor]:

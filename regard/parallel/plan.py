@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from regard import normalizers
-from regard._core.ops.backends import backend_module
+from regard._core.ops.backends import ATTENTION, backend_module
 from regard._core.problem import Problem
 from regard.normalizers._families import nothing
-from regard.parallel import merge_statistics, torch_engine
+from regard.parallel import reference_rows
 from regard.parallel.group import RankGroup
 from regard.parallel.layout import Spans, locate_spans
 
-ENGINES = {"cpu": "regard._backends.cpu.attention.partial", "triton": "regard._backends.gpu.attention.partial"}
+PARTS = {"cpu": "regard._backends.cpu.attention.partial", "triton": "regard._backends.gpu.attention.partial"}
 
 
 @dataclass
@@ -31,20 +31,12 @@ class Plan:
     group: RankGroup
     queries: list[Spans]  # of every rank
     keys: list[Spans]
-    engine: ModuleType
+    engine: ModuleType | None  # computes parts of rows; None: keys are gathered, and rows computed whole
+    kernels: ModuleType  # computes whole rows
     bias: Tensor | None = None  # unexpanded, with the columns of all keys
     mask: Tensor | None = None
-    bias_per_row: bool = False  # False: every rank has the same row for all queries
-    mask_per_row: bool = False
-    wants_gradients: bool = False
-    delta_known: list[bool] = field(default_factory=list)  # per rank of queries, set by forward: δ needs no extra sweep
     interval: Tensor | None = None  # [3, B, H, the queries of all ranks]
     causal_only: bool = False  # True if positions matter for causal order alone
-
-    @property
-    def finishes_statistics(self) -> bool:
-        """True if the engine finishes the statistics of each part instead of leaving sums."""
-        return self.engine.__name__.startswith("regard._backends.gpu.")
 
     @property
     def total_queries(self) -> int:
@@ -110,7 +102,6 @@ class Plan:
             k=k[:, :, there],
             v=v[:, :, there],
             choice=part_normalizer(rows),
-            stats=merge_statistics.required(rows.stats) if self.finishes_statistics else rows.stats,
             bias=cut(rows.bias),
             mask=cut(rows.mask),
             temperature=None if rows.temperature is None else rows.temperature[:, :, here],
@@ -125,6 +116,14 @@ class Plan:
         """Yield each chunk of queries: its slice, and the problem of its rows."""
         for (q0, _), here in locate_spans(queries):
             yield here, replace(rows.block(here.start, here.stop), first_query=q0)
+
+    def localize(self, rows: Problem) -> Problem:
+        """Return rows over all keys as the kernels of whole rows take them."""
+        if not _is_on_gpu(self.kernels):
+            return rows
+        from regard._backends.gpu.attention.partial import localize
+
+        return localize(rows)
 
     def interval_of(self, rank: int) -> Tensor | None:
         """Return the interval of a rank's queries; None without one."""
@@ -158,31 +157,24 @@ def _is_visible(reach: tuple[int | None, int | None], queries: tuple[int, int], 
     return not (late or early)
 
 
-def choose_engine(problem: Problem, backend: str | None) -> ModuleType:
-    """Return the module that computes parts: of the requested backend, or by device."""
+def _is_on_gpu(module: ModuleType) -> bool:
+    return module.__name__.startswith("regard._backends.gpu.")
+
+
+def choose_engine(problem: Problem, backend: str | None) -> tuple[ModuleType | None, ModuleType]:
+    """Return the modules that compute parts of rows, None if nothing here can, and whole rows."""
     choice, device = problem.choice, problem.q.device.type
-    if not choice.normalizer.fused:
-        raise ValueError(f"normalizer {choice.spec!r} has no parts that could be merged; use regard.attention")
-    parameter = choice.normalizer.parameter
-    if problem.theta is not None and parameter is not None:
-        raise ValueError(f"normalizer: {parameter.name} must be a number in regard.parallel, got one per row or head")
-    if parameter is not None:
-        low, high = parameter.fused_low, max(parameter.fused_high, parameter.parts_high)
-        if not low <= choice.theta <= high:
-            raise ValueError(
-                f"normalizer {choice.spec!r}: {parameter.name} must lie in [{low}, {high}] where rows are in parts; "
-                "use regard.attention"
-            )
-    if problem.stats and not choice.merges:
-        raise ValueError(
-            f"statistics of {choice.spec!r}, whose weights fall somewhere as scores rise, cannot be merged over ranks; "
-            "use regard.attention"
-        )
-    if backend is None and choice.fused:
+    if problem.theta is not None:
+        name = choice.normalizer.parameter.name
+        raise ValueError(f"normalizer: {name} must be a number in regard.parallel, got one per row or head")
+    if backend is None:
         backend = {"cpu": "cpu", "cuda": "triton" if problem.q.dtype != torch.float64 else None}.get(device)
-    if backend not in ENGINES:
-        return torch_engine
-    engine = backend_module(ENGINES, backend)
-    # Triton's z includes the constant that must enter once
+        if not choice.fused_in_attention or (problem.stats and not choice.merges):
+            backend = None
+    if backend not in PARTS or (backend == "triton" and problem.dropout_p):  # dropout counts rows of the whole sequence
+        return None, reference_rows
+    parts, kernels = backend_module(PARTS, backend), backend_module(ATTENTION, backend)
+    # the GPU kernels' z includes the constant that must enter once
     has_rest = choice.family == "ratio" and not choice.exponential and choice.rest is not nothing
-    return engine if backend == "cpu" or (engine.takes(problem) and not has_rest) else torch_engine
+    is_whole = problem.stats or choice.family == "threshold" or (has_rest and backend == "triton")
+    return None if is_whole else parts, kernels

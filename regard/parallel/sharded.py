@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,42 +11,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from regard import statistics
+from regard._core.attention import bind_arguments
 from regard._core.execute import check_policy_tensor
 from regard._core.gate import apply_gate
-from regard._core.options import AttnMask
 from regard._core.prepare import Call
-from regard.parallel.autograd import ParallelAttention, ReplicatedQueries, ShardedQueries
+from regard.parallel.autograd import ParallelAttention
 from regard.parallel.call import ShardedCall
 from regard.parallel.group import RankGroup
 from regard.parallel.plan import Plan
-from regard.score_function import ScoreFunction
+from regard.parallel.schemes import ring, tree
 from regard.statistics import Statistics
 from regard.temperature import Rows, visible_keys
 
+Group = dist.ProcessGroup | DeviceMesh | None
+
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    layout: str = "balanced",
-    normalizer: str = "softmax",
-    temperature=None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: bool | str | tuple[str, ...] = False,
-    backend: str | None = None,
-    lengths: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *others: Any, group: Group = None, layout: str = "balanced", **options: Any
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a sharded sequence: each rank passes its shards and gets the rows of its queries.
 
@@ -59,7 +40,7 @@ def attention(
     True
     >>> torch.distributed.destroy_process_group()
 
-    For ratio and pointwise maps keys go round a ring; for threshold maps queries visit the keys
+    For ratio and pointwise maps keys go round a ring; for threshold maps and statistics every rank gathers all keys
     (docs/developers/parallel.md).
     The ranks compare types, shapes and options first; an error of one rank is raised on all. If a rank dies or stalls,
     the call ends on every other rank with a `RankError`, at the latest after the group's timeout.
@@ -73,7 +54,6 @@ def attention(
         window, key_lengths, is_causal: count positions of the whole sequence; key_lengths is the same on every rank.
         group: the ranks that share the sequence, or a DeviceMesh of them; None is all.
         layout: "balanced", or "contiguous", which takes shards of any length, in the order of ranks.
-        lengths: the whole (Lq, Lk), if known; checked against the shards of all ranks.
 
     Returns:
         The output of this rank's queries, or the pair (output, statistics) if `return_stats` is not False.
@@ -86,35 +66,11 @@ def attention(
     All other arguments are those of `regard.attention`. Gradients of what is the same on every rank (a sink per head,
     a learned temperature, a mask without rows) are this rank's share: sum them over the group, as those of weights.
     """
-    options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                   normalizer=normalizer, temperature=temperature, softcap=softcap, score_mod=score_mod,
-                   sink=sink, window=window, key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
-    return _run(ShardedCall(q, k, v, options, layout, lengths, backend), group, ShardedQueries())
+    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout), group, ring)
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: AttnMask = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | str | Tensor | None = None,
-    enable_gqa: bool = False,
-    *,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    layout: str = "balanced",
-    normalizer: str = "softmax",
-    temperature=None,
-    softcap: float | None = None,
-    score_mod: ScoreFunction | None = None,
-    sink: float | Tensor | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | Sequence[int] | None = None,
-    gate: Tensor | None = None,
-    return_stats: bool | str | tuple[str, ...] = False,
-    backend: str | None = None,
-    lengths: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *others: Any, group: Group = None, layout: str = "balanced", **options: Any
 ) -> Tensor | tuple[Tensor, Statistics]:
     """Compute regard.attention of a few queries that every rank has and sharded keys, merged by a tree.
 
@@ -125,9 +81,10 @@ def decode(
     True
     >>> torch.distributed.destroy_process_group()
 
-    The result has the same bits on every rank and takes ⌈log₂ W⌉ messages of the size of the output. Given the same
+    The result has the same bits on every rank and takes ⌈log₂ W⌉ messages of the size of the output (for threshold maps
+    and statistics all keys are gathered). A bias has no gradient. Given the same
     upstream gradient on every rank, gradients of q and of other replicated arguments are whole on every rank; those of
-    k and v are of the rank's shard. `lengths` is the whole number of keys, if known; other arguments as in `attention`.
+    k and v are of the rank's shard. Other arguments as in `attention`.
 
     Returns:
         The output, or the pair (output, statistics) if `return_stats` is not False; the same on every rank.
@@ -137,13 +94,10 @@ def decode(
         ValueError: As `regard.parallel.attention` raises it.
         RankError: Another rank died or stalled.
     """
-    options = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-                   normalizer=normalizer, temperature=temperature, softcap=softcap, score_mod=score_mod,
-                   sink=sink, window=window, key_lengths=key_lengths, gate=gate, return_stats=return_stats)  # fmt: skip
-    return _run(ShardedCall(q, k, v, options, layout, lengths, backend, shared=True), group, ReplicatedQueries())
+    return _run(ShardedCall(*bind_arguments((q, k, v, *others), options), layout, shared=True), group, tree)
 
 
-def _run(arguments: ShardedCall, group: dist.ProcessGroup | DeviceMesh | None, scheme):
+def _run(arguments: ShardedCall, group: Group, scheme):
     ranks = RankGroup.from_torch(group)
     plan, call, seed = arguments.make_plan(ranks)
     with ranks.drain_on_error():
@@ -175,7 +129,7 @@ def _compute(plan: Plan, call: Call, seed: int, scheme):
 def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
     """Return the temperature that the policy gives this rank's rows."""
     assert call.policy is not None
-    problem, own = plan.problem, scheme.query_spans(plan)
+    problem, own = plan.problem, plan.queries[plan.group.rank]
     batch, groups, _, d = problem.k.shape
     whole = replace(problem, k=problem.k.new_empty(()).expand(batch, groups, plan.total_keys, d))
     counts = [visible_keys(rows) for _, rows in plan.rows(whole, own)]
@@ -184,7 +138,7 @@ def _evaluate_policy(plan: Plan, call: Call, scheme) -> Tensor:
         order = statistics.with_gradient_inputs(statistics.resolve(names), problem.choice)
         unit = replace(problem, stats=order, dropout_p=0.0)
         inputs = problem.q, problem.k, problem.v, call.bias, call.temperature, call.sink
-        values = ParallelAttention.apply(replace(plan, problem=unit), scheme, *inputs)[1]
+        values = ParallelAttention.apply(replace(plan, problem=unit, engine=None), scheme, *inputs)[1]
         return dict(zip(unit.stats, values, strict=True))
 
     return check_policy_tensor(call, call.policy(torch.cat(counts, -1), Rows(call.queries, measure)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Traffic:
-    """Bytes and messages sent; `by_step` has the bytes of each kind of step: "ring forward", "tree", "newton", …
+    """Bytes and messages sent; `by_step` has the bytes of each kind of step: "ring forward", "tree", …
 
     Point-to-point messages count as sent. A collective (all-reduce, broadcast by its root) counts its payload once,
     whatever algorithm the backend uses for it.

@@ -47,7 +47,7 @@ def of_scores(
         TypeError: An argument has the wrong type or dtype.
         ValueError: The normaliser is unknown, or `visible` or `sink` does not broadcast.
     """
-    choice = normalizers.get(normalizer)
+    choice = normalizers.get(normalizer).simplest
     if choice.plain is not choice:
         given: Any = choice.theta
         choice, theta = choice.plain, given
@@ -60,25 +60,19 @@ def of_scores(
     seen = seen if visible is None else seen & _fitting(visible, "visible", scores.shape, torch.bool)
     if callable(theta) and not isinstance(theta, Tensor):
         theta = theta(seen.sum(-1).to(scores.dtype))[..., None]
+    if isinstance(theta, Tensor) and choice.normalizer.parameter is not None:
+        theta = choice.normalizer.parameter.keep_off_softmax(widen(theta))
     if sink is not None:
         logit: Any = torch.tensor(float(sink)) if isinstance(sink, numbers.Real) else sink
         sink = _fitting(logit, "sink", (*scores.shape[:-1], 1)).to(scores.dtype)
     rows = first + _positions(scores) if positions is None else positions.to(scores)[..., None]
     if not choice.merges:
         return _by_definition(scores, seen, choice, choice.theta if theta is None else theta, rows, names, dtype)
-    if choice.is_blurred(theta):
-        p = choice.reference(scores, seen, choice.theta if theta is None else theta)
-        state = State.of(scores, seen, choice, torch.zeros_like(p[..., :1]), rows, theta=theta, weights=p)
-        stats = state.finish(choice, sink, theta, p.amax(-1, keepdim=True) if p.shape[-1] else p.sum(-1, keepdim=True))
-        slope = Terms(choice, theta).of_weights(p)[2]  # the smallest weight may have the largest: squares would cancel
-        gain = _gain(slope, slope / slope.sum(-1, keepdim=True).clamp_min(1e-300))
-        stats["gradient_gain"] = gain.masked_fill(stats["mass"].isnan(), math.nan)
-    else:
-        top = _top(scores, seen) if choice.family == "threshold" else torch.zeros_like(rows)  # τ is told from it
-        shift = solve_shift(scores - top, seen, choice, theta)
-        stats = State.of(scores - top, seen, choice, shift, rows, theta=theta).finish(choice, sink, theta)
-        for name in ("max_logit", "mean_logit", "logsumexp"):
-            stats[name] = stats[name] + top.squeeze(-1)
+    top = _top(scores, seen) if choice.family == "threshold" else torch.zeros_like(rows)  # τ is told from it
+    shift = solve_shift(scores - top, seen, choice, theta)
+    stats = State.of(scores - top, seen, choice, shift, rows, theta=theta).finish(choice, sink, theta)
+    for name in ("max_logit", "mean_logit", "logsumexp"):
+        stats[name] = stats[name] + top.squeeze(-1)
     if "top_key" in names:  # a larger score never has less weight here
         stats["top_key"] = _top_key(scores, seen).masked_fill(stats["mass"].isnan(), math.nan)
     return Statistics({name: stats[name].to(dtype) for name in (*NAMES, *ON_REQUEST) if name in names})
@@ -248,7 +242,7 @@ def _fitting(x: Tensor, name: str, shape, dtype: torch.dtype | None = None) -> T
 
 def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     """tr ∂p/∂s from the weights alone, where the normaliser's slopes allow it; None where they need more."""
-    if not choice.has_slopes or (choice.family == "ratio" and not choice.softmax_family):
+    if not choice.fused or (choice.family == "ratio" and not choice.softmax_family):
         return None
     theta = 0.0 if choice.theta is None else choice.theta
     if choice.family == "ratio":
@@ -256,8 +250,7 @@ def _gain_of_weights(p: Tensor, choice, seen) -> Tensor | None:
     elif choice.slope_of_weight is None:
         return None
     else:
-        tell = getattr(choice, "reference_slope", None) or speak(choice.slope_of_weight, torch_words)
-        slope = torch.where(seen, tell(widen(p), theta), 0.0)  # beyond α = 2 that of a small weight is large
+        slope = torch.where(seen, speak(choice.slope_of_weight, torch_words)(widen(p), theta), 0.0)
         total = slope.sum(-1, keepdim=True)
         share = slope / torch.where(total > 0, total, 1.0)
     if choice.family == "pointwise":

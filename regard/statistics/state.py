@@ -39,11 +39,8 @@ class State:
     support: Tensor  # keys with u > 0, the maximum included
 
     @classmethod
-    def of(cls, scores, visible, choice, shift, rows=None, keys=None, theta=None, weights=None) -> State:
-        """The state of a part: scores (…, n), the row's shift (…, 1), positions of its row i and keys j.
-
-        `weights` (…, n), if given, stand for what the shift would say of the scores.
-        """
+    def of(cls, scores, visible, choice, shift, rows=None, keys=None, theta=None) -> State:
+        """The state of a part: scores (…, n), the row's shift (…, 1), positions of its row i and keys j."""
         terms = Terms(choice, theta)
         keys = torch.arange(scores.shape[-1], device=scores.device) if keys is None else keys
         keys = keys.to(scores.dtype).expand(scores.shape)
@@ -59,8 +56,7 @@ class State:
         s = torch.where(visible, scores, top.detach().masked_fill(none, 0.0))  # hidden keys: finite in every term
         mean = total(s) / n.clamp_min(1)
         below = visible & (s < top)
-        u, v, du, cross = terms(s, shift) if weights is None else terms.of_weights(weights)
-        weighs = terms.weighs(s, u) if weights is None else terms.outlasts(s - top, u)
+        u, v, du, cross = terms(s, shift)
         seen_keys = keys.masked_fill(~visible, math.inf)
         first = seen_keys.amin(-1, keepdim=True) if scores.shape[-1] else torch.full_like(n, math.inf)
         return cls(
@@ -80,7 +76,7 @@ class State:
             cross=total(cross, below),
             lse=total(torch.exp(s - top.masked_fill(none, 0.0)), below),
             distance=total(u * (rows - keys).abs()),
-            support=total(weighs.to(s.dtype) if choice.sparse else torch.ones_like(s)),
+            support=total(terms.weighs(s, u).to(s.dtype) if choice.sparse else torch.ones_like(s)),
         )
 
     def merge(self, other: State, choice, theta=None) -> State:
@@ -130,19 +126,12 @@ class State:
         state.top = top
         return state
 
-    def finish(self, choice, sink: Tensor | None = None, theta=None, largest=None, above=None) -> dict[str, Tensor]:
-        """Every statistic of the table, each of shape (…), from the state of the whole row.
-
-        `largest` (…, 1) is the largest of the weights that the state was made of, if it was, and `above` how far the
-        largest score of a threshold map lies above τ, where that is known better than by the difference.
-        """
+    def finish(self, choice, sink: Tensor | None = None, theta=None) -> dict[str, Tensor]:
+        """Every statistic of the table, each of shape (…), from the state of the whole row."""
         terms = Terms(choice, theta)
         none = self.n == 0
         top = torch.where(none, torch.zeros_like(self.top), self.top)
-        if largest is not None:
-            u, v, du, cross = terms.of_weights(largest)
-        else:
-            u, v, du, cross = terms(top, self.shift) if above is None else terms.above(above)
+        u, v, du, cross = terms(top, self.shift)
         ties = self.ties
         positive = (u > 0) & ~none
         safe_u = torch.where(positive, u, torch.ones_like(u))

@@ -39,12 +39,6 @@ class Terms:
         u, du = (self.tile[name](t, self.theta).to(t.dtype) for name in ("value", "slope"))
         return u, u, du, du * du
 
-    def of_weights(self, p: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(u, v, u′, cross) from a threshold map's weights, where τ is too coarse."""
-        slope = self.choice.reference_slope or speak(self.choice.slope_of_weight, torch_words)
-        du = slope(p, self.theta).to(p.dtype)
-        return p, p, du, du * du
-
     def ratio(self, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(u, v, u′, cross) of a ratio's scores, with e = exp(s − m) and c = exp(−m)."""
         du, dv = (self.tile[name](e, s, c).to(s.dtype) for name in ("numerator_slope", "denominator_slope"))
@@ -58,14 +52,6 @@ class Terms:
         """True where u > 0 in exact arithmetic: of a ratio, where u rises, however small exp(s − m) is."""
         one = torch.ones_like(s)
         return (self.tile["numerator_slope"](one, s, one) if self.family == "ratio" else u) > 0
-
-    def outlasts(self, below: Tensor, p: Tensor) -> Tensor:
-        """True where a threshold map's weight is positive in exact arithmetic, though it may underflow."""
-        excess = self.choice.reference_excess
-        if excess is None or p.shape[-1] == 0:
-            return p > 0
-        t = self.tile["gain"](self.theta) * below + excess(p.amax(-1, keepdim=True), self.theta)
-        return (p > 0) | (t > 1e-9)  # smaller ones may be rounding
 
     def rest(self, shift: Tensor) -> Tensor:
         if self.family != "ratio":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.temperature.rows import Rows
+from regard.temperature.rows import Rows, check_queries, check_sizes
 
 
 class ASEntmax(nn.Module):
@@ -46,9 +46,7 @@ class ASEntmax(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("heads", heads), ("head_dim", head_dim)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
+        check_sizes(heads=heads, head_dim=head_dim)
         for name, number in (("delta", delta), ("exponent", exponent)):
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
                 raise ValueError(f"{name} must be a finite number ≥ 0, got {number!r}")
@@ -60,12 +58,7 @@ class ASEntmax(nn.Module):
 
     def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
         """Return T [B, H, M]."""
-        heads, head_dim = self.beta_weight.shape
-        if rows.q.shape[-3] != heads or rows.q.shape[-1] != head_dim:
-            raise ValueError(
-                f"ASEntmax(heads={heads}, head_dim={head_dim}) got queries of {rows.q.shape[-3]} heads of width "
-                f"{rows.q.shape[-1]}; pass those sizes"
-            )
+        check_queries(self, rows.q, self.beta_weight)
         beta = F.softplus(self._project(rows.q, self.beta_weight, self.beta_bias, visible_keys))
         gamma = self.exponent * torch.tanh(self._project(rows.q, self.gamma_weight, self.gamma_bias, visible_keys))
         return 1.0 / (self.delta + beta * torch.log(visible_keys.clamp_min(2.0)) ** gamma).clamp_min(1e-6)

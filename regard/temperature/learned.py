@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.scores import is_finite
-from regard.temperature.rows import Rows
+from regard.temperature.rows import Rows, check_sizes
 
 LARGEST = 87.0  # of |θ|: T stays finite and positive in float32
 
@@ -36,8 +36,7 @@ class Learned(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"heads must be an int ≥ 1, got {heads!r}")
+        check_sizes(heads=heads)
         number = isinstance(begin, numbers.Real) and not isinstance(begin, bool)
         if not (number and is_finite(begin) and float(begin) > 0):
             raise ValueError(f"begin must be a positive, finite number, got {begin!r}")

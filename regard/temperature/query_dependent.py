@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.temperature.rows import Rows
+from regard.temperature.rows import Rows, check_queries, check_sizes
 
 SMALLEST = 1e-2  # ε: a query can sharpen a hundredfold at most
 
@@ -33,21 +33,14 @@ class QueryDependent(nn.Module):
         self, heads: int, head_dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        for name, size in (("heads", heads), ("head_dim", head_dim)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
+        check_sizes(heads=heads, head_dim=head_dim)
         one = math.log(math.expm1(1.0 - SMALLEST))  # softplus of it is 1 − ε
         self.weight = nn.Parameter(torch.zeros(heads, head_dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.full((heads,), one, device=device, dtype=dtype))
 
     def forward(self, visible_keys: Tensor, rows: Rows) -> Tensor:
         """Return T [B, H, M]."""
-        heads, head_dim = self.weight.shape
-        if rows.q.shape[-3] != heads or rows.q.shape[-1] != head_dim:
-            raise ValueError(
-                f"QueryDependent(heads={heads}, head_dim={head_dim}) got queries of {rows.q.shape[-3]} heads of width "
-                f"{rows.q.shape[-1]}; pass those sizes"
-            )
+        check_queries(self, rows.q, self.weight)
         weight, bias = self.weight.to(visible_keys), self.bias.to(visible_keys)
         projected = torch.einsum("...hmd,hd->...hm", rows.q.to(visible_keys), weight)
         return SMALLEST + F.softplus(projected + bias[:, None])

@@ -30,6 +30,23 @@ class Rows(NamedTuple):
             _measuring.now = before
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raise ValueError unless every size is an int ≥ 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an int ≥ 1, got {size!r}")
+
+
+def check_queries(policy: object, q: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless q [B, H, M, D] has the heads and the width of a policy's weight [H, D]."""
+    heads, head_dim = weight.shape
+    if (q.shape[-3], q.shape[-1]) != (heads, head_dim):
+        raise ValueError(
+            f"{type(policy).__name__}(heads={heads}, head_dim={head_dim}) got queries of {q.shape[-3]} heads of width "
+            f"{q.shape[-1]}; pass those sizes"
+        )
+
+
 class _Measuring(threading.local):
     now = False
 

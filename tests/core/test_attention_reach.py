@@ -307,7 +307,7 @@ def test_a_backend_asked_for_by_name_loses_no_tangent_in_silence():
     ):
         ours, exact = (torch.func.jvp(lambda x: run(x, backend), (q,), (k,)) for backend in ("cpu", "reference"))
         torch.testing.assert_close(ours, exact)
-        with pytest.raises(ValueError, match=r"backend 'cpu' cannot carry a torch\.func transform beside vmap"):
+        with pytest.raises(ValueError, match=r"backend 'cpu' cannot compute this call: a torch\.func transform .*vmap"):
             torch.func.vmap(lambda x: torch.func.jvp(lambda x: run(x, "cpu"), (x,), (k,)))(torch.stack([q, q]))
 
 

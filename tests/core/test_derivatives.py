@@ -9,7 +9,7 @@ import regard
 from regard import normalizers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward mode
-NAMES = [*normalizers.names(), "entmax(alpha=1.3)", "entmax(alpha=3)"]
+NAMES = [*normalizers.names(), "entmax(alpha=1.3)", "entmax(alpha=1.9)"]
 ROW = torch.tensor([0.3, -1.2, 0.9, 0.25], dtype=torch.float64)
 OUT = torch.tensor([0.3, 0.5, 0.8, 1.0], dtype=torch.float64)
 ALONG = torch.tensor([1.0, 2.0, -1.0, 0.5], dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_four_derivatives_are_those_of_the_reference_by_differences(name):
 def test_hessian_vector_products_by_the_double_backward_trick(name):
     loss = lambda z: (regard.normalize(z, name) * OUT).sum()  # noqa: E731
     hessian = torch.autograd.functional.hessian(loss, ROW)
-    assert name in ("sparsemax", "entmax(alpha=3)") or hessian.abs().max() > 1e-2
+    assert name in ("sparsemax",) or hessian.abs().max() > 1e-2
     torch.testing.assert_close(torch.autograd.functional.hvp(loss, ROW, ALONG)[1], hessian @ ALONG)
     torch.testing.assert_close(torch.autograd.functional.vhp(loss, ROW, ALONG)[1], ALONG @ hessian)
 
@@ -140,13 +140,13 @@ def test_softmax_backward_of_short_tensors_cancels_in_long_ones(dtype):
 
 
 def test_vjp_takes_a_gradient_that_the_scores_dtype_cannot_hold():
-    for name, temperature in (("softmax", 1.0), ("entmax15", 1.0), ("entmax(alpha=3)", 1.0), ("softmax", math.inf)):
+    for name, temperature in (("softmax", 1.0), ("entmax15", 1.0), ("entmax(alpha=1.9)", 1.0), ("softmax", math.inf)):
         z, g = torch.tensor([0.0, 0.5, 0.0, 0.25]).half(), torch.tensor([8e4, 0.0, 0.0, 0.0])
         want = regard.vjp(z.double(), g.double(), name, temperature)
         assert torch.allclose(regard.vjp(z, g, name, temperature).double(), want, rtol=1e-3), name
 
 
-@pytest.mark.parametrize("name", ["softmax", "entmax(alpha=1.0001)", "entmax(alpha=1.5)", "entmax(alpha=3)"])
+@pytest.mark.parametrize("name", ["softmax", "entmax(alpha=1.0001)", "entmax(alpha=1.5)", "entmax(alpha=1.9)"])
 def test_vjp_of_a_row_with_nan_is_nan(name):
     z = torch.tensor([[1.0, torch.nan], [1.0, 0.9]])
     for backend in (None, "reference"):

@@ -1,5 +1,7 @@
 """The output gate o·σ(g): every path against the reference, its derivatives, its shapes, what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from attention_data import qkv
@@ -141,14 +143,15 @@ def test_two_dims_and_five():
 
 
 def test_the_fused_functions_second_derivatives_are_the_formulas(monkeypatch):
-    """FusedGate with the kernels' place taken by the formula: what create_graph=True and batched gradients run."""
+    """FusedFormula with the kernels' place taken by the formula: what create_graph=True and batched gradients run."""
     pytest.importorskip("triton")
     o, g = drawn((1, 2, 3, 4)), drawn((1, 2, 3, 1))
     from regard._backends.gpu import gate as kernels
 
     monkeypatch.setattr(kernels, "forward", module.multiply)
-    assert torch.autograd.gradgradcheck(module.FusedGate.apply, (o, g))
-    out = module.FusedGate.apply(o, g)
+    gate = partial(module.FusedFormula.apply, kernels, module.multiply, ())
+    assert torch.autograd.gradgradcheck(gate, (o, g))
+    out = gate(o, g)
     basis = torch.eye(24, dtype=torch.float64).reshape(24, *o.shape)
     found = torch.autograd.grad(out, (o, g), basis, is_grads_batched=True, retain_graph=True)
     want = torch.autograd.grad(module.multiply(o, g), (o, g), basis, is_grads_batched=True)

@@ -14,7 +14,7 @@ from regard._core import ops
 pytest.importorskip("numba")
 
 NAMES = ["softmax", "sparsemax", "entmax15", "entmax(alpha=1.3)", "entmax(alpha=1.05)"]
-EVERY_WAY = [*NAMES, "entmax(alpha=1)", "entmax(alpha=1.0005)", "entmax(alpha=3)"]
+EVERY_WAY = [*NAMES, "entmax(alpha=1)", "entmax(alpha=1.0005)"]
 
 
 def make_rows(count, n, dtype=torch.float64, seed=0):
@@ -230,7 +230,7 @@ def test_autocast_changes_nothing():
         assert_close(losses.entmax15_loss(logits, target), plain, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.0005, 1.05, 1.25, 2.0, 3.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.0005, 1.05, 1.25, 2.0])
 def test_every_alpha(alpha):
     logits, target = make_rows(5, 30)
     logits.requires_grad_()

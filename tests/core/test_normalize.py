@@ -157,7 +157,7 @@ def test_alpha_per_row_and_its_gradient():
 def test_a_short_alpha_means_what_a_long_one_means(dtype):
     """bfloat16 knows no number between 1 and 1.0078: a bound of 1.001 is 1 there."""
     z = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
-    alpha = torch.tensor([[1.0], [1.1], [1.5], [3.0]]).to(dtype)
+    alpha = torch.tensor([[1.0], [1.1], [1.5], [2.0]]).to(dtype)
     assert torch.allclose(regard.entmax(z, alpha), regard.entmax(z, alpha.double()), atol=1e-6)
     assert torch.allclose(regard.entmax(z, alpha)[0], regard.softmax(z[0]), atol=1e-6)
     alpha.requires_grad_()
@@ -170,12 +170,6 @@ def test_the_closed_gradient_in_alpha_at_one_is_the_limit_from_above():
     rise = (4.0 * regard.entmax(z, 1.0 + h) - 3.0 * soft - regard.entmax(z, 1.0 + 2.0 * h)) / (2.0 * h)
     closed = normalizers.get("entmax").parameter_vjp(soft, dp, torch.ones(4, 1, dtype=torch.float64))
     torch.testing.assert_close(closed, (rise * dp).sum(-1), rtol=1e-3, atol=1e-4)
-
-
-def test_alpha_beyond_two_is_the_reference():
-    z = torch.randn(3, 9)
-    p = regard.entmax(z, 3.0)
-    assert torch.allclose(p.sum(-1), torch.ones(3), atol=1e-5) and (p == 0).any()
 
 
 @pytest.mark.parametrize("alpha", [1.01, 1.05, 1.3])
@@ -317,6 +311,7 @@ def test_autocast_as_torchs_softmax(dtype):
         (lambda: regard.normalize(torch.zeros(3), "entmax(alpha=0.5)"), ValueError, "alpha"),
         (lambda: regard.normalize(torch.zeros(3), "entmax(alpha=nan)"), ValueError, "alpha"),
         (lambda: regard.entmax(torch.zeros(3), 0.9), ValueError, "alpha"),
+        (lambda: regard.entmax(torch.zeros(3), 3.0), ValueError, r"alpha must lie in \[1, 2\], got 3"),
         (lambda: regard.entmax(torch.zeros(2, 3), torch.tensor([[0.5], [1.5]])), ValueError, "alpha"),
         (lambda: regard.entmax(torch.zeros(2, 3), torch.tensor([1.5, 1.5, 1.5, 1.5])), ValueError, "alpha"),
         (lambda: regard.normalize(torch.zeros(3), mask=torch.zeros(3)), TypeError, "mask"),
@@ -348,18 +343,11 @@ def test_forward_mode_and_nested_transforms_are_exact():
 
 
 def test_alpha_per_row_compiles_and_maps_to_the_same():
-    z, alpha = torch.randn(3, 6), torch.tensor([[1.0], [1.5], [3.0]])
+    z, alpha = torch.randn(3, 6), torch.tensor([[1.0], [1.5], [2.0]])
     want = regard.entmax(z, alpha)
     compiled = torch.compile(regard.entmax, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(z, alpha), want, atol=1e-6)
     assert torch.allclose(torch.func.vmap(regard.entmax)(z, alpha), want, atol=1e-6)
-
-
-@pytest.mark.parametrize("alpha", [2.5, 4.0, 10.0, 30.0])
-@pytest.mark.parametrize("size", [0.01, 0.3, 5.0])
-def test_large_alpha_still_sums_to_one(alpha, size):
-    p = regard.entmax(size * torch.randn(50, 10, generator=torch.Generator().manual_seed(1)), alpha)
-    assert torch.allclose(p.sum(-1), torch.ones(50), atol=1e-6)
 
 
 def test_a_tensor_temperature_keeps_dtype_and_range():
@@ -422,12 +410,12 @@ def test_alpha_next_to_one_hides_what_softmax_hides(alpha):
     seen = regard.softmax(z, mask=mask)
     assert seen[0, 3] == 0 and (seen[1] == 0).all() and seen[2].isnan().all()
     for ours, theirs in ((regard.entmax(z, alpha, mask=mask), seen), (regard.entmax(z, alpha), regard.softmax(z))):
-        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8, equal_nan=True)
 
 
-@pytest.mark.parametrize("alpha", [1.5, 3.0, 5.0, 10.0, 32.0])
+@pytest.mark.parametrize("alpha", [1.2, 1.5, 1.9])
 @pytest.mark.parametrize("small", [0.3, 0.02])
-def test_entmax_of_a_large_alpha_keeps_the_digits_of_small_weights(alpha, small):
+def test_entmax_keeps_the_digits_of_small_weights(alpha, small):
     large, gain = 1.0 - small, alpha - 1.0  # p₁^(α−1) − p₂^(α−1) = (α−1)·(s₁ − s₂)
     z = torch.tensor([0.0, (small**gain - large**gain) / gain, -9.0], dtype=torch.float64, requires_grad=True)
     p = regard.entmax(z, alpha)
@@ -441,23 +429,6 @@ def test_entmax_of_a_large_alpha_keeps_the_digits_of_small_weights(alpha, small)
     stats = regard.statistics.of_scores(z, normalizer=name)
     torch.testing.assert_close(stats.gradient_gain, 2.0 * row[0], rtol=1e-12, atol=0.0)
     torch.testing.assert_close(stats.entropy, -torch.special.xlogy(want, want).sum(), rtol=1e-12, atol=0.0)
-
-
-@pytest.mark.parametrize(("alpha", "small"), [(10.0, 1e-12), (20.0, 1e-4), (32.0, 3e-3), (32.0, 1e-12)])
-def test_the_slope_of_the_smallest_weight_of_a_large_alpha(alpha, small):
-    """Where t = p^(α−1) of it is less than floats can differentiate: what it loses the others gain, at their slope."""
-    gain = alpha - 1.0
-    z = torch.tensor([0.0, (small**gain - (1.0 - small) ** gain) / gain], dtype=torch.float64, requires_grad=True)
-    p, name = regard.entmax(z, alpha), f"entmax(alpha={alpha})"
-    slope = (1.0 - small) ** (2.0 - alpha) * torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad(p[1], z)[0], slope, rtol=1e-8, atol=0.0)
-    z = z.detach()
-    torch.testing.assert_close(regard.jacobian(z, name), torch.stack([-slope, slope]), rtol=1e-8, atol=0.0)
-    gained = regard.statistics.of_scores(z, normalizer=name).gradient_gain
-    torch.testing.assert_close(gained, 2.0 * slope[1], rtol=1e-8, atol=0.0)
-    for dtype in (torch.float64, torch.float32):
-        of_weights = regard.statistics.of_weights(p.detach().to(dtype), normalizer=name).gradient_gain
-        torch.testing.assert_close(of_weights, gained.to(dtype), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("alpha", [1.2, 1.5, 1.75])

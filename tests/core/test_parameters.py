@@ -125,15 +125,15 @@ def test_rows(name):
 
 def test_outside_the_kernels_range_the_reference_computes():
     q, k, v = inputs()
-    choice = choose("entmax", torch.tensor([1.0, 1.5, 3.0], dtype=torch.float64))
+    choice = choose("entmax", torch.tensor([1.0, 1.5, 1.002], dtype=torch.float64))
     path = regard.attention_path(q, k, v, normalizer=choice)
     assert path.backend == "reference" and "alpha outside [1.005, 2]" in path.reason
     torch.testing.assert_close(
         regard.attention(q, k, v, normalizer=choice)[:, 0], regard.attention(q[:, :1], k[:, :1], v[:, :1])[:, 0]
     )
-    with pytest.raises(ValueError, match="backend 'cpu' cannot compute alpha outside"):
+    with pytest.raises(ValueError, match="backend 'cpu' cannot compute this call: alpha outside"):
         regard.attention(q, k, v, normalizer=choice, backend="cpu")
-    with pytest.raises(ValueError, match=r"alpha must lie in \[1, 32\]"):
+    with pytest.raises(ValueError, match=r"alpha must lie in \[1, 2\]"):
         regard.attention(q, k, v, normalizer=choose("entmax", torch.tensor([0.5, 1.5, 2.0])))
 
 

@@ -6,7 +6,9 @@ from torch.nn.functional import rms_norm
 
 pytest.importorskip("triton")
 
-from regard._core.qk_norm import FusedNorm, divide_by_root_mean_square
+from regard._backends.gpu import qk_norm as kernels
+from regard._core.derivatives.autograd import FusedFormula
+from regard._core.qk_norm import divide_by_root_mean_square, norm_rows
 
 EPS = 1e-3
 
@@ -15,7 +17,7 @@ EPS = 1e-3
 def test_gradients_are_those_of_torchs_norm(create_graph):
     torch.manual_seed(0)
     x, dy = torch.randn(2, 7, 3, 5).transpose(1, 2).requires_grad_(), torch.randn(2, 3, 7, 5)
-    found, want = FusedNorm.apply(x, EPS), rms_norm(x, x.shape[-1:], eps=EPS**2)
+    found, want = FusedFormula.apply(kernels, norm_rows, (EPS,), x), rms_norm(x, x.shape[-1:], eps=EPS**2)
     torch.testing.assert_close(found, want)
     ours, theirs = (torch.autograd.grad(y, x, dy, create_graph=create_graph)[0] for y in (found, want))
     torch.testing.assert_close(ours, theirs)
@@ -27,7 +29,7 @@ def test_gradients_are_those_of_torchs_norm(create_graph):
 def test_mapped_gradients():
     x = torch.randn(1, 2, 3, 4).requires_grad_()
     many = torch.randn(5, 1, 2, 3, 4)
-    found, want = FusedNorm.apply(x, EPS), rms_norm(x, x.shape[-1:], eps=EPS**2)
+    found, want = FusedFormula.apply(kernels, norm_rows, (EPS,), x), rms_norm(x, x.shape[-1:], eps=EPS**2)
     ours, theirs = (torch.autograd.grad(y, x, many, is_grads_batched=True)[0] for y in (found, want))
     torch.testing.assert_close(ours, theirs)
 

@@ -63,8 +63,6 @@ def test_two_names_of_the_scale():
         (dict(cu_seqlens_q=[1, 5, 5, 12, 16]), "begin with 0"),
         (dict(cu_seqlens_q=[0, 16]), "as many documents"),
         (dict(cu_seqlens_k=None), "cu_seqlens_k must be given"),
-        (dict(max_seqlen_q=3), "max_seqlen_q is 3"),
-        (dict(max_seqlen_k=5), "max_seqlen_k is 5"),
         (dict(window_size=(-2, 0)), "window_size"),
         (
             dict(gate=torch.zeros(4, 16)),
@@ -86,29 +84,23 @@ def test_refused_shapes():
         regard.attention_varlen(q[None], k, v, CU_Q, CU_K)
 
 
-def test_max_seqlen_k_is_checked_without_cu_seqlens_k():
-    q = draw()[0]
-    with pytest.raises(ValueError, match="max_seqlen_k is 2, but cu_seqlens_q has a document of 7"):
-        regard.attention_varlen(q, q, q, CU_Q, max_seqlen_k=2)
-
-
 def test_layers_share_the_mask_of_their_cu_seqlens_until_it_changes():
-    from regard._core.mask import recent
+    from regard._core.mask import varlen
     from regard._core.plans import MAX_INTERVALS, plans, with_interval
 
-    plans.clear(), with_interval.clear(), recent._recent.clear()
+    plans.clear(), with_interval.clear(), varlen._recent.clear()
     q, k, v = (torch.randn(9, 2, 4) for _ in range(3))
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     first = regard.attention_varlen(q, k, v, cu, causal=True, normalizer="entmax15")
     torch.testing.assert_close(regard.attention_varlen(q, k, v, cu, causal=True, normalizer="entmax15"), first)
-    assert len(recent._recent) == len(plans) == 1
+    assert len(varlen._recent) == len(plans) == 1
     cu.numpy()[1] = 7  # past torch: the same tensor and version, other documents
     other = regard.attention_varlen(q, k, v, cu, causal=True, normalizer="entmax15")
     torch.testing.assert_close(other, regard.attention_varlen(q, k, v, [0, 7, 9], causal=True, normalizer="entmax15"))
     assert not torch.allclose(other, first)
     for _ in range(2 * MAX_INTERVALS):  # batches come and go: neither masks nor plans pile up
         regard.attention_varlen(q, k, v, cu.clone(), normalizer="entmax15")
-    assert len(recent._recent) <= recent.MOST and len(plans) <= MAX_INTERVALS
+    assert len(varlen._recent) <= varlen.MOST and len(plans) <= MAX_INTERVALS
     with torch.inference_mode():
         ends = torch.tensor([0, 4, 9])
         regard.attention_varlen(q, k, v, ends, causal=True, normalizer="entmax15")

@@ -134,15 +134,15 @@ def test_a_parameter_says_itself_how_far_the_kernels_go(monkeypatch):
         assert regard.attention_path(q, k, v, normalizer=spec).backend == backend
         want, _ = regard.reference.attention(q, k, v, normalizer=f"entmax(alpha={a})")
         torch.testing.assert_close(regard.attention(q, k, v, normalizer=spec), want.float(), atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="has no fused 'mine"):
+    with pytest.raises(ValueError, match="has no fused form"):
         regard.attention(q, k, v, normalizer="mine(a=1.8)", backend="cpu")
-    assert normalizers.get("entmax(alpha=2)").fused and not normalizers.get("entmax(alpha=2.5)").fused
+    assert normalizers.get("entmax(alpha=2)").fused
     assert normalizers.get("entmax(alpha=1)").simplest.spec == "softmax"
 
 
-@pytest.mark.parametrize("a", [1.0, 1.0005, 1.004, 1.05, 1.5, 3.0, 8.0])
+@pytest.mark.parametrize("a", [1.0, 1.0005, 1.004, 1.05, 1.5])
 def test_a_parameter_under_another_name_has_all_the_care_of_entmax(a, monkeypatch):
-    """Near α = 1, beyond 2 and in parts: nothing outside a normaliser's file asks for it by name."""
+    """Near α = 1: nothing outside a normaliser's file asks for it by name."""
     entmax = normalizers.get("entmax").normalizer
     renamed = dataclasses.replace(entmax, name="mine", parameter=dataclasses.replace(entmax.parameter, name="a"))
     monkeypatch.setitem(normalizers._members, "mine", renamed)
@@ -159,9 +159,6 @@ def test_a_parameter_under_another_name_has_all_the_care_of_entmax(a, monkeypatc
         assert torch.equal(function(mine), function(theirs))
     paths = [regard.attention_path(q, k, v, normalizer=name).backend for name in (mine, theirs)]
     assert paths[0] == paths[1]
-    if a in (1.0005, 1.004, 8.0):
-        with pytest.raises(ValueError, match=r"mine.*: a must lie in \[1.005, 4.0\] where rows are in parts"):
-            plan.choose_engine(Problem(q, k, v, normalizers.get(mine), 1.0), None)
 
 
 CLIPPED = """
@@ -274,25 +271,16 @@ def test_every_word_takes_a_parameter_alone_beside_scores_and_in_their_place(wor
 
 def test_the_bounds_of_a_parameter_are_inside():
     q, k, v = torch.randn(3, 1, 1, 6, 4, generator=torch.Generator().manual_seed(8))
-    for alpha, backend in ((1.0049, "reference"), (1.005, "cpu"), (2.0, "cpu"), (2.0001, "reference")):
+    for alpha, backend in ((1.0049, "reference"), (1.005, "cpu"), (2.0, "cpu")):
         assert regard.attention_path(q, k, v, normalizer=f"entmax(alpha={alpha})").backend == backend
-    for alpha in (1.005, 4.0):
-        plan.choose_engine(Problem(q, k, v, normalizers.get(f"entmax(alpha={alpha})"), 1.0), None)
+    with pytest.raises(ValueError, match=r"alpha must lie in \[1, 2\], got 2.0001"):
+        normalizers.get("entmax(alpha=2.0001)")
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        (dict(series=None), "series ≠ reference"),
-        (dict(parameter=normalizers.Parameter("a", 1.5, low=1.0)), "fused_low and fused_high, 1.0 is too far"),
-        (dict(series=lambda s, visible, alpha: torch.sigmoid(s)), "series ≠ reference"),
-        (dict(reference_slope=lambda p, alpha: p), "tile slopes"),
-        (dict(reference_excess=lambda p, alpha: p), "reference_excess ≠"),
-    ],
-)
-def test_a_record_checks_what_stands_in_for_its_tiles(changes, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        dataclasses.replace(normalizers.get("entmax").normalizer, **changes)
+def test_a_record_checks_where_its_tiles_serve():
+    parameter = normalizers.Parameter("a", 1.5, low=1.0)
+    with pytest.raises(ValueError, match=r"fused_low and fused_high, 1\.0 is too far"):
+        dataclasses.replace(normalizers.get("entmax").normalizer, parameter=parameter)
 
 
 def test_a_ratio_that_states_more_than_it_is():

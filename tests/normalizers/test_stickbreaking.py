@@ -77,7 +77,7 @@ def test_one_more_query_is_the_last_row():
 def test_a_fused_backend_says_that_it_has_none(backend, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 1, 4, 4)
-    with pytest.raises(ValueError, match="has no fused 'stickbreaking'; use backend='reference'"):
+    with pytest.raises(ValueError, match="stickbreaking has no fused form; use backend=None or 'reference'"):
         regard.attention(q, q, q, normalizer="stickbreaking", backend=backend)
     assert regard.attention_path(q, q, q, normalizer="stickbreaking").backend == "reference"
 

@@ -13,7 +13,7 @@ from regard._core.problem import Problem
 from regard.health.readings import histogram
 from regard.health.report.page import payload
 from regard.normalizers import Normalizer, Pointwise, jit, tl
-from regard.parallel import plan
+from regard.parallel import plan, reference_rows
 from regard.statistics import of_scores, of_weights
 
 
@@ -111,8 +111,7 @@ def test_statistics_of_maps_whose_sums_do_not_tell_them(record, monkeypatch):
                 assert float(stats[key][i]) == pytest.approx(float(want), rel=1e-8, abs=1e-10), key
     if record.fused:
         problem = Problem(q, k, v, choice, 1.0, stats=("entropy",))
-        with pytest.raises(ValueError, match="cannot be merged over ranks"):
-            plan.choose_engine(problem, None)
+        assert plan.choose_engine(problem, None) == (None, reference_rows)
 
 
 def test_every_statistic_stands_in_every_table():
@@ -193,6 +192,6 @@ def test_top_key_of_ties_empty_rows_and_nan():
 
 def test_top_key_is_refused_where_nothing_computes_it():
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="'cpu' does not compute 'top_key'"):
+    with pytest.raises(ValueError, match="'cpu' cannot compute this call: the statistic top_key"):
         regard.attention(q, q, q, return_stats="top_key", backend="cpu")
     assert "top_key" in regard.attention_path(q, q, q, return_stats="top_key").reason

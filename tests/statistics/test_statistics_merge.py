@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard import normalizers, statistics
-from regard.parallel import merge_statistics
+from regard import normalizers
 from regard.statistics import State, of_scores, solve_shift
 
 MERGING = [name for name in normalizers.names() if normalizers.get(name).merges]
@@ -49,18 +48,3 @@ def test_parts_whose_maxima_lie_far_apart_merge(name):
     for one, two in (parts, parts[::-1]):
         for key, x in one.merge(two, choice).finish(choice).items():
             torch.testing.assert_close(x, whole[key], rtol=1e-9, atol=1e-12, msg=key)
-
-
-@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
-def test_parts_that_an_engine_finished_mix_to_the_row(name):
-    s = 3.0 * torch.randn(4, 12, dtype=torch.float64)
-    here = (torch.arange(12) < 5).expand_as(s)
-    whole, parts = of_scores(s, normalizer=name), [of_scores(s, seen, name) for seen in (here, ~here)]
-    pointwise = name == "sigmoid"
-    weigh = (lambda part: part.mass) if pointwise else (lambda part: torch.exp(part.logsumexp))
-    first, second = (merge_statistics.with_first_key(part, at) for part, at in zip(parts, (0, 5), strict=True))
-    mixed = merge_statistics.merge(first, second, *map(weigh, parts), pointwise)
-    m, silent = whole.max_logit, None if pointwise else torch.zeros(4, dtype=torch.float64)
-    found = merge_statistics.finish(mixed, statistics.NAMES, m, torch.exp(whole.logsumexp - m), silent)
-    for statistic in statistics.NAMES:
-        torch.testing.assert_close(found[statistic], whole[statistic], msg=statistic)

@@ -24,7 +24,7 @@ USUAL = [1e-3, 0.1, 1.0, 10.0, 1e3]
 LEVELS = [1e-40, 1e-30, 1e-20, 1e-12, 1e-6, *USUAL, 1e6, 1e9, 1e12, 1e20, 1e30, 1e38]  # of scores, all of float32
 NAMES = [
     *normalizers.names(), "entmax(alpha=1)", "entmax(alpha=1.05)", "entmax(alpha=1.25)", "entmax(alpha=2)",
-    "entmax(alpha=3)", "sigmoid(bias=-3)",
+    "entmax(alpha=1.9)", "sigmoid(bias=-3)",
 ]  # fmt: skip
 
 

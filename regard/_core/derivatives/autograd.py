@@ -8,16 +8,18 @@ With `create_graph=True` the gradients come from the float64 reference instead, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard._core.problem import TENSORS, Forward, Gradients, Problem, Upstream
 from regard.statistics import DIFFERENTIABLE
 
+FUSED = "ScaledDotProduct"  # how torch calls the backward nodes of its fused kernels
 BATCHED = torch._C._dispatch_key_parse("Batched")  # the key of tensors that torch's older vmap maps over
 OPTIONAL = ("bias", "temperature", "sink", "row_bias", "relative", "theta")  # inputs that may have gradients
 LEARNED = {name: TENSORS.index(name) for name in OPTIONAL}  # their places in TENSORS
@@ -41,12 +43,11 @@ class FusedAttention(torch.autograd.Function):
         kept = ctx.saved_tensors  # once: checkpointing recomputes at each look
         tensors, saved = kept[: len(TENSORS)], Forward(*kept[len(TENSORS) :])
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # create_graph=True
-            return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
+        if torch.is_grad_enabled() or is_batched(do) or is_batched(dstats):  # create_graph=True, or mapped over
+            with torch.enable_grad():
+                return None, None, *differentiable_gradients(ctx.options, tensors, needs, do, dstats)
         problem = ctx.options.with_tensors(tensors)
         wants = [name for name, place in LEARNED.items() if needs[place]]
-        if is_batched(do) or is_batched(dstats):
-            return None, None, *_batched_gradients(ctx, kept, do, dstats, wants)
         upstream = make_upstream(problem, torch.zeros_like(saved.o) if do is None else do, dstats, wants)
         grads = ctx.backend.backward(problem, saved, upstream)
         found: list[Tensor | None] = [None] * len(TENSORS)
@@ -61,15 +62,28 @@ def is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._dispatch_keys(x).has(BATCHED)
 
 
-def _batched_gradients(ctx: Any, kept: Sequence[Any], do, dstats, wants: list[str]) -> list[Tensor | None]:
-    """Gradients by the custom op, which can be mapped over; kernels cannot."""
-    from regard._core import ops
+class FusedFormula(torch.autograd.Function):
+    """A formula of a few tensors by kernels: forward(*tensors, *numbers) and backward(dy, *tensors, *numbers).
 
-    backend = {module: name for name, module in ops.backends.ATTENTION.items()}[ctx.backend.__name__]
-    tensors, saved = kept[: len(TENSORS)], kept[len(TENSORS) :]
-    do = torch.zeros_like(saved[0]) if do is None else do
-    grads = ops.attention_backward(do, dstats, *saved, *tensors, *ctx.options.flatten(), backend, ",".join(wants))
-    return place_gradients(grads, wants)
+    With `create_graph=True`, or mapped over, its gradients are those of `formula`, the same in torch's operations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, formula: Callable, numbers: tuple, *tensors: Tensor) -> Tensor:
+        ctx.kernels, ctx.formula, ctx.numbers = kernels, formula, numbers
+        ctx.save_for_backward(*tensors)
+        return kernels.forward(*tensors, *numbers)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        if not (torch.is_grad_enabled() or is_batched(dy)):
+            found = ctx.kernels.backward(dy, *tensors, *ctx.numbers)
+            return None, None, None, *(found if isinstance(found, tuple) else (found,))
+        with torch.enable_grad():
+            own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors]
+            y = ctx.formula(*own, *ctx.numbers)
+        return None, None, None, *torch.autograd.grad(y, own, dy, create_graph=torch.is_grad_enabled())
 
 
 def place_gradients(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:
@@ -114,3 +128,38 @@ def differentiable_gradients(
     asked = [x for x, needed in zip(own, needs, strict=True) if needed and x is not None]
     found = iter(torch.autograd.grad(outputs, asked, upstreams, create_graph=True, allow_unused=True))
     return tuple(next(found) if needed else None for needed in needs)
+
+
+def differentiable_twice(out: Tensor, inputs: tuple[Tensor, ...], attend: Callable[..., Tensor]) -> Tensor:
+    """out = attend(*inputs) by torch's fused attention, whose gradients have gradients now; inputs are q, k and v.
+
+    With create_graph=True its gradients are made anew by torch's plain products, N × N. The inputs are remembered until
+    the first backward, which frees what torch has saved too; not at all where somebody else decides what is saved
+    (checkpointing, offloading).
+    """
+    node = out.grad_fn
+    if node is None or is_saved_elsewhere() or not node.name().startswith(FUSED):
+        return out
+    kept = list(inputs)
+
+    def again(found: tuple[Tensor | None, ...], upstream: tuple[Tensor | None, ...]):
+        if not torch.is_grad_enabled():
+            kept.clear()
+            return None
+        wanted = [at for at, gradient in enumerate(found) if gradient is not None]
+        shapes = {at: x.shape for at, x in enumerate(kept)}
+        if upstream[0] is None or any(shapes.get(at) != found[at].shape for at in wanted):  # type: ignore[union-attr]
+            return None
+        own = [x.view_as(x) for x in kept]  # one may hang on another: each counts for itself
+        with sdpa_kernel(SDPBackend.MATH):
+            o = attend(*own)
+        made = iter(torch.autograd.grad(o, [own[at] for at in wanted], upstream[0], create_graph=True))
+        return tuple(next(made) if at in wanted else None for at in range(len(found)))
+
+    node.register_hook(again)
+    return out
+
+
+def is_saved_elsewhere() -> bool:
+    """True if saved-tensor hooks (checkpointing, offloading) decide what this forward saves for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -58,14 +58,8 @@ def attend(options: Problem, backend: str, tensors: Sequence[Maybe]) -> Tensor:
     """o of a problem, as a function of its tensors in the order of `TENSORS`."""
     places = tuple(at for at, x in enumerate(tensors) if x is not None)
     setting, given = Setting(options, backend, places), [tensors[at] for at in places]
-    dual = attend_once(setting, given)
-    return Attention.apply(setting, *given)[0] if dual is None else dual
-
-
-def attend_once(setting: Setting, given: Sequence[Maybe]) -> Tensor | None:
-    """(o, o′) as one dual tensor where a single level of forward mode is all that acts on a call, else None."""
     duals = split_duals(given)
-    return None if duals is None else attend_duals(setting, duals)
+    return Attention.apply(setting, *given)[0] if duals is None else attend_duals(setting, duals)
 
 
 class Duals(NamedTuple):

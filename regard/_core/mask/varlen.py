@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from regard._core.attention import attention
 from regard._core.mask.parts import Packed, check_cu_seqlens, check_side
-from regard._core.mask.recent import recall
+from regard._core.ops.backends import is_plain_eager
 from regard._core.options import Temperature, Wanted
 from regard._core.readable import readable
 from regard._core.rows.validation import fits
@@ -84,7 +85,7 @@ def attention_varlen(
             have length 0.
         cu_seqlens_k: the same of the keys, 0, …, Tk; None: as the queries. On a GPU change both by torch's own in-place
             operations or make new ones: what they mean is kept from layer to layer.
-        max_seqlen_q, max_seqlen_k: the longest document; checked where given, and not needed.
+        max_seqlen_q, max_seqlen_k: the longest document, as flash-attention takes it; not needed, and not read.
         softmax_scale, scale: the factor of q·k, None for 1/√D; `scale` also takes the words and tensors of `attention`.
         causal: query i of a document of m queries and n keys sees its keys ≤ i + n − m, aligned at the bottom right.
         window_size: (left, right) keys around i + n − m that are visible; −1 for no limit.
@@ -113,8 +114,7 @@ def attention_varlen(
         raise ValueError(f"cu_seqlens_k must be given where k has other tokens ({len(k)}) than q ({len(q)})")
     _check_gate(gate, (*q.shape[:2], v.shape[2]))
     ends = (cu_seqlens_q,) if cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
-    longest = _check_longest(max_seqlen_q, "max_seqlen_q"), _check_longest(max_seqlen_k, "max_seqlen_k")
-    options = len(q), len(k), q.device, longest, causal, *_check_window_size(window_size)
+    options = len(q), len(k), q.device, causal, *_check_window_size(window_size)
     mask = recall(ends, options, lambda: _make_mask(ends[0], ends[-1], *options))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     found: Any = attention(  # type: ignore[misc]
@@ -141,12 +141,12 @@ def attention_varlen(
 
 
 def _make_mask(
-    ends_q: Ints, ends_k: Ints, queries: int, keys: int, device: torch.device, longest: tuple[int | None, int | None],
-    causal: bool, left: int | None, right: int | None,
+    ends_q: Ints, ends_k: Ints, queries: int, keys: int, device: torch.device, causal: bool,
+    left: int | None, right: int | None,
 ) -> Mask:  # fmt: skip
     """Check where documents begin and end, and return their mask."""
-    cu_q = _check_cu(ends_q, "cu_seqlens_q", queries, longest[0], "max_seqlen_q")
-    cu_k = _check_cu(ends_k, "cu_seqlens_q" if ends_k is ends_q else "cu_seqlens_k", keys, longest[1], "max_seqlen_k")
+    cu_q = check_cu_seqlens(ends_q, "cu_seqlens_q", queries)
+    cu_k = check_cu_seqlens(ends_k, "cu_seqlens_q" if ends_k is ends_q else "cu_seqlens_k", keys)
     if len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and {len(cu_k) - 1}"
@@ -163,20 +163,6 @@ def _check_gate(gate: Tensor | None, shape: tuple[int, int, int]) -> None:
         )
 
 
-def _check_longest(longest: int | None, name: str) -> int | None:
-    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, numbers.Integral) or longest < 0):
-        raise ValueError(f"{name} must be an int ≥ 0 or None, got {longest!r}")
-    return None if longest is None else int(longest)
-
-
-def _check_cu(cu_seqlens: Ints, name: str, tokens: int, longest: int | None, longest_name: str) -> Tensor:
-    """Return cu_seqlens; checks that they rise to the tokens, and the longest document where given."""
-    cu = check_cu_seqlens(cu_seqlens, name, tokens)
-    if longest is not None and readable(cu) and len(cu) > 1 and int(cu.diff().max()) > longest:
-        raise ValueError(f"{longest_name} is {longest}, but {name} has a document of {int(cu.diff().max())}")
-    return cu
-
-
 def _check_window_size(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """Return (left, right), None for −1."""
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
@@ -186,3 +172,31 @@ def _check_window_size(window_size: tuple[int, int]) -> tuple[int | None, int | 
         raise ValueError(f"window_size must be (left, right), ints ≥ 0 or −1 for no limit, got {window_size!r}")
     left, right = (check_side(None if side == -1 else side, "window_size") for side in window_size)
     return left, right
+
+
+MOST = 4
+_recent: dict[Hashable, tuple[list[weakref.ref], Mask]] = {}  # the layers of a model pass the same cu_seqlens in turn
+
+
+def recall(given: tuple[object, ...], options: tuple, make: Callable[[], Mask]) -> Mask:
+    """Return make(), or what it returned lately for the same options and tensors.
+
+    Tensors on the CPU are the same if their values are. Those on a GPU, whose values would take a wait, are if the
+    object is and torch has seen no change in place; what writes to its memory past torch (`.data`, DLPack) is not
+    noticed. Not while something records calls: the work of `make` belongs to the record then.
+    """
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    on_gpu = [x for x in tensors if x.is_cuda]
+    if len(tensors) < len(given) or not is_plain_eager() or any(x.is_inference() for x in on_gpu):
+        return make()
+    if not all(x.is_cuda or readable(x) for x in tensors) or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        return make()
+    key = options, *((id(x), x._version) if x.is_cuda else (x.dtype, str(x.tolist())) for x in tensors)
+    found = _recent.get(key)
+    if found is not None and all(known() is x for known, x in zip(found[0], on_gpu, strict=True)):
+        return found[1]
+    mask = make()
+    for old in list(_recent)[: max(0, len(_recent) + 1 - MOST)]:
+        _recent.pop(old, None)  # another thread may have been faster
+    _recent[key] = [weakref.ref(x) for x in on_gpu], mask
+    return mask

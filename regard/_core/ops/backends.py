@@ -9,11 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-ROWS = {
-    "cpu": "regard._backends.cpu.rows.launch",
-    "triton": "regard._backends.gpu.rows.launch",
-    "series": "regard._core.ops.series_rows",
-}
+ROWS = {"cpu": "regard._backends.cpu.rows.launch", "triton": "regard._backends.gpu.rows.launch"}
 LOSSES = {"cpu": "regard._backends.cpu.losses.launch", "triton": "regard._backends.gpu.losses.launch"}
 ATTENTION = {"cpu": "regard._backends.cpu.attention.launch", "triton": "regard._backends.gpu.attention.launch"}
 

@@ -34,7 +34,7 @@ MAX_PLANS = 1024
 plans: dict[Hashable, Callable[[Tensor], Tensor]] = {}
 
 
-def run_named(scores, spec, dim, temperature, mask, backend, name: str) -> Tensor:
+def run_named(scores, spec, dim, temperature, mask, backend=None, name: str = "z") -> Tensor:
     """p = normaliser(scores / temperature) along `dim`; calls of a kind that was seen go to their kernel at once."""
     key = None
     numbers = type(dim) is int and type(temperature) in (float, int)
@@ -131,34 +131,27 @@ def _rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str)
     choice = choice.simplest
     if not choice.fused:
         return _reference_rows(z, choice, choice.theta, visible, scale)
-    wide, backend = widen_near_softmax(z, choice, backend)
-    return _fused_rows(wide, choice, None, visible, scale, backend).to(z.dtype)
+    return _fused_rows(widen_near_softmax(z, choice), choice, None, visible, scale, backend).to(z.dtype)
 
 
 def _rows_by_theta(z: Tensor, choice: Choice, theta: Tensor, visible, scale: float, backend: str) -> Tensor:
     """Weights of rows that each have their own parameter θ."""
     parameter = choice.normalizer.parameter
     assert parameter is not None  # a map without one takes no theta
+    if parameter.fused_high < parameter.high and _may_be_true(theta > parameter.fused_high):
+        return _reference_rows(z, choice, theta, visible, scale)
     theta = theta.to(torch.promote_types(theta.dtype, torch.float32))  # bfloat16 rounds 1.001 to 1
-    soft, beyond = theta < parameter.series_below, theta > parameter.fused_high
-    wide = widen(z) if _may_be_true(theta < parameter.wide_below) else z
-    inner = theta.where(~(soft | beyond), parameter.default)
-    p = _fused_rows(wide, choice, inner, visible, scale, backend).to(z.dtype)
-    if choice.series is not None and _may_be_true(soft):
-        q = _fused_rows(widen(z), choice, theta.where(soft, parameter.low), visible, scale, "series").to(z.dtype)
-        p = torch.where(soft, q, p)
-    if _may_be_true(beyond):
-        far = theta.where(beyond, parameter.default)
-        p = torch.where(beyond, _reference_rows(z, choice, far, visible, scale), p)
-    return p
+    if not _may_be_true(theta < parameter.wide_below):
+        return _fused_rows(z, choice, theta, visible, scale, backend)
+    theta = parameter.keep_off_softmax(widen(theta))
+    return _fused_rows(widen(z), choice, theta, visible, scale, backend).to(z.dtype)
 
 
-def widen_near_softmax(z: Tensor, choice: Choice, backend: str) -> tuple[Tensor, str]:
-    """Return (scores, backend): float64, or the power series, for a parameter at which float32 magnifies rounding."""
+def widen_near_softmax(z: Tensor, choice: Choice) -> Tensor:
+    """Return the scores, in float64 for a parameter at which float32 magnifies rounding."""
     parameter = choice.normalizer.parameter
-    if parameter is None or not isinstance(choice.theta, float) or choice.theta >= parameter.wide_below:
-        return z, backend
-    return widen(z), "series" if choice.theta < parameter.series_below else backend
+    near = parameter is not None and isinstance(choice.theta, float) and choice.theta < parameter.wide_below
+    return widen(z) if near else z
 
 
 def _fused_rows(z: Tensor, choice: Choice, theta, visible, scale: float, backend: str) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 
 import torch
 from torch import Tensor
@@ -14,7 +13,16 @@ from regard._core.rows.execute import run, run_named
 from regard._core.rows.log_softmax import log_softmax as log_softmax
 from regard._core.rows.log_softmax import logsumexp as logsumexp
 from regard._core.rows.temperature_limits import divide_visible
-from regard._core.rows.validation import check_dense, check_device, check_scores, check_temperature, fits, is_float
+from regard._core.rows.validation import (
+    check_dense,
+    check_device,
+    check_dim,
+    check_flag,
+    check_scores,
+    check_temperature,
+    fits,
+    is_float,
+)
 from regard.normalizers import Choice
 
 
@@ -62,14 +70,9 @@ def softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: T
     >>> regard.softmax(torch.tensor([0.0, 1.0]), temperature=0)
     tensor([0., 1.])
 
-    Returns:
-        The weights, in the shape and dtype of `z`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.normalize` raises it.
+    Arguments, result and errors are those of `regard.normalize`.
     """
-    return _named(z, "softmax", dim, temperature, mask)
+    return run_named(z, "softmax", dim, temperature, mask)
 
 
 def sparsemax(z: Tensor, dim: int = -1, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -79,14 +82,9 @@ def sparsemax(z: Tensor, dim: int = -1, *, temperature: float | Tensor = 1.0, ma
     >>> regard.sparsemax(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.2500, 0.7500])
 
-    Returns:
-        The weights, in the shape and dtype of `z`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.normalize` raises it.
+    Arguments, result and errors are those of `regard.normalize`.
     """
-    return _named(z, "sparsemax", dim, temperature, mask)
+    return run_named(z, "sparsemax", dim, temperature, mask)
 
 
 def entmax15(z: Tensor, dim: int = -1, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -96,14 +94,9 @@ def entmax15(z: Tensor, dim: int = -1, *, temperature: float | Tensor = 1.0, mas
     >>> regard.entmax15(torch.tensor([-2.0, 0.0, 0.5]))
     tensor([0.0000, 0.3260, 0.6740])
 
-    Returns:
-        The weights, in the shape and dtype of `z`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.normalize` raises it.
+    Arguments, result and errors are those of `regard.normalize`.
     """
-    return _named(z, "entmax15", dim, temperature, mask)
+    return run_named(z, "entmax15", dim, temperature, mask)
 
 
 def entmax(
@@ -116,8 +109,8 @@ def entmax(
 ) -> Tensor:
     """max((α−1)·z_i/T − τ, 0)^{1/(α−1)} with Σ = 1; α = 1 is softmax, α = 2 sparsemax.
 
-    `alpha` is a number in [1, 32], or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
-    1 < α < 1.1 is computed in float64; below 1.001 and above 2 in plain torch, some 50 to 100 times as slow.
+    `alpha` is a number in [1, 2], or a tensor that broadcasts against z with size 1 in `dim` and receives a gradient.
+    1 < α < 1.1 is computed in float64.
 
     >>> import regard, torch
     >>> regard.entmax(torch.tensor([[-2.0, 0.0, 0.5]]).expand(2, 3), torch.tensor([[1.5], [2.0]]))
@@ -129,15 +122,10 @@ def entmax(
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
-        ValueError: `alpha` is below 1 or does not broadcast; or as `regard.normalize` raises it.
+        ValueError: `alpha` lies outside [1, 2] or does not broadcast; or as `regard.normalize` raises it.
     """
     check_scores(z, "z")
-    if isinstance(alpha, Tensor):
-        return run(z, normalizers.get("entmax"), alpha, dim, temperature, mask, None)
-    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real):
-        raise TypeError(f"alpha must be a number or a tensor, got {type(alpha).__name__}")
-    member = normalizers.get("entmax").normalizer
-    return run(z, Choice(member, member.parameter.check(alpha)), None, dim, temperature, mask, None)
+    return run(z, normalizers.get("entmax", alpha=alpha), None, dim, temperature, mask, None)
 
 
 def relu_norm(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -148,14 +136,9 @@ def relu_norm(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask:
     tensor([[0.7500, 0.2500, 0.0000],
             [0.0000, 0.0000, 0.0000]])
 
-    Returns:
-        The weights, in the shape and dtype of `z`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.normalize` raises it.
+    Arguments, result and errors are those of `regard.normalize`.
     """
-    return _named(z, "relu", dim, temperature, mask)
+    return run_named(z, "relu", dim, temperature, mask)
 
 
 def sigmoid_norm(
@@ -179,12 +162,9 @@ def sigmoid_norm(
         ValueError: `bias` does not broadcast; or as `regard.normalize` raises it.
     """
     check_scores(z, "z")
-    member = normalizers.get("sigmoid").normalizer
     if isinstance(bias, Tensor):
         return _sigmoid_with_bias(z, bias, dim, temperature, mask)
-    if isinstance(bias, bool) or not isinstance(bias, numbers.Real):
-        raise TypeError(f"bias must be a number or a tensor, got {type(bias).__name__}")
-    return run(z, Choice(member, member.parameter.check(bias)), None, dim, temperature, mask, None)
+    return run(z, normalizers.get("sigmoid", bias=bias), None, dim, temperature, mask, None)
 
 
 def _sigmoid_with_bias(z: Tensor, bias: Tensor, dim: int, temperature, mask) -> Tensor:
@@ -209,14 +189,9 @@ def softmax1(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> regard.softmax1(torch.tensor([0.0, 0.0]))
     tensor([0.3333, 0.3333])
 
-    Returns:
-        The weights, in the shape and dtype of `z`.
-
-    Raises:
-        TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.normalize` raises it.
+    Arguments, result and errors are those of `regard.normalize`.
     """
-    return _named(z, "softmax1", dim, temperature, mask)
+    return run_named(z, "softmax1", dim, temperature, mask)
 
 
 def softpick(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -226,14 +201,50 @@ def softpick(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0, mask: 
     >>> regard.softpick(torch.tensor([0.0, 0.0, -1.0]))
     tensor([0., 0., 0.])
 
+    Arguments, result and errors are those of `regard.normalize`.
+    """
+    return run_named(z, "softpick", dim, temperature, mask)
+
+
+def gumbel_softmax(
+    z: Tensor,
+    temperature: float | Tensor = 1.0,
+    hard: bool = False,
+    dim: int = -1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """softmax((z + g)/T), g ~ Gumbel(0, 1): its argmax is a sample of softmax(z).
+
+    `hard` returns the one-hot sample, with the gradient of the soft one (straight-through). The same generator state
+    gives the same sample.
+
+    >>> import regard, torch
+    >>> one = regard.gumbel_softmax(torch.zeros(5), 0.5, hard=True, generator=torch.Generator().manual_seed(0))
+    >>> float(one.sum())
+    1.0
+
     Returns:
-        The weights, in the shape and dtype of `z`.
+        The sample, in the shape and dtype of `z`.
 
     Raises:
         TypeError: An argument has the wrong type or dtype.
-        ValueError: As `regard.normalize` raises it.
+        ValueError: `dim` or `temperature` lies outside its range.
     """
-    return _named(z, "softpick", dim, temperature, mask)
+    check_scores(z, "z")
+    axis = check_dim(z, dim)
+    hard = check_flag(hard, "hard")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+    wide = accumulator(z.dtype)
+    drawn = torch.empty_like(z, dtype=wide, memory_format=torch.contiguous_format).exponential_(generator=generator)
+    noise = -torch.log(drawn.clamp_min(torch.finfo(wide).tiny))
+    soft = softmax(z.to(wide) + noise, axis, temperature)
+    if not hard or not z.numel():
+        return soft.to(z.dtype)
+    at = (z.detach().to(wide) + noise).argmax(axis, keepdim=True)
+    one_hot = torch.zeros_like(soft).scatter(axis, at, 1.0)
+    one_hot = one_hot.where(soft.detach().amax(axis, keepdim=True) != 0, 0.0)  # nothing to choose from: choose nothing
+    return (one_hot + (soft - soft.detach())).to(z.dtype)
 
 
 def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
@@ -261,7 +272,3 @@ def softmax_backward(grad_output: Tensor, softmax_output: Tensor) -> Tensor:
     dtype = torch.promote_types(grad_output.dtype, softmax_output.dtype)  # result_type cannot be compiled
     g, p = (x.to(torch.promote_types(dtype, torch.float32)) for x in (grad_output, softmax_output))
     return (p * (g - (p * g).sum(-1, keepdim=True))).to(dtype)
-
-
-def _named(z, name: str, dim, temperature, mask) -> Tensor:
-    return run_named(z, name, dim, temperature, mask, None, "z")

@@ -61,7 +61,7 @@ def jacobian(z: Tensor, normalizer: str = "softmax", temperature: float = 1.0) -
         return z.new_zeros((*z.shape, z.shape[-1]))
     if t == math.inf:
         return _dense(z, lambda row: temperature_limit(row, choice, None, None, cold=False))
-    if not (choice.fused or choice.is_blurred()):
+    if not choice.fused:
         return _dense(z, lambda row: choice.reference(row / t, None, choice.theta))
     return (_jacobian_op if torch.compiler.is_compiling() else _closed_form)(z, choice.spec, t)
 
@@ -79,9 +79,6 @@ def _closed_form(z: Tensor, normalizer: str, t: float) -> Tensor:
         inverse = torch.where(norm > 0, 1.0 / norm, 0.0)
         b = terms.tile["denominator_slope"](e, y, low).masked_fill(~seen, 0.0) * inverse
         a, c = a * inverse, u * inverse
-    elif choice.is_blurred():
-        a = b = terms.of_weights(choice.reference(s, seen, choice.theta))[2]
-        c = a / a.sum(-1, keepdim=True).clamp_min(1e-300)
     else:
         a = terms(y, solve_shift(s, seen, choice))[2].masked_fill(~seen, 0.0)
         if choice.family == "pointwise":
@@ -150,7 +147,7 @@ def vjp(
         ds = torch.func.vjp(lambda x: choice.reference(rows(x), None, choice.theta), widen(z))[1](widen(grad))[0]
         bad = (z.isnan() | (z == math.inf)).any(-1, keepdim=True)
         return ds.masked_fill(bad, math.nan).to(z.dtype)
-    scores, backend = widen_near_softmax(z, choice, backend)
+    scores = widen_near_softmax(z, choice)
     dp = (grad if scores is z else widen(grad)).reshape(-1, z.shape[-1])
     flat = scores.reshape(-1, z.shape[-1])
     p, state = ops.rows(flat, None, None, choice.spec, 1.0 / t, backend)

@@ -7,15 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from regard import normalizers
 from regard._core.dtypes import accumulator
 from regard._core.readable import readable
-from regard._core.rows.temperature_limits import (
-    divide_visible,
-    subtract_max,
-    temperature_limit,
-    with_zero_gradient,
-)
+from regard._core.rows.temperature_limits import divide_visible, subtract_max
 from regard._core.rows.validation import (
     check_device,
     check_dim,
@@ -45,20 +39,17 @@ def logsumexp(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Te
     rows = rows.masked_fill(nothing[..., None], 0.0)  # −inf has no gradient of 0
     if t is None:
         return torch.logsumexp(rows, -1).masked_fill(nothing, -math.inf)
-    inside = (t > 0.0) & (t < math.inf)
-    if inside is False or (isinstance(inside, Tensor) and readable(inside) and not bool(inside.all())):
-        raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
     below, top = subtract_max(rows.to(accumulator(rows.dtype)))
     total = (top / t + torch.logsumexp(divide_visible(below, t), -1, keepdim=True)).squeeze(-1)
-    if isinstance(inside, Tensor):
-        total = total.masked_fill(~inside.squeeze(-1), math.nan)
+    if isinstance(t, Tensor):
+        total = total.masked_fill(~_is_inside(t).squeeze(-1), math.nan)
     return total.masked_fill(nothing, -math.inf).to(rows.dtype)
 
 
 def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> Tensor:
-    """z_i/T − log Σ_j exp(z_j/T), without forming the weights. At T = 0 or inf the logarithm of softmax's limit.
+    """z_i/T − log Σ_j exp(z_j/T), without forming the weights. 0 < T < inf, as of `logsumexp`.
 
-    A row of −inf, in which softmax weighs nothing, is −inf with a gradient of 0 at every T (torch's is NaN).
+    A row of −inf, in which softmax weighs nothing, is −inf with a gradient of 0 (torch's is NaN).
 
     >>> import regard, torch
     >>> regard.log_softmax(torch.tensor([0.0, -1000.0]))
@@ -76,29 +67,17 @@ def log_softmax(z: Tensor, dim: int = -1, temperature: float | Tensor = 1.0) -> 
     rows = rows.masked_fill(nothing, 0.0)
     if t is None:
         result = torch.log_softmax(rows, -1)
-    elif not isinstance(t, Tensor):
-        result = _log_limit(rows, cold=t == 0.0) if t in (0.0, math.inf) else _log_softmax(rows, t)
     else:
-        cold, hot = t == 0.0, t == math.inf
-        plain = ~(cold | hot)
-        result = _log_softmax(rows, t.where(plain, 1.0))
-        if not readable(plain) or not bool(plain.all()):
-            result = torch.where(cold, _log_limit(rows, cold=True), result)
-            result = torch.where(hot, _log_limit(rows, cold=False), result)
-            result = result.masked_fill(~(t >= 0.0), math.nan)
+        below, _ = subtract_max(rows.to(accumulator(rows.dtype)))
+        result = torch.log_softmax(divide_visible(below, t), -1).to(rows.dtype)
+        if isinstance(t, Tensor):
+            result = result.masked_fill(~_is_inside(t), math.nan)
     result = result.masked_fill(nothing, -math.inf)
     return result.movedim(-1, axis) if z.ndim else result.reshape(())
 
 
-def _log_softmax(rows: Tensor, t: float | Tensor) -> Tensor:
-    below, _ = subtract_max(rows.to(accumulator(rows.dtype)))
-    return torch.log_softmax(divide_visible(below, t), -1).to(rows.dtype)
-
-
-def _log_limit(rows: Tensor, cold: bool) -> Tensor:
-    return with_zero_gradient(
-        torch.log(temperature_limit(rows.detach(), normalizers.get("softmax"), None, None, cold)), rows
-    )
+def _is_inside(t: float | Tensor) -> bool | Tensor:
+    return (t > 0.0) & (t < math.inf)
 
 
 def _check(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, float | Tensor | None, int]:
@@ -106,6 +85,9 @@ def _check(z: Tensor, dim: int, temperature: float | Tensor) -> tuple[Tensor, fl
     check_scores(z, "z")
     axis = check_dim(z, dim)
     t = check_temperature(temperature)
+    inside = _is_inside(t)
+    if inside is False or (isinstance(inside, Tensor) and readable(inside) and not bool(inside.all())):
+        raise ValueError("temperature must be positive and finite here, where there is no limit; got 0 or inf")
     z = under_autocast(z)
     rows = z.movedim(axis, -1) if z.ndim else z.reshape(1)
     if isinstance(t, Tensor):

@@ -53,15 +53,13 @@ def _evaluate(logits: Tensor, target: Tensor | None, normalizer, theta, ignore_i
     if theta is not None:
         theta = _check_column(theta, choice, logits)
     elif choice.fused and backend != "reference" and not is_transformed(logits):
-        wide, backend = widen_near_softmax(logits, choice, backend)
-        if backend != "series":
-            indices = None if target is None else target.reshape(-1).contiguous()
-            flat = wide.reshape(-1, wide.shape[-1]).contiguous()
-            if is_plain_eager():
-                losses = RowLoss.apply(flat, indices, choice, ignore_index, backend)
-            else:
-                losses, _ = ops.row_loss(flat, indices, choice.spec, ignore_index, backend)
-            return losses.reshape(logits.shape[:-1]).to(kind)
+        indices = None if target is None else target.reshape(-1).contiguous()
+        flat = widen_near_softmax(logits, choice).reshape(-1, logits.shape[-1]).contiguous()
+        if is_plain_eager():
+            losses = RowLoss.apply(flat, indices, choice, ignore_index, backend)
+        else:
+            losses, _ = ops.row_loss(flat, indices, choice.spec, ignore_index, backend)
+        return losses.reshape(logits.shape[:-1]).to(kind)
     return reference.fenchel_young_loss(logits, target, choice, ignore_index=ignore_index, theta=theta).to(kind)
 
 

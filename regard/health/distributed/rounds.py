@@ -23,8 +23,7 @@ from regard.health.distributed.checksums import checksum_batch
 from regard.health.measurement.recorder import Layer, Recorder
 from regard.health.readings.layer_reading import LayerReading
 from regard.health.report import files
-from regard.parallel.failures import RankError
-from regard.parallel.group import RankGroup
+from regard.parallel.group import RankError, RankGroup
 from regard.parallel.handshake import compare_calls
 
 SECONDS = 5.0  # between two snapshots

@@ -32,7 +32,7 @@ def forward(plan: Plan) -> list[Total]:
             add_part(totals, plan.queries[group.rank], here, plan.engine.forward(pair))
     for total, (_, rows) in zip(totals, plan.rows(problem, plan.queries[group.rank]), strict=True):
         if total.o is None:
-            total.add(empty_part(rows, plan.finishes_statistics))
+            total.add(empty_part(rows))
     return totals
 
 

@@ -1,24 +1,58 @@
-"""Merge every rank's part of the same rows in ⌈log₂ W⌉ rounds.
+"""The tree, for `decode`: every rank computes its own keys' part of the same rows, and the parts are merged.
 
-    all_merge   each round exchanges with the rank whose number differs in one bit; every rank ends with the whole
-    merge_at    each round halves the ranks that hold a part; the root ends with the whole
-
-The lower rank's part always comes first, so that every rank computes the same tree, bit for bit. If W is no power of
-two, the ranks beyond the last power of two send their parts first and receive the whole at the end.
+Each of ⌈log₂ W⌉ rounds exchanges with the rank whose number differs in one bit; every rank ends with the whole. The
+lower rank's part always comes first, so that every rank computes the same tree, bit for bit. If W is no power of two,
+the ranks beyond the last power of two send their parts first and receive the whole at the end.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from regard._core.problem import Part
+from regard._core.problem import Gradients, Part, Problem, Upstream, Whole
+from regard.parallel.gradients import KeyGradients, RowGradients, slice_rows, slice_upstream
 from regard.parallel.group import RankGroup
-from regard.parallel.merge import Total, merge_states
-from regard.statistics import State
+from regard.parallel.merge import Total, add_part, empty_part
+from regard.parallel.plan import Plan
+
+
+def forward(plan: Plan) -> list[Total]:
+    """Return the totals of the query chunks over the keys of all ranks, the same on every rank."""
+    queries, totals = plan.queries[0], [Total(plan.problem.choice) for _ in plan.queries[0]]
+    for here, _, pair in _pairs(plan):
+        add_part(totals, queries, here, plan.engine.forward(pair))
+    for total, (_, chunk) in zip(totals, plan.rows(plan.problem, queries), strict=True):
+        if total.o is None:
+            total.add(empty_part(chunk))
+    return [all_merge(plan.group, total) for total in totals]
+
+
+def backward(plan: Plan, whole: Whole, upstream: Upstream) -> Gradients:
+    """Return the gradients of the queries, summed over the ranks, and of this rank's keys."""
+    sums, keys = RowGradients(plan.problem, upstream), KeyGradients(plan.problem)
+    for here, there, pair in _pairs(plan):
+        grads = plan.engine.backward(pair, slice_rows(whole, here), slice_upstream(upstream, here))
+        sums.add(grads, here, there)
+        keys.add(grads, there)
+    dq, dtemperature = plan.group.all_reduce(sums.q, "tree backward"), sums.temperature
+    dtemperature = None if dtemperature is None else plan.group.all_reduce(dtemperature, "tree backward")
+    return Gradients(dq, keys.k, keys.v, temperature=dtemperature)
+
+
+def _pairs(plan: Plan) -> Iterator[tuple[slice, slice, Problem]]:
+    """Yield the pairs of chunks of the queries and of this rank's keys."""
+    problem, rank = plan.problem, plan.group.rank
+    full = (*problem.q.shape[:3], problem.k.shape[2])
+    own = {
+        name: None if (x := getattr(plan, name)) is None else plan.columns(x, rank).expand(full)
+        for name in ("bias", "mask")
+    }
+    rows = replace(problem, sink=None, **own)
+    return plan.pairs(rows, plan.queries[0], plan.keys[rank], problem.k, problem.v, own_columns=True)
 
 
 def all_merge(group: RankGroup, total: Total, step: str = "tree") -> Total:
@@ -39,24 +73,9 @@ def all_merge(group: RankGroup, total: Total, step: str = "tree") -> Total:
     return total
 
 
-def merge_at(group: RankGroup, total: Total, root: int, step: str = "tree") -> Total | None:
-    """Return the merged total at the root, None elsewhere."""
-    position = (group.rank - root) % group.world
-    for round_ in range(math.ceil(math.log2(group.world)) if group.world > 1 else 0):
-        apart = 1 << round_
-        if position % (2 * apart):
-            _send(group, total, (group.rank - apart) % group.world, step, round_)
-            return None
-        if position + apart < group.world:
-            total = _merge_totals(total, _receive(group, total, (group.rank + apart) % group.world, step, round_))
-    return total
-
-
 def _merge_totals(first: Total, second: Total) -> Total:
-    total = Total(first.choice, first.o, first.m, first.z, first.slopes, first.rises, first.state, first.merged)
-    total.add(Part(second.o, second.m, second.z, second.slopes, stats=second.merged, rises=second.rises))
-    if second.state is not None:
-        total.state = merge_states(first.state, second.state, first.choice)
+    total = Total(first.choice, first.o, first.m, first.z)
+    total.add(Part(second.o, second.m, second.z))
     return total
 
 
@@ -75,27 +94,11 @@ def _receive(group: RankGroup, like: Total, source: int, step: str, at: int) -> 
     return _unpack(received, like)
 
 
-def _tensors(total: Total) -> list[Tensor]:
-    tensors = [x for x in (total.o, total.m, total.z, total.slopes, total.rises) if x is not None]
-    tensors += [] if total.merged is None else [total.merged[name] for name in sorted(total.merged)]
-    return tensors + ([] if total.state is None else [getattr(total.state, field.name) for field in fields(State)])
-
-
 def _pack(total: Total) -> Tensor:
-    wide = torch.float64 if total.state is not None else total.o.dtype
-    return torch.cat([x.to(wide).reshape(-1) for x in _tensors(total)])
+    return torch.cat([x.reshape(-1) for x in (total.o, total.m, total.z)])
 
 
 def _unpack(flat: Tensor, like: Total) -> Total:
-    pieces, at = [], 0
-    for x in _tensors(like):
-        pieces.append(flat[at : at + x.numel()].view(x.shape).to(x.dtype))
-        at += x.numel()
-    o, m, z, *more = pieces
-    slopes = more.pop(0) if like.slopes is not None else None
-    rises = more.pop(0) if like.rises is not None else None
-    mix = None if like.merged is None else {name: more.pop(0) for name in sorted(like.merged)}
-    state = None
-    if like.state is not None:
-        state = State(**{field.name: x for field, x in zip(fields(State), more, strict=True)})
-    return Total(like.choice, o, m, z, slopes, rises, state, mix)
+    parts = flat.split([x.numel() for x in (like.o, like.m, like.z)])
+    o, m, z = (part.view(x.shape) for part, x in zip(parts, (like.o, like.m, like.z), strict=True))
+    return Total(like.choice, o, m, z)

@@ -103,11 +103,23 @@ def backward_from_logits(s, dp, geometry, parameter, shift, z, delta, dtheta, st
         ds_dot_s[r] = write_gradients(x, g, m, c, theta, inverse, delta[r], terms)
 
 
+def backward_part(s, dp, geometry, parameter, m, z, delta, ds_dot_s):
+    """s ← p and dp ← ds = a·dp − b·δ of a part of the keys, from m, Z and δ of the whole rows; ds_dot_s = Σ ds·s."""
+    theta = real(parameter)
+    for r in range(s.shape[0]):
+        _, first, last = visible_columns(geometry, r, s.shape[1])
+        zero_unseen(s[r], first, last)
+        zero_unseen(dp[r], first, last)
+        x, g = s[r, first:last], dp[r, first:last]
+        terms = real(0.0), real(0.0), real(0.0), real(0.0), real(0.0), real(0.0), real(0.0)
+        ds_dot_s[r] = write_gradients(x, g, m[r], prim.exp(-m[r]), theta, finite_inverse(z[r]), delta[r], terms)
+
+
 def write_gradients(x, g, m, c, theta, inverse, delta, terms):
     """x ← p and g ← ds; returns Σ ds·s.
 
     With statistics' gradients ds has lift·p − β·p̄·(s − top + offset) + γ·(s − mean) in addition, where p̄ is the
-    softmax of the whole row's keys without sink; of partial rows p stands for it.
+    softmax of the row's keys without sink.
     """
     lift, beta, gamma, mean, top, offset, log_total = terms
     total = np.float64(0.0)
@@ -122,9 +134,7 @@ def write_gradients(x, g, m, c, theta, inverse, delta, terms):
             rise, fall = tile.weight_slope(y, m, c, theta), tile.norm_slope(y, m, c, theta)
             d = (rise * dchunk[j] - fall * delta) * ratio_factor(inverse)
             if tile.stat_gradients:
-                share = p
-                if not tile.is_part:
-                    share = prim.exp((y - top) - log_total)
+                share = prim.exp((y - top) - log_total)
                 d += lift * p + gamma * (y - mean)
                 d -= beta * share * ((y - top) + offset)
             d = prim.where(hidden, 0.0, d)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._backends.cpu.attention.intervals import Intervals, cut_queries, find_gaps, recognize_intervals
+from regard._backends.cpu.attention.intervals import Intervals, cut_queries, recognize_intervals
 from regard._backends.cpu.attention.score_rows import score_kernel
 from regard._backends.cpu.jit.compile import precision_of
 from regard._backends.cpu.tasks import run_here, run_tasks
@@ -47,7 +47,6 @@ class Keys(NamedTuple):
 
     k: Tensor
     v: Tensor
-    are_finite: bool = True  # those that a query sees, as far as a product with a hidden key would show it
 
 
 class Block:
@@ -84,10 +83,6 @@ class Block:
         """The block's columns of a relative bias [H, queries + keys − 1]."""
         first = self.keys.start - self.rows[2].stop + queries  # where the last query's row begins
         return slice(first, first + self.shape[2] + self.size[2] - 1)
-
-    def unflatten(self, x: Tensor) -> Tensor:
-        """A view of x, one entry or one row per row of the block, as [entries, heads, queries] or [..., C]."""
-        return x.view(self.size) if x.ndim == 1 else x.view(*self.size, x.shape[-1])
 
     def row_array(self, x: Tensor) -> np.ndarray:
         """The block's rows of x [..., B, H, M] as a contiguous array [..., rows], a copy where it must be.
@@ -165,7 +160,6 @@ class Blocks:
         if problem.interval is not None:
             self.intervals = Intervals(problem, self.left, self.right, self.limits)
             width = max(1, min(width, self.intervals.width))
-        self._cuts: dict[tuple[Task, bool], list[tuple[int, int, int, int]]] = {}
         total = self.batch * self.heads * self.queries
         self.parts, self.tasks = 1, []
         if self.is_small:
@@ -212,10 +206,11 @@ class Blocks:
                     lists.setdefault(owner, []).append(task)
         return list(lists.values())
 
-    def blocks_of(self, task: Task, are_finite: bool = True) -> Iterator[Block]:
-        """The blocks of a task, the last queries first; documents share no block if not all keys `are_finite`."""
+    def blocks_of(self, task: Task) -> Iterator[Block]:
+        """The blocks of a task, the last queries first."""
         if self.intervals is not None:
-            yield from self._blocks_of_intervals(task, apart=not are_finite)
+            for i0, i1, j0, j1 in reversed(self._cut(task)):
+                yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
             return
         limit = max(self.limits[task.b0 : task.b1])
         for i0 in reversed(range(task.i0, task.i1, self.step)):
@@ -224,10 +219,6 @@ class Blocks:
             j1 = max(j0, min(limit, i1 + self.offset + self.right))
             yield Block(self, task, i0, i1, j0, j1)
 
-    def _blocks_of_intervals(self, task: Task, apart: bool) -> Iterator[Block]:
-        for i0, i1, j0, j1 in reversed(self._cut(task, apart)):
-            yield Block(self, task, task.i0 + i0, task.i0 + i1, j0, max(j0, j1))
-
     def _bounds_of(self, task: Task) -> tuple[np.ndarray, np.ndarray]:
         """(smallest lo, largest hi) over the task's entries and heads, per query."""
         assert self.intervals is not None
@@ -235,23 +226,11 @@ class Blocks:
         lo, hi = self.intervals.bounds(slice(task.b0, task.b1), heads)
         return lo[task.i0 : task.i1], hi[task.i0 : task.i1]
 
-    def _cut(self, task: Task, apart: bool) -> list[tuple[int, int, int, int]]:
+    def _cut(self, task: Task) -> list[tuple[int, int, int, int]]:
         """The blocks of a task whose rows have intervals, as `cut_queries` returns them."""
-        if self.is_small and not apart:
+        if self.is_small:
             return [(0, task.i1 - task.i0, *self._key_range(task))]
-        if (task, apart) not in self._cuts:
-            bounds, heads = self._bounds_of(task), (task.g1 - task.g0) * self.share
-            self._cuts[task, apart] = cut_queries(*bounds, self.step, self.most, heads, apart)
-        return self._cuts[task, apart]
-
-    def _mixes_documents(self, task: Task) -> bool:
-        """True if a block of the task may multiply keys that none of its queries sees."""
-        assert self.intervals is not None
-        if task.b1 - task.b0 > 1 or self.intervals.varies_by_head:
-            return True
-        return not {i0 for i0, *_ in self._cut(task, apart=False)}.issuperset(
-            find_gaps(*self._bounds_of(task)).tolist()
-        )
+        return cut_queries(*self._bounds_of(task), self.step, self.most, (task.g1 - task.g0) * self.share)
 
     def run(self, work: Callable[[Task, Scratch], None]) -> None:
         """Calls work(task, scratch) for every task, on as many threads as torch uses."""
@@ -279,8 +258,6 @@ class Blocks:
         by_entry = problem.mask is problem.bias is problem.interval is None
         if by_entry and (problem.key_lengths is None or not self.is_small):
             return Keys(k, v)
-        if problem.mask is problem.bias is None and self.intervals is not None and not self._mixes_documents(task):
-            return Keys(k, v)
         start, stop = self._key_range(task)
         if math.isfinite(k[:, start:stop].sum() + v[:, start:stop].sum()):  # one number, at a third of the cost
             return Keys(k, v)
@@ -289,10 +266,8 @@ class Blocks:
             return Keys(k, v)
         columns = bad.any(0).nonzero().squeeze(-1) + start
         hidden = torch.zeros(k.shape[:2], dtype=torch.bool)
-        visible = self._is_visible(task, columns)
-        hidden[:, columns] = ~visible
-        are_finite = not bool((bad[:, columns - start] & visible).any())
-        return Keys(k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0), are_finite)
+        hidden[:, columns] = ~self._is_visible(task, columns)
+        return Keys(k.masked_fill(hidden[..., None], 0.0), v.masked_fill(hidden[..., None], 0.0))
 
     def _key_range(self, task: Task) -> tuple[int, int]:
         """The keys that the task's blocks multiply, from the first to the last."""

@@ -12,15 +12,6 @@ from regard._backends.cpu.jit.compile import prim, real, tile
 from regard._backends.cpu.rows.ratio import exp_difference
 
 
-def plain_logit(m, theta):
-    return m
-
-
-def threshold_logit(level, theta):
-    """x with gain·x = level."""
-    return level / tile.gain(theta)
-
-
 def no_parameter_slope(p, theta):
     """What stands for `parameter_slope` where a normaliser has none, and nothing calls it."""
     return real(0.0)

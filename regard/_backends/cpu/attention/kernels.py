@@ -76,8 +76,14 @@ def backward_kernel(
 ) -> Callable:
     """The backward kernel; `from_logits` keeps the logits to the end, as the statistics' gradients need."""
     template = backward_rows.backward_from_logits if from_logits else backward_rows.backward_from_weights
-    flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient, is_part=False)
+    flags = dict(stat_gradients=stat_gradients, theta_gradient=theta_gradient)
     return template_kernel(normalizer, precision, template, **flags)
+
+
+@cache_by_normalizer
+def part_kernel(normalizer: Normalizer, precision: str) -> Callable:
+    """The backward kernel of a part of the keys, where the whole row's m, Z and δ are known."""
+    return template_kernel(normalizer, precision, backward_rows.backward_part, stat_gradients=False)
 
 
 @cache_by_normalizer
@@ -113,7 +119,6 @@ def tile_functions(normalizer: Normalizer, precision: str) -> dict[str, Any]:
         lanes=512 // limits.bits,
         order=getattr(normalizer, "order", 0),
         rest=rest,
-        logit=families.threshold_logit if is_threshold else families.plain_logit,
         row_shift=backward_rows.threshold_row_shift if is_threshold else backward_rows.plain_row_shift,
         excess=families.threshold_excess,
         parameter_slope=families.no_parameter_slope,

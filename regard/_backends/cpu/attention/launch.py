@@ -45,26 +45,19 @@ def forward(problem: Problem) -> Forward:
     return Forward(*compute_forward(detach_problem(problem), problem.q.dtype))
 
 
-def compute_forward(
-    problem: Problem, dtype: torch.dtype, keep_sums: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o in the given dtype, shift and z [B, H, M], and the statistics, or with `keep_sums` their sums [17, B, H, M].
-
-    Among the sums the shift of a threshold normaliser is τ − gain·max.
-    """
+def compute_forward(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o in the given dtype, shift and z [B, H, M], and the statistics."""
     blocks, wide, rows = Blocks(problem), problem.accumulator, problem.q.shape[:3]
     o = torch.empty((*rows, problem.v.shape[-1]), dtype=dtype)
     shift, z = torch.empty(rows, dtype=wide), torch.empty(rows, dtype=wide)
     fields = FIELDS if problem.stats else 0
-    stats = torch.empty(
-        (fields if keep_sums else len(problem.stats), *rows), dtype=torch.float64 if keep_sums else wide
-    )
+    stats = torch.empty((len(problem.stats), *rows), dtype=wide)
     normalizer = problem.choice.normalizer
     run = kernels.forward_kernel(normalizer, precision_of(wide), problem.stats)
 
     def work(task: Task, scratch: Scratch) -> None:
-        k, v, are_finite = blocks.keys_of(task)
-        for block in blocks.blocks_of(task, are_finite):
+        k, v = blocks.keys_of(task)
+        for block in blocks.blocks_of(task):
             s = scratch("s", *block.shape)  # [g, rows, n]
             blocks.compute_logits(block, blocks.rows_of(problem.q, block), k, s)
             inverse = scratch("inverse", *block.size, 1)
@@ -78,12 +71,11 @@ def compute_forward(
             torch.mul(product, inverse, out=block.take(o))
             block.store_rows(shift, state[0])
             block.store_rows(z, state[1])
-            found = sums
-            if problem.stats and not keep_sums:
+            if problem.stats:
                 finish, wanted = kernels.finish_kernel(normalizer, problem.stats)
                 found = np.empty((len(wanted), block.count))
                 finish(sums, theta, sink, wanted, found, np.empty(len(NAMES)))
-            stats[(slice(None), *block.rows)] = torch.from_numpy(found).view(len(found), *block.size)
+                stats[(slice(None), *block.rows)] = torch.from_numpy(found).view(len(found), *block.size)
 
     blocks.run(work)
     return o, shift, z, stats
@@ -131,8 +123,8 @@ def compute_gradients(problem: Problem, upstream: Upstream, rows: Callable, dtyp
     dk, dv = (KeyGradient(blocks, x, dtype) for x in (problem.k, problem.v))
 
     def work(task: Task, scratch: Scratch) -> None:
-        k, v, are_finite = blocks.keys_of(task)
-        for block in blocks.blocks_of(task, are_finite):
+        k, v = blocks.keys_of(task)
+        for block in blocks.blocks_of(task):
             q, do = blocks.rows_of(problem.q, block), blocks.rows_of(upstream.o, block)
             p, ds = scratch("p", *block.shape), scratch("ds", *block.shape)  # [g, rows, n]
             kept = None if problem.softcap is problem.score is None else scratch("kept", *block.shape)

@@ -40,7 +40,7 @@ def compute_tangent(problem: Problem, forward: Forward, along: Along) -> Tensor:
             ds.view(*block.size, ds.shape[-1]).div_(block.take(problem.temperature)[..., None])
 
     def work(task: Task, scratch: Scratch) -> None:
-        (k, v, _), (dk, dv, _) = blocks.keys_of(task), moved.keys_of(task)
+        (k, v), (dk, dv) = blocks.keys_of(task), moved.keys_of(task)
         for block in blocks.blocks_of(task):
             q = blocks.rows_of(problem.q, block)
             p, dp = scratch("p", *block.shape), scratch("dp", *block.shape)  # [g, rows, n]

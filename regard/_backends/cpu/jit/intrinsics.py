@@ -70,23 +70,3 @@ def from_bits(typing, n):
         return builder.bitcast(args[0], context.get_value_type(real))
 
     return real(n), build
-
-
-@intrinsic
-def widen_float16(typing, n):
-    """The float32 equal to the float16 whose bits are `n`, an int16."""
-
-    def build(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int16), build
-
-
-@intrinsic
-def narrow_float16(typing, x):
-    """The bits, an int16, of the float16 nearest to a float32."""
-
-    def build(context, builder, signature, args):
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.int16(types.float32), build

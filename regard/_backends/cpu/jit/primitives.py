@@ -23,9 +23,7 @@ from regard._backends.cpu.jit.intrinsics import (  # noqa: F401
     from_bits,
     maximum,
     minimum,
-    narrow_float16,
     where,
-    widen_float16,
 )
 from regard._backends.cpu.jit.vectors import (  # noqa: F401
     compress,
@@ -42,11 +40,8 @@ abs = abs
 sqrt = math.sqrt
 
 
-def same(x): ...
 def index_float32(j): ...
 def index_float64(j): ...
-def widen_bfloat16(n): ...
-def narrow_bfloat16(x): ...
 
 
 @overload(index_float32, jit_options=STRICT)
@@ -57,26 +52,6 @@ def _index_float32(j):
 @overload(index_float64, jit_options=STRICT)
 def _index_float64(j):
     return lambda j: np.int64(j)
-
-
-@overload(same, jit_options=STRICT)
-def _same(x):
-    return lambda x: x
-
-
-@overload(widen_bfloat16, jit_options=STRICT)
-def _widen_bfloat16(n):
-    return lambda n: from_bits(np.int32(np.int32(n) << 16))
-
-
-@overload(narrow_bfloat16, jit_options=STRICT)
-def _narrow_bfloat16(x):
-    def body(x):
-        n = bits(x)
-        nearest = (n + 0x7FFF + ((n >> 16) & 1)) >> 16  # ties to even
-        return np.int16(nearest if x == x else 0x7FC0)
-
-    return body
 
 
 def column_tuple(table, column, count): ...

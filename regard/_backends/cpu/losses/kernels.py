@@ -25,7 +25,7 @@ def loss_of_target(potential, top, s, y, ignore, has_target):
         if y == ignore:
             value = np.float64(0)
         elif 0 <= y < s.size:
-            value = potential + (np.float64(top) - np.float64(tile.widen(s[y])))
+            value = potential + (np.float64(top) - np.float64(s[y]))
     return value
 
 
@@ -103,7 +103,7 @@ def backward(dl, s, target, state, ds, parameter, gain, ignore, has_target, firs
             fill(row, NAN)
             continue
         for j in range(n):
-            row[j] = tile.narrow(tile.weigh(tile.widen(x[j]), top, second, third, gain, parameter) * upstream)
+            row[j] = tile.weigh(x[j], top, second, third, gain, parameter) * upstream
         if has_target:
-            p = tile.weigh(tile.widen(x[y]), top, second, third, gain, parameter)
-            row[y] = tile.narrow((p - 1.0) * upstream)
+            p = tile.weigh(x[y], top, second, third, gain, parameter)
+            row[y] = (p - 1.0) * upstream

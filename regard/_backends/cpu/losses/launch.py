@@ -21,26 +21,25 @@ from torch import Tensor
 
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
 from regard._backends.cpu.losses import kernels
-from regard._backends.cpu.rows.launch import MIN_WIDTH, PADDING
-from regard._backends.cpu.rows.row_io import storage_tiles
+from regard._backends.cpu.rows.launch import HALF, MIN_WIDTH, PADDING, as_array
 from regard._backends.cpu.rows.threshold import tile_functions
 from regard._backends.cpu.threads import run_row_ranges
 from regard._core.dtypes import accumulator
 from regard.normalizers import Choice, Normalizer
 from regard.normalizers._language import speak
 
-_HALF = (torch.bfloat16, torch.float16)
 _NO_TARGET, _NO_MASK = np.empty(0, np.int64), np.empty(0, np.bool_)
 
 
 def forward(s: Tensor, target: Tensor | None, choice: Choice, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
     """(loss [R], state [3, R]) of s [R, N], contiguous; without a target the loss is Ω*(s). target: int64 [R]."""
+    s = s.float() if s.dtype in HALF else s
     rows, columns = s.shape
     loss = torch.empty(rows, dtype=accumulator(s.dtype))
     state = torch.empty((3, rows), dtype=loss.dtype)
     compiled = _kernel(choice.normalizer, "forward", s.dtype)
-    scores, losses, states = map(_as_array, (s, loss, state))
-    targets = _NO_TARGET if target is None else _as_array(target)
+    scores, losses, states = map(as_array, (s, loss, state))
+    targets = _NO_TARGET if target is None else as_array(target)
     parameter = states.dtype.type(choice.theta or 0.0)
     width = max(columns + PADDING, MIN_WIDTH)
 
@@ -57,11 +56,13 @@ def backward(
     dl: Tensor, s: Tensor, target: Tensor | None, state: Tensor, choice: Choice, ignore_index: int = -100
 ) -> Tensor:
     """ds = (p − e_y)·dl [R, N], without a target p·dl; dl: [R]."""
+    if s.dtype in HALF:
+        return backward(dl, s.float(), target, state, choice, ignore_index).to(s.dtype)
     rows, columns = s.shape
     ds = torch.empty_like(s)
     compiled = _kernel(choice.normalizer, "backward", s.dtype)
-    upstream, scores, states, gradients = map(_as_array, (dl.to(state.dtype), s, state, ds))
-    targets = _NO_TARGET if target is None else _as_array(target)
+    upstream, scores, states, gradients = map(as_array, (dl.to(state.dtype), s, state, ds))
+    targets = _NO_TARGET if target is None else as_array(target)
     real = states.dtype.type
     gain = real(speak(choice.gain)(choice.theta or 0.0) if choice.family == "threshold" else 0.0)
     given = upstream, scores, targets, states, gradients, real(choice.theta or 0.0), gain, ignore_index
@@ -74,11 +75,6 @@ def _kernel(normalizer: Normalizer, direction: str, dtype: torch.dtype) -> Calla
     precision, is_threshold = precision_of(dtype), normalizer.family == "threshold"
     functions = tile_functions(normalizer) if is_threshold else {}  # type: ignore[arg-type]
     weigh = kernels.weigh_threshold if is_threshold else kernels.weigh_softmax
-    tiles = {**functions, **storage_tiles(dtype), "lanes": 8 if precision == "float64" else 16, "weigh": weigh}
+    tiles = {**functions, "lanes": 8 if precision == "float64" else 16, "weigh": weigh}
     forwards = kernels.forward_threshold if is_threshold else kernels.forward_softmax
     return kernel(forwards if direction == "forward" else kernels.backward, tiles, precision)
-
-
-def _as_array(x: Tensor) -> np.ndarray:
-    x = x.detach().contiguous()
-    return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()

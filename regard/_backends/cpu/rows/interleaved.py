@@ -42,14 +42,13 @@ def step_rows(tau, sums, known):
 
 def interleave(s, block, x):
     """x[j·SIDE + lane] ← entry j of row block + lane, for SIDE rows."""
-    n, start = s.shape[1], 0
-    if tile.is_direct:
-        prim.side_interleave(s.reshape(s.size), block * n, n, x)
-        start = n // SIDE * SIDE
+    n = s.shape[1]
+    prim.side_interleave(s.reshape(s.size), block * n, n, x)
+    start = n // SIDE * SIDE
     for lane in range(SIDE):
         row = s[block + lane]
         for j in range(start, n):
-            x[j * SIDE + lane] = tile.widen(row[j])
+            x[j * SIDE + lane] = row[j]
 
 
 def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -65,7 +64,7 @@ def forward_short(s, p, state, theta, step, mask, stride, masked, scale, scratch
                 row, visible = s[i], mask[i * stride : i * stride + n]
                 for j in range(n):
                     is_visible = visible[j] if masked else True
-                    x[j * SIDE + lane] = prim.where(is_visible, tile.widen(row[j]), -INF)
+                    x[j * SIDE + lane] = prim.where(is_visible, row[j], -INF)
         else:
             interleave(s, block, x)
         prim.side_maximum(x, n, top)
@@ -94,10 +93,10 @@ def write_row(s, row, mask, masked, factor, top, tau, rest, parameter):
     """row ← value(max(factor·(s − top) − τ − rest, 0))."""
     if masked:
         for j in range(row.size):
-            y = (tile.widen(s[j]) - top) * factor
+            y = (s[j] - top) * factor
             t = prim.maximum(prim.where(mask[j], y, -INF) - tau - rest, 0.0)
-            row[j] = tile.narrow(prim.where(t > 0.0, tile.value(t, parameter), 0.0))
+            row[j] = prim.where(t > 0.0, tile.value(t, parameter), 0.0)
     else:
         for j in range(row.size):
-            t = prim.maximum((tile.widen(s[j]) - top) * factor - tau - rest, 0.0)
-            row[j] = tile.narrow(prim.where(t > 0.0, tile.value(t, parameter), 0.0))
+            t = prim.maximum((s[j] - top) * factor - tau - rest, 0.0)
+            row[j] = prim.where(t > 0.0, tile.value(t, parameter), 0.0)

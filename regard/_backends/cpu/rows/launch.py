@@ -14,6 +14,7 @@ tensor([[ 0.5000, -0.5000]])
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -22,12 +23,11 @@ from torch import Tensor
 
 from regard._backends.cpu.jit.compile import cache_by_normalizer, kernel, precision_of
 from regard._backends.cpu.rows import pointwise, ratio, threshold
-from regard._backends.cpu.rows.row_io import storage_tiles
-from regard._backends.cpu.threads import run_row_ranges
+from regard._backends.cpu.threads import SMALL, run_row_ranges
 from regard.normalizers import Choice, Normalizer
 
 SCRATCH, PADDING, MIN_WIDTH = 4, 32, 2048  # rows of working space per thread; room behind each for whole vectors
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _NO_MASK = np.empty(0, np.bool_), 0, False
 _FAMILIES = {"pointwise": pointwise, "ratio": ratio, "threshold": threshold}
 
@@ -40,6 +40,9 @@ def forward(
     s: [R, N], float64, float32, bfloat16 or float16; the 16-bit dtypes are computed in float32.
     theta: one parameter per row, [R]; None takes the choice's own. mask: bool [R, N], any strides, True = visible.
     """
+    if s.dtype in HALF:
+        p, state = forward(s.float(), choice, theta, mask, scale)
+        return p.to(s.dtype), state
     p = torch.empty_like(s, memory_format=torch.contiguous_format)
     state = torch.zeros((2, s.shape[0]), dtype=torch.float64 if s.dtype == torch.float64 else torch.float32)
     _run(choice, "forward", (s, p), state, theta, mask, scale)
@@ -48,8 +51,13 @@ def forward(
 
 def plan(choice: Choice, scale: float) -> Callable[[Tensor], Tensor]:
     """A function that gives p = normaliser(scale·s) for tensors s [..., N]."""
+    is_softmax = choice.name == "softmax" and scale == 1.0
 
     def normalize(s: Tensor) -> Tensor:
+        if is_softmax and s.numel() < SMALL:  # torch's kernel, which a call reaches sooner
+            p = torch.softmax(s, -1)
+            if math.isfinite(p.sum()):  # torch's rows of −inf alone are NaN, ours are 0
+                return p
         return forward(s.reshape(-1, s.shape[-1]).contiguous(), choice, None, None, scale)[0].view(s.shape)
 
     return normalize
@@ -65,6 +73,8 @@ def backward(
     scale: float = 1.0,
 ) -> Tensor:
     """ds = scale·(a·dp − b·δ), [R, N]; saved is p where the choice has `slope_of_weight`, else s."""
+    if saved.dtype in HALF:
+        return backward(dp.float(), saved.float(), state, choice, theta, mask, scale).to(saved.dtype)
     ds = torch.empty_like(saved, memory_format=torch.contiguous_format)
     job = "backward_of_scores" if choice.slope_of_weight is None else "backward_of_weights"
     _run(choice, job, (dp.to(saved.dtype), saved, ds), state, theta, mask, scale)
@@ -86,8 +96,8 @@ def _run(
     compiled = _row_kernel(choice.normalizer, job, matrices[0].dtype)
     parameters = _parameter(choice.theta or 0.0, state.dtype), 0  # row i has parameters[i·step]
     if theta is not None:
-        parameters = _as_array(theta.to(state.dtype)), 1
-    arrays = *map(_as_array, matrices), _as_array(state)
+        parameters = as_array(theta.to(state.dtype)), 1
+    arrays = *map(as_array, matrices), as_array(state)
     visible = _NO_MASK if mask is None else _mask_array(mask)
     width = max(columns + PADDING, MIN_WIDTH)
 
@@ -102,15 +112,14 @@ def _run(
 def _row_kernel(normalizer: Normalizer, job: str, dtype: torch.dtype) -> Callable:
     family, precision = _FAMILIES[normalizer.family], precision_of(dtype)
     lanes = 8 if precision == "float64" else 16
-    tiles = {**family.tile_functions(normalizer), **storage_tiles(dtype), "index": f"index_{precision}", "lanes": lanes}
+    tiles = {**family.tile_functions(normalizer), "index": f"index_{precision}", "lanes": lanes}
     return kernel(getattr(family, job), tiles, precision)
 
 
-def _as_array(x: Tensor) -> np.ndarray:
+def as_array(x: Tensor) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
-    x = x.contiguous()
-    return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()
+    return x.contiguous().numpy()
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,4 +133,4 @@ def _mask_array(mask: Tensor) -> tuple[np.ndarray, int, bool]:
     if columns > 1 and mask.stride(1) != 1:
         mask = mask.contiguous()
     step = mask.stride(0) if rows > 1 else 0
-    return _as_array(mask.as_strided(((rows - 1) * step + columns,), (1,))), step, True
+    return as_array(mask.as_strided(((rows - 1) * step + columns,), (1,))), step, True

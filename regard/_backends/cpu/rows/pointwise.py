@@ -23,7 +23,7 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         row = p[i]
         for j in range(n):
             y = x[j] * real(scale)
-            row[j] = tile.narrow(prim.where(y > -INF, tile.value(y, parameter), 0.0))
+            row[j] = prim.where(y > -INF, tile.value(y, parameter), 0.0)
 
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -38,7 +38,7 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
         for j in range(n):
             y = x[j] * real(scale)
             slope = tile.slope(y, parameter) * real(scale)
-            row[j] = tile.narrow(prim.where(y > -INF, slope * tile.widen(given[j]), 0.0))
+            row[j] = prim.where(y > -INF, slope * given[j], 0.0)
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -48,8 +48,8 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
         given, weights, row = dp[i], p[i], ds[i]
         visible = mask[i * stride : i * stride + n]
         for j in range(n):
-            slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * real(scale)
-            row[j] = tile.narrow(slope * tile.widen(given[j]))
+            slope = tile.slope_of_weight(weights[j], parameter) * real(scale)
+            row[j] = slope * given[j]
         if masked:
             for j in range(n):
-                row[j] = prim.where(visible[j], row[j], tile.narrow(real(0.0)))
+                row[j] = prim.where(visible[j], row[j], real(0.0))

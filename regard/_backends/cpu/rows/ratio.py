@@ -14,7 +14,6 @@ from regard._backends.cpu.rows.row_io import (
     read_gradient,
     scale_row,
     weightless_value,
-    work_row,
 )
 from regard.normalizers import Ratio
 
@@ -84,17 +83,17 @@ def forward(s, p, state, theta, step, mask, stride, masked, scale, scratch, firs
         highest = shift_of(top)
         m = highest * factor
         c = prim.minimum(prim.exp(-m), HUGE)
-        u = work_row(p[i], scratch[1, :n])
+        u = p[i]
         total = tile.rest(c) + weigh_row(x, u, highest, factor, c)
         state[0, i] = m
         state[1, i] = total * (real(scale) / factor)
         if (tile.shift == 2 or tile.is_difference) and total < SMALLEST and total > 0:  # 1/Z overflows
             for j in range(n):
-                p[i, j] = tile.narrow(real(np.float64(u[j]) / total))
+                p[i, j] = real(np.float64(u[j]) / total)
             continue
         inverse = np.float64(1) / total if total > 0 else np.float64(0)
         high = real(inverse)
-        scale_row(p[i], u, high, real(inverse - high))
+        scale_row(u, high, real(inverse - high))
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -110,13 +109,13 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
         for start in range(0, n, CHUNK):
             part, chunk, chunk_g = 0.0, weights[start : start + CHUNK], g[start : start + CHUNK]
             for j in range(chunk.size):
-                part = prim.accumulate(part, tile.widen(chunk[j]) * chunk_g[j])
+                part = prim.accumulate(part, chunk[j] * chunk_g[j])
             total += part
         delta = real(total)
         inverse = 1.0 / z
         for j in range(n):
-            slope = tile.slope_of_weight(tile.widen(weights[j]), inverse) * real(scale)
-            row[j] = tile.narrow(slope * (g[j] - delta))
+            slope = tile.slope_of_weight(weights[j], inverse) * real(scale)
+            row[j] = slope * (g[j] - delta)
 
 
 def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -157,4 +156,4 @@ def backward_of_scores(dp, s, ds, state, theta, step, mask, stride, masked, scal
         for j in range(n):
             y = x[j] * factor
             a, b = tile.numerator_slope(e[j], y, c), tile.denominator_slope(e[j], y, c)
-            row[j] = tile.narrow(prim.where(x[j] > -INF, (a * g[j] - b * delta) * inverse, 0.0))
+            row[j] = prim.where(x[j] > -INF, (a * g[j] - b * delta) * inverse, 0.0)

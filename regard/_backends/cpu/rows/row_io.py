@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from regard._backends.cpu.jit.compile import prim, real, tile
 
 CHUNK = 4096  # summed in the working precision; chunks are added up in float64
 INF, NAN = float("inf"), float("nan")
-
-
-def storage_tiles(dtype: torch.dtype) -> dict[str, Any]:
-    """How rows of a dtype are read and written; `is_direct`: stored in the working precision, so used in place."""
-    storage = {torch.bfloat16: "bfloat16", torch.float16: "float16"}.get(dtype)
-    if storage is None:
-        return dict(is_direct=True, widen="same", narrow="same")
-    return dict(is_direct=False, widen=f"widen_{storage}", narrow=f"narrow_{storage}")
 
 
 def load(s, x, mask, masked):
@@ -28,72 +16,54 @@ def load(s, x, mask, masked):
     top = -INF
     if masked:
         for j in range(x.size):
-            y = prim.where(mask[j], tile.widen(s[j]), -INF)
+            y = prim.where(mask[j], s[j], -INF)
             x[j] = y
             top = prim.maximum(top, y)
     else:
         for j in range(x.size):
-            y = tile.widen(s[j])
+            y = s[j]
             x[j] = y
             top = prim.maximum(top, y)
     return top
 
 
 def read(s, x, mask, masked):
-    """(scores, their maximum): s itself, or x loaded from it."""
-    if tile.is_direct:
-        if not masked:
-            top = -INF
-            for j in range(s.size):
-                top = prim.maximum(top, s[j])
-            return s, top
-    top = load(s, x, mask, masked)
-    return x, top
+    """(scores, their maximum): s itself, or x loaded from it under a mask."""
+    if masked:
+        top = load(s, x, mask, masked)
+        return x, top
+    top = -INF
+    for j in range(s.size):
+        top = prim.maximum(top, s[j])
+    return s, top
 
 
 def read_again(s, x, mask, masked):
     """The scores, where their maximum is known already."""
-    if tile.is_direct:
-        if not masked:
-            return s
-    load(s, x, mask, masked)
-    return x
+    if masked:
+        load(s, x, mask, masked)
+        return x
+    return s
 
 
 def read_gradient(dp, g, mask, masked):
     """dp where visible, else 0: what is hidden cannot leak, not even as NaN."""
-    if tile.is_direct:
-        if not masked:
-            return dp
-    if masked:
-        for j in range(g.size):
-            g[j] = prim.where(mask[j], tile.widen(dp[j]), 0.0)
-    else:
-        for j in range(g.size):
-            g[j] = tile.widen(dp[j])
+    if not masked:
+        return dp
+    for j in range(g.size):
+        g[j] = prim.where(mask[j], dp[j], 0.0)
     return g
 
 
-def work_row(row, x):
-    """Where intermediate values are kept: in the result row, or in x."""
-    if tile.is_direct:
-        return row
-    return x
-
-
-def scale_row(row, x, high, low):
-    """row ← (high + low)·x, where x is what `work_row` returned."""
-    if tile.is_direct:  # x is row, which LLVM does not see: it would not make vectors
-        for j in range(row.size):
-            row[j] = row[j] * high + row[j] * low
-    else:
-        for j in range(row.size):
-            row[j] = tile.narrow(x[j] * high + x[j] * low)
+def scale_row(row, high, low):
+    """row ← (high + low)·row."""
+    for j in range(row.size):
+        row[j] = row[j] * high + row[j] * low
 
 
 def fill(row, value):
     for j in range(row.size):
-        row[j] = tile.narrow(real(value))
+        row[j] = real(value)
 
 
 def weightless_value(top):

@@ -49,7 +49,7 @@ def forward_long(s, p, state, theta, step, mask, stride, masked, scale, scratch,
         row = p[i]
         for j in range(n):
             t = prim.maximum((x[j] - top) * factor - tau - rest, 0.0)
-            row[j] = tile.narrow(prim.where(t > 0.0, tile.value(t, parameter), 0.0))
+            row[j] = prim.where(t > 0.0, tile.value(t, parameter), 0.0)
 
 
 def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, scale, scratch, first, last):
@@ -60,10 +60,9 @@ def backward_of_weights(dp, p, ds, state, theta, step, mask, stride, masked, sca
             continue
         g = read_gradient(dp[i], scratch[0, :n], mask[i * stride : i * stride + n], masked)
         if tile.order == 0:
-            weights = read_gradient(p[i], scratch[1, :n], mask[:0], False)
-            size = find_above(weights, 0.0, scratch[2])
+            size = find_above(p[i], 0.0, scratch[2])
             if 2 * size < n:
-                backward_sparse(g, weights, ds[i], scratch[2, :size], scratch[3], theta[i * step], real(scale))
+                backward_sparse(g, p[i], ds[i], scratch[2, :size], scratch[3], theta[i * step], real(scale))
                 continue
         backward_dense(g, p[i], ds[i], theta[i * step], real(scale))
 
@@ -74,15 +73,15 @@ def backward_dense(g, weights, row, parameter, scale):
     for start in range(0, n, CHUNK):
         total, product, chunk, chunk_g = 0.0, 0.0, weights[start : start + CHUNK], g[start : start + CHUNK]
         for j in range(chunk.size):
-            slope = tile.slope_of_weight(tile.widen(chunk[j]), parameter)
+            slope = tile.slope_of_weight(chunk[j], parameter)
             total = prim.accumulate(total, slope)
             product = prim.accumulate(product, slope * chunk_g[j])
         totals += total
         products += product
     delta = real(products / totals)
     for j in range(n):
-        slope = tile.slope_of_weight(tile.widen(weights[j]), parameter) * scale
-        row[j] = tile.narrow(slope * (g[j] - delta))
+        slope = tile.slope_of_weight(weights[j], parameter) * scale
+        row[j] = slope * (g[j] - delta)
 
 
 def backward_sparse(g, weights, row, found, slopes, parameter, scale):
@@ -107,4 +106,4 @@ def backward_sparse(g, weights, row, found, slopes, parameter, scale):
     fill(row, 0.0)
     for k in range(size):
         j = np.uint64(prim.bits(found[k]))
-        row[j] = tile.narrow(slopes[k] * scale * (g[j] - delta))
+        row[j] = slopes[k] * scale * (g[j] - delta)

@@ -1,42 +1,29 @@
 """Attention over a part of the keys by the GPU kernels, for `regard.parallel`, which merges the parts of all ranks.
 
-A part is a problem of its own once its window is expressed in its own positions. Statistics are finished per part and
-merged afterwards (`regard.parallel.merge_statistics`). Threshold maps and dropout are left to plain torch.
+A part is a problem of its own once its window is expressed in its own positions. Threshold maps, statistics and dropout
+need whole rows (`regard.parallel.schemes.gather`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from regard._backends.gpu.attention import launch as attention
 from regard._core.problem import Forward, Gradients, Part, Problem, Upstream, Whole
-
-
-def takes(problem: Problem) -> bool:
-    """True for ratio and pointwise maps without dropout whose statistics, if any, can be merged (softmax, sigmoid)."""
-    choice = problem.choice
-    mixes = choice.family == "pointwise" or (choice.family == "ratio" and choice.exponential)
-    return choice.family != "threshold" and not problem.dropout_p and (mixes or not problem.stats)
 
 
 def forward(problem: Problem) -> Part:
     """Compute the part of each row that these keys give."""
     p = localize(problem)
     found = attention.forward(p)
-    stats = dict(zip(p.stats, found.stats, strict=True)) if p.stats else None
-    return Part(found.o.to(p.accumulator), found.shift, found.z, stats=stats, first=problem.first_key)
+    return Part(found.o.to(p.accumulator), found.shift, found.z)
 
 
 def backward(problem: Problem, whole: Whole, upstream: Upstream) -> Gradients:
     """Compute the gradients that these keys give, from what is known of the whole rows."""
-    values = whole.values or {}
-    p = replace(localize(problem), stats=tuple(values))
-    stats = torch.stack(list(values.values())) if values else whole.m.new_empty((0, *whole.m.shape))
+    stats = whole.m.new_empty((0, *whole.m.shape))
     known = Forward(whole.o.contiguous(), whole.m.contiguous(), whole.z.contiguous(), stats)
-    given = replace(upstream, o=upstream.o.contiguous(), stats={n: x.contiguous() for n, x in upstream.stats.items()})
-    return attention.backward(p, known, given)
+    return attention.backward(localize(problem), known, upstream)
 
 
 def localize(problem: Problem) -> Problem:

@@ -9,9 +9,8 @@ disagrees, and an interval across an edge is an error of the experiment (`Undeci
 
 Checks marked OURS compare our own derivation with the measurement, and fail the run if it is off.
 
->>> from regard.lab.claim import Check, Finding, near
->>> from regard.lab.estimate import exact
->>> finding = Finding([near("one and one", 3.0, exact(2.0), 0.5)], figure=None, right="one and one are two")
+>>> from regard.lab.claim import Finding, near
+>>> finding = Finding([near("one and one", 3.0, 2.0, 0.5)], figure=None, right="one and one are two")
 >>> finding.verdict
 'wrong'
 """
@@ -23,7 +22,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from regard.lab.estimate import Estimate
+from torch import Tensor
+
+from regard.lab.estimate import Estimate, exact
 
 if TYPE_CHECKING:
     from regard.lab.figure import Figure
@@ -76,19 +77,26 @@ class Check:
         return replace(self, role=OURS)
 
 
-def near(what: str, predicted: float, measured: Estimate, tolerance: float) -> Check:
+Measured = Estimate | float | Tensor  # a number that was computed, not sampled, has no interval
+
+
+def near(what: str, predicted: float, measured: Measured, tolerance: float) -> Check:
     """Return the check measured = predicted ± tolerance."""
-    return Check(what, predicted, measured, predicted - tolerance, predicted + tolerance)
+    return Check(what, predicted, _estimate(measured), predicted - tolerance, predicted + tolerance)
 
 
-def above(what: str, bound: float, measured: Estimate) -> Check:
+def above(what: str, bound: float, measured: Measured) -> Check:
     """Return the check measured > bound."""
-    return Check(what, bound, measured, math.nextafter(bound, math.inf), math.inf)
+    return Check(what, bound, _estimate(measured), math.nextafter(bound, math.inf), math.inf)
 
 
-def below(what: str, bound: float, measured: Estimate) -> Check:
+def below(what: str, bound: float, measured: Measured) -> Check:
     """Return the check measured < bound."""
-    return Check(what, bound, measured, -math.inf, math.nextafter(bound, -math.inf))
+    return Check(what, bound, _estimate(measured), -math.inf, math.nextafter(bound, -math.inf))
+
+
+def _estimate(measured: Measured) -> Estimate:
+    return measured if isinstance(measured, Estimate) else exact(measured)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Finding:
     """The result of a claim's `measure`; the numbers of the first check appear in tables and JSON."""
 
     checks: Sequence[Check]
-    figure: Callable[[], Figure] | None
+    figure: Figure | None
     condition: str = ""
     right: str = ""
     remark: str = ""
@@ -140,3 +148,15 @@ class Claim:
     derivation: Sequence[str]
     rule: str
     measure: Callable[[Sampler], Finding]
+
+
+def claim(
+    note: str, statement: str, derivation: Sequence[str], rule: str
+) -> Callable[[Callable[[Sampler], Finding]], Claim]:
+    """Make a function `measure(sampler)` of a file in `claims/` the claim that is called as the file, with - for _."""
+
+    def make(measure: Callable[[Sampler], Finding]) -> Claim:
+        name = measure.__module__.rpartition(".")[2].replace("_", "-")
+        return Claim(name, note, statement, derivation, rule, measure)
+
+    return make

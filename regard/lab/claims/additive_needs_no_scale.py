@@ -2,7 +2,7 @@
 
 import torch
 
-from regard.lab.claim import Claim, Finding, near
+from regard.lab.claim import Finding, claim, near
 from regard.lab.estimate import exponent, mean
 from regard.lab.figure import Figure
 
@@ -15,9 +15,23 @@ def spread(sampler, d, v_scale, blocks=300):
     return (hidden @ (v_scale * sampler.normal(blocks, d, 1))).std((-1, -2))
 
 
+@claim(
+    note="001",
+    statement="Additive attention needs no scale because tanh is bounded by 1.",
+    derivation=[
+        r"|v^{\top}\tanh(\cdot)| \le \|v\|_1, \text{ not } 1",
+        r"\mathrm{Var}(v^{\top}\tanh(\cdot)) = d\,\mathrm{Var}(v_i)\,\mathbb{E}[\tanh^2]",
+    ],
+    rule="Core: with v of variance 1/d the spread must not grow with d. Beyond: it must not with unit-variance v "
+    "either.",
+)
 def measure(sampler):
     plain = torch.stack([spread(sampler, d, 1.0) for d in DIMS])
     small = torch.stack([spread(sampler, d, d**-0.5) for d in DIMS])
+    series = {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())}
+    alt = (
+        "With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is constant."
+    )
     return Finding(
         [
             near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),
@@ -27,28 +41,5 @@ def measure(sampler):
         ],
         condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, "
         "not in tanh",
-        figure=lambda: Figure(
-            "lines",
-            "hidden size d",
-            "σ of the additive score",
-            {"v of variance 1": (DIMS, plain.mean(-1).tolist()), "v of variance 1/d": (DIMS, small.mean(-1).tolist())},
-            log_x=True,
-            log_y=True,
-            alt="With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is "
-            "constant.",
-        ),
+        figure=Figure("lines", "hidden size d", "σ of the additive score", series, alt, log="xy"),
     )
-
-
-claim = Claim(
-    id="additive-needs-no-scale",
-    note="001",
-    statement="Additive attention needs no scale because tanh is bounded by 1.",
-    derivation=[
-        r"|v^{\top}\tanh(\cdot)| \le \|v\|_1, \text{ not } 1",
-        r"\mathrm{Var}(v^{\top}\tanh(\cdot)) = d\,\mathrm{Var}(v_i)\,\mathbb{E}[\tanh^2]",
-    ],
-    rule="Core: with v of variance 1/d the spread must not grow with d. Beyond: it must not with unit-variance v "
-    "either.",
-    measure=measure,
-)

@@ -1,13 +1,24 @@
 """Trained: additive, dot and scaled dot scores at d_k = 16, 64, 256, the same model and text."""
 
 from regard.lab import training
-from regard.lab.claim import Claim, Finding, above, below
+from regard.lab.claim import Finding, above, below, claim
 from regard.lab.training.results import estimate, paired_differences
 from regard.lab.training.trials.head_dims import DIMS
 
 AS_WELL = 0.1  # nats per character, 5 % of the loss: what counts as no worse
 
 
+@claim(
+    note="001",
+    statement="For small d_k unscaled dot product does as well as additive attention, for large d_k worse; scaled does "
+    "well at every d_k.",
+    derivation=[
+        r"\mathrm{Var}(q \cdot k) = d_k, \quad \mathrm{Var}(q \cdot k/\sqrt{d_k}) = 1",
+        r"\mathrm{Var}(w \cdot \tanh(q + k)) < 1 \text{ for } w \sim \mathcal{N}(0, 1/d_k)",
+    ],
+    rule=f"A score does as well if its validation loss is less than {AS_WELL} nats per character above additive "
+    "attention's, and worse if it is more; 95 % intervals over seeds.",
+)
 def measure(sampler):
     result = training.shipped("additive")
     behind = {
@@ -30,20 +41,5 @@ def measure(sampler):
         f"and {text['scaled', 256]}.",
         remark=f"Trained: {result['how']['command']}; {len(DIMS)} head sizes, "
         f"{result['summary']['dot-d16']['runs']} seeds, differences seed by seed; {result['how']['where'][0]}.",
-        figure=lambda: training.get("additive").figures(result)["loss"],
+        figure=training.get("additive").figures(result)["loss"],
     )
-
-
-claim = Claim(
-    id="additive-vs-dot",
-    note="001",
-    statement="For small d_k unscaled dot product does as well as additive attention, for large d_k worse; scaled does "
-    "well at every d_k.",
-    derivation=[
-        r"\mathrm{Var}(q \cdot k) = d_k, \quad \mathrm{Var}(q \cdot k/\sqrt{d_k}) = 1",
-        r"\mathrm{Var}(w \cdot \tanh(q + k)) < 1 \text{ for } w \sim \mathcal{N}(0, 1/d_k)",
-    ],
-    rule=f"A score does as well if its validation loss is less than {AS_WELL} nats per character above additive "
-    "attention's, and worse if it is more; 95 % intervals over seeds.",
-    measure=measure,
-)

@@ -55,7 +55,7 @@ def figures(result):
         "loss": Figure("dots", "", "validation loss", dots, alt=f"Validation loss with each remedy: {means}."),
         "entropy": over_training("entropy_ratio", "entropy / ln n"),
         "gradient-gain": over_training("gradient_gain", "gradient gain"),
-        "max-logit": over_training("max_logit", "largest logit", log_y=True),
+        "max-logit": over_training("max_logit", "largest logit", log="y"),
     }
 
 

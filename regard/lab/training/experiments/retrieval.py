@@ -193,7 +193,7 @@ def accuracy_figure(lines: dict) -> Figure:
     """Draw % correct against the number of items."""
     words = "; ".join(f"{name} {', '.join(f'{y:.3g}' for y in line[2])}" for name, line in lines.items())
     tests = ", ".join(map(str, next(iter(lines.values()))[0]))
-    return Figure("bands", "items", "% correct", lines, log_x=True, alt=f"% correct at {tests} items: {words}.")
+    return Figure("bands", "items", "% correct", lines, log="x", alt=f"% correct at {tests} items: {words}.")
 
 
 def figures(result: dict) -> dict[str, Figure]:

@@ -21,7 +21,7 @@ import regard
 from regard import lab, listing
 from regard.lab import training
 from regard.lab.claim import NOTES
-from regard.lab.explorer.export import render
+from regard.lab.explorer.command import render
 from regard.lab.figure import Figure
 from regard.lab.mathml import formula_line, mathml
 from regard.lab.page import ROLES, VERDICTS

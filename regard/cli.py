@@ -39,7 +39,7 @@ COMMANDS = {
     "timeline": Command("regard.health.commands.timeline", "draw what a Monitor's file says about a training"),
     "lab": Command("regard.lab.command", "test the claims about attention", "lab"),
     "lab train": Command("regard.lab.training.command", "train the models behind the claims that need training", "lab"),
-    "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser", "lab"),
+    "explore": Command("regard.lab.explorer.command", "explore attention interactively in the browser"),
     "bench": Command("regard.bench", "time rows and attention against torch on this machine"),
     "bench accuracy": Command("regard.bench.accuracy", "measure errors against float64 and hold them to the budget"),
     "list": Command("regard.listing", "list the normalisers: formula, sum, sparsity, paper"),

@@ -60,7 +60,6 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status: 0, 2 for a bad command line, 130 after Ctrl-C."""
-    _open_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without α prints ?, it does not fail
     try:
@@ -85,13 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         print(f"regard: the output cannot be written: {error.strerror}; make room", file=sys.stderr)
         return 1
-
-
-def _open_closed_streams() -> None:
-    """Redirect standard streams that are closed (`regard list >&-`) to the null device."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 – as long as the process lives
 
 
 def _discard_output() -> None:

@@ -15,8 +15,7 @@ from regard.health import checks, examine
 from regard.health.models.inputs import sample_text
 from regard.health.models.tiny import TinyLM, batches, checkpoint, encode
 from regard.health.probing import task
-from regard.health.probing.baselines import frequency_losses
-from regard.health.probing.task import LossChange, interval
+from regard.health.probing.task import LossChange, frequency_losses, interval
 from regard.health.report.summary import summarize
 
 WIDTH, HEADS, LENGTH, WORDS = 32, 4, 24, 40

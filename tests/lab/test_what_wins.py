@@ -76,10 +76,10 @@ def test_the_verdict_reads_the_interval(low, high, for_loss, for_bleu):
     assert comparison.describe(difference, lower_is_better=False) == for_bleu
 
 
-def test_the_best_come_first_and_diverged_runs_last():
+def test_the_best_come_first_and_diverged_runs_last(script):
     runs = dict(softmax=[2.0, 2.0], a=[1.5, 1.5], b=[1.8, 1.8], c=[1.0, None], d=[None, None])
-    assert comparison.rank(make_result(**runs)) == ["a", "b", "c", "d"]
-    assert comparison.rank(make_result("bleu", **runs)) == ["b", "a", "c", "d"]
+    assert script.rank(make_result(**runs)) == ["a", "b", "c", "d"]
+    assert script.rank(make_result("bleu", **runs)) == ["b", "a", "c", "d"]
     lines = [line.split("|")[1].strip() for line in comparison.table(make_result(**runs)).markdown().splitlines()]
     assert lines[2:] == ["c", "a", "b", "softmax", "d"]
 

@@ -7,8 +7,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from regard.health.commands.inputs import announce_hub, check_device, describe_failure, read_text
-from regard.health.commands.outputs import check_path, print_error, save_report
+from regard.health.commands.files import (
+    announce_hub,
+    check_device,
+    check_path,
+    describe_failure,
+    print_error,
+    read_text,
+    save_report,
+)
 from regard.health.examine import examine
 from regard.health.models.loading import load
 from regard.health.report.report import Report

@@ -7,8 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from regard.health.commands.inputs import announce_hub, check_device, describe_failure, read_text
-from regard.health.commands.outputs import check_path, print_error
+from regard.health.commands.files import (
+    announce_hub,
+    check_device,
+    check_path,
+    describe_failure,
+    print_error,
+    read_text,
+)
 from regard.health.look import look
 from regard.health.models.loading import is_function, load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from regard.health.commands.outputs import check_path, print_error
+from regard.health.commands.files import check_path, print_error
 from regard.health.report import files
 from regard.health.watching.timeline import read_log, render
 

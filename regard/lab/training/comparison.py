@@ -47,16 +47,6 @@ def describe(difference: Estimate, lower_is_better: bool) -> str:
     return "better" if (sign < 0) == lower_is_better else "worse"
 
 
-def rank(result: dict, base: str = BASE) -> list[str]:
-    """Return the variants but the base, best mean of the metric first; those with a diverged run last."""
-    better = 1 if is_lower_better(result) else -1
-    told = result["summary"]
-    return sorted(
-        (name for name in told if name != base),
-        key=lambda name: (told[name]["diverged"], better * told[name].get(result["metric"], {"mean": 0.0})["mean"]),
-    )
-
-
 def is_lower_better(result: dict) -> bool:
     """True for losses, False for BLEU and accuracy."""
     return result["metric"] == "loss"

@@ -117,12 +117,6 @@ class Preset:
     learns: Mapping[str, float] = field(default_factory=dict)
     windows: bool = False
 
-    def __post_init__(self) -> None:
-        if not 0 < self.every <= self.steps:
-            raise ValueError(f"every must lie in [1, steps], got {self.every} of {self.steps} steps")
-        if self.seeds < 3 and not self.windows:
-            raise ValueError(f"seeds must be at least 3 for an interval, got {self.seeds}")
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -137,16 +131,6 @@ class Experiment:
     table: Callable[[dict], Table] | None = None  # of the results, in place of one row per variant
     reads: str = "file"  # what --data may be: a "file" of text, a "folder" of sentence pairs, or "" for nothing
     metric: str = "loss"  # the headline, one of the names that `evaluate` or `finish` gives
-
-    def __post_init__(self) -> None:
-        if not {"small", "full"} <= set(self.presets):
-            raise ValueError(f"presets of {self.name!r} must hold 'small' and 'full', got {list(self.presets)}")
-        if self.reads not in ("file", "folder", ""):
-            raise ValueError(f"reads of {self.name!r} must be 'file', 'folder' or '', got {self.reads!r}")
-        small = self.presets["small"]
-        if small.learner not in self.variants or not small.learns:
-            raise ValueError(f"preset 'small' of {self.name!r} must name a learner, one of {list(self.variants)}, and "
-                             f"what it learns; got {small.learner!r} and {dict(small.learns)}")  # fmt: skip
 
     def setting(self, preset: str, variant: str, seed: int, data: Path | None, device: torch.device) -> Setting:
         return Setting({**self.presets[preset].sizes, **self.variants[variant]}, seed, data, device)

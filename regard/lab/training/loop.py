@@ -103,7 +103,9 @@ def _run(
     )
     path = folder / f"{variant}-seed{seed}.json"
     if path.exists():
-        return _read_record(path, identity)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        _check_identity(identity, record, path)
+        return record
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda: torch sees none here; train where there is one, or pass --device cpu")
     torch.manual_seed(seed)
@@ -119,7 +121,9 @@ def _train(
     state, optimizer = path.with_suffix(".safetensors"), trial.optimizer()
     history, start, spent = [], 0, 0.0
     if state.exists():
-        notes = checkpoint.load(state, trial.model, optimizer, lambda notes: _check_notes(notes, identity, state))
+        notes = checkpoint.load(
+            state, trial.model, optimizer, lambda notes: _check_identity(identity, notes["identity"], state)
+        )
         history, start, spent = notes["history"], notes["step"], notes["seconds"]
     else:
         history.append({"step": 0, **evaluate(trial)})
@@ -201,28 +205,6 @@ def fingerprint(data: Path | None) -> str:
     for path in sorted(p for p in data.iterdir() if p.is_file()) if data.is_dir() else [data]:
         digest.update(path.read_bytes())
     return f"{data.name} {digest.hexdigest()[:12]}"
-
-
-def _read_record(path: Path, identity: dict) -> dict:
-    """Return the record of a finished run."""
-    with checkpoint.report_damage(path):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        _check_keys(record, *identity, "where", "diverged", "history", "final")
-    _check_identity(identity, record, path)
-    return record
-
-
-def _check_notes(notes: dict, identity: dict, path: Path) -> None:
-    """Raise ValueError if a checkpoint's notes are incomplete or of another run."""
-    with checkpoint.report_damage(path):
-        _check_keys(notes, "identity", "history", "step", "seconds")
-    _check_identity(identity, notes["identity"], path)
-
-
-def _check_keys(found: dict, *names: str) -> None:
-    missing = ", ".join(name for name in names if name not in found)
-    if missing:
-        raise LookupError(f"it has no {missing}")
 
 
 def _check_identity(identity: dict, found: dict, path: Path) -> None:

@@ -34,7 +34,7 @@ from pathlib import Path
 from regard.lab.training import comparison
 from regard.lab.training.experiment import Experiment, get
 from regard.lab.training.results import SHIPPED, collect
-from regard.lab.training.trials import variants
+from regard.lab.training.trials import attention
 
 PARTS = {
     "small": ("variants", "variants-translation"),
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def list_variants() -> None:
     """Print every variant and its options."""
-    for name, chosen in variants.attentions(keys=128).items():
+    for name, chosen in attention.attentions(keys=128).items():
         print(f"{name:16} {chosen}")
 
 

@@ -24,22 +24,15 @@ def scores_of(one: CapturedCall) -> Tensor:
     scores = scale * q @ k.transpose(-1, -2)
     mask = one.call.mask
     if mask is not None and mask.dtype != torch.bool:
-        shape = (one.q.shape[0], one.q.shape[1], one.q.shape[2], one.k.shape[2])
+        shape = *one.q.shape[:3], one.k.shape[2]
         scores = scores + mask.double().cpu().expand(shape)[0, :, :SCORED, :SCORED].clamp_min(-1e9)
     return scores
 
 
 def visible_of(one: CapturedCall) -> Tensor:
     """Which keys each query of the first sequence sees, [H, M, N]."""
-    heads, queries, keys = one.q.shape[1], one.q.shape[2], one.k.shape[2]
-    shown = torch.ones(heads, queries, keys, dtype=torch.bool)
-    if one.call.causal:
-        shown = shown.tril()
-    mask = one.call.mask
-    if mask is not None:
-        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
-        shown = shown & seen.cpu().expand(one.q.shape[0], heads, queries, keys)[0]
-    return shown[:, :SCORED, :SCORED]
+    shape = *one.q.shape[:3], one.k.shape[2]
+    return one.visible.expand(shape)[0, :, :SCORED, :SCORED].cpu()
 
 
 def explain(a: Sequence[CapturedCall], b: Sequence[CapturedCall], at: int, parts: Sequence[str]) -> str:

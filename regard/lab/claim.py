@@ -20,15 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from regard.lab.estimate import Estimate, exact
+from regard.lab.estimate import Estimate, difference, exact, exponent, mean, quantile, ratio, share
+from regard.lab.figure import Figure
+from regard.lab.sampler import Sampler
 
-if TYPE_CHECKING:
-    from regard.lab.figure import Figure
-    from regard.lab.sampler import Sampler
+__all__ = [  # all that a claim's file imports
+    "Estimate", "Figure", "above", "below", "claim", "conclude", "difference", "exact", "exponent", "mean", "near",
+    "quantile", "ratio", "share",
+]  # fmt: skip
 
 CORE, BEYOND, OURS = "core", "beyond", "ours"
 HOLDS, HOLDS_IF, WRONG = "holds", "holds_if", "wrong"
@@ -127,6 +129,11 @@ class Finding:
         if not self.condition:
             raise Undecided("a check beyond the condition disagrees, but no condition is named")
         return HOLDS_IF
+
+
+def conclude(*checks: Check, figure: Figure | None, condition: str = "", right: str = "", remark: str = "") -> Finding:
+    """Return the finding of these checks; the numbers of the first appear in tables."""
+    return Finding(checks, figure, condition, right, remark)
 
 
 NOTES = {  # the study notes that the claims come from

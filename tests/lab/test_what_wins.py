@@ -10,7 +10,7 @@ import torch
 from regard.lab import training
 from regard.lab.estimate import Estimate
 from regard.lab.training import comparison, loop
-from regard.lab.training.trials import variants
+from regard.lab.training.trials import attention
 from regard.lab.training.trials.attention import make_attention, mlp_width
 from regard.lab.training.trials.language import Block
 
@@ -84,11 +84,11 @@ def test_the_best_come_first_and_diverged_runs_last(script):
     assert lines[2:] == ["c", "a", "b", "softmax", "d"]
 
 
-@pytest.mark.parametrize("name", variants.attentions(keys=16))
+@pytest.mark.parametrize("name", attention.attentions(keys=16))
 def test_every_variant_has_softmaxs_parameters(name):
     """Beside vectors and scalars per head: what the attention adds in weights, the MLP has less."""
     counts = []
-    for options in ({}, variants.attentions(keys=16)[name]):
+    for options in ({}, attention.attentions(keys=16)[name]):
         counts.append(sum(p.numel() for p in Block(64, 4, options).parameters()))
     assert abs(counts[1] / counts[0] - 1) < 0.01
 

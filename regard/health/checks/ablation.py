@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from regard.health.probing.probe import Key, Transform, relative_change, remove_heads
-from regard.health.probing.task import GIVEN, LABELS, Task, finite
+from regard.health.probing.task import GIVEN, LABELS, finite
 from regard.health.probing.tokens import TokenBatch
 from regard.health.probing.trial import Trial
 
@@ -63,7 +63,7 @@ class Ablator:
         if task is not None:
             given = task.kind in (GIVEN, LABELS)
             batches: list[TokenBatch] = list(task.batches[:2]) if given else [task.batches[0].cut(SEQUENCES, LENGTH)]
-            task = Task(trial.probe, batches, task.kind, task.loss, task.pad, task.mask_token)
+            task = task.on(batches)
         self.task = task
         self.unit = OUTPUT if task is None else LOSS
         self.own = self._run(None)

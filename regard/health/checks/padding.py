@@ -86,10 +86,4 @@ def shows_padding(one: CapturedCall, padding: Tensor) -> bool:
     queries, keys = one.q.shape[2], one.k.shape[2]
     if queries != keys or queries != len(padding):
         return False
-    shown = torch.ones(queries, keys, dtype=torch.bool, device=padding.device)
-    mask = one.call.mask
-    if one.call.causal:
-        shown = shown.tril()
-    if mask is not None:
-        shown = shown & (mask if mask.dtype == torch.bool else mask > -torch.inf)
-    return bool(shown.expand(*shown.shape[-4:])[..., ~padding, :][..., padding].any())
+    return bool(one.visible[..., ~padding, :][..., padding].any())

@@ -53,6 +53,15 @@ class CapturedCall:
     v: Tensor
     output: Tensor  # [B, H, M, E]
 
+    @property
+    def visible(self) -> Tensor:
+        """True at the keys that a query sees, of a shape that broadcasts to [B, H, M, N]."""
+        shown = torch.ones(self.q.shape[2], self.k.shape[2], dtype=torch.bool, device=self.q.device)
+        shown, mask = shown.tril() if self.call.causal else shown, self.call.mask
+        if mask is None:
+            return shown
+        return shown & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+
 
 class Probe:
     """Intercepts the attention calls of a model, inside `with probe:`; `run` runs one batch."""

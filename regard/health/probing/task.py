@@ -116,6 +116,10 @@ class Task:
         self.mask_token = mask_token
         self.vocabulary: int | None = None
 
+    def on(self, batches: Sequence[TokenBatch]) -> Task:
+        """The same loss on other batches."""
+        return Task(self.probe, batches, self.kind, self.loss, self.pad, self.mask_token)
+
     def losses(self, transform: Transform | None = None) -> Tensor:
         """Returns the losses under a transform of the attention calls, float64."""
         return torch.cat([self._losses(batch, transform) for batch in self.batches]).double().cpu()

@@ -115,14 +115,8 @@ class Trial:
         queries, keys = one.q.shape[2], one.k.shape[2]
         if queries != keys or one.call.is_cross(one.key[0]):
             return False
-        if one.call.causal:
-            return True
-        mask = one.call.mask
-        if mask is None or mask.shape[-1] != keys or mask.shape[-2] != queries:
-            return False
-        shown = mask if mask.dtype == torch.bool else mask > -torch.inf
-        ahead = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).triu(1)
-        return not bool((shown & ahead).any())
+        ahead = torch.ones(queries, keys, dtype=torch.bool, device=one.q.device).triu(1)
+        return not bool((one.visible & ahead).any())
 
     @cached_property
     def why_causal(self) -> str | None:

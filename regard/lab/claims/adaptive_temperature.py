@@ -1,7 +1,7 @@
 """Trained: max retrieval on rows of at most 16 items, tested on longer ones, with temperatures put in afterwards."""
 
 from regard.lab import training
-from regard.lab.claim import Finding, above, claim
+from regard.lab.claim import above, claim, conclude
 from regard.lab.training.results import estimate, group_by_sign
 
 TESTED = (16, 64, 256, 1024, 4096, 16384)
@@ -34,18 +34,14 @@ def measure(sampler):
     def row(how):
         return ", ".join(f"{points(how, n).value:.1f}" for n in (16, LONG, LONGER, LONGEST))
 
-    return Finding(
-        [
-            above(f"% correct won by the refit temperature, {LONG} items", 0.0, gain("refit", "own", LONG)),
-            above(f"% correct won by the refit temperature, {LONGER} items", 0.0, gain("refit", "own", LONGER)),
-            above(f"% correct with it, {LONGEST} items, against 90", 90.0, points("refit", LONGEST)).beyond(),
-            *(
-                above(
-                    f"% correct won over the published polynomial, {n} items", 0.0, gain("refit", "published", n)
-                ).ours()
-                for n in (LONG, LONGER, LONGEST)
-            ),
-        ],
+    return conclude(
+        above(f"% correct won by the refit temperature, {LONG} items", 0.0, gain("refit", "own", LONG)),
+        above(f"% correct won by the refit temperature, {LONGER} items", 0.0, gain("refit", "own", LONGER)),
+        above(f"% correct with it, {LONGEST} items, against 90", 90.0, points("refit", LONGEST)).beyond(),
+        *(
+            above(f"% correct won over the published polynomial, {n} items", 0.0, gain("refit", "published", n)).ours()
+            for n in (LONG, LONGER, LONGEST)
+        ),
         condition="to keep means to lose less: far beyond the trained lengths accuracy falls with either",
         right="It does not help.",
         remark=f"% correct at 16, {LONG}, {LONGER} and {LONGEST} items: without {row('own')}; with the published "

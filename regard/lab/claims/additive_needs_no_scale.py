@@ -2,9 +2,7 @@
 
 import torch
 
-from regard.lab.claim import Finding, claim, near
-from regard.lab.estimate import exponent, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, exponent, mean, near
 
 DIMS = [16, 64, 256]
 
@@ -32,13 +30,11 @@ def measure(sampler):
     alt = (
         "With unit-variance v the additive score grows as the square root of d; with v of variance 1/d it is constant."
     )
-    return Finding(
-        [
-            near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),
-            near("exponent b of σ(score) ∝ d^b, v of variance 1", 0.0, exponent(DIMS, plain), 0.1).beyond(),
-            near("the same exponent, derived", 0.5, exponent(DIMS, plain), 0.1).ours(),
-            near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
-        ],
+    return conclude(
+        near("exponent b of σ(score) ∝ d^b, v of variance 1/d", 0.0, exponent(DIMS, small), 0.1),
+        near("exponent b of σ(score) ∝ d^b, v of variance 1", 0.0, exponent(DIMS, plain), 0.1).beyond(),
+        near("the same exponent, derived", 0.5, exponent(DIMS, plain), 0.1).ours(),
+        near("σ(score)/√d at d = 256, v of variance 1", 0.70, mean(plain[-1] / 16.0), 0.1).ours(),
         condition="the entries of v shrink as 1/√d, as usual initialisations make them: the scale then sits in v, "
         "not in tanh",
         figure=Figure("lines", "hidden size d", "σ of the additive score", series, alt, log="xy"),

@@ -1,7 +1,7 @@
 """Trained: additive, dot and scaled dot scores at d_k = 16, 64, 256, the same model and text."""
 
 from regard.lab import training
-from regard.lab.claim import Finding, above, below, claim
+from regard.lab.claim import above, below, claim, conclude
 from regard.lab.training.results import estimate, paired_differences
 from regard.lab.training.trials.head_dims import DIMS
 
@@ -27,15 +27,13 @@ def measure(sampler):
         for d in DIMS
     }
     text = {key: f"{e.value:+.3f}" for key, e in behind.items()}
-    return Finding(
-        [
-            above("loss of unscaled dot − additive, d_k = 256 (“worse”), nats", AS_WELL, behind["dot", 256]),
-            below("loss of unscaled dot − additive, d_k = 16 (“as well”), nats", AS_WELL, behind["dot", 16]),
-            *(
-                below(f"loss of scaled dot − additive, d_k = {d} (“well”), nats", AS_WELL, behind["scaled", d])
-                for d in DIMS
-            ),
-        ],
+    return conclude(
+        above("loss of unscaled dot − additive, d_k = 256 (“worse”), nats", AS_WELL, behind["dot", 256]),
+        below("loss of unscaled dot − additive, d_k = 16 (“as well”), nats", AS_WELL, behind["dot", 16]),
+        *(
+            below(f"loss of scaled dot − additive, d_k = {d} (“well”), nats", AS_WELL, behind["scaled", d])
+            for d in DIMS
+        ),
         right=f"Unscaled, the loss lies behind additive attention's by {text['dot', 16]} nats at d_k = 16, "
         f"{text['dot', 64]} at 64 and {text['dot', 256]} at 256; scaled, by {text['scaled', 16]}, {text['scaled', 64]} "
         f"and {text['scaled', 256]}.",

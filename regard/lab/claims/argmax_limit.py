@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 TEMPERATURES = [1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01]
 
@@ -32,13 +31,9 @@ def measure(sampler):
         "two tied": (TEMPERATURES, [max(x, 1e-18) for x in off_tied]),
     }
     alt = "The distance from the shared one-hot falls exponentially as the temperature goes to 0."
-    return Finding(
-        [
-            below("distance from one-hot at τ = 0.01", 1e-12, off[-1]),
-            below("distance from (½, ½) on two tied maxima at τ = 0.01", 1e-12, off_tied[-1]),
-            below(
-                "distance at τ = 0, the limit itself", 1e-300, (regard.softmax(tied, temperature=0) - half).abs().max()
-            ),
-        ],
+    return conclude(
+        below("distance from one-hot at τ = 0.01", 1e-12, off[-1]),
+        below("distance from (½, ½) on two tied maxima at τ = 0.01", 1e-12, off_tied[-1]),
+        below("distance at τ = 0, the limit itself", 1e-300, (regard.softmax(tied, temperature=0) - half).abs().max()),
         figure=Figure("lines", "temperature τ", "distance from the limit", series, alt, log="xy"),
     )

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 LENGTHS = [16, 64, 256, 1024]
 
@@ -30,16 +29,14 @@ def measure(sampler):
     dense_made = [regard.jacobian(row).numel() for row in rows]
     series = {"s(g − Σsg)": (LENGTHS, made), "Jacobian": (LENGTHS, dense_made)}
     alt = f"At n = {LENGTHS[-1]} the closed form makes {made[-1]} numbers per row, the Jacobian {dense_made[-1]}."
-    return Finding(
-        [
-            below("largest |s(g − Σsg) − Jᵀg|", 1e-14, (closed - dense).abs().max()),
-            below("largest |s(g − Σsg) − differences|", 1e-8, (closed - slopes).abs().max()),
-            below(
-                "largest |s(g − Σsg) − regard.softmax_backward|",
-                1e-14,
-                (closed - regard.softmax_backward(g, s)).abs().max(),
-            ),
-            below("largest |s(g − Σsg) − regard.vjp|", 1e-13, (closed - regard.vjp(z, g)).abs().max()),
-        ],
+    return conclude(
+        below("largest |s(g − Σsg) − Jᵀg|", 1e-14, (closed - dense).abs().max()),
+        below("largest |s(g − Σsg) − differences|", 1e-8, (closed - slopes).abs().max()),
+        below(
+            "largest |s(g − Σsg) − regard.softmax_backward|",
+            1e-14,
+            (closed - regard.softmax_backward(g, s)).abs().max(),
+        ),
+        below("largest |s(g − Σsg) − regard.vjp|", 1e-13, (closed - regard.vjp(z, g)).abs().max()),
         figure=Figure("lines", "row length n", "numbers made per row", series, alt, log="xy"),
     )

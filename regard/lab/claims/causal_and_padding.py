@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 N, LENGTHS = 12, [12, 7, 1]
 
@@ -46,21 +45,19 @@ def measure(sampler):
         f"Weights of {n} causal queries whose last {n - lengths[1]} keys are padding: zero above the "
         f"diagonal and from key {lengths[1]} on."
     )
-    return Finding(
-        [
-            near("share of masked weights that are exactly 0", 1.0, zeros(w, ~visible), 1e-9),
-            below("largest |Σ w − 1| over what is visible", 1e-6, (w.sum(-1) - 1).abs().max()),
-            near(
-                "share of masked weights that are exactly 0, padding before the tokens", 1.0, zeros(blind, ~left), 1e-9
-            ).beyond(),
-            near("the same with regard.softmax(mask=…)", 1.0, zeros(ours, ~left), 1e-9).ours(),
-            near(
-                "keys counted by regard.attention, minus the mask's",
-                0.0,
-                (stats.visible_keys[:, 0] - counted).abs().max(),
-                1e-6,
-            ).ours(),
-        ],
+    return conclude(
+        near("share of masked weights that are exactly 0", 1.0, zeros(w, ~visible), 1e-9),
+        below("largest |Σ w − 1| over what is visible", 1e-6, (w.sum(-1) - 1).abs().max()),
+        near(
+            "share of masked weights that are exactly 0, padding before the tokens", 1.0, zeros(blind, ~left), 1e-9
+        ).beyond(),
+        near("the same with regard.softmax(mask=…)", 1.0, zeros(ours, ~left), 1e-9).ours(),
+        near(
+            "keys counted by regard.attention, minus the mask's",
+            0.0,
+            (stats.visible_keys[:, 0] - counted).abs().max(),
+            1e-6,
+        ).ours(),
         condition="every row sees at least one key. With padding before the tokens the first rows of a causal mask see "
         f"none: {int(blind.isnan().all(-1).sum())} of {3 * n} rows are NaN here; regard gives them zeros",
         figure=Figure("heat", "key", "query", alt=alt, rows=w[1].tolist()),

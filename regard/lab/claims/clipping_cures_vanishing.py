@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, near
 
 FACTORS = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
@@ -34,13 +33,11 @@ def measure(sampler):
     loud, clipped = gradient_norms(z, 100.0 * g)
     series = {"before clipping": (FACTORS, [b for b, _ in pairs]), "after clipping": (FACTORS, [a for _, a in pairs])}
     alt = "The gradient vanishes as the scores grow, and clipping leaves it exactly where it was."
-    return Finding(
-        [
-            above("a sharp row's gradient, clipped over unclipped", 1.0, after / before),
-            near("the same, derived: min(1, 1/‖g‖)", 1.0, after / before, 1e-6).ours(),
-            above("the same row with temperature 16 over without", 1e3, warm / before).ours(),
-            near("a gradient of norm > 1, clipped", 1.0, clipped, 1e-3).ours(),
-        ],
+    return conclude(
+        above("a sharp row's gradient, clipped over unclipped", 1.0, after / before),
+        near("the same, derived: min(1, 1/‖g‖)", 1.0, after / before, 1e-6).ours(),
+        above("the same row with temperature 16 over without", 1e3, warm / before).ours(),
+        near("a gradient of norm > 1, clipped", 1.0, clipped, 1e-3).ours(),
         right=f"Clipping multiplies by min(1, max_norm/‖g‖) ≤ 1: the sharp row's gradient {before:.1e} stays "
         f"{after:.1e}. It cures exploding gradients ({loud:.0f} → 1). What helps here is scale, temperature or "
         f"initialisation: τ = 16 brings it to {warm:.1e}.",

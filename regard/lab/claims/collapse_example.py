@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, near
 
 SCORES = torch.tensor([10.0, 0.1, 0.1, 0.1], dtype=torch.float64)
 TEMPERATURES = [1.0, 2.0, 5.0, 10.0, 20.0]
@@ -25,12 +24,10 @@ def measure(sampler):
         f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the largest weight goes from "
         f"{largest[0]:.3f} to {largest[-1]:.3f} and each other from {other[0]:.3f} to {other[-1]:.3f}."
     )
-    return Finding(
-        [
-            near("each of the three small weights", 0.0003, w[1], 0.00005),
-            near("the largest weight", 0.999, w[0], 0.0005),
-            above("entropy at τ = 10 over entropy at τ = 1", 100.0, entropies[3] / entropies[0]).ours(),
-        ],
+    return conclude(
+        near("each of the three small weights", 0.0003, w[1], 0.00005),
+        near("the largest weight", 0.999, w[0], 0.0005),
+        above("entropy at τ = 10 over entropy at τ = 1", 100.0, entropies[3] / entropies[0]).ours(),
         right=f"softmax(10, 0.1, 0.1, 0.1) = ({w[0]:.5f}, {w[1]:.5f}, {w[1]:.5f}, {w[1]:.5f}): the small weights are "
         "six times smaller than printed. That temperature smooths it is true: at τ = 10 the largest weight is "
         f"{regard.softmax(SCORES, temperature=10.0)[0]:.2f}.",

@@ -1,7 +1,7 @@
 """Trained: a model provoked to collapse, and the same with a temperature or with attention dropout."""
 
 from regard.lab import training
-from regard.lab.claim import Finding, above, claim
+from regard.lab.claim import above, claim, conclude
 from regard.lab.training.results import estimate, group_by_sign, paired_differences
 
 RELIEF = 0.05  # of the gradient gain, which is 0 for one-hot rows and nearly 1 for flat ones
@@ -38,12 +38,10 @@ def measure(sampler):
     }
     failing = [name for name, checks in beyond.items() if not all(check.agrees for check in checks)]
     lower = group_by_sign({name: estimate(paired_differences(result, name, "none", "loss")) for name in others})
-    return Finding(
-        [
-            above("gradient gain won by the temperature √d_k", RELIEF, gain["scale"]),
-            above("loss won by the temperature √d_k, nats", BETTER, loss["scale"]),
-            *(check.beyond() for checks in beyond.values() for check in checks),
-        ],
+    return conclude(
+        above("gradient gain won by the temperature √d_k", RELIEF, gain["scale"]),
+        above("loss won by the temperature √d_k, nats", BETTER, loss["scale"]),
+        *(check.beyond() for checks in beyond.values() for check in checks),
         condition=f"the remedy is a temperature of √d_k from the start; {' and '.join(failing)} did not relieve it",
         right="Neither does.",
         remark=f"Collapsed: loss {ill['loss']['mean']:.3f}, gradient gain {ill['gradient_gain']['mean']:.3f}, largest "

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 N = 32
 
@@ -35,16 +34,14 @@ def measure(sampler):
         "uniform: i/2": (list(range(N)), [i / 2 for i in range(N)]),
     }
     alt = "The mean distance of causal rows scatters about i/2, its value for uniform weights."
-    return Finding(
-        [
-            below("largest |note's − regard.statistics.of_weights|", 1e-12, (theirs - ours).abs().max()),
-            below(
-                "largest |note's − regard.attention's, no weights built|",
-                1e-9,
-                (average_attention_distance(weights[0, 0]) - stats.distance[0, 0]).abs().max(),
-            ),
-            near("uniform causal row 31: the mean of 0 … 31", 15.5, average_attention_distance(uniform)[-1], 1e-9),
-        ],
+    return conclude(
+        below("largest |note's − regard.statistics.of_weights|", 1e-12, (theirs - ours).abs().max()),
+        below(
+            "largest |note's − regard.attention's, no weights built|",
+            1e-9,
+            (average_attention_distance(weights[0, 0]) - stats.distance[0, 0]).abs().max(),
+        ),
+        near("uniform causal row 31: the mean of 0 … 31", 15.5, average_attention_distance(uniform)[-1], 1e-9),
         remark="It counts on as many queries as keys and on rows that sum to 1: for one query against a cache it "
         "broadcasts to N numbers without a word. regard's divides by Σw and counts positions as the causal mask does.",
         figure=Figure("lines", "query i", "mean distance", series, alt),

@@ -3,8 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, near
 
 QUERIES, DIMS = 64, [16, 64, 256]
 
@@ -61,12 +60,10 @@ def measure(sampler):
         f"and move {traffic[-1]:.0f} times as many bytes; at d = {DIMS[0]}, {operations[0]:.1f} and "
         f"{traffic[0]:.0f} times."
     )
-    return Finding(
-        [
-            *(above(f"operations, additive over dot, d = {d}", 1.0, o) for d, o in zip(DIMS, operations, strict=True)),
-            *(above(f"memory traffic, additive over dot, d = {d}", 1.0, t) for d, t in zip(DIMS, traffic, strict=True)),
-            near("operations, additive over dot, d = 256: 4N²d / 2N²d", 2.0, operations[-1], 0.05).ours(),
-        ],
+    return conclude(
+        *(above(f"operations, additive over dot, d = {d}", 1.0, o) for d, o in zip(DIMS, operations, strict=True)),
+        *(above(f"memory traffic, additive over dot, d = {d}", 1.0, t) for d, t in zip(DIMS, traffic, strict=True)),
+        near("operations, additive over dot, d = 256: 4N²d / 2N²d", 2.0, operations[-1], 0.05).ours(),
         remark="Counted, not timed, so that the verdict does not depend on the machine. A tanh counts as one "
         "operation here and costs many; the matrix product runs at full speed.",
         figure=Figure("lines", "d", "additive over dot", series, alt, log="xy"),

@@ -1,8 +1,6 @@
 """The mean of q·k for independent entries."""
 
-from regard.lab.claim import Finding, claim, near
-from regard.lab.estimate import mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, mean, near
 
 DIMS = [4, 16, 64, 256]
 
@@ -27,11 +25,9 @@ def measure(sampler):
         "The mean of q·k in standard deviations: "
         f"{', '.join(f'{m.value:.3f} at d_k {d}' for d, m in zip(DIMS, means, strict=True))}."
     )
-    return Finding(
-        [
-            *(near(f"E[q·k]/√d_k, d_k = {d}", 0.0, m, 0.05) for d, m in zip(DIMS, means, strict=True)),
-            near("E[q·k] at d_k = 64 when entries have mean ½ (d_k·μ²)", 16.0, shifted, 1.0).ours(),
-        ],
+    return conclude(
+        *(near(f"E[q·k]/√d_k, d_k = {d}", 0.0, m, 0.05) for d, m in zip(DIMS, means, strict=True)),
+        near("E[q·k] at d_k = 64 when entries have mean ½ (d_k·μ²)", 16.0, shifted, 1.0).ours(),
         remark="The note assumes mean 0, and needs it: entries of mean μ give E[q·k] = d_k·μ². Within a row softmax "
         "ignores that constant; what stays is μ·Σ(k − μ), the same for every query: all of them prefer the same keys.",
         figure=Figure("bands", "d_k", "E[q·k] / √d_k", series, alt, log="x", guides={"predicted": 0.0}),

@@ -2,9 +2,7 @@
 
 import torch
 
-from regard.lab.claim import Finding, claim, near
-from regard.lab.estimate import exponent, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, exponent, mean, near
 
 DIMS = [4, 16, 64, 256]
 
@@ -29,13 +27,11 @@ def measure(sampler):
         "The variance of q·k follows the line d_k: "
         f"{', '.join(f'{v.value:.1f} at {d}' for d, v in zip(DIMS, variances, strict=True))}."
     )
-    return Finding(
-        [
-            near("Var(q·k) at d_k = 64", 64.0, variances[2], 3.8),
-            *(near(f"Var(q·k)/d_k at d_k = {d}", 1.0, mean(s / d), 0.06) for d, s in zip(DIMS, squares, strict=True)),
-            near("exponent b of Var ∝ d_k^b", 1.0, growth, 0.03),
-            near("Var(q·k) at d_k = 64 with means ½ (d_k(1 + 2μ²))", 96.0, shifted, 8.0).ours(),
-        ],
+    return conclude(
+        near("Var(q·k) at d_k = 64", 64.0, variances[2], 3.8),
+        *(near(f"Var(q·k)/d_k at d_k = {d}", 1.0, mean(s / d), 0.06) for d, s in zip(DIMS, squares, strict=True)),
+        near("exponent b of Var ∝ d_k^b", 1.0, growth, 0.03),
+        near("Var(q·k) at d_k = 64 with means ½ (d_k(1 + 2μ²))", 96.0, shifted, 8.0).ours(),
         remark="As the note assumes: independent entries of mean 0 and variance 1. Means μ make it d_k(1 + 2μ²).",
         figure=Figure("lines", "d_k", "Var(q·k)", series, alt, log="xy"),
     )

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude, near
 
 SHARPNESS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 
@@ -32,13 +31,11 @@ def measure(sampler):
         "The entropy with and without epsilon coincide, from "
         f"{truth[0]:.2f} nats for flat rows to {truth[-1]:.2f} for sharp ones."
     )
-    return Finding(
-        [
-            below("largest |with ε − entropy|, 64 keys, float64", 1e-10, (with_epsilon(w) - truth).abs().max()),
-            near("uniform over 64 keys, nats (ln 64)", 4.1589, with_epsilon(uniform), 1e-3),
-            below("one-hot, nats", 1e-6, with_epsilon(focused).abs()),
-            above("finite in float16, a row with zero weights (1: yes)", 0.5, half.isfinite().double().mean()).beyond(),
-        ],
+    return conclude(
+        below("largest |with ε − entropy|, 64 keys, float64", 1e-10, (with_epsilon(w) - truth).abs().max()),
+        near("uniform over 64 keys, nats (ln 64)", 4.1589, with_epsilon(uniform), 1e-3),
+        below("one-hot, nats", 1e-6, with_epsilon(focused).abs()),
+        above("finite in float16, a row with zero weights (1: yes)", 0.5, half.isfinite().double().mean()).beyond(),
         condition="not in float16, where 1e−12 is 0 and a zero weight gives 0·log 0 = NaN; elsewhere it is low by at "
         "most n·1e−12",
         figure=Figure("lines", "factor on the scores", "entropy, nats", series, alt, log="x"),

@@ -3,9 +3,7 @@
 import math
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.estimate import difference, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, difference, mean, near
 
 DIMS, KEYS = [16, 64, 256], 10
 UNSCALED, SCALED = [2.1, 0.8, 0.2], [2.3, 2.3, 2.3]
@@ -44,19 +42,14 @@ def measure(sampler):
         )
         + f"; the most there can be is {math.log(KEYS):.2f}."
     )
-    return Finding(
-        [
-            *(
-                near(f"unscaled entropy, d_k = {d}", c, e, 0.1)
-                for d, c, e in zip(DIMS, UNSCALED, unscaled, strict=True)
-            ),
-            *(near(f"scaled entropy, d_k = {d}", c, e, 0.1) for d, c, e in zip(DIMS, SCALED, scaled, strict=True)),
-            near("ln 10, the entropy of a uniform row", 2.3, math.log(KEYS), 0.05).ours(),
-            *(
-                above(f"scaled minus unscaled at d_k = 16 with {n} keys (claimed: 0.2)", 0.5, difference(s, u)).ours()
-                for n, (u, s) in more.items()
-            ),
-        ],
+    return conclude(
+        *(near(f"unscaled entropy, d_k = {d}", c, e, 0.1) for d, c, e in zip(DIMS, UNSCALED, unscaled, strict=True)),
+        *(near(f"scaled entropy, d_k = {d}", c, e, 0.1) for d, c, e in zip(DIMS, SCALED, scaled, strict=True)),
+        near("ln 10, the entropy of a uniform row", 2.3, math.log(KEYS), 0.05).ours(),
+        *(
+            above(f"scaled minus unscaled at d_k = 16 with {n} keys (claimed: 0.2)", 0.5, difference(s, u)).ours()
+            for n, (u, s) in more.items()
+        ),
         right="With the note's 10 keys: unscaled "
         + ", ".join(f"{e.value:.2f}" for e in unscaled)
         + "; scaled "

@@ -5,8 +5,7 @@ import math
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 LARGEST = math.log(torch.finfo(torch.float32).max)
 SIZES = [1.0, 10.0, 50.0, 80.0, 100.0, 500.0, 1000.0]
@@ -47,13 +46,11 @@ def measure(sampler):
         f"Without the shift rows turn to NaN once scores pass {LARGEST:.1f}, and {finite[-1]:.0%} stay "
         f"finite at {SIZES[-1]:g}; shifted, {safe[-1]:.0%} do."
     )
-    return Finding(
-        [
-            below("largest |exp(z − lse) − softmax|, float64", 1e-14, identity.abs().max()),
-            below("largest error of the shifted form, scores to ±1000, float32", 1e-4, max(off)),
-            below("rows that survive without the shift, scores to ±1000", 1.0, finite[-1]),
-            near("rows that survive without the shift, scores to ±80", 1.0, finite[3], 1e-9).ours(),
-        ],
+    return conclude(
+        below("largest |exp(z − lse) − softmax|, float64", 1e-14, identity.abs().max()),
+        below("largest error of the shifted form, scores to ±1000, float32", 1e-4, max(off)),
+        below("rows that survive without the shift, scores to ±1000", 1.0, finite[-1]),
+        near("rows that survive without the shift, scores to ±80", 1.0, finite[3], 1e-9).ours(),
         remark=f"float32's exp overflows at {LARGEST:.1f}, so without the shift rows die beyond it.",
         figure=Figure("lines", "largest score", "share of finite rows", series, alt, log="x"),
     )

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, near
 
 MARKS = torch.tensor([10.0, 80.0, 500.0, 4000.0, 20000.0], dtype=torch.float64)
 LARGEST = torch.tensor([10.0, 100.0, 1000.0, 10000.0, 100000.0], dtype=torch.float64)
@@ -34,17 +33,15 @@ def measure(sampler):
         "softmax, own scales": (SUBJECTS, own.tolist()),
     }
     alt = "Softmax of the marks, scaled by a common factor, puts all on chemistry; own scales put most on Chinese."
-    return Finding(
-        [
-            near("sum of the five weights", 1.0, shares.sum(), 0.01),
-            near("the softmax weight of chemistry", 0.18, weights[4], 0.005),
-            above("weight of the perfect mark after a common factor 1/√5", 1e-3, scaled[0]),
-            *(
-                near(f"{s}: mark over 111110", c, x, 0.03 * c).ours()
-                for s, c, x in zip(SUBJECTS, CLAIMED, shares, strict=True)
-            ),
-            above("weight of the perfect mark, each mark over its own maximum", 0.2, own[0]).ours(),
-        ],
+    return conclude(
+        near("sum of the five weights", 1.0, shares.sum(), 0.01),
+        near("the softmax weight of chemistry", 0.18, weights[4], 0.005),
+        above("weight of the perfect mark after a common factor 1/√5", 1e-3, scaled[0]),
+        *(
+            near(f"{s}: mark over 111110", c, x, 0.03 * c).ours()
+            for s, c, x in zip(SUBJECTS, CLAIMED, shares, strict=True)
+        ),
+        above("weight of the perfect mark, each mark over its own maximum", 0.2, own[0]).ours(),
         right="The five are marks over the sum of the maximal marks: arithmetic right, but they sum to "
         f"{shares.sum():.2f} and are not softmax, which gives (0, 0, 0, 0, 1). One common factor keeps the ratios of "
         f"scales: the perfect mark stays at 0. Each subject needs its own scale: its weight is then {own[0]:.2f}, the "

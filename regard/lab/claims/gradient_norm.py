@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.estimate import exponent, quantile, ratio
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, exponent, near, quantile, ratio
 
 DIMS, KEYS, ROWS = [16, 64, 256, 1024], 10, 500
 FLOOR = 1e-12  # what is less is drawn here
@@ -46,13 +44,11 @@ def measure(sampler):
         f"its lower decile from {_ends(unscaled, 0.1)}, and its upper decile goes from {_ends(unscaled, 0.9)}; "
         f"scaled, the median goes from {_ends(scaled, 0.5)}."
     )
-    return Finding(
-        [
-            near("unscaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", -1.0, exponent(DIMS, unscaled), 0.3),
-            near("unscaled: median ‖∂L/∂q‖, d_k = 1024 over d_k = 64", 1 / 16, fall, 0.02),
-            near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
-            below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
-        ],
+    return conclude(
+        near("unscaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", -1.0, exponent(DIMS, unscaled), 0.3),
+        near("unscaled: median ‖∂L/∂q‖, d_k = 1024 over d_k = 64", 1 / 16, fall, 0.02),
+        near("scaled: exponent b of mean ‖∂L/∂q‖ ∝ d_k^b", 0.0, exponent(DIMS, scaled), 0.1),
+        below("unscaled: the median's fall is steeper than 1/d_k", 0.04, fall).ours(),
         right="Scaled, it is constant. Unscaled there is no power law 1/d_k: the mean stays near 1, carried by the "
         "few rows whose two best keys nearly tie, while the median falls exponentially in √d_k ("
         + ", ".join(f"{m.value:.2g}" for m in medians)

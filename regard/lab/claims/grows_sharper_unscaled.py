@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.estimate import exponent, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, exponent, mean, near
 
 DIMS, KEYS = [1, 4, 16, 64, 256], 10
 
@@ -36,16 +34,14 @@ def measure(sampler):
         f"{unscaled[0].mean():.2f} to {unscaled[-1].mean():.2f} unscaled, and from {scaled[0].mean():.2f} to "
         f"{scaled[-1].mean():.2f} scaled."
     )
-    return Finding(
-        [
-            above("unscaled: mean largest weight, d_k = 2048", 0.9, mean(wide)),
-            near(
-                "unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16", -0.5, exponent(DIMS[2:], 1.0 - unscaled[2:]), 0.2
-            ).ours(),
-            near("scaled: largest weight, d_k = 64 minus d_k = 256", 0.0, change[3], 0.025),
-            near("scaled: largest weight, d_k = 16 minus d_k = 256", 0.0, change[2], 0.025),
-            near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.025).beyond(),
-        ],
+    return conclude(
+        above("unscaled: mean largest weight, d_k = 2048", 0.9, mean(wide)),
+        near(
+            "unscaled: exponent b of 1 − w_max ∝ d_k^b, d_k ≥ 16", -0.5, exponent(DIMS[2:], 1.0 - unscaled[2:]), 0.2
+        ).ours(),
+        near("scaled: largest weight, d_k = 64 minus d_k = 256", 0.0, change[3], 0.025),
+        near("scaled: largest weight, d_k = 16 minus d_k = 256", 0.0, change[2], 0.025),
+        near("scaled: largest weight, d_k = 1 minus d_k = 256", 0.0, change[0], 0.025).beyond(),
         condition="d_k is not small (16 or more): below that a scaled row is flatter on average, since its variance "
         "|q|²/d_k varies",
         figure=Figure("lines", "d_k", "mean largest weight of 10", series, alt, log="x"),

@@ -3,9 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.estimate import mean, share
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, mean, near, share
 
 Z = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
@@ -36,16 +34,11 @@ def measure(sampler):
         "mean soft, T = 1": (labels, soft.mean(0).tolist()),
     }
     alt = "Frequencies of hard Gumbel samples match softmax; the mean of soft samples at T = 1 is flatter."
-    return Finding(
-        [
-            *(
-                near(f"frequency of the sample {labels[i]}", float(w[i]), share(hard[:, i] == 1), 0.03)
-                for i in range(4)
-            ),
-            above("share of soft samples at T = 0.02 with a weight above 0.9", 0.9, share(cold.amax(-1) > 0.9)),
-            above("mean |gradient| through the hard sample", 1e-3, gradient.abs().mean()),
-            near("mean soft weight of the first score at T = 1 (softmax: 0.644)", 0.53, mean(soft[:, 0]), 0.03).ours(),
-        ],
+    return conclude(
+        *(near(f"frequency of the sample {labels[i]}", float(w[i]), share(hard[:, i] == 1), 0.03) for i in range(4)),
+        above("share of soft samples at T = 0.02 with a weight above 0.9", 0.9, share(cold.amax(-1) > 0.9)),
+        above("mean |gradient| through the hard sample", 1e-3, gradient.abs().mean()),
+        near("mean soft weight of the first score at T = 1 (softmax: 0.644)", 0.53, mean(soft[:, 0]), 0.03).ours(),
         remark="The argmax is an exact sample at every temperature. The soft sample is one only as T → 0: at T = 1 "
         "its mean is not softmax(z), so its gradient is biased.",
         figure=Figure("bars", "score", "probability", series, alt),

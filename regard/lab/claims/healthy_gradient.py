@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude
 
 SCORES = [-3.0, -1.0, 0.0, 1.0, 3.0]
 
@@ -21,12 +20,10 @@ def measure(sampler):
     unscaled = regard.jacobian(8 * torch.tensor(SCORES, dtype=torch.float64)).diagonal().max()
     series = {"measured": ([f"{z:g}" for z in SCORES], slopes.tolist())}
     alt = f"The slope s(1 − s) for the five scores: {', '.join(f'{s:.4f}' for s in slopes)}; the first is below 0.01."
-    return Finding(
-        [
-            above("smallest s(1 − s), score −3", 0.01, slopes.min()),
-            *(above(f"s(1 − s) of score {z:g}", 0.01, s) for z, s in zip(SCORES[1:], slopes[1:], strict=True)),
-            above("largest s(1 − s), scaled over unscaled", 1e3, slopes.max() / unscaled).ours(),
-        ],
+    return conclude(
+        above("smallest s(1 − s), score −3", 0.01, slopes.min()),
+        *(above(f"s(1 − s) of score {z:g}", 0.01, s) for z, s in zip(SCORES[1:], slopes[1:], strict=True)),
+        above("largest s(1 − s), scaled over unscaled", 1e3, slopes.max() / unscaled).ours(),
         right=f"{alive} of the 5 exceed 0.01; the smallest is {slopes.min():.4f}. What scaling does is true: "
         f"unscaled, the largest of the five is {unscaled:.1e}.",
         figure=Figure("bars", "score", "s(1 − s)", series, alt, guides={"claimed minimum 0.01": 0.01}),

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 
 def finite_differences(function, z, step=1e-5):
@@ -31,15 +30,13 @@ def measure(sampler):
     printed = torch.where(torch.eye(6, dtype=torch.bool), formula, -(s * s)[:, None])  # 002: −a_j·a_j in row j
     lse = finite_differences(lambda x: regard.logsumexp(x)[None], z)[0]
     alt = "The Jacobian of a softmax over six scores: positive on the diagonal, negative and symmetric off it."
-    return Finding(
-        [
-            below("largest |diag(s) − s sᵀ − measured|", 1e-8, (formula - measured).abs().max()),
-            below("largest |regard.jacobian − measured|", 1e-8, (regard.jacobian(z) - measured).abs().max()).ours(),
-            below("largest |∂ lse/∂z_j − s_j|", 1e-8, (lse - s).abs().max()).ours(),
-            below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, (printed - measured).abs().max()).beyond(),
-            below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, (lse - s.roll(1)).abs().max()).beyond(),
-            above("asymmetry of the matrix printed in 002", 1e-8, (printed - printed.T).abs().max()).ours(),
-        ],
+    return conclude(
+        below("largest |diag(s) − s sᵀ − measured|", 1e-8, (formula - measured).abs().max()),
+        below("largest |regard.jacobian − measured|", 1e-8, (regard.jacobian(z) - measured).abs().max()).ours(),
+        below("largest |∂ lse/∂z_j − s_j|", 1e-8, (lse - s).abs().max()).ours(),
+        below("off-diagonal printed −a_j·a_j (note 002)", 1e-8, (printed - measured).abs().max()).beyond(),
+        below("∂ lse/∂z_j printed s_l, l ≠ j (note 000)", 1e-8, (lse - s.roll(1)).abs().max()).beyond(),
+        above("asymmetry of the matrix printed in 002", 1e-8, (printed - printed.T).abs().max()).ours(),
         condition="two misprints are read as meant: off the diagonal −a_j·a_k (002 prints −a_j·a_j), and ∂ lse/∂z_j "
         "= s_j (000 prints s_l)",
         figure=Figure("heat", "score j", "weight i", alt=alt, rows=measured.tolist()),

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 
 def fits(dtype):
@@ -38,14 +37,12 @@ def measure(sampler):
         f"In a row that sees no key, −1e9 gives every hidden key {float(blind.mean()):.3f}; masking gives "
         f"{float(truth.mean()):g}."
     )
-    return Finding(
-        [
-            below("largest difference, every row sees a key", 1e-12, (filled - infinite).abs().max()),
-            below("weight on hidden keys in a row that sees none", 1e-12, blind.sum()).beyond(),
-            near("−1e9 is finite in float16 (1: yes)", 1.0, fits(torch.float16), 0.5).beyond(),
-            near("−1e9 is finite in bfloat16 (1: yes)", 1.0, fits(torch.bfloat16), 0.5).ours(),
-            near("weight regard gives in a row that sees no key", 0.0, truth.sum(), 1e-300).ours(),
-        ],
+    return conclude(
+        below("largest difference, every row sees a key", 1e-12, (filled - infinite).abs().max()),
+        below("weight on hidden keys in a row that sees none", 1e-12, blind.sum()).beyond(),
+        near("−1e9 is finite in float16 (1: yes)", 1.0, fits(torch.float16), 0.5).beyond(),
+        near("−1e9 is finite in bfloat16 (1: yes)", 1.0, fits(torch.bfloat16), 0.5).ours(),
+        near("weight regard gives in a row that sees no key", 0.0, truth.sum(), 1e-300).ours(),
         condition="every row sees at least one key (else −1e9 spreads the weight evenly over hidden keys) and the "
         "type can hold −1e9 (float16 cannot: its largest number is 65504)",
         figure=Figure("bars", "key", "weight in a row that sees no key", series, alt),

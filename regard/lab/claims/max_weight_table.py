@@ -1,9 +1,7 @@
 """The note's own script, run many times: its printed output is not what it prints."""
 
 import regard
-from regard.lab.claim import Finding, claim, near
-from regard.lab.estimate import mean, quantile
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, mean, near, quantile
 
 DIMS, RUNS = [16, 64, 256], 400
 UNSCALED, SCALED = [0.342, 0.891, 0.998], [0.289, 0.276, 0.301]
@@ -45,14 +43,9 @@ def measure(sampler):
         )
         + "."
     )
-    return Finding(
-        [
-            *(
-                near(f"median output, {n}", c, m, 0.05)
-                for n, c, m in zip(names, UNSCALED + SCALED, medians, strict=True)
-            ),
-            near("mean of the ten rows' largest weights, scaled, d_k = 64", 0.32, mean(rows), 0.02).ours(),
-        ],
+    return conclude(
+        *(near(f"median output, {n}", c, m, 0.05) for n, c, m in zip(names, UNSCALED + SCALED, medians, strict=True)),
+        near("mean of the ten rows' largest weights, scaled, d_k = 64", 0.32, mean(rows), 0.02).ours(),
         right="The script takes the largest of 100 weights. Its median output is "
         + ", ".join(f"{m.value:.3f}" for m in medians[:3])
         + " unscaled and "

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 GAPS = [0.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0]
 
@@ -34,11 +33,9 @@ def measure(sampler):
         "Norm and trace of the Jacobian fall in proportion to one minus the largest weight, over "
         f"{int((missing[0] / missing[-1]).log10())} decades."
     )
-    return Finding(
-        [
-            below(f"‖J‖ when the largest weight is 1 − {float(missing[-1]):.1e}", 1e-12, norm[-1]),
-            near("exponent b of ‖J‖ ∝ (1 − w_max)^b", 1.0, slope, 1e-3).ours(),
-            near("tr J / (1 − w_max) at the one-hot end", 2.0, gain[-1] / missing[-1], 1e-6).ours(),
-        ],
+    return conclude(
+        below(f"‖J‖ when the largest weight is 1 − {float(missing[-1]):.1e}", 1e-12, norm[-1]),
+        near("exponent b of ‖J‖ ∝ (1 − w_max)^b", 1.0, slope, 1e-3).ours(),
+        near("tr J / (1 − w_max) at the one-hot end", 2.0, gain[-1] / missing[-1], 1e-6).ours(),
         figure=Figure("lines", "1 − largest weight", "size of the Jacobian", series, alt, log="xy"),
     )

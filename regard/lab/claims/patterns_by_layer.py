@@ -3,8 +3,7 @@
 import statistics
 
 from regard.lab import training
-from regard.lab.claim import Finding, above, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude
 from regard.lab.training.results import estimate, sign_of
 
 DIMS = (16, 64)  # with several heads in a layer
@@ -54,12 +53,10 @@ def measure(sampler):
         )
         + "."
     )
-    return Finding(
-        [
-            *(above(f"entropy / ln n, first layer − second, d_k = {d}", 0.0, estimate(flatter[d])) for d in DIMS),
-            above("distance, first layer − second, characters, d_k = 16", 0.0, estimate(farther[16])),
-            above("first key's mass in the head that gives it most", SINK, estimate(first)).beyond(),
-        ],
+    return conclude(
+        *(above(f"entropy / ln n, first layer − second, d_k = {d}", 0.0, estimate(flatter[d])) for d in DIMS),
+        above("distance, first layer − second, characters, d_k = 16", 0.0, estimate(farther[16])),
+        above("first key's mass in the head that gives it most", SINK, estimate(first)).beyond(),
         condition="sinks are left out: in models of this size and training none has formed",
         right="The first layer is not the flatter one.",
         remark=f"At d_k = 64 the sharpest and the flattest head of the first layer lie "

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude, near
 
 
 @claim(
@@ -29,12 +28,10 @@ def measure(sampler):
         f"As one of three scores moves from {line[0]:g} to {line[-1]:g} its weight rises smoothly from "
         f"{moved[0, 0]:.3f} to {moved[-1, 0]:.3f} and the others fall."
     )
-    return Finding(
-        [
-            below("largest |Σw − 1|", 1e-14, (w.sum(-1) - 1).abs().max()),
-            above("smallest weight", 0.0, w.min()),
-            near("rows of 500 whose weights have another order", 0.0, (~ordered).sum(), 0.5),
-            below("largest second difference quotient along one score", 0.2, bend),
-        ],
+    return conclude(
+        below("largest |Σw − 1|", 1e-14, (w.sum(-1) - 1).abs().max()),
+        above("smallest weight", 0.0, w.min()),
+        near("rows of 500 whose weights have another order", 0.0, (~ordered).sum(), 0.5),
+        below("largest second difference quotient along one score", 0.2, bend),
         figure=Figure("lines", "first score", "weight", series, alt),
     )

@@ -4,9 +4,7 @@ import torch
 from torch.nn.functional import normalize as unit
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.estimate import mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, mean, near
 
 SIZES = [0.1, 1.0, 10.0]
 GAIN = 8.0
@@ -47,21 +45,17 @@ def measure(sampler):
         f"falls from {plain[0].mean():.2f} to {plain[-1].mean():.2f}; with normalised q and k it stays "
         f"{normed.mean():.2f}."
     )
-    return Finding(
-        [
-            below(
-                "largest change of entropy, q and k both from 0.1 to 10 times, normalised",
-                1e-4,
-                (normed - normed[0]).abs().max(),
-            ),
-            below(
-                "largest change of entropy, each q and k its own factor, normalised",
-                1e-4,
-                (own - normed[1]).abs().max(),
-            ),
-            near("std of cos(q, k), 64 entries of equal variance (1/√d_k)", 0.125, even, 0.01),
-            near("the same, 4 of the 64 entries 10 times as large", 0.125, odd, 0.01).beyond(),
-        ],
+    return conclude(
+        below(
+            "largest change of entropy, q and k both from 0.1 to 10 times, normalised",
+            1e-4,
+            (normed - normed[0]).abs().max(),
+        ),
+        below(
+            "largest change of entropy, each q and k its own factor, normalised", 1e-4, (own - normed[1]).abs().max()
+        ),
+        near("std of cos(q, k), 64 entries of equal variance (1/√d_k)", 0.125, even, 0.01),
+        near("the same, 4 of the 64 entries 10 times as large", 0.125, odd, 0.01).beyond(),
         condition="“variance” means one factor per vector. Unequal variances of its entries stay: with 4 of 64 entries "
         f"10 times as large the scores' standard deviation is {odd.value:.2f} instead of {even.value:.3f}, that of "
         f"{odd.value**-2:.0f} entries",

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 GAPS = [1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 100.0, 104.0, 200.0, 400.0, 690.0, 746.0, 800.0]
 
@@ -46,14 +45,12 @@ def measure(sampler):
         "The smaller of two weights, by torch.softmax, falls as e to the minus gap; it is exactly 0 from a "
         f"gap of {single[1]} on in float32 and of {double[1]} in float64."
     )
-    return Finding(
-        [
-            above("smallest weight, normal scores", 0.0, w.min()),
-            below("largest weight, normal scores", 1.0, w.max()),
-            below("largest of two weights 32 apart, float32", 1.0, pair(32.0, torch.float32)[0]).beyond(),
-            above("smallest of two weights 200 apart, float32", 0.0, pair(200.0, torch.float32)[1]).beyond(),
-            below("the weight of a single score (K = 1)", 1.0, regard.softmax(torch.zeros(1)).max()).beyond(),
-        ],
+    return conclude(
+        above("smallest weight, normal scores", 0.0, w.min()),
+        below("largest weight, normal scores", 1.0, w.max()),
+        below("largest of two weights 32 apart, float32", 1.0, pair(32.0, torch.float32)[0]).beyond(),
+        above("smallest of two weights 200 apart, float32", 0.0, pair(200.0, torch.float32)[1]).beyond(),
+        below("the weight of a single score (K = 1)", 1.0, regard.softmax(torch.zeros(1)).max()).beyond(),
         condition="K ≥ 2 and the scores lie close enough. By torch.softmax the larger of two weights rounds to 1 at "
         f"a gap of {single[0]} in float32 and {double[0]} in float64, the smaller to 0 at {single[1]} and {double[1]}",
         remark=f"regard.softmax gives 0 from gaps of {own[0]} and {own[1]} on: its exp on the CPU leaves out the "

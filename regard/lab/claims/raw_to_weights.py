@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 SCORES = [[2.1, 0.5, -1.2, 3.0], [1.8, -0.3, 2.5, 0.1]]
 CLAIMED = [[0.42, 0.08, 0.02, 0.48], [0.34, 0.04, 0.68, 0.06]]
@@ -24,11 +23,9 @@ def measure(sampler):
     labels = [f"{z:g}" for row in SCORES for z in row]
     series = {"claimed": (labels, [c for _, c, _ in flat]), "measured": (labels, [p for _, _, p in flat])}
     alt = f"Measured weights {rows[0]} and {rows[1]} beside the claimed ones."
-    return Finding(
-        [
-            *(near(f"weight of {z:g}", c, p, 0.005) for z, c, p in flat),
-            near("sum of the second row as printed", 1.0, sum(CLAIMED[1]), 0.02),
-        ],
+    return conclude(
+        *(near(f"weight of {z:g}", c, p, 0.005) for z, c, p in flat),
+        near("sum of the second row as printed", 1.0, sum(CLAIMED[1]), 0.02),
         right=f"The weights are ({rows[0]}) and ({rows[1]}); the second row as printed sums to {sum(CLAIMED[1]):.2f}.",
         figure=Figure("bars", "score", "weight", series, alt),
     )

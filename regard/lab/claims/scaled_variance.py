@@ -1,8 +1,6 @@
 """Dividing by √d_k makes the variance 1 at every d_k."""
 
-from regard.lab.claim import Finding, claim, near
-from regard.lab.estimate import mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, mean, near
 
 DIMS = [1, 4, 16, 64, 256]
 BLOCKS = {1: 12000, 4: 5000, 16: 2000, 64: 1000, 256: 500}
@@ -21,10 +19,10 @@ def measure(sampler):
         "The variance of the scaled score: "
         f"{', '.join(f'{v.value:.3f} at d_k {d}' for d, v in zip(DIMS, variances, strict=True))}."
     )
-    return Finding(
-        [
+    return conclude(
+        *(
             near(f"Var(q·k/√d_k) at d_k = {d}", 1.0, v, 0.06)
             for d, v in reversed(list(zip(DIMS, variances, strict=True)))
-        ],
+        ),
         figure=Figure("bands", "d_k", "Var(q·k/√d_k)", series, alt, log="x", guides={"predicted": 1.0}),
     )

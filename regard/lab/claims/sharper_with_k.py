@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 SCALES = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
@@ -34,12 +33,10 @@ def measure(sampler):
     tied_curve = torch.stack([distance(tied, k) for k in SCALES]).mean(-1)
     series = {"one winner": (SCALES, curves.mean(-1).tolist()), "two tied winners": (SCALES, tied_curve.tolist())}
     alt = "The distance from one-hot falls to 0 with k when one score is largest, and to one half when two are tied."
-    return Finding(
-        [
-            near("steps in k, of 3500, that move away from one-hot", 0.0, away.sum(), 0.5),
-            below("distance 1 − max w at k = 64, one largest score", 1e-6, curves[-1].max()),
-            below("distance 1 − max w at k = 64, two tied largest scores", 1e-6, tied_curve[-1]).beyond(),
-        ],
+    return conclude(
+        near("steps in k, of 3500, that move away from one-hot", 0.0, away.sum(), 0.5),
+        below("distance 1 − max w at k = 64, one largest score", 1e-6, curves[-1].max()),
+        below("distance 1 − max w at k = 64, two tied largest scores", 1e-6, tied_curve[-1]).beyond(),
         condition="k > 0 and the largest score is unique; m tied winners share 1/m each",
         figure=Figure("lines", "k", "1 − largest weight", series, alt, log="x"),
     )

@@ -6,8 +6,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from regard.lab import training
-from regard.lab.claim import Finding, above, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 from regard.lab.training.results import estimate, paired_differences
 
 SOURCES = ("scale", "normalizers")  # one model, one text, one budget; softmax is sqrt-d64 there again
@@ -68,12 +67,10 @@ def measure(sampler):
         for group, names in GROUPS.items()
     }
     alt = f"Sharpness against loss of {len(records)} trained models: best {named[0]}, worst {named[1]}."
-    return Finding(
-        [
-            below("rank correlation of sharpness and loss over a run's checkpoints", 0.0, within),
-            above("loss of the flatter 1/d − 1/√d, d_k = 64, nats", 0.0, flatter),
-            below("loss of the sharper unscaled − 1/√d, d_k = 64, nats", 0.0, sharper).beyond(),
-        ],
+    return conclude(
+        below("rank correlation of sharpness and loss over a run's checkpoints", 0.0, within),
+        above("loss of the flatter 1/d − 1/√d, d_k = 64, nats", 0.0, flatter),
+        below("loss of the sharper unscaled − 1/√d, d_k = 64, nats", 0.0, sharper).beyond(),
         condition="attention is flatter than 1/√d makes it, or one run is followed, which grows sharper as it learns; "
         "sharper still, the loss rises again",
         right="Sharpness does not go with a lower loss.",

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, above, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 SHIFTS = [1.0, 1e2, 1e4, 1e6, 1e8]
 
@@ -33,13 +32,11 @@ def measure(sampler):
         f"The largest change of a weight grows with c, as z + c loses digits of z: at c = {SHIFTS[-1]:g} it is "
         f"{single[-1]:.2g} in float32 and {double[-1]:.2g} in float64."
     )
-    return Finding(
-        [
-            below("largest change of a weight, float64, c = 100", 1e-13, double[1]),
-            below("largest change of a weight, float32, c = 100", 1e-5, single[1]),
-            below("largest change of a weight, float32, c = 1e8", 1e-5, single[-1]).beyond(),
-            above("the same: z is round_numbers away", 0.1, single[-1]).ours(),
-        ],
+    return conclude(
+        below("largest change of a weight, float64, c = 100", 1e-13, double[1]),
+        below("largest change of a weight, float32, c = 100", 1e-5, single[1]),
+        below("largest change of a weight, float32, c = 1e8", 1e-5, single[-1]).beyond(),
+        above("the same: z is round_numbers away", 0.1, single[-1]).ours(),
         condition="up to rounding: z + c must keep the digits of z. In float32 a shift by 1e8 rounds z away and "
         f"changes a weight by {single[-1]:.2f}",
         figure=Figure("lines", "shift c", "largest change of a weight (0: at the foot)", series, alt, log="xy"),

@@ -1,9 +1,7 @@
 """Dividing by √d with a smaller d: sharper only if the scores themselves stay put."""
 
 import regard
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.estimate import difference, mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, claim, conclude, difference, mean, near
 
 DIMS = [1, 4, 16, 64, 256]
 KEYS = 10
@@ -33,16 +31,14 @@ def measure(sampler):
         "unit-variance q, k": (DIMS, [e.value for e in drawn]),
     }
     alt = "With fixed scores the largest weight falls as d grows; with unit-variance q and k it hardly moves."
-    return Finding(
-        [
-            above("largest weight, d = 4 minus d = 256, the same scores", 0.2, difference(held[1], held[4])),
-            above(
-                "largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, difference(drawn[1], drawn[4])
-            ).beyond(),
-            near(
-                "largest weight, d = 16 minus d = 256, unit-variance q and k", 0.0, difference(drawn[2], drawn[4]), 0.03
-            ).ours(),
-        ],
+    return conclude(
+        above("largest weight, d = 4 minus d = 256, the same scores", 0.2, difference(held[1], held[4])),
+        above(
+            "largest weight, d = 4 minus d = 256, unit-variance q and k", 0.02, difference(drawn[1], drawn[4])
+        ).beyond(),
+        near(
+            "largest weight, d = 16 minus d = 256, unit-variance q and k", 0.0, difference(drawn[2], drawn[4]), 0.03
+        ).ours(),
         condition="QKᵀ is held fixed while d changes; with unit-variance entries QKᵀ grows as √d and cancels it",
         remark="With random q and k a small d is even a little flatter: |q|²/d, the variance of a row, then varies "
         "more.",

@@ -3,9 +3,7 @@
 from itertools import pairwise
 
 import regard
-from regard.lab.claim import Finding, above, below, claim, near
-from regard.lab.estimate import mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude, mean, near
 
 ALPHAS = [1.0, 1.1, 1.25, 1.5, 1.75, 2.0]
 
@@ -33,17 +31,13 @@ def measure(sampler):
         f"The mean support falls from {kept[0]:.1f} at α = {ALPHAS[0]:g} to {kept[-1]:.1f}, sparsemax's, at "
         f"α = {ALPHAS[-1]:g}."
     )
-    return Finding(
-        [
-            above("mean share of exact zeros, 16 normal scores", 0.5, mean(zeros)),
-            below("largest |entmax(α = 1) − softmax|", 1e-14, (regard.entmax(z, 1.0) - regard.softmax(z)).abs().max()),
-            below("largest |entmax(α = 1.001) − softmax|", 1e-2, towards),
-            below(
-                "largest |entmax(α = 2) − sparsemax|", 1e-12, (regard.entmax(z, 2.0) - regard.sparsemax(z)).abs().max()
-            ),
-            below("steps in α at which the support grows", 0.5, sum(b > a for a, b in pairwise(kept))),
-            near("zeros in rows with Σ(z − min z) < 1", 0.0, (regard.sparsemax(flat) == 0).sum(), 0.5).ours(),
-        ],
+    return conclude(
+        above("mean share of exact zeros, 16 normal scores", 0.5, mean(zeros)),
+        below("largest |entmax(α = 1) − softmax|", 1e-14, (regard.entmax(z, 1.0) - regard.softmax(z)).abs().max()),
+        below("largest |entmax(α = 1.001) − softmax|", 1e-2, towards),
+        below("largest |entmax(α = 2) − sparsemax|", 1e-12, (regard.entmax(z, 2.0) - regard.sparsemax(z)).abs().max()),
+        below("steps in α at which the support grows", 0.5, sum(b > a for a, b in pairwise(kept))),
+        near("zeros in rows with Σ(z − min z) < 1", 0.0, (regard.sparsemax(flat) == 0).sum(), 0.5).ours(),
         remark="Zeros are not forced: a row with Σ(z − min z) < 1 keeps every weight positive.",
         figure=Figure(
             "lines",

@@ -2,9 +2,7 @@
 
 import math
 
-from regard.lab.claim import Finding, claim, near
-from regard.lab.estimate import mean
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, mean, near
 
 DIMS = [2, 8, 32, 256]
 BLOCKS = {2: 1500, 8: 500, 32: 300, 256: 300}
@@ -28,12 +26,10 @@ def measure(sampler):
         "The probability beyond three standard deviations: "
         f"{', '.join(f'{tails[d].value:.4f} at d_k {d}' for d in DIMS)}; a normal law has {NORMAL:.4f}."
     )
-    return Finding(
-        [
-            near("P(|q·k/√d_k| > 3), d_k = 256", NORMAL, tails[256], 0.0012),
-            near("P(|q·k/√d_k| > 3), d_k = 2", NORMAL, tails[2], 0.0012).beyond(),
-            near("the same at d_k = 2, Laplace: exp(−3√2)", laplace, tails[2], 0.003).ours(),
-        ],
+    return conclude(
+        near("P(|q·k/√d_k| > 3), d_k = 256", NORMAL, tails[256], 0.0012),
+        near("P(|q·k/√d_k| > 3), d_k = 2", NORMAL, tails[2], 0.0012).beyond(),
+        near("the same at d_k = 2, Laplace: exp(−3√2)", laplace, tails[2], 0.003).ours(),
         condition="d_k is large: the excess kurtosis is 6/d_k, and the tails are heavier than normal for small d_k",
         remark="Within one row the scores share q: given q they are exactly N(0, |q|²/d_k), independent of one "
         "another.",

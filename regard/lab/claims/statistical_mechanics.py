@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude
 
 TEMPERATURES = [0.1, 0.2, 0.35, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0]
 
@@ -49,12 +48,10 @@ def measure(sampler):
         f"From temperature {TEMPERATURES[0]:g} to {TEMPERATURES[-1]:g} the entropy rises from {s[0]:.2f} to "
         f"{s[-1]:.2f} nats; the heat capacity is largest, {c.max():.2f}, at {TEMPERATURES[int(c.argmax())]:g}."
     )
-    return Finding(
-        [
-            below("largest |C − dU/dT|", 1e-5, (c - by_differences).abs().max()),
-            below("largest |F − (U − T·S)|", 1e-12, (f - (u - t * s)).abs().max()),
-            below("largest |S + dF/dT|", 1e-5, (s - entropy_from_f).abs().max()),
-        ],
+    return conclude(
+        below("largest |C − dU/dT|", 1e-5, (c - by_differences).abs().max()),
+        below("largest |F − (U − T·S)|", 1e-12, (f - (u - t * s)).abs().max()),
+        below("largest |S + dF/dT|", 1e-5, (s - entropy_from_f).abs().max()),
         remark="The section is empty in the note; this is what it would say.",
         figure=Figure("lines", "temperature T", "per row, nats", series, alt, log="x"),
     )

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 D, SHAPES = 16, [4, 16, 64, 256]
 
@@ -29,12 +28,10 @@ def measure(sampler):
     entries = torch.tensor(counted)
     series = {"measured": (SHAPES, counted), "claimed: d = 16": (SHAPES, [D] * len(SHAPES))}
     alt = "The number of weights in a row equals the number of keys, whatever d is."
-    return Finding(
-        [
-            near("weights in a row at d = 16, 64 keys", float(D), entries[2], 0.5),
-            near("weights in a row at d = 16, 256 keys", float(D), entries[3], 0.5),
-            near("entropy of the flat row over 64 keys, nats (ln 64)", 4.1589, entropies[2], 1e-3).ours(),
-        ],
+    return conclude(
+        near("weights in a row at d = 16, 64 keys", float(D), entries[2], 0.5),
+        near("weights in a row at d = 16, 256 keys", float(D), entries[3], 0.5),
+        near("entropy of the flat row over 64 keys, nats (ln 64)", 4.1589, entropies[2], 1e-3).ours(),
         right="A row of softmax(QKᵀ/√d) has one weight per key, n of them; d is the length of q and k, summed away "
         "in q·k.",
         figure=Figure("lines", "number of keys n", "weights in a row", series, alt, log="xy"),

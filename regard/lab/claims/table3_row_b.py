@@ -1,8 +1,6 @@
 """Table 3 (B) of the Transformer paper: with scaling BLEU falls with d_k, and there is no unscaled row."""
 
-from regard.lab.claim import Finding, above, claim, near
-from regard.lab.estimate import Estimate
-from regard.lab.figure import Figure
+from regard.lab.claim import Estimate, Figure, above, claim, conclude, near
 
 PUBLISHED = {64: 25.8, 32: 25.4, 16: 25.1}  # newstest2013, arXiv 1706.03762, Table 3: base and (B); all of them scaled
 
@@ -24,11 +22,9 @@ def change(start, end):
 def measure(sampler):
     series = {"published, scaled": (list(PUBLISHED), list(PUBLISHED.values()))}
     alt = f"Published BLEU, with scaling: {', '.join(f'{bleu} at d_k {d}' for d, bleu in PUBLISHED.items())}."
-    return Finding(
-        [
-            above("published BLEU (scaled), d_k from 64 to 32, ± rounding", 0.0, change(64, 32)),
-            near("published BLEU (scaled), d_k from 64 to 16 (“stable”), ± rounding", 0.0, change(64, 16), 0.2),
-        ],
+    return conclude(
+        above("published BLEU (scaled), d_k from 64 to 32, ± rounding", 0.0, change(64, 32)),
+        near("published BLEU (scaled), d_k from 64 to 16 (“stable”), ± rounding", 0.0, change(64, 16), 0.2),
         remark="These intervals are the rounding of the printed numbers, ± 0.1 on a difference, and not a sampling "
         "error: the paper gives one BLEU for each d_k, and only with scaling.",
         right="The row varies d_k with scaling only, and BLEU falls as d_k falls: "

@@ -1,8 +1,6 @@
 """[−24, 24] is three standard deviations at d_k = 64: nearly all scores, but not their span."""
 
-from regard.lab.claim import Finding, above, below, claim, near
-from regard.lab.estimate import mean, quantile
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude, mean, near, quantile
 
 COUNTS = [16, 64, 256, 1024]
 
@@ -25,12 +23,10 @@ def measure(sampler):
         "The median of the largest of n scores: "
         f"{', '.join(f'{e.value:.1f} of {n}' for n, e in zip(COUNTS, largest, strict=True))}."
     )
-    return Finding(
-        [
-            above("share of scores within ±24", 0.99, inside),
-            near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),
-            below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
-        ],
+    return conclude(
+        above("share of scores within ±24", 0.99, inside),
+        near("share of scores within ±24, a normal law", 0.9973, inside, 0.003).ours(),
+        below("median of the largest |q·k| among 1024", 24.0, largest[-1]).beyond(),
         condition=f"“span” means the bulk, {100 * inside.value:.1f} % of the scores; the largest grows with their "
         "number, about as 8·√(2 ln n)",
         figure=Figure("lines", "number of scores", "median largest |q·k|", series, alt, log="x", guides={"24": 24.0}),

@@ -1,8 +1,7 @@
 """Scaling two scores by k raises the ratio of their weights to the k-th power."""
 
 import regard
-from regard.lab.claim import Finding, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 SCALES = [0.25, 0.5, 1.0, 2.0, 4.0]
 
@@ -27,7 +26,7 @@ def measure(sampler):
         "The log ratio of two weights, divided by log a, is k itself: "
         f"{', '.join(f'{x:.3f} at {k:g}' for k, x in zip(SCALES, example, strict=True))}."
     )
-    return Finding(
-        [near("largest |log(w₁/w₂) − k·log a| over 5000 pairs", 0.0, worst, 1e-10)],
+    return conclude(
+        near("largest |log(w₁/w₂) − k·log a| over 5000 pairs", 0.0, worst, 1e-10),
         figure=Figure("lines", "k", "log(w₁/w₂) / log a", series, alt),
     )

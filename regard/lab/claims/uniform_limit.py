@@ -1,8 +1,7 @@
 """τ → ∞ gives 1/K."""
 
 import regard
-from regard.lab.claim import Finding, below, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, below, claim, conclude, near
 
 TEMPERATURES = [1.0, 10.0, 1e2, 1e3, 1e4, 1e5, 1e6]
 
@@ -22,13 +21,9 @@ def measure(sampler):
         "|z − mean| / Kτ": (TEMPERATURES, [first_order / t for t in TEMPERATURES]),
     }
     alt = "The distance from uniform falls as one over the temperature."
-    return Finding(
-        [
-            below("largest |w − 1/K| at τ = 1e6", 1e-5, off[-1]),
-            near("τ·|w − 1/K| at τ = 1e6 over its first order", 1.0, off[-1] * 1e6 / first_order, 1e-3).ours(),
-            below(
-                "largest |w − 1/K| at τ = ∞", 1e-15, (regard.softmax(z, temperature=float("inf")) - 1 / 8).abs().max()
-            ),
-        ],
+    return conclude(
+        below("largest |w − 1/K| at τ = 1e6", 1e-5, off[-1]),
+        near("τ·|w − 1/K| at τ = 1e6 over its first order", 1.0, off[-1] * 1e6 / first_order, 1e-3).ours(),
+        below("largest |w − 1/K| at τ = ∞", 1e-15, (regard.softmax(z, temperature=float("inf")) - 1 / 8).abs().max()),
         figure=Figure("lines", "temperature τ", "largest |w − 1/K|", series, alt, log="xy"),
     )

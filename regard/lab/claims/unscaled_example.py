@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 SCORES, CLAIMED = [-24.0, -10.0, 0.0, 10.0, 24.0], [0.0, 0.0, 0.0, 0.0, 1.0]
 
@@ -19,7 +18,7 @@ def measure(sampler):
     w = regard.softmax(torch.tensor(SCORES, dtype=torch.float64))
     series = {"claimed": ([f"{z:g}" for z in SCORES], CLAIMED), "measured": ([f"{z:g}" for z in SCORES], w.tolist())}
     alt = "All weight sits on the score 24, claimed and measured alike."
-    return Finding(
-        [near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))],
+    return conclude(
+        *(near(f"weight of {z:g}", c, p, 0.0005) for z, c, p in reversed(list(zip(SCORES, CLAIMED, w, strict=True)))),
         figure=Figure("bars", "score", "weight", series, alt),
     )

@@ -5,8 +5,7 @@ import torch
 from scipy.interpolate import make_interp_spline
 
 import regard
-from regard.lab.claim import Finding, above, below, claim
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, above, below, claim, conclude
 
 LOGITS = torch.linspace(-3.5, 3.5, 15, dtype=torch.float64)
 SCALES = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
@@ -43,13 +42,11 @@ def measure(sampler):
         "the 15 points": (list(range(15)), regard.softmax(10.0 * LOGITS).tolist()),
     }
     alt = "At scale 10 the spline swings below zero before its last point, where the true curve stays at zero."
-    return Finding(
-        [
-            below("largest |w − 1/15| of the points at scale 0.01", 0.01, (flat - 1 / 15).abs().max()),
-            above("largest weight of the points at scale 100", 0.999, sharp.max()),
-            above("lowest value of the drawn curve before clipping", -1e-9, min(dips)).beyond(),
-            below("largest |curve − exp(s·x − lse)| between the points", 0.02, max(misses)).beyond(),
-        ],
+    return conclude(
+        below("largest |w − 1/15| of the points at scale 0.01", 0.01, (flat - 1 / 15).abs().max()),
+        above("largest weight of the points at scale 100", 0.999, sharp.max()),
+        above("lowest value of the drawn curve before clipping", -1e-9, min(dips)).beyond(),
+        below("largest |curve − exp(s·x − lse)| between the points", 0.02, max(misses)).beyond(),
         condition=f"only the 15 points are read: the cubic spline between them dips to {min(dips):.2f} before "
         f"clipping and is off by up to {max(misses):.2f}; and its “variance scale” s multiplies the variance by s²",
         figure=Figure("lines", "logit index", "scale 10: weight", series, alt, unjoined=["the 15 points"]),

@@ -3,8 +3,7 @@
 import torch
 
 import regard
-from regard.lab.claim import Finding, claim, near
-from regard.lab.figure import Figure
+from regard.lab.claim import Figure, claim, conclude, near
 
 Q, K = [0.5, -0.3, 1.2], [-0.7, 0.4, 0.9]
 
@@ -27,7 +26,8 @@ def measure(sampler):
         f"The products {', '.join(f'{x:.2f}' for x in products)}, their sum {logits[0]:.2f} and the scaled sum "
         f"{logits[1]:.2f}."
     )
-    return Finding(
-        [near("q·k", 0.61, logits[0], 0.005), near("q·k/√3", 0.35, logits[1], 0.005)],
+    return conclude(
+        near("q·k", 0.61, logits[0], 0.005),
+        near("q·k/√3", 0.35, logits[1], 0.005),
         figure=Figure("bars", "entry", "q_i·k_i", series, alt),
     )

@@ -105,8 +105,7 @@ class Trial:
 class Preset:
     """Length and size of training. `learns`: metric → bound that the variant `learner` must end below; tested.
 
-    Intervals are over seeds, 3 at least; where a run takes too long for that, `windows=True` says that they are over
-    the validation windows of a single run.
+    Intervals are over seeds, 3 at least; where a run takes too long for that, over the validation windows of one run.
     """
 
     steps: int
@@ -115,7 +114,6 @@ class Preset:
     seeds: int = 3
     learner: str = ""
     learns: Mapping[str, float] = field(default_factory=dict)
-    windows: bool = False
 
 
 @dataclass(frozen=True)

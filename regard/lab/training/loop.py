@@ -39,16 +39,7 @@ def run(
     tick: Tick = lambda step, loss: None,
     pause: float = PAUSE,
 ) -> dict:
-    """Train one run, or resume it, and return its record; read the record if the run is finished.
-
-    Args:
-        experiment, preset, variant, seed: what to train.
-        folder: where the checkpoint and the record are.
-        data: of `--data`; None for the built-in data.
-        device: "cpu" or "cuda".
-        tick: called with (step, loss) after every evaluation.
-        pause: least seconds between two checkpoints; one more is saved at the end, and none if infinite.
-    """
+    """Train one run, or resume it, and return its record; see `run_together`. `tick` gets (step, loss)."""
     return run_together(experiment, preset, variant, [seed], folder, data, device, lambda _, *now: tick(*now), pause)[0]
 
 
@@ -63,10 +54,12 @@ def run_together(
     tick: Callable[[int, int, float], None] = lambda seed, step, loss: None,
     pause: float = PAUSE,
 ) -> list[dict]:
-    """Train the seeds of a variant by turns, a step each, and return their records; see `run`.
+    """Train the seeds of a variant by turns, a step each, or resume them, and return their records.
 
-    On CUDA each has a stream of its own, so that small models share the GPU. Their dropout then draws from one
-    generator: masks differ from those of a seed that trains alone.
+    A finished run is read, not repeated. `folder` is where checkpoints and records are; `tick` is called with (seed,
+    step, loss) after every evaluation; `pause` is the least time between two checkpoints in seconds: one more is saved
+    at the end, and none if it is infinite. On CUDA each has a stream of its own, so that small models share the GPU.
+    Their dropout then draws from one generator: masks differ from those of a seed that trains alone.
     """
     place = torch.device(device)
     on_gpu = place.type == "cuda" and torch.cuda.is_available()

@@ -100,7 +100,7 @@ def make_problems(report: Report) -> str:
 
 def _list_unusual(report: Report) -> str:
     rows = "".join(
-        f"<tr><th>{_chip(one.head.index, one.head.layer, one.head.head)}</th><td>{link_words(str(one))}</td></tr>"
+        f"<tr><th>{make_chips([(one.head.index, one.head.head, one.head.layer)])}</th><td>{link_words(str(one))}</td></tr>"
         for one in find_unusual(report.heads)
     )
     if not rows:
@@ -110,24 +110,25 @@ def _list_unusual(report: Report) -> str:
 <div class="scroll"><table class="text">{rows}</table></div>"""
 
 
-def _chip(index: int, layer: str, head: int) -> str:
-    return (
+def make_chips(places: Sequence[tuple[int, int, str]]) -> str:
+    """A button for each (layer index, head, layer's name), 48 at most, that chooses the head."""
+    chips = "".join(
         f'<button type="button" class="chip" data-layer="{index}" data-head="{head}" title="{escape(layer)}">'
         f"{index}·{head}</button>"
+        for index, head, layer in places[:CHIPS]
     )
+    return chips + (f'<span class="more">and {len(places) - CHIPS} more</span>' if len(places) > CHIPS else "")
 
 
 def _card(report: Report, finding: Finding) -> str:
-    chips = "".join(
-        _chip(index, layer, head)
-        for index, (layer, head) in zip(finding.indices[:CHIPS], finding.heads[:CHIPS], strict=True)
+    chips = make_chips(
+        [(index, head, layer) for index, (layer, head) in zip(finding.indices, finding.heads, strict=True)]
     )
-    more = f'<span class="more">and {len(finding.heads) - CHIPS} more</span>' if len(finding.heads) > CHIPS else ""
     return f"""<article class="card {finding.severity}">
 <h3>{link(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span></h3>
 <p>{link_words(finding.evidence)}</p>
 <dl><dt>Where</dt><dd>{escape(describe_where(report, finding).capitalize())}.
-<span class="chips"><span class="label">layer·head</span>{chips}{more}</span></dd>
+<span class="chips"><span class="label">layer·head</span>{chips}</span></dd>
 <dt>What to do</dt><dd>{link_words(finding.remedy)}</dd>
 <dt>What it would gain</dt><dd>{_gain(report, finding)}</dd></dl>
 <details><summary>Why?</summary><p>It is reported if: {link_words(finding.threshold)}.</p></details>

@@ -2,7 +2,7 @@
 
 from regard.lab.training import comparison
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.trials import variants
+from regard.lab.training.trials.attention import compared
 from regard.lab.training.trials.language import LanguageTrial
 
 LENGTH = 128
@@ -10,7 +10,7 @@ LENGTH = 128
 experiment = Experiment(
     name="variants",
     question="Which kind of attention learns a character model best at equal parameters and tokens?",
-    variants=variants.compared(LENGTH),
+    variants=compared(LENGTH),
     make=LanguageTrial,
     presets={
         "small": Preset(

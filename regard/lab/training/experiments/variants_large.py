@@ -5,7 +5,7 @@ A run is too long for five seeds: intervals are over the validation windows, whi
 
 from regard.lab.training import comparison
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.trials import variants
+from regard.lab.training.trials.attention import compared
 from regard.lab.training.trials.bytes import ByteTrial
 
 LENGTH = 1024
@@ -16,7 +16,7 @@ DENSE = ("stick-breaking",)  # no fused kernel: too slow at this length
 experiment = Experiment(
     name="variants-large",
     question="Do the best of the small models stay ahead at 30 million parameters and 100 million tokens?",
-    variants=variants.compared(LENGTH, but=DENSE),
+    variants=compared(LENGTH, but=DENSE),
     make=ByteTrial,
     presets={
         "small": Preset(
@@ -31,7 +31,6 @@ experiment = Experiment(
             every=250,
             sizes=dict(layers=6, heads=10, width=640, length=LENGTH, batch=BATCH, rate=1e-3, windows=512),
             seeds=1,
-            windows=True,
         ),
     },
     figures=comparison.figures,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from regard.lab.training.experiment import Experiment, Preset, Setting, Trial
 from regard.lab.training.experiments.variants_length import COMPARED, figures, table
-from regard.lab.training.trials import variants
-from regard.lab.training.trials.attention import make_attention, mlp_width
+from regard.lab.training.trials.attention import compared, make_attention, mlp_width
 
 SYMBOLS, PLACES, VALUES = 5, 6, 16
 KEYS = SYMBOLS**PLACES
@@ -144,7 +143,7 @@ def spell(codes: Tensor) -> Tensor:
 experiment = Experiment(
     name="variants-recall",
     question="Trained to find one key among 256, which kind of attention still finds it among 8192?",
-    variants=variants.compared(TRAINED, COMPARED),
+    variants=compared(TRAINED, COMPARED),
     make=RecallTrial,
     presets={
         "small": Preset(

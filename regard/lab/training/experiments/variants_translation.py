@@ -6,7 +6,7 @@ is in the self-attention of both sides.
 
 from regard.lab.training import comparison
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.trials import variants
+from regard.lab.training.trials.attention import compared
 from regard.lab.training.trials.translation import TranslationTrial
 
 WORDS = 16  # of an average sentence
@@ -14,7 +14,7 @@ WORDS = 16  # of an average sentence
 experiment = Experiment(
     name="variants-translation",
     question="Which kind of attention translates best at equal parameters and tokens?",
-    variants=variants.compared(WORDS),
+    variants=compared(WORDS),
     make=TranslationTrial,
     presets={
         "small": Preset(

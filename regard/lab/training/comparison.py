@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from regard.lab.estimate import Estimate
 from regard.lab.figure import Figure
-from regard.lab.training.results import estimate, final_values, paired_differences, plus_minus, sign_of
+from regard.lab.training.results import draw_runs, estimate, paired_differences, plus_minus, sign_of
 from regard.table import Table
 
 BASE = "softmax"
@@ -82,8 +82,5 @@ def sorted_by_metric(result: dict) -> list[str]:
 
 def figures(result: dict) -> dict[str, Figure]:
     """Draw the metric of every run, a column of dots per variant, best mean first."""
-    runs = {name: list(final_values(result, name).values()) for name in sorted_by_metric(result)}
     title = "validation loss" if result["metric"] == "loss" else "BLEU"
-    means = ", ".join(f"{name} {sum(v) / len(v):.4g}" for name, v in runs.items() if v)
-    dots = {"a run": ([n for n, v in runs.items() for _ in v], [x for v in runs.values() for x in v])}
-    return {"quality": Figure("dots", "", title, dots, alt=f"{title} of every run; the means are {means}.")}
+    return {"quality": draw_runs(result, sorted_by_metric(result), title, f"{title} of every run; the means are")}

@@ -36,9 +36,8 @@ def train(
 ) -> dict:
     """Train every variant with every seed and return the result (see `results.py`); print a line per finished run."""
     experiment = get(name)
-    jobs = [
-        (v, seed) for seed in range(seeds or experiment.presets[preset].seeds) for v in variants or experiment.variants
-    ]
+    count = seeds or experiment.presets[preset].seeds
+    jobs = [(variant, seed) for seed in range(count) for variant in variants or experiment.variants]
     run = partial(run_job, name=name, preset=preset, folder=Path(folder) / name / preset, data=data, device=device)
     if workers > 1:
         records = _run_in_processes(run, jobs, workers)

@@ -66,7 +66,7 @@ def _changes(comparison: Comparison) -> str:
 def _card(change: FindingChange, severity: str) -> str:
     sides = (("in B only", change.appeared), ("in A only", change.gone))
     rows = "".join(
-        f'<p class="chips"><span class="label">{words}, since layer {places[0][0]}</span>{make_chips([(*place, "") for place in places])}</p>'
+        f'<p class="chips"><span class="label">{words}, since layer {places[0][0]}</span>{make_chips(places)}</p>'
         for words, places in sides
         if places
     )

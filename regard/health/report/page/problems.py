@@ -100,7 +100,8 @@ def make_problems(report: Report) -> str:
 
 def _list_unusual(report: Report) -> str:
     rows = "".join(
-        f"<tr><th>{make_chips([(one.head.index, one.head.head, one.head.layer)])}</th><td>{link_words(str(one))}</td></tr>"
+        f"<tr><th>{make_chips([(one.head.index, one.head.head)], [one.head.layer])}</th>"
+        f"<td>{link_words(str(one))}</td></tr>"
         for one in find_unusual(report.heads)
     )
     if not rows:
@@ -110,20 +111,18 @@ def _list_unusual(report: Report) -> str:
 <div class="scroll"><table class="text">{rows}</table></div>"""
 
 
-def make_chips(places: Sequence[tuple[int, int, str]]) -> str:
-    """A button for each (layer index, head, layer's name), 48 at most, that chooses the head."""
+def make_chips(places: Sequence[tuple[int, int]], layers: Sequence[str] = ()) -> str:
+    """A button for each (layer index, head), 48 at most, that chooses the head; `layers` are shown on hover."""
     chips = "".join(
         f'<button type="button" class="chip" data-layer="{index}" data-head="{head}" title="{escape(layer)}">'
         f"{index}·{head}</button>"
-        for index, head, layer in places[:CHIPS]
+        for (index, head), layer in zip(places[:CHIPS], layers or [""] * CHIPS, strict=False)
     )
     return chips + (f'<span class="more">and {len(places) - CHIPS} more</span>' if len(places) > CHIPS else "")
 
 
 def _card(report: Report, finding: Finding) -> str:
-    chips = make_chips(
-        [(index, head, layer) for index, (layer, head) in zip(finding.indices, finding.heads, strict=True)]
-    )
+    chips = make_chips(finding.places, [layer for layer, _ in finding.heads])
     return f"""<article class="card {finding.severity}">
 <h3>{link(finding.kind)} <span class="pill {finding.severity}">{finding.severity}</span></h3>
 <p>{link_words(finding.evidence)}</p>

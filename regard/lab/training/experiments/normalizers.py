@@ -3,9 +3,8 @@
 sigmoid has the bias −ln 128 of its paper for rows of 128 keys; entmax has α = 1.25, between softmax and entmax15.
 """
 
-from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment, Preset
-from regard.lab.training.results import final_values, training_bands
+from regard.lab.training.results import draw_runs, draw_training
 from regard.lab.training.trials import head_dims
 from regard.lab.training.trials.language import LanguageTrial
 
@@ -23,18 +22,10 @@ SHOWN = ("softmax", "entmax", "entmax15", "sparsemax", "relu", "softpick")  # si
 
 
 def figures(result, metric="loss", title="validation loss"):
-    seeds = {name: list(final_values(result, name, metric).values()) for name in result["summary"]}
-    means = ", ".join(f"{name} {sum(values) / len(values):.4g}" for name, values in seeds.items() if values)
-    runs = {"a run": ([n for n, v in seeds.items() for _ in v], [x for v in seeds.values() for x in v])}
+    shown = {name: name for name in SHOWN if name in result["summary"]}
     return {
-        "quality": Figure("dots", "", title, runs, alt=f"{title} of every run; the means are {means}."),
-        "entropy": Figure(
-            "bands",
-            "step",
-            "entropy / ln n",
-            {name: training_bands(result, name, "entropy_ratio") for name in SHOWN if name in result["summary"]},
-            alt="Entropy over ln n in training, a line for each normaliser; bands are the range over seeds.",
-        ),
+        "quality": draw_runs(result, list(result["summary"]), title, f"{title} of every run; the means are", metric),
+        "entropy": draw_training(result, shown, "entropy_ratio", "entropy / ln n"),
     }
 
 

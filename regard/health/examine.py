@@ -192,8 +192,8 @@ def examine(
         seconds = time.perf_counter() - started
         how = describe_measurement(model, parameters, layers, done, seconds, changes_of(model))
         report = _make_report(title or _title(model), modules, layers, changes, how, failure)
-    if failure is None and (checks or tokenizer is not None):
-        from regard.health.tokens.sample import sample_tokens  # imports this module
+    if failure is None and first is not None and (checks or tokenizer is not None):
+        from regard.health.look import sample_tokens  # imports this module
 
         report = replace(report, tokens=sample_tokens(model, first, tokenizer, room, report.title))
     if not checks or failure is not None or rounds is not None or not report.heads:

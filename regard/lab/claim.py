@@ -17,15 +17,16 @@ Checks marked OURS compare our own derivation with the measurement, and fail the
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from regard.lab.estimate import Estimate, difference, exact, exponent, mean, quantile, ratio, share
 from regard.lab.figure import Figure
-from regard.lab.sampler import Sampler
 
 __all__ = [  # all that a claim's file imports
     "Estimate", "Figure", "above", "below", "claim", "conclude", "difference", "exact", "exponent", "mean", "near",
@@ -134,6 +135,34 @@ class Finding:
 def conclude(*checks: Check, figure: Figure | None, condition: str = "", right: str = "", remark: str = "") -> Finding:
     """Return the finding of these checks; the numbers of the first appear in tables."""
     return Finding(checks, figure, condition, right, remark)
+
+
+class Sampler:
+    """Draws random numbers that depend on the seed and the claim's name only, not on which claims ran before.
+
+    >>> from regard.lab.claim import Sampler
+    >>> Sampler(0, "dot-mean").normal(2, 3).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, seed: int, name: str) -> None:
+        digest = hashlib.blake2b(f"{name} {seed}".encode(), digest_size=4).digest()  # torch's CPU generator: 32 bits
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest))
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return unit-normal numbers."""
+        return torch.randn(shape, generator=self.generator, dtype=dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return numbers uniform in [low, high)."""
+        return low + (high - low) * torch.rand(shape, generator=self.generator, dtype=dtype)
+
+    def dots(self, d: int, blocks: int, queries: int = 32, keys: int = 32) -> Tensor:
+        """Return q·k (blocks, queries, keys) for unit-normal q and k of d entries.
+
+        Blocks are independent. Scores of a block share queries and keys, so a block counts as one sample.
+        """
+        return self.normal(blocks, queries, d) @ self.normal(blocks, d, keys)
 
 
 NOTES = {  # the study notes that the claims come from

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding
-from regard.lab.sampler import Sampler
+from regard.lab.claim import HOLDS_IF, WRONG, Claim, Finding, Sampler
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import torch
 import regard
 from regard import lab
 from regard.lab import estimate
-from regard.lab.claim import NOTES, Finding, Undecided, above, below, near
+from regard.lab.claim import NOTES, Finding, Sampler, Undecided, above, below, near
 from regard.lab.estimate import Estimate, exact
 from regard.lab.figure import INK, Figure
 from regard.lab.mathml import formula_line, mathml
 from regard.lab.run import claims
-from regard.lab.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -85,32 +85,22 @@ class TokenBatch:
 
 def as_token_batch(batch: Any, device: torch.device) -> TokenBatch | None:
     """Returns a batch on the model's device, or None if it has no token ids [B, N]."""
-
-    def move(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
-
-    if isinstance(batch, Tensor):
-        return TokenBatch((move(batch),), {}, 0, batch) if is_ids(batch) else None
-    if isinstance(batch, Mapping):
-        named = {str(name): move(x) for name, x in batch.items()}
-        key = next((name for name in NAMES if is_ids(named.get(name))), None)
-        return None if key is None else TokenBatch((), named, key, batch)
-    if isinstance(batch, (tuple, list)):
-        args = tuple(map(move, batch))
-        return TokenBatch(args, {}, 0, batch) if args and is_ids(args[0]) else None
-    return None
+    made = as_batch(batch, device)
+    ids = made.named.get(made.key) if isinstance(made.key, str) else next(iter(made.args), None)
+    return made if is_ids(ids) else None
 
 
 def as_batch(batch: Any, device: torch.device) -> TokenBatch:
     """Returns any batch on the model's device; `ids` is there only if it holds token ids."""
-    tokens = as_token_batch(batch, device)
-    if tokens is not None:
-        return tokens
+
+    def move(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) else x
+
     if isinstance(batch, Mapping):
-        named = {str(name): x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
-        return TokenBatch((), named, "", batch)
+        named = {str(name): move(x) for name, x in batch.items()}
+        return TokenBatch((), named, next((name for name in NAMES if is_ids(named.get(name))), ""), batch)
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    return TokenBatch(tuple(x.to(device) if isinstance(x, Tensor) else x for x in parts), {}, 0, batch)
+    return TokenBatch(tuple(map(move, parts)), {}, 0, batch)
 
 
 def is_ids(x: Any) -> bool:

@@ -70,7 +70,7 @@ class Report:
     what_if: dict[str, WhatIfReading]
     how: dict[str, Any]
     interrupted: str | None = None  # why the examination did not finish
-    tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `tokens.sample`
+    tokens: dict[str, Any] | None = None  # what each head looks at on a short text: see `look.to_json`
     checks: Checks | None = None  # what more forwards of the model showed; None if they were not made
 
     @classmethod

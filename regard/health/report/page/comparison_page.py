@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from regard.health.report.comparison import describe_gaps, describe_name
-from regard.health.report.glossary import FINDINGS
+from regard.health.report.glossary import FINDINGS, link, make_glossary
 from regard.health.report.page.document import escape, make_document, pack
 from regard.health.report.page.payload import KEYS, describe_statistics, list_layers, list_numbers
 from regard.health.report.page.problems import make_chips
-from regard.health.report.page.words import link, make_glossary
 from regard.table import Table
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from regard.health.report.glossary import FINDINGS
+from regard.health.report.glossary import FINDINGS, link, link_words
 from regard.health.report.page.document import escape
-from regard.health.report.page.words import link, link_words
 from regard.health.report.summary import count_noun, describe_no_findings
 from regard.table import format_number
 

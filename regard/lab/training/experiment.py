@@ -8,7 +8,7 @@ An experiment defines what varies, how a model is made from it, and its size; tr
 progress are shared. A whole file, but for its figures (see `experiments/scale.py`):
 
     experiment = Experiment(
-        name="scale",                                  # the file's name, - for _
+        name="scale",
         question="What does the scale do to loss and entropy?",
         variants={"none": {"attention": {"score": "dot"}}, "sqrt": {"attention": {"score": "scaled_dot"}}},
         make=lambda setting: LanguageTrial(setting),   # setting.options = preset.sizes, then the variant's
@@ -136,15 +136,11 @@ class Experiment:
 
 @cache
 def experiments() -> dict[str, Experiment]:
-    """Return name → experiment for every file of `experiments/`."""
-    found = {}
-    for path in sorted((Path(__file__).parent / "experiments").glob("[!_]*.py")):
-        module = importlib.import_module(f"regard.lab.training.experiments.{path.stem}")
-        experiment, name = getattr(module, "experiment", None), path.stem.replace("_", "-")
-        if not isinstance(experiment, Experiment) or experiment.name != name:
-            raise ValueError(f"{path.name} must define `experiment = Experiment(name={name!r}, …)`")
-        found[name] = experiment
-    return found
+    """Return name → experiment for every `Experiment` that a file of `experiments/` defines."""
+    paths = sorted((Path(__file__).parent / "experiments").glob("[!_]*.py"))
+    modules = [importlib.import_module(f"regard.lab.training.experiments.{path.stem}") for path in paths]
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Experiment)]
+    return {experiment.name: experiment for experiment in sorted(found, key=lambda experiment: experiment.name)}
 
 
 def names() -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import importlib
 import os
 import sys
@@ -75,20 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `regard list | head -1`
-        _discard_output()
+    except BrokenPipeError:  # `regard list | head -1`: what is still in the buffer goes to the null device
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _discard_output()
-        print(f"regard: the output cannot be written: {error.strerror}; make room", file=sys.stderr)
-        return 1
-
-
-def _discard_output() -> None:
-    """Redirect standard output to the null device, for what is still in its buffer."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_command(argv: list[str]) -> int:

@@ -71,7 +71,8 @@ def look(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if layer is not None and (isinstance(layer, bool) or not isinstance(layer, (int, str))):
         raise TypeError(f"layer must be an index or a module's name, got {type(layer).__name__}")
-    head, top, sequence = check_head(head), _check_number("top", top, 1), _check_number("sequence", sequence, 0)
+    head = None if head is None else _check_number("head", head, 0)
+    top, sequence = _check_number("top", top, 1), _check_number("sequence", sequence, 0)
     refuse_data_parallel(model)
     model = as_written(model)
     room = max_positions(model)
@@ -103,7 +104,11 @@ def run_repeated(model: nn.Module, batch: Any, room: int, tokenizer: Any, option
     if not is_plain(batch):
         return None
     special = set(list_special(tokenizer))
-    made = repeat_tokens(batch, room, lambda token: bool(special) and name_tokens(_one(token), tokenizer)[0] in special)
+
+    def is_special(token: int) -> bool:
+        return bool(special) and name_tokens(torch.tensor([token]), tokenizer)[0] in special
+
+    made = repeat_tokens(batch, room, is_special)
     if made is None:
         return None
     repeated, period = made
@@ -138,11 +143,6 @@ def choose_rows(rows: int | slice | Sequence[int] | None, queries: int) -> list[
     return [row % queries for row in chosen]
 
 
-def check_head(head: int | None) -> int | None:
-    """Returns a head's number, checked."""
-    return None if head is None else _check_number("head", head, 0)
-
-
 def _check_number(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -168,10 +168,6 @@ def _as_batch(model: nn.Module, batch: Any, tokenizer: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if value is not None}
     return batch
-
-
-def _one(token: int) -> Tensor:
-    return torch.tensor([token])
 
 
 def sample_tokens(model: nn.Module, short: Any, tokenizer: Any, room: int, title: str) -> dict[str, Any]:

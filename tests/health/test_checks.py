@@ -81,7 +81,7 @@ def found(model, given=None, **options):
 def test_a_right_model_passes_every_check():
     report = examine(Model("", "", ""), [ids()], ablate=False)
     assert not set(checks.kinds()) & {one.kind for one in report.findings}
-    assert checks.names()[0] in report.checks.done + [name for name, _ in report.checks.skipped]
+    assert "no two layers hold the same weights" in report.checks.done + [name for name, _ in report.checks.skipped]
     assert "later tokens do not change earlier outputs" in report.checks.done
 
 

@@ -124,6 +124,3 @@ def describe_effect(ablator: Ablator, places: list[tuple[Key, int]]) -> str:
         ": they do not matter on this text" if idle and len(places) > 1 else ": it does not matter" if idle else ""
     )
     return f" Without {heads} {numbers}{verdict}."
-
-
-__all__ = ["Ablation", "Ablator", "ablate", "describe_effect"]

@@ -21,6 +21,13 @@ from regard.health.report.terminal import printable
 PACKAGE = Path(regard.__file__).parent
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a model is loaded."""
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="load the weights in this dtype")
+    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, which can run any code")
+
+
 def check_device(options: argparse.Namespace) -> None:
     """End the command with a usage error if no tensor can be made on `--device` and read."""
     try:
@@ -85,6 +92,13 @@ def save_report(report: Report, paths: Iterable[Path]) -> tuple[list[Path], list
         except OSError as error:
             failed.append(f"{str(path)!r} could not be written: {error.strerror or error}")
     return written, failed
+
+
+def report_failure(command: str, error: Exception, path: Path | None) -> int:
+    """Print why the work, or the file at `path`, failed; return the exit status 1."""
+    refused = isinstance(error, OSError)
+    print_error(command, f"{str(path)!r} could not be written: {error.strerror or error}" if refused else str(error))
+    return 1
 
 
 def print_error(command: str, *messages: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.health.tokens import text
+
 DECODER = "decoder_input_ids"
 NAMES = ("input_ids", "ids", "tokens", "x", "src")
 
@@ -105,9 +107,7 @@ def as_batch(batch: Any, device: torch.device) -> TokenBatch:
 
 def is_ids(x: Any) -> bool:
     """True for integers [B, N] of at least two tokens."""
-    if not isinstance(x, Tensor) or x.ndim != 2 or x.shape[1] < 2 or x.shape[0] < 1:
-        return False
-    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return text.is_ids(x) and x.shape[0] >= 1 and x.shape[1] >= 2
 
 
 def find_padding(ids: Tensor, pad: int, least: int = 3) -> Tensor:

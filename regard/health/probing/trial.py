@@ -192,7 +192,11 @@ class Trial:
         if kind == LABELS:
             batches = [batch for batch in batches if "labels" in batch.named]
             result = self.probe.run_model(batches[0])
-            return Task(self.probe, batches, kind, None, self.pad) if isinstance(_loss_of(result), Tensor) else None
+            return (
+                Task(self.probe, batches, kind, None, self.pad)
+                if isinstance(getattr(result, "loss", None), Tensor)
+                else None
+            )
         output, targets = self.probe.run(batches[0]), batches[0].targets
         is_logits = output.ndim == 3 and output.shape[:2] == targets.shape and output.shape[-1] > int(targets.max())
         if not (is_logits and self.names_vocabulary(output)):
@@ -218,7 +222,3 @@ class Trial:
         layers = [layer for key in keys if (layer := self.layer_of(key)) is not None and layer.heads]
         layers = layers or [layer for layer in self.layers if layer.heads]
         return make_finding(kind, severity, places_in(layers), evidence, threshold, remedy)
-
-
-def _loss_of(result: Any) -> Any:
-    return getattr(result, "loss", None)

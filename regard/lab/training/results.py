@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from regard.lab.estimate import Estimate
+from regard.lab.estimate import Estimate, student
 from regard.lab.figure import Figure
 from regard.lab.training.experiment import Experiment
 from regard.lab.training.loop import round_numbers
@@ -31,12 +31,10 @@ SHIPPED = Path(__file__).parent / "results"
 
 def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
     """Return mean ± t·s/√n; (−∞, ∞) for fewer than two values."""
-    from scipy.stats import t
-
     if len(values) < 2:
         return -math.inf, math.inf
     middle = statistics.fmean(values)
-    half = float(t.ppf((1 + level) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = student(len(values), level) * statistics.stdev(values) / math.sqrt(len(values))
     return middle - half, middle + half
 
 

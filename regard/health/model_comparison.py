@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from regard.health.capture.interception import as_written, refuse_data_parallel
 from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
-from regard.health.probing.tokens import as_batch
 from regard.health.report.terminal import printable
+from regard.health.tokens.text import as_batch
 from regard.scores import resolve_scale
 from regard.table import Table
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from regard.health.probing.probe import Key, Transform, relative_change, remove_heads
 from regard.health.probing.task import GIVEN, LABELS, finite
-from regard.health.probing.tokens import TokenBatch
 from regard.health.probing.trial import Trial
+from regard.health.tokens.text import TokenBatch
 
 SEQUENCES, LENGTH = 6, 128  # of the text
 LOSS, OUTPUT = "loss", "output"

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from regard.health.findings._finding import Finding
 from regard.health.probing.probe import CapturedCall, relative_change
-from regard.health.probing.tokens import TokenBatch, find_padding
 from regard.health.probing.trial import NotApplicable, Trial
+from regard.health.tokens.text import TokenBatch, find_padding
 
 NAME = "padding does not change the text's outputs"
 SEEN, MOVED = "sees padding", "padding moves the text"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.health.capture.attention_weights import output_and_weights
 from regard.health.capture.call import Call, UseCounter, forget_derived
 from regard.health.capture.interception import Interception, forward_token
-from regard.health.probing.tokens import TokenBatch
+from regard.health.tokens.text import TokenBatch
 
 Key = tuple[str, int]  # a module's name, and which use of it in a forward
 Transform = Callable[[Call, Key, Callable[[], Tensor]], Tensor]

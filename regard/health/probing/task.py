@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from regard.health.probing.probe import Probe, Transform, main_output
-from regard.health.probing.tokens import TokenBatch
+from regard.health.tokens.text import TokenBatch
 
 STUDENT = {
     2: 12.7,

@@ -13,7 +13,7 @@ from regard.health.findings._finding import Heads, Layers, make_finding, places_
 from regard.health.measurement.query_rows import pad_of
 from regard.health.probing.probe import CapturedCall, Key, Probe, relative_change
 from regard.health.probing.task import GIVEN, LABELS, MASKED, NEXT, LossReading, Task, names_next_token
-from regard.health.probing.tokens import TokenBatch, as_batch, as_token_batch, exchange_tokens
+from regard.health.tokens.text import TokenBatch, as_batch, as_token_batch, exchange_tokens
 
 SEQUENCES, LENGTH = 2, 128  # of the text on which the checks run
 LOSS_SEQUENCES, LOSS_LENGTH = 16, 256  # of the text whose loss is computed
